@@ -37,6 +37,7 @@ COPY kernels kernels
 COPY profiles profiles
 COPY mtrain_cli mtrain_cli
 COPY mtrain_studies mtrain_studies
+COPY mtrain_lm_eval mtrain_lm_eval
 COPY docs docs
 COPY examples examples
 COPY tests tests

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, Names
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
@@ -239,20 +238,12 @@ class Model:
             ConfigError: lm-eval is missing, or the model has no tokenizer, or it sees the tokens
                 that it predicts.
         """
-        try:
-            from mtrain_cli.evaluation.harness_model import HarnessModel
-        except ImportError:
-            raise ConfigError(
-                f"lm_eval: needs the package lm-eval: {install_command('lm-eval')}"
-            ) from None
-        from mtrain_cli.evaluation.harness_requests import Plan
-        from mtrain_cli.evaluation.harness_runner import EngineAnswers
-        from mtrain_cli.inference.limits import require_hidden_labels
+        from mtrain_cli.evaluation.other_kinds import find
 
-        require_hidden_labels(self.source.config, "lm_eval")
-        plan = Plan.of(self.source, beyond=arguments.truth("beyond", beyond))
-        answers = EngineAnswers(self._engine, self._codec, plan)
-        model = HarnessModel(self._codec, plan.positions, answers)
+        if (lm_eval := find("lm-eval")) is None:
+            raise ConfigError("lm_eval: this installation lacks mtrain_lm_eval; reinstall mtrain")
+        beyond = arguments.truth("beyond", beyond)
+        model: LM = lm_eval.adapter(self._engine, self._codec, self.source, beyond)
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(model, name, ARGUMENTS.in_errors()(getattr(model, name)))
         return model

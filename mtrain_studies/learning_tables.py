@@ -11,7 +11,8 @@ from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
 from mtrain_cli.printable import one_line
-from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
+from mtrain_cli.reporting.table import text_table
+from mtrain_cli.reporting.terminal_width import TextTable, print_table, say
 from mtrain_studies.cells import (
     DamagedCellError,
     Study,
@@ -49,7 +50,7 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     """Print the cells with FLOP and time."""
     tier, total, seconds, damage = study.tier, 0.0, 0.0, list[str]()
     heads = ("cell", "attention in training", "left", "steps", "FLOP", "minutes")
-    table = new_table(heads, words=3)
+    rows = []
     wanted = [cell for cell in cells if not _is_done(study, cell, damage)]
     damage += filter(
         None, (damage_of_base(study, Cell(seed)) for seed in sorted({c.seed for c in wanted}))
@@ -62,11 +63,11 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
         flop, each = sum(estimated_flop(tier, own[0])), estimated_seconds(tier, own[0])
         total += flop * len(left)
         seconds += each * len(left)
-        table.add_row(
+        rows.append((
             name, _attention(own[0]), ", ".join(str(cell.seed) for cell in left) or "done",
             _steps(tier, own[0]), format_flop(flop), f"{each / 60:.1f}",
-        )  # fmt: skip
-    print_table(console, table)
+        ))  # fmt: skip
+    print_table(console, text_table(heads, rows, words=3))
     # As in the table below ten minutes, where "0 minutes" or "1 minutes" would appear.
     minutes = f"{seconds / 60:.{0 if seconds >= 600 else 1}f}"
     say(

@@ -45,8 +45,9 @@ def list_tables(as_json: Json = False) -> None:
       [cyan]mtrain study list[/cyan]
           List names for `mtrain study NAME`
     """
+    from mtrain_cli.reporting.table import text_table
     from mtrain_cli.reporting.terminal import make_console
-    from mtrain_cli.reporting.terminal_width import new_table, print_table
+    from mtrain_cli.reporting.terminal_width import print_table
 
     tables = [published.read(name) for name in published.names()]
     if as_json:
@@ -57,10 +58,9 @@ def list_tables(as_json: Json = False) -> None:
         typer.echo(json_text({"tables": rows, "groups": published.PAPERS}, indent=1))
         return
     console = make_console()
-    table = new_table(("name", "what", "paper", "where"), words=4)
-    for found in tables:
-        table.add_row(found.name, found.title, found.paper, found.where)
-    print_table(console, table, ("where",))
+    listed = [(each.name, each.title, each.paper, each.where) for each in tables]
+    heads = ("name", "what", "paper", "where")
+    print_table(console, text_table(heads, listed, 4, spare=("where",)))
     papers = ", ".join(f"{word} ({paper})" for word, paper in published.PAPERS.items())
     console.print(f"groups: {papers}, all", soft_wrap=True)
 

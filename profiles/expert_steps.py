@@ -27,9 +27,9 @@ from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.records.step_breakdown import LINKS, WAITS, find_parts, messages, shortest
 from mtrain_cli.training.dry_run import fits
-from mtrain_cli.training.expert_price import expert_degree
+from mtrain_cli.training.expert_price import ExpertRun
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.trainer import Trainer
 
 WORKERS = 2
@@ -206,7 +206,7 @@ def chosen_degree(_rank: int, _workers: int, words: tuple[str, ...]) -> int:
     """Return the degree that `topology.expert_parallel=auto` takes."""
     plan = make_plan(compose([*words, "topology.expert_parallel=auto"]))
     per_node = plan.environment.workers_per_node
-    return expert_degree(plan.config, plan.dims, plan.layout, plan.dtype_bytes, per_node)
+    return ExpertRun(plan.config, plan.dims, plan.layout, plan.dtype_bytes, per_node).degree
 
 
 def with_layers(bench: Bench, layers: int | None) -> Bench:

@@ -25,7 +25,8 @@ import gloo
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from mtrain_cli.launch import supervisor
 
 _OWN_FOLDER = str(Path(__file__).parent)
 
@@ -33,7 +34,7 @@ _OWN_FOLDER = str(Path(__file__).parent)
 class Command:
     """A running ``python -m module arguments`` in ``folder``, with parts of Popen's interface.
 
-    The workers that it starts through torch's agent are forked from it.
+    The workers that it starts are forked from it.
     """
 
     def __init__(
@@ -112,12 +113,12 @@ def _main(words: list[str], folder: str, environment: dict[str, str], outputs: l
         os.dup2(opened, target)
         os.close(opened)
     os.chdir(folder)
-    subprocess_handler.Popen = ForkedWorker  # type: ignore[attr-defined]
+    supervisor.Popen = ForkedWorker  # type: ignore[attr-defined]
     _become(words, environment)
 
 
 class ForkedWorker(subprocess.Popen):
-    """A worker that torch's agent starts: forked from this process, not a new program."""
+    """A worker that the launcher starts: forked from this process, not a new program."""
 
     def _execute_child(self, args: Sequence[str], *more: Any, **_: Any) -> None:
         environment = more[5]

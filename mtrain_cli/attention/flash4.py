@@ -18,7 +18,7 @@ import torch
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import index_lists, mask_lists
-from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.kernel_cache import persistent_kernel_cache
 from mtrain_cli.attention.mask_words import mask_words
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
@@ -95,29 +95,19 @@ class Flash4Kernel(TritonColumns):
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-        tiles: Tiles,
-        scale: float,
+        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dense = _load_dense()
         if tiles.index is not None:
-            return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
+            return _sparse_backward(dout, saved, tiles, scale)
+        q, k, v, out, lse, delta = saved
         if not _is_few_rectangles(tiles):
             spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[1]
-            return dense.spans_backward(
-                dout, q, k, v, out, lse, delta, spans, lists, scale, _words(tiles)[1]
-            )
+            return dense.spans_backward(dout, *saved, spans, lists, scale, _words(tiles)[1])
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
             if s.k_stop - s.k_start == k.shape[1]:
-                return dense.backward(dout, q, k, v, out, lse, delta, s.causal, scale)
+                return dense.backward(dout, *saved, s.causal, scale)
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
         for s in tiles.slices[0]:
@@ -175,22 +165,14 @@ def _sparse_forward(
 
 
 def _sparse_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor,
-    delta: torch.Tensor | None,
-    tiles: Tiles,
-    scale: float,
+    dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()
-    dq, dk, dv = dense.spans_backward(
-        dout, q, k, v, out, lse, delta, _spans(tiles), index_lists(tiles, transposed=True), scale
-    )
+    q, k, v, out, lse, delta = saved
+    lists = index_lists(tiles, transposed=True)
+    dq, dk, dv = dense.spans_backward(dout, *saved, _spans(tiles), lists, scale)
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return dq, dk, dv

@@ -11,7 +11,7 @@ A query that sees no key has out 0 and lse -inf.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -59,6 +59,22 @@ class KernelRequest:
     intervals: int = 1
 
 
+class Saved(NamedTuple):
+    """What a backward call needs besides dout.
+
+    out: output over the keys of all workers. May be None if delta is given.
+    lse: log-sum-exp over the keys of all workers.
+    delta: rowsum(out * dout). If None, the kernel computes delta from out.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor | None
+    lse: torch.Tensor
+    delta: torch.Tensor | None
+
+
 class Kernel(Protocol):
     """A local attention implementation.
 
@@ -93,24 +109,9 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-        tiles: Tiles,
-        scale: float,
+        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv over the keys ``k``.
-
-        Args:
-            out: output over the keys of all workers. May be None if delta is given.
-            lse: log-sum-exp over the keys of all workers.
-            delta: rowsum(out * dout). If None, the kernel computes delta from out.
-        """
+        """Return dq, dk and dv over the keys ``saved.k``."""
         ...
 
     def forward_columns(

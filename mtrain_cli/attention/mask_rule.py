@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask, document_starts
-from mtrain_cli.attention.named_masks import slices_of
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.attention.named_masks import CAUSAL
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import Config
 
 
@@ -50,7 +50,7 @@ class MaskRule:
     """
 
     document_mask: bool
-    mask: MaskConfig = CAUSAL
+    mask: MaskSettings = CAUSAL
 
     @staticmethod
     def of(config: Config) -> MaskRule:
@@ -85,12 +85,11 @@ class MaskRule:
         whole = self.undivided(length, padded)
         if documents is None or not self.document_mask:
             return whole
-        if len(documents) >= length and not document_starts(documents, padded).any():
+        starts = document_starts(documents, padded)
+        if len(documents) >= length and not starts.any():
             return whole
-        if self.mask.chunk is not None:  # chunks count from the start of a document
-            starts = document_starts(documents, padded)
-            place = np.arange(padded) - starts
-            return SequenceMask.from_first(starts + place - place % self.mask.chunk, length)
+        if (first := self.mask.first_keys(starts)) is not None:
+            return SequenceMask.from_first(first, length)
         return whole.intersect(SequenceMask.from_documents(documents, padded, causal=False))
 
     def undivided(self, length: int, padded: int) -> SequenceMask:
@@ -108,7 +107,7 @@ class MaskRule:
 
 
 @functools.lru_cache(maxsize=8)  # a run has one or two lengths
-def _undivided(mask: MaskConfig, length: int, padded: int) -> SequenceMask:
+def _undivided(mask: MaskSettings, length: int, padded: int) -> SequenceMask:
     if mask.kind == "causal":
         return SequenceMask.causal(length, padded)
-    return SequenceMask.from_slices(slices_of(mask, length), length, padded)
+    return SequenceMask.from_slices(mask.slices(length), length, padded)

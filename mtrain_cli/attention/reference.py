@@ -6,7 +6,7 @@ import torch
 
 from mtrain_cli.attention import definition
 from mtrain_cli.attention.definition import per_query_head
-from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
+from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, Saved
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
@@ -30,17 +30,9 @@ class ReferenceKernel(DefinitionColumns):
         return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-        tiles: Tiles,
-        scale: float,
+        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, out, lse, delta = saved
         group = q.shape[2] // k.shape[2]
         if delta is None:
             assert out is not None

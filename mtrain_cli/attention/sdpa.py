@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from mtrain_cli.attention.decode import decode_on_gpu
-from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
+from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, Saved
 from mtrain_cli.attention.mask import SliceKind
 from mtrain_cli.attention.partials import accumulation_dtype, merge
 from mtrain_cli.attention.tiles import Tiles
@@ -91,17 +91,9 @@ class SdpaKernel(DefinitionColumns):
         return out, lse
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-        tiles: Tiles,
-        scale: float,
+        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v, out, lse, delta = saved
         high = accumulation_dtype(q.dtype)
         adds = _on_gpu(q) and tiles.intervals > 1  # several slices share queries
         dq = torch.zeros(q.shape, dtype=high if adds else q.dtype, device=q.device)

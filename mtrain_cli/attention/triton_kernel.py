@@ -13,7 +13,7 @@ from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
 from mtrain_cli.attention.decode import decode_on_gpu
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
-from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.tiles import Tiles
@@ -96,19 +96,11 @@ class TritonKernel(TritonColumns):
         return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-        tiles: Tiles,
-        scale: float,
+        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.triton import spans, sparse
 
+        q, k, v, out, lse, delta = saved
         lse = lse.contiguous()
         delta = ensure_delta(out, dout, delta)
         if tiles.index is None:

@@ -26,9 +26,7 @@ from mtrain_cli.commands import (
     data_needles,
     data_ruler,
     doctor,
-    entry_points,
     evaluate,
-    evaluate_lm_eval,
     generate,
     mask,
     profile,
@@ -45,6 +43,7 @@ from mtrain_cli.commands import (
     train,
 )
 from mtrain_cli.commands.options import take_help_from_docstrings, warn
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
@@ -333,7 +332,6 @@ app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
 assert data_needles.app is data_ruler.app is data.app
-assert evaluate_lm_eval.app is evaluate.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
@@ -351,31 +349,42 @@ def _take_each_value_once(group: typer.Typer) -> None:
 _take_each_value_once(app)
 
 
-def _add(name: str, command: Any) -> None:
-    """Add a command of another package: a group, or a function with Typer's annotations."""
-    if name in _names():
+def _add(place: str, command: Any) -> None:
+    """Add a command of another package: a group, or a function with Typer's annotations.
+
+    place: name of the command, after the name of its group and a dot if it is in a group.
+    """
+    group, _, name = place.rpartition(".")
+    owner = next((of.typer_instance for of in app.registered_groups if of.name == group), None)
+    owner = owner if group else app
+    if owner is None:
+        raise ValueError(f"mtrain has no command group {group}")
+    if name in _names(owner):
         raise ValueError("mtrain has a command of this name")
     alone = typer.Typer()
     if isinstance(command, typer.Typer):
         alone.add_typer(command, name=name)
     else:
         alone.command(name)(command)
+        take_help_from_docstrings(alone)
     _take_each_value_once(alone)
     typer.main.get_group(alone)  # raises an error if Typer can make no command of it
-    app.registered_groups += alone.registered_groups
-    app.registered_commands += alone.registered_commands
+    owner.registered_groups += alone.registered_groups
+    owner.registered_commands += alone.registered_commands
 
 
-def _names() -> list[str | None]:
-    groups, commands = app.registered_groups, app.registered_commands
+def _names(owner: typer.Typer) -> list[str | None]:
+    groups, commands = owner.registered_groups, owner.registered_commands
     return [*(group.name for group in groups), *(command.name for command in commands)]
 
 
-entry_points.load(entry_points.COMMANDS, _add)
+plugins.load(plugins.COMMANDS, _add)
 warn(
     [
         f"{name}: this installation lacks the command, or is older than the code; reinstall mtrain"
-        for name in ORDER
-        if name not in _names()
+        for name in (
+            *(name for name in ORDER if name not in _names(app)),
+            *(["eval lm-eval"] if "lm-eval" not in _names(evaluate.app) else []),
+        )
     ]
 )

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.groups import Groups, open_groups, summary
-from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
+from mtrain_cli.config.plugins import callback_names
+from mtrain_cli.config.schema import KERNELS, LAYOUTS, ConfigError
 
 Candidate = tuple[str, str]  # text to insert, and its help
 
@@ -96,7 +98,7 @@ def complete_layouts(incomplete: str) -> list[str]:
 
 def complete_exchanges(incomplete: str) -> list[str]:
     """Complete a comma-separated list of exchanges."""
-    return in_list(EXCHANGES, incomplete)
+    return in_list(exchange_names(), incomplete)
 
 
 def complete_kernels(incomplete: str) -> list[str]:
@@ -162,9 +164,10 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
         return [(choice, key.help) for choice in key.choices]
     if bool in key.types:
         return [(word, key.help) for word in (*_words_of(key), "true", "false")]
-    words = {"seq": ("4k", "32k", "128k", "512k", "1m")}.get(name) or dict.fromkeys(
-        [_default(key.name, groups), *_words_of(key)]
-    )
+    words = {
+        "seq": ("4k", "32k", "128k", "512k", "1m"),
+        "train.callbacks": [f"[{callback}]" for callback in callback_names()],
+    }.get(name) or dict.fromkeys([_default(key.name, groups), *_words_of(key)])
     return [(word, key.help) for word in words if word]
 
 

@@ -14,7 +14,6 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -177,28 +176,20 @@ def _split(
 
 def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
     """Return the command that shows a key."""
-    from mtrain_cli.config.mask_settings import MASKS
-    from mtrain_cli.config.pattern_settings import PATTERNS, pattern_keys
+    from mtrain_cli.config.keys import VARIANTS
 
     group, _, name = key.partition(".")
     if group not in options:
         return "`mtrain config list`"
-    if group == "sparsity":
-        # The default pattern has few keys, so name the first pattern that has this one.
-        owners = [p for p in PATTERNS if name in pattern_keys(p) and p in options[group]]
-        group = f"{group}/{owners[0]}" if owners else group
-    if group == "mask":
-        owners = [kind for kind in MASKS if name in MASKS[kind] and kind in options[group]]
-        group = f"{group}/{owners[0]}" if owners else group
+    if variants := VARIANTS.get(group):
+        # The default pattern or mask has few keys, so name the first that has this one.
+        having = (kind for kind in options[group] if name in variants.own_keys(kind))
+        group = f"{group}/{first}" if (first := next(having, "")) else group
     return f"`mtrain config show {group}`"
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table.
-
-    On a terminal, or if COLUMNS is set, the table wraps at the width, and shows the allowed values
-    below the description. For a pipe, rows do not wrap.
-    """
+    """Print a table."""
     from rich.text import Text
 
     from mtrain_cli.console import Console
@@ -223,32 +214,22 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
     console.print()
 
 
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich.table import Table
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
     from rich.text import Text
 
-    table = Table(
-        title=Text(title),
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        header_style="dim",
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    from mtrain_cli.console import grid
+
     below = header[-1] == ALLOWED
-    for index, name in enumerate(header[:-1] if below else header):
-        table.add_column(
-            name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold"
-        )
+    heads = header[:-1] if below else header
+    lines = [[Text(name, style="dim") for name in heads]]
     for row in rows:
         cells = [Text(cell) for cell in row]
         if below:
             *cells, allowed = cells
             if "," in allowed.plain:
                 cells[-1].append(f"\n{allowed.plain}", style="dim")
-        table.add_row(*cells)
-    return table
+        lines.append(cells)
+    return grid(lines, ["cyan", *[""] * (len(heads) - 1)], title)
 
 
 def _block(header: Sequence[str], row: Sequence[str]) -> list[RenderableType]:

@@ -21,7 +21,6 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
@@ -34,6 +33,7 @@ from mtrain_cli.data.mds_source import DOMAIN, TOKENS, sample_lengths
 from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_cli.reporting.table import Column, Table, count, percent
 from mtrain_cli.reporting.terminal_width import print_table
 
 _SNIPPET = 240  # tokens
@@ -234,17 +234,25 @@ def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
     """Print a table of documents and lengths by domain, unless no domain has a name."""
     if not any(by_domain):
         return
-    table = Table(title="by domain, lengths in tokens", title_justify="left", title_style="")
-    table.add_column("domain", overflow="fold")
-    for heading in ("documents", "tokens", "share", "median", "90 %", "longest"):
-        table.add_column(heading, justify="right")
     total = sum(int(lengths.sum()) for lengths in by_domain.values())
-    for name, lengths in sorted(by_domain.items(), key=lambda pair: -int(pair[1].sum())):
-        some = lengths if lengths.size else np.zeros(1, int)
-        median, high, longest = np.quantile(some, (0.5, 0.9, 1)).astype(int)
-        counts = [f"{lengths.size:,}", f"{lengths.sum():,}", f"{lengths.sum() / total:.1%}"]
-        table.add_row(name or "(none)", *counts, f"{median:,}", f"{high:,}", f"{longest:,}")
-    print_table(console, table)
+
+    def quantile(name: str, share: float) -> Column:
+        def value(row: tuple[str, np.ndarray]) -> int:
+            return int(np.quantile(row[1], share)) if row[1].size else 0
+
+        return Column(name, value, count)
+
+    columns = [
+        Column("domain", lambda row: row[0] or "(none)", words=True),
+        Column("documents", lambda row: row[1].size, count),
+        Column("tokens", lambda row: row[1].sum(), count),
+        Column("share", lambda row: row[1].sum() / total, percent),
+        quantile("median", 0.5),
+        quantile("90 %", 0.9),
+        quantile("longest", 1),
+    ]
+    rows = sorted(by_domain.items(), key=lambda pair: -int(pair[1].sum()))
+    print_table(console, Table("by domain, lengths in tokens", columns, rows))
 
 
 @contextmanager
@@ -297,23 +305,27 @@ def _counts(progress: PreparationProgress) -> str:
 def _length_table(lengths: np.ndarray) -> Table:
     """Return a table of documents and tokens by document length, in powers of four."""
     low, median, high = np.quantile(lengths, (0.1, 0.5, 0.9)).astype(int)
-    table = Table(
-        title=f"lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, "
-        f"longest {lengths.max():,} tokens",
-        title_justify="left",
-        title_style="",
+    title = (
+        f"lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, "
+        f"longest {lengths.max():,} tokens"
     )
-    for heading in ("tokens in document", "documents", "share of all tokens"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
     bounds = [0, *(4**power for power in range(4, 13)), int(lengths.max()) + 1]
-    for low, high in pairwise(bounds):
-        inside = lengths[(lengths >= low) & (lengths < high)]
-        if inside.size:
-            share = inside.sum() / lengths.sum()
-            bar = "█" * round(_BAR * share)
-            table.add_row(f"{low:,} to {high - 1:,}", f"{inside.size:,}", f"{share:.1%}", bar)
-    return table
+    rows = [
+        (begin, end, inside)
+        for begin, end in pairwise(bounds)
+        if (inside := lengths[(lengths >= begin) & (lengths < end)]).size
+    ]
+
+    def share(row: tuple[int, int, np.ndarray]) -> float:
+        return row[2].sum() / lengths.sum()
+
+    columns = [
+        Column("tokens in document", lambda row: f"{row[0]:,} to {row[1] - 1:,}"),
+        Column("documents", lambda row: row[2].size, count),
+        Column("share of all tokens", share, percent),
+        Column(" ", share, lambda part: "█" * round(_BAR * part), words=True),
+    ]
+    return Table(title, columns, rows)
 
 
 def _print_snippet(

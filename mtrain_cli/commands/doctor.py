@@ -12,8 +12,10 @@ from mtrain_cli.commands.options import Json, flag
 from mtrain_cli.config.documents import json_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from rich.console import RenderableType
-    from rich.table import Table
+    from rich.text import Text
 
     from mtrain_cli.profiling.diagnosis import Diagnosis
 
@@ -50,89 +52,72 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     """Return the diagnosis as tables for a terminal, at most 80 columns wide."""
     from rich.console import Group
 
-    parts = [_devices(diagnosis), _versions(diagnosis), _kernels(diagnosis)]
+    parts = [
+        _section("Devices", _devices(diagnosis)),
+        _section("\nVersions", _versions(diagnosis)),
+        _section("\nAttention kernels", _kernels(diagnosis)),
+    ]
     if diagnosis.checks:
-        parts.append(_checks(diagnosis))
+        parts.append(_section("\nChecks", _checks(diagnosis), 26))
     return Group(*parts)
 
 
-def _section(title: str, width: int = 14) -> Table:
+def _section(title: str, rows: Iterable[tuple[str, str | Text]], width: int = 14) -> RenderableType:
     """Return a table of two columns. width: width of the first column."""
-    from rich.table import Table
+    from mtrain_cli.console import grid
 
-    table = Table(
-        box=None,
-        show_header=False,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        title=title,
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column(style="dim", no_wrap=True, min_width=width)
-    table.add_column(overflow="fold")
-    return table
+    return grid([(label.ljust(width), text) for label, text in rows], title=title)
 
 
-def _devices(diagnosis: Diagnosis) -> Table:
+def _devices(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     from mtrain_cli.profiling.diagnosis import describe_links
 
-    devices = _section("Devices")
     memory = f", {diagnosis.cpu_memory_gib:.0f} GiB" if diagnosis.cpu_memory_gib is not None else ""
-    devices.add_row("cpu", f"{diagnosis.cpu_cores} cores{memory}, {diagnosis.system}")
+    yield "cpu", f"{diagnosis.cpu_cores} cores{memory}, {diagnosis.system}"
     for gpu in diagnosis.gpus:
         capability = ".".join(map(str, gpu.capability))
         state = f"{gpu.memory_gib:.0f} GiB ({gpu.free_gib:.0f} free)"
-        devices.add_row(
-            f"cuda:{gpu.index}", f"{gpu.name}, {state}, compute capability {capability}"
-        )
+        yield f"cuda:{gpu.index}", f"{gpu.name}, {state}, compute capability {capability}"
     if not diagnosis.gpus:
         no_cuda = "" if diagnosis.cuda else "; this torch is built without CUDA"
-        devices.add_row("cuda", f"no GPU visible{no_cuda}")
+        yield "cuda", f"no GPU visible{no_cuda}"
     for number, line in enumerate(describe_links(diagnosis.links)):
-        devices.add_row("" if number else "links", line)
-    return devices
+        yield "" if number else "links", line
 
 
-def _versions(diagnosis: Diagnosis) -> Table:
+def _versions(diagnosis: Diagnosis) -> Iterator[tuple[str, str | Text]]:
     from rich.text import Text
 
-    versions = _section("\nVersions")
-    versions.add_row("python", diagnosis.python)
+    yield "python", diagnosis.python
     libraries = (("cuda", diagnosis.cuda), ("driver", diagnosis.driver), ("nccl", diagnosis.nccl))
     for name, version in libraries:
         if version is not None:
-            versions.add_row(name, version)
+            yield name, version
     for package in diagnosis.packages:
         if package.version is not None:
-            versions.add_row(package.name, package.version)
+            yield package.name, package.version
         elif package.extra is not None:
             remedy = f"not installed: {install_command(package.extra)}  ({package.purpose})"
-            versions.add_row(package.name, Text(remedy, style="yellow"))
+            yield package.name, Text(remedy, style="yellow")
         else:
             remedy = "not installed, but required: reinstall mtrain"
-            versions.add_row(package.name, Text(remedy, style="red"))
-    return versions
+            yield package.name, Text(remedy, style="red")
 
 
-def _kernels(diagnosis: Diagnosis) -> Table:
+def _kernels(diagnosis: Diagnosis) -> Iterator[tuple[str, Text]]:
     from rich.text import Text
 
-    kernels = _section("\nAttention kernels")
     for kernel in diagnosis.kernels:
         where = f"{kernel.device}, {kernel.dtype}"
         state = ("usable", "green")
         if kernel.reason is not None:
             state = (f"no: {kernel.reason}", "yellow")
-        kernels.add_row(kernel.name, Text.assemble(f"{where:<15}  ", state))
-    return kernels
+        yield kernel.name, Text.assemble(f"{where:<15}  ", state)
 
 
-def _checks(diagnosis: Diagnosis) -> Table:
+def _checks(diagnosis: Diagnosis) -> Iterator[tuple[str, Text]]:
     from rich.text import Text
 
-    checks = _section("\nChecks", 26)
     for result in diagnosis.checks:
         word = ("passed", "green") if result.passed else ("FAILED", "red")
-        checks.add_row(result.name, Text.assemble(word, f"  {result.detail}"))
-    return checks
+        yield result.name, Text.assemble(word, f"  {result.detail}")

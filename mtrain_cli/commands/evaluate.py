@@ -30,7 +30,6 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
-    from mtrain_cli.evaluation.harness_tasks import HarnessTasks
     from mtrain_cli.evaluation.request import EvaluationRequest, RulerOptions, Weights
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.launch.environment import Environment
@@ -257,12 +256,13 @@ def run_evaluation(
     from mtrain_cli.commands.data_ruler import token_lengths
     from mtrain_cli.commands.evaluate_checks import check_work, require_positions
     from mtrain_cli.config.unused_settings import unused_by_model
+    from mtrain_cli.evaluation.other_kinds import find
     from mtrain_cli.inference.limits import longer_than_trained
 
     words = list(overrides or ())
     warn_of_unused_settings(words)
-    # lm-eval and files of samples have lengths of their own.
-    has_length = kind != "lm-eval" and not _has_only_files(options.get("ruler"))
+    # Other evaluations and files of samples have lengths of their own.
+    has_length = find(kind) is None and not _has_only_files(options.get("ruler"))
     lengths = token_lengths(common.length) if has_length else [0]
     sources = _sources(model, words, common.attention)
     first = next(iter(sources.values()))
@@ -322,11 +322,7 @@ def _going_on(failed: list[str]) -> Iterator[None]:
 
 
 def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[str, ModelSource]:
-    """Return the model under each attention, by the name of the pattern.
-
-    Raises:
-        ConfigError: the path names no model, or a pattern or a setting is wrong.
-    """
+    """Return the model under each attention, by the name of the pattern."""
     from mtrain_cli.commands.options import parse_names
     from mtrain_cli.commands.profile import keys_for, require_known_keys
     from mtrain_cli.config.pattern_settings import PATTERNS
@@ -355,13 +351,7 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
 
 
 def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...], list[str]]:
-    """Return the weights to evaluate, by their steps. Of all checkpoints, leave out damaged ones.
-
-    The second result has a line on each that is left out.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or the checkpoint is damaged.
-    """
+    """Return the weights by their steps, and a line on each damaged one that ``all`` leaves out."""
     from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.training.checkpoint_source import checkpoints_of
@@ -397,11 +387,7 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
 
 
 def _newest(path: Path) -> Weights:
-    """Return the weights of the newest intact checkpoint, which `mtrain generate` would load.
-
-    Raises:
-        ConfigError: all are damaged.
-    """
+    """Return the weights of the newest intact checkpoint, which `mtrain generate` would load."""
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.training.checkpoint_files import CheckpointReader
     from mtrain_cli.training.checkpointer import CheckpointError, newest_intact
@@ -477,21 +463,15 @@ def _evaluate(
     configs: tuple[Config, ...],
     environment: Environment,
     words: list[str],
-    tasks: HarnessTasks | None,
+    tasks: Any,
 ) -> int:
     """Evaluate on one worker or on several. Return the exit code."""
-    from mtrain_cli.evaluation.harness_runner import HarnessRunner
-    from mtrain_cli.evaluation.runner import STOPPED, Runner
-    from mtrain_cli.evaluation.worker import TARGET, evaluate
+    from mtrain_cli.evaluation.runner import STOPPED
+    from mtrain_cli.evaluation.worker import TARGET, evaluate, make_runner
 
     if environment.dims.workers == 1:
-        runner: Runner | HarnessRunner
-        if tasks is None:
-            runner = Runner(request, configs, environment)
-        else:
-            runner = HarnessRunner(request, configs, environment, tasks=tasks)
         try:
-            evaluate(runner, environment)
+            evaluate(make_runner(request, configs, environment, tasks=tasks), environment)
         except KeyboardInterrupt:
             typer.echo(STOPPED, err=True)
             raise
@@ -534,11 +514,7 @@ def _show(request: EvaluationRequest, *, as_json: bool) -> None:
 
 
 def _one_length(name: str, text: str | None) -> int | None:
-    """Parse one number of tokens.
-
-    Raises:
-        ConfigError: it is not a number of tokens from 2 on.
-    """
+    """Parse one number of tokens."""
     from mtrain_cli.config.sizes import EXPECTED, parse_size
 
     if text is None:

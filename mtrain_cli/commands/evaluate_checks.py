@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.problem import ConfigError, Names
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.evaluation.other_kinds import find
 
 if TYPE_CHECKING:
     from mtrain_cli.evaluation.generated import Generated
-    from mtrain_cli.evaluation.harness_tasks import HarnessTasks
     from mtrain_cli.evaluation.measurement import Cell
     from mtrain_cli.evaluation.request import EvaluationRequest
     from mtrain_cli.evaluation.sources import Sources
@@ -51,13 +51,13 @@ class CheckedWork:
     """What an evaluation can measure.
 
     request: without the tasks and files that are damaged.
-    tasks: tasks of lm-eval; None for another evaluation.
+    tasks: what an evaluation of another package found; None for those of mtrain.
     warnings: lines for the user.
     failed: lines on what is damaged.
     """
 
     request: EvaluationRequest
-    tasks: HarnessTasks | None = None
+    tasks: Any = None
     warnings: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
 
@@ -68,19 +68,14 @@ def check_work(request: EvaluationRequest, source: ModelSource, *, beyond: bool)
     Raises:
         ConfigError: a sample or a task cannot be made, or all are damaged.
     """
-    if request.kind == "lm-eval":
-        tasks = _checked_tasks(request, source, beyond=beyond)
+    if (other := find(request.kind)) is not None:
+        tasks = other.check(request, source, beyond=beyond)
         return CheckedWork(request, tasks, failed=tasks.failed)
     return _check_samples(request, source, beyond=beyond)
 
 
 def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> CheckedWork:
-    """Make the first samples, so that mistakes are reported before any work.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it is that of another model, a text or file is
-            missing, a length is too short, or all files are damaged.
-    """
+    """Make the first samples, so that mistakes are reported before any work."""
     from mtrain_cli.evaluation.generated import Generated
     from mtrain_cli.evaluation.perplexity import Perplexity
     from mtrain_cli.evaluation.request import open_measurement
@@ -119,14 +114,7 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
 
 
 def _without(request: EvaluationRequest, damaged: Mapping[str, Sequence[str]]) -> CheckedWork:
-    """Return a request without damaged tasks and files.
-
-    Args:
-        damaged: why each is damaged, by its name in the results.
-
-    Raises:
-        ConfigError: nothing is left.
-    """
+    """Return a request without damaged tasks and files, which ``damaged`` names with a reason."""
     from mtrain_cli.evaluation.generated import FILE, PREFIX
 
     options = request.ruler
@@ -177,28 +165,6 @@ def require_room(source: ModelSource, length: int, special: int) -> None:
             f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
             "or add --beyond to go on anyway"
         )
-
-
-def _checked_tasks(
-    request: EvaluationRequest, source: ModelSource, *, beyond: bool
-) -> HarnessTasks:
-    """Load the tasks of lm-eval and check their requests, so that mistakes are reported first.
-
-    Raises:
-        ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
-    """
-    from mtrain_cli.evaluation.harness_requests import Plan
-    from mtrain_cli.evaluation.harness_runner import load_tasks
-    from mtrain_cli.evaluation.request import require_tokenizer
-    from mtrain_cli.inference.limits import require_hidden_labels
-    from mtrain_cli.inference.text import open_codec
-
-    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
-    require_tokenizer(codec)
-    require_hidden_labels(source.config, "this evaluation")
-    tasks = load_tasks(request)
-    tasks.plan(codec, Plan.of(source, beyond=beyond))
-    return tasks
 
 
 def unused_files(tasks: Sequence[str], sources: Sources) -> list[str]:

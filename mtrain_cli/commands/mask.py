@@ -12,7 +12,7 @@ from mtrain_cli.commands.options import ConfigDir, Overrides, option, writing
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from mtrain_cli.config.schema import Config
     from mtrain_cli.data.dataset import Sample
@@ -64,7 +64,7 @@ def show(
     from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.mask_page import layouts_note
+    from mtrain_cli.reporting.mask_page import layouts_note, layouts_table
     from mtrain_cli.reporting.mask_view import views
     from mtrain_cli.reporting.terminal_width import print_table, say
 
@@ -81,7 +81,7 @@ def show(
     masks = views(config, workers, per_node, _first_of_data(config))
     for view in masks:
         console.print(_facts(config, view))
-        print_table(console, _layouts(view, workers))
+        print_table(console, layouts_table(view, f"{workers} workers"))
     say(console, layouts_note(masks[0].shares[0].prices, topology.cluster))
     if plot is not None:
         with writing(f"--plot {plot}"):
@@ -90,11 +90,7 @@ def show(
 
 
 def _first_of_data(config: Config) -> Sample | None:
-    """Return the first sequence of data that bring masks; None if `mask` gives the mask.
-
-    Raises:
-        ConfigError: the data are missing or broken.
-    """
+    """Return the first sequence of data that bring masks; None if `mask` gives the mask."""
     from mtrain_cli.data.open_dataset import open_dataset
 
     data = config.data
@@ -128,8 +124,8 @@ def _draw(plot: Path, masks: Sequence[MaskView], config: Config) -> None:
         mask_page.write(plot, title, masks, config.topology.cluster)
 
 
-def _facts(config: Config, view: MaskView) -> Table:
-    from mtrain_cli.console import two_columns
+def _facts(config: Config, view: MaskView) -> RenderableType:
+    from mtrain_cli.console import grid
     from mtrain_cli.training.flops import causal_pairs
 
     seq, mask = config.seq, view.mask
@@ -137,7 +133,7 @@ def _facts(config: Config, view: MaskView) -> Table:
     sparse = config.mask.keeps_causal_intervals and not config.mask.is_mixed
     sparse = sparse and config.data.mask_key is None
     fits = "with sparse patterns" if sparse else "dense attention only"
-    return two_columns(
+    return grid(
         [
             ("mask", f"{view.title}; seq {seq:,}"),
             ("pairs", f"{mask.pairs:,}, {mask.pairs / causal_pairs(seq):.3g} of causal"),
@@ -146,13 +142,3 @@ def _facts(config: Config, view: MaskView) -> Table:
             ("labels", f"{view.labels:,} of {seq:,} count"),
         ]
     )
-
-
-def _layouts(view: MaskView, workers: int) -> Table:
-    from mtrain_cli.reporting.mask_page import HEADS, layout_cells
-    from mtrain_cli.reporting.terminal_width import new_table
-
-    table = new_table(HEADS, title=f"{workers} workers")
-    for share in view.shares:
-        table.add_row(*layout_cells(share))
-    return table

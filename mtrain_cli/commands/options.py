@@ -7,17 +7,19 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
 from mtrain_cli import docstrings
 from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line
 
@@ -105,6 +107,8 @@ def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter
     """Return the parameters of a command or of a dataclass, with the help in its docstring."""
     parameters = inspect.signature(declared, eval_str=True).parameters.copy()
     for name, help in docstrings.entries(declared).items():
+        if get_origin(parameters[name].annotation) is not Annotated:  # a command of another package
+            continue
         kind, declaration = get_args(parameters[name].annotation)
         described = copy.copy(declaration)
         described.help = help
@@ -299,6 +303,14 @@ def warn(lines: Sequence[str]) -> None:
 
     for line in () if job_rank() else lines:
         print(f"mtrain: warning: {one_line(line)}", file=sys.stderr)
+
+
+def _warn_of_broken(line: str) -> None:
+    if "_MTRAIN_COMPLETE" not in os.environ:  # it would stand in the middle of the command line
+        warn([line])
+
+
+plugins.on_broken = _warn_of_broken  # before a command loads an entry point
 
 
 def print_summary(run: RunDir, as_json: bool) -> None:

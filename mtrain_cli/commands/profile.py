@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +17,8 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
+    from mtrain_cli.profiling.kernel_benchmark import CallTime
+    from mtrain_cli.profiling.timing import ResultFile
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -127,31 +129,63 @@ def check_output(
     return ""
 
 
-@dataclass(frozen=True)
-class KernelColumns:
-    """The columns of a table of kernel times that fit the terminal.
+# (heading, format such as ">8", function of a measured time that returns the cell)
+Column = tuple[str, str, Callable[[Any], object]]
 
-    narrow: whether to omit columns that the terminal has no room for.
-    speed: whether to show FLOP/s. CPU kernels also compute masked pairs, so their FLOP/s would
-        mislead.
+
+@dataclass(frozen=True)
+class Lines:
+    """A table that is printed while it is measured, line by line.
+
+    narrow: whether columns are left out to fit the terminal.
     """
 
-    narrow: bool
-    speed: bool
+    columns: Sequence[Column]
+    narrow: bool = False
 
     @classmethod
-    def fitting(cls, width: int | None, device: str, **columns: bool) -> Self:
-        """Return the columns that fit ``width`` characters; None if any width fits.
+    def fitting(cls, width: int | None, wide: Sequence[Column], narrow: Sequence[Column]) -> Self:
+        """Return the wide table if it fits ``width`` characters, else the narrow one.
 
-        columns: further fields of the class.
+        width: None if any width fits.
         """
-        wide = cls(narrow=False, speed=device == "cuda", **columns)
-        return replace(wide, narrow=width is not None and width < len(wide.header))
+        lines = cls(wide)
+        return lines if width is None or len(lines.header) <= width else cls(narrow, True)
 
     @property
     def header(self) -> str:
-        """The first line of the table."""
-        raise NotImplementedError
+        return self._joined(heading for heading, _, _ in self.columns)
+
+    def line(self, time: Any) -> str:
+        return self._joined(cell(time) for _, _, cell in self.columns)
+
+    def _joined(self, cells: Iterable[object]) -> str:
+        formats = [format for _, format, _ in self.columns]
+        return " ".join(map("{:{}}".format, cells, formats)).rstrip()
+
+
+def pass_columns(*, speed: bool, missing: str = "") -> list[Column]:
+    """Return the columns of the forward and backward time of a kernel.
+
+    Args:
+        speed: whether to show FLOP/s.
+        missing: the cell of a time that is None.
+    """
+
+    def cell(ms: float | None, tflops: float | None) -> str:
+        if ms is None:
+            return missing
+        return f"{ms:>9.3f} ms" + (f" {tflops:>6.1f} TF" if speed else "")
+
+    layout = ">22" if speed else ">12"
+    return [
+        ("forward", layout, lambda time: cell(time.forward_ms, time.forward_tflops)),
+        ("backward", layout, lambda time: cell(time.backward_ms, time.backward_tflops)),
+    ]
+
+
+def heads_column(time: CallTime) -> str:
+    return f"{time.case.heads:>3}/{time.case.kv_heads:<2}"
 
 
 @contextlib.contextmanager
@@ -178,8 +212,8 @@ def reporting_out_of_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calibrating(
-    console: Console, out: Path | None, kind: str, header: str, save: Callable[..., None]
-) -> Iterator[Callable[[Any, str], None]]:
+    console: Console, out: Path | None, file: ResultFile, lines: Lines
+) -> Iterator[Callable[..., None]]:
     """Yield a function that shows a line of a measured time and saves all times so far.
 
     The times are saved in a partial file next to ``out``. The partial file replaces ``out`` when
@@ -187,24 +221,24 @@ def calibrating(
     message names the partial file. With out=None nothing is saved.
 
     Args:
-        kind: kind of the calibration (`is_calibration`).
-        header: line to show before the times.
-        save: function of the times, the file and the command line that writes a calibration.
+        file: what the file says besides the times.
+        lines: the table that shows them.
 
     Raises:
         ConfigError: ``out`` cannot be written, or holds something else.
     """
-    replaced = check_output(out, lambda file: is_calibration(file, kind), "calibration")
-    console.print(header)
+    replaced = check_output(out, lambda path: is_calibration(path, file.kind), "calibration")
+    console.print(lines.header)
     times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")
 
-    def add(time: Any, line: str) -> None:
-        console.print(line)
+    def add(time: Any, more: str = "") -> None:
+        """Add a time. more: text at the end of its line."""
+        console.print(lines.line(time) + more)
         times.append(time)
         if draft is not None:
             with writing(draft):
-                save(times, draft, " ".join(["mtrain", *sys.argv[1:]]))
+                file.save(draft, times, " ".join(["mtrain", *sys.argv[1:]]))
 
     try:
         with reporting_out_of_memory():

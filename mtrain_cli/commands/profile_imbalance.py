@@ -27,6 +27,7 @@ from mtrain_cli.commands.options import (
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.exchanges import exchange_name
+from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.tensor_parallel import require_degree_1
 
@@ -219,12 +220,7 @@ def _require_experts(
 
 
 def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> None:
-    """Check the limits of --fail-above.
-
-    Raises:
-        RunError: a degree is above its limit. A limit that compares nothing has a line, too.
-        ConfigError: no degree is above its limit, but a limit compares nothing.
-    """
+    """Raise RunError for degrees above their limits, ConfigError for a limit of nothing."""
     from mtrain_cli.launch.failures import RunError
 
     problems = [
@@ -297,7 +293,7 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[st
         f"sparsity.max_columns={max(64, min(4096, seq // 16))}",
     ]
     ring = exchange_name(gathers=False, hierarchical=False)
-    compared = {"--exchange": [ring], "--pattern": ["dense", "vertical_slash"]}
+    compared = {"--exchange": [ring], "--pattern": [DenseSettings.name, VerticalSlashSettings.name]}
     try:
         cases = _combinations([*words, *added], typed | compared)
     except ConfigError:

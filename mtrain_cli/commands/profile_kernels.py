@@ -23,18 +23,18 @@ from mtrain_cli.commands.options import (
     parse_whole_number,
 )
 from mtrain_cli.commands.profile import (
-    KernelColumns,
+    Column,
+    Lines,
     app,
     calibrating,
+    heads_column,
+    pass_columns,
     set_threads,
 )
 from mtrain_cli.commands.profile_masks import time_masks
 from mtrain_cli.config.schema import KERNELS, ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 
 _BLOCKS = (16, 32, 64, 128)
@@ -96,9 +96,10 @@ def kernels(
     import torch
 
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import KernelBench, profile_kernels, save_times
+    from mtrain_cli.profiling.kernel_benchmark import KernelBench, profile_kernels
+    from mtrain_cli.profiling.timing import ResultFile
     from mtrain_cli.profiling.worker_calls import profile_worker_calls
-    from mtrain_cli.reporting.terminal_width import limit
+    from mtrain_cli.reporting.terminal_width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if mask or compare:
@@ -119,19 +120,18 @@ def kernels(
         return
     _require_a_kernel(bench, names, cases)
     console = Console(highlight=False, soft_wrap=True)
-    shown = _Columns.fitting(limit(console), device)
-
-    def save(times: list[KernelTime], file: Path, command: str) -> None:
-        save_times(file, times, command, dtype, device)
-
-    with calibrating(console, out, "kernels", shown.header, save) as add:
+    lines, legend = _lines(limit(console), device)
+    with calibrating(console, out, ResultFile("kernels", device, dtype), lines) as add:
         for time in profile_kernels(bench, cases if whole else []):
-            add(time, shown.line(time))
+            add(time)
         if counts:
             console.print("calls of one worker")
+        between = "\n" + " " * 11 if lines.narrow else "  "
         for time in profile_worker_calls(bench, cases, counts):
-            add(time, shown.line_of_call(time))
-        _print_remarks(console, shown, bench, cases)
+            add(time, f"{between}1/{time.workers} {time.what}")
+        say(console, legend)
+        for name, reason, everywhere in bench.unsupported(cases):
+            console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
 
 
 def _refuse_with_masks(
@@ -150,17 +150,6 @@ def _refuse_with_masks(
         )
 
 
-def _print_remarks(
-    console: Console, shown: _Columns, bench: KernelBench, cases: list[KernelCase]
-) -> None:
-    """Print the legend, and the reason why a kernel cannot compute some or all cases."""
-    from mtrain_cli.reporting.terminal_width import say
-
-    say(console, shown.legend)
-    for name, reason, everywhere in bench.unsupported(cases):
-        console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
-
-
 def _parse_cases(
     device: str,
     seq: str,
@@ -170,11 +159,7 @@ def _parse_cases(
     head_dim: int,
     block: int | None,
 ) -> list[KernelCase]:
-    """Return a case for each shape of heads, length and density.
-
-    Raises:
-        ConfigError: an option is wrong.
-    """
+    """Return a case for each shape of heads, length and density."""
     from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.profiling.kernel_benchmark import KernelCase
 
@@ -225,12 +210,7 @@ def _parse_heads(heads: str, pair: str) -> tuple[int, int]:
 
 
 def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]:
-    """Return the numbers of workers whose calls are timed.
-
-    Raises:
-        ConfigError: a number is out of range, or no length gives that number of workers whole
-            blocks.
-    """
+    """Return the numbers of workers whose calls are timed."""
     counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
     for count in counts:
         if not 2 <= count <= MOST_WORKERS:
@@ -252,51 +232,47 @@ def _require_a_kernel(bench: KernelBench, names: list[str], cases: list[KernelCa
         raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in reasons.items()))
 
 
-class _Columns(KernelColumns):
-    """The columns of the table of times. A narrow table omits heads, FLOP/s and ratios."""
+def _lines(width: int | None, device: str) -> tuple[Lines, str]:
+    """Return the table and its legend. A narrow table omits heads, FLOP/s and ratios."""
 
-    @property
-    def header(self) -> str:
-        heads = "" if self.narrow else f"{'heads':>6} "
-        wide = 23 if self.speed and not self.narrow else 13
-        return (
-            f"{'kernel':<10} {'seq':>8} {heads}{'slashes':>9} {'columns':>8} {'pairs':>7} "
-            f"{'forward':>{wide}} {'backward':>{wide}}{'' if self.narrow else '   ratio to dense'}"
-        )
+    def slashes(time: KernelTime) -> str:
+        return "dense" if time.case.density is None else f"{time.case.density:.1%}"
 
-    @property
-    def legend(self) -> str:
-        counted = " and that TF (TFLOP/s) counts" if self.speed and not self.narrow else ""
-        more = ""
-        if self.narrow:
-            speed = ", TFLOP/s" if self.speed else ""
-            more = f" A wider terminal also shows heads{speed} and ratios."
-        return (
-            "slashes: requested share of the causal blocks; columns: per head; pairs: share of the "
-            f"causal pairs that is computed{counted}.{more}"
-        )
-
-    def line(self, time: KernelTime) -> str:
+    def columns(time: KernelTime) -> str:
         case = time.case
-        slashes, columns = "dense", ""
-        if case.density is not None:
-            slashes = f"{case.density:.1%}"
-            columns = f"all {case.seq}" if case.columns == case.seq else str(case.columns)
-        share = time.pairs / (case.heads * math.comb(case.seq + 1, 2))
-        counts = f"{slashes:>9} {columns:>8} {share:>7.1%}"
-        if self.narrow:
-            times = f"{time.forward_ms:>10.3f} ms {time.backward_ms:>10.3f} ms"
-            return f"{time.kernel:<10} {case.seq:>8} {counts} {times}"
-        parts = [f"{time.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {counts}"]
-        for ms, tflops in (
-            (time.forward_ms, time.forward_tflops),
-            (time.backward_ms, time.backward_tflops),
-        ):
-            parts.append(f"{ms:>10.3f} ms" + (f" {tflops:>6.1f} TF" if self.speed else ""))
-        if time.forward_ratio and time.backward_ratio:
-            parts.append(f"  {time.forward_ratio:.2f}x / {time.backward_ratio:.2f}x")
-        return " ".join(parts)
+        if case.density is None:
+            return ""
+        return f"all {case.seq}" if case.columns == case.seq else str(case.columns)
 
-    def line_of_call(self, time: KernelTime) -> str:
-        between = "\n" + " " * 11 if self.narrow else "  "
-        return f"{self.line(time)}{between}1/{time.workers} {time.what}"
+    def pairs(time: KernelTime) -> str:
+        return f"{time.pairs / (time.case.heads * math.comb(time.case.seq + 1, 2)):.1%}"
+
+    def ratio(time: KernelTime) -> str:
+        if not (time.forward_ratio and time.backward_ratio):
+            return ""
+        return f"{time.forward_ratio:.2f}x / {time.backward_ratio:.2f}x"
+
+    kernel: list[Column] = [
+        ("kernel", "<10", lambda time: time.kernel),
+        ("seq", ">8", lambda time: time.case.seq),
+    ]
+    counts = [("slashes", ">9", slashes), ("columns", ">8", columns), ("pairs", ">7", pairs)]
+    # CPU kernels also compute masked pairs, so their FLOP/s would mislead.
+    speed = device == "cuda"
+    lines = Lines.fitting(
+        width,
+        [
+            *kernel,
+            ("heads", ">6", heads_column),
+            *counts,
+            *pass_columns(speed=speed),
+            ("ratio to dense", ">16", ratio),
+        ],
+        [*kernel, *counts, *pass_columns(speed=False)],
+    )
+    counted = " and that TF (TFLOP/s) counts" if speed and not lines.narrow else ""
+    more = f" A wider terminal also shows heads{', TFLOP/s' if speed else ''} and ratios."
+    return lines, (
+        "slashes: requested share of the causal blocks; columns: per head; pairs: share of the "
+        f"causal pairs that is computed{counted}.{more if lines.narrow else ''}"
+    )

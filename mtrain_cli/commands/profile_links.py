@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,18 +26,15 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mtrain_cli.config.schema import Config
     from mtrain_cli.launch.environment import Environment
     from mtrain_cli.launch.run_dir import RunDir
     from mtrain_cli.profiling.link_benchmark import LinkBenchmarkPlan
+    from mtrain_cli.reporting.table import Table
 
 _SIZES = {"cuda": "4k,64k,1m,16m,64m,128m", "cpu": "4k,64k,1m,4m"}
 _LEAST, _MOST = 64, 4 << 30  # bytes
 _LABEL = len("device  ")  # width of the label that begins each line
-_WORDS = ("link", "operation")
-_NUMBERS = ("bytes", "us", "10-90 %", "GB/s", "us under load", "compute time")
 
 
 @app.command("links")
@@ -119,7 +117,7 @@ def _measure(
     code = launch(run, environment, resume=False, target=link_benchmark.TARGET, config=config)
     if code or not (run.path / link_benchmark.FILE).is_file():
         raise typer.Exit(code)
-    document = link_benchmark.read_links(run.path)
+    document = json.loads((run.path / link_benchmark.FILE).read_text())
     if not document["complete"]:
         raise typer.Exit(1)
     return document
@@ -167,7 +165,7 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
     from mtrain_cli.reporting.terminal_width import print_table, say
 
     console = Console(highlight=False, soft_wrap=True)
-    print_table(console, _table(document), ("10-90 %",))
+    print_table(console, _table(document))
     machine = document["machine"]
     say(
         console,
@@ -194,26 +192,23 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
 
 
 def _table(document: dict[str, Any]) -> Table:
+    from operator import itemgetter
+
     from mtrain_cli.config.sizes import format_size
-    from mtrain_cli.reporting.terminal_width import new_table
+    from mtrain_cli.reporting.table import Column, Table, fixed
 
     title = (
         f"{document['workers']} workers, {document['nodes']} x {document['per_node']}, "
         f"{document['backend']}: messages"
     )
-    table = new_table((*_WORDS, *_NUMBERS), len(_WORDS), title=title)
-    last = None
-    for row in document["times"]:
-        label = (row["link"], row["what"])
-        slower = row["slowdown"]
-        table.add_row(
-            *(label if label != last else ("", "")),
-            format_size(row["size"]),
-            f"{row['us']:.1f}",
-            f"{row['low']:.0f} - {row['high']:.0f}",
-            f"{row['gbps']:.3f}",
-            "" if row["loaded_us"] is None else f"{row['loaded_us']:.1f}",
-            "" if slower is None else f"x {slower:.2f}",
-        )
-        last = label
-    return table
+    columns = [
+        Column("link", itemgetter("link"), words=True, once=True),
+        Column("operation", itemgetter("what"), words=True, once=True),
+        Column("bytes", itemgetter("size"), format_size),
+        Column("us", itemgetter("us"), fixed(1)),
+        Column("10-90 %", lambda row: f"{row['low']:.0f} - {row['high']:.0f}", drop=1),
+        Column("GB/s", itemgetter("gbps"), fixed(3)),
+        Column("us under load", itemgetter("loaded_us"), fixed(1), missing=""),
+        Column("compute time", itemgetter("slowdown"), "x {:.2f}".format, missing=""),
+    ]
+    return Table(title, columns, document["times"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtrain_cli.commands.options import parse_names
-from mtrain_cli.commands.profile import KernelColumns, calibrating
+from mtrain_cli.commands.profile import Column, Lines, calibrating, heads_column, pass_columns
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ def time_masks(
         ConfigError: an option is wrong, or a kernel cannot compute a case.
     """
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import save_times
     from mtrain_cli.profiling.mask_benchmark import MASKS, profile_masks
+    from mtrain_cli.profiling.timing import ResultFile
     from mtrain_cli.reporting.terminal_width import limit, say
 
     names = list(MASKS) if mask == "all" else parse_names("--mask", mask, [*MASKS])
@@ -42,68 +41,52 @@ def time_masks(
     if reasons := {name: why for name, why, _ in bench.unsupported(cases) if name in bench.names}:
         raise ConfigError(*(f"--kernel {name}: {why}" for name, why in reasons.items()))
     console = Console(highlight=False, soft_wrap=True)
-    shown = _Columns.fitting(limit(console), bench.device, compared=bool(compared))
-
-    def save(times: list[MaskTime], file: Path, command: str) -> None:
-        save_times(file, times, command, bench.dtype, bench.device, kind="masks")
-
-    with calibrating(console, out, "masks", shown.header, save) as add:
+    lines, legend = _lines(limit(console), bench.device, compared=bool(compared))
+    with calibrating(console, out, ResultFile("masks", bench.device, bench.dtype), lines) as add:
         sizes: dict[str, dict[int, str]] = {}
         for time in profile_masks(bench, names, cases, flex="flex" in compared):
-            add(time, shown.line(time))
+            add(time)
             if time.sizes:
                 sizes.setdefault(time.mask, {})[time.case.seq] = time.sizes
         for name, by_length in sizes.items():
             listed = "; ".join(f"{text} at seq {seq}" for seq, text in by_length.items())
             say(console, f"{name}: {listed}", indent=2)
-        if legend := shown.legend:
+        if legend:
             say(console, legend)
 
 
-@dataclass(frozen=True)
-class _Columns(KernelColumns):
-    """The columns of the table of masks. A narrow table omits the heads and FLOP/s.
+def _lines(width: int | None, device: str, *, compared: bool) -> tuple[Lines, str]:
+    """Return the table and its legend. A narrow table omits the heads and FLOP/s."""
 
-    compared: whether to show the ratio to FlexAttention.
-    """
+    def ratio(time: MaskTime) -> str:
+        if not time.forward_ratio:
+            return ""
+        backward = f"{time.backward_ratio:.2f}x" if time.backward_ratio else "-"
+        return f"{time.forward_ratio:.2f}x/{backward}"
 
-    compared: bool
-
-    @property
-    def header(self) -> str:
-        heads = "" if self.narrow else f" {'heads':>6}"
-        wide = 22 if self.speed and not self.narrow else 12
-        header = (
-            f"{'mask':<22} {'seq':>8}{heads} {'kernel':<9} {'forward':>{wide}} {'backward':>{wide}}"
-        )
-        return f"{header} {'to flex':>11}" if self.compared else header
-
-    @property
-    def legend(self) -> str:
-        parts = []
-        if self.compared:
-            parts.append("to flex: time of FlexAttention divided by this time, forward/backward.")
-        if self.speed and not self.narrow:
-            parts.append("TF (TFLOP/s) counts the pairs that the mask allows.")
-        elif self.narrow:
-            speed = " and TFLOP/s" if self.speed else ""
-            parts.append(f"A wider terminal also shows heads{speed}.")
-        return " ".join(parts)
-
-    def line(self, time: MaskTime) -> str:
-        case = time.case
-        heads = "" if self.narrow else f" {case.heads:>3}/{case.kv_heads:<2}"
-        parts = [f"{time.mask:<22} {case.seq:>8}{heads} {time.kernel:<9}"]
-        for ms, tflops in (
-            (time.forward_ms, time.forward_tflops),
-            (time.backward_ms, time.backward_tflops),
-        ):
-            if ms is None:
-                parts.append(f"{'none on CPU':>12}")
-                continue
-            speed = f" {tflops:>6.1f} TF" if self.speed and not self.narrow else ""
-            parts.append(f"{ms:>9.3f} ms{speed}")
-        if time.forward_ratio:
-            backward = f"{time.backward_ratio:.2f}x" if time.backward_ratio else "-"
-            parts.append(f"{f'{time.forward_ratio:.2f}x/{backward}':>11}")
-        return " ".join(parts)
+    mask: list[Column] = [
+        ("mask", "<22", lambda time: time.mask),
+        ("seq", ">8", lambda time: time.case.seq),
+    ]
+    kernel: Column = ("kernel", "<9", lambda time: time.kernel)
+    to_flex: list[Column] = [("to flex", ">11", ratio)] if compared else []
+    speed = device == "cuda"
+    lines = Lines.fitting(
+        width,
+        [
+            *mask,
+            ("heads", ">6", heads_column),
+            kernel,
+            *pass_columns(speed=speed, missing="none on CPU"),
+            *to_flex,
+        ],
+        [*mask, kernel, *pass_columns(speed=False, missing="none on CPU"), *to_flex],
+    )
+    parts = []
+    if compared:
+        parts.append("to flex: time of FlexAttention divided by this time, forward/backward.")
+    if lines.narrow:
+        parts.append(f"A wider terminal also shows heads{' and TFLOP/s' if speed else ''}.")
+    elif speed:
+        parts.append("TF (TFLOP/s) counts the pairs that the mask allows.")
+    return lines, " ".join(parts)

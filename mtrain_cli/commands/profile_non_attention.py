@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
@@ -14,17 +14,8 @@ from mtrain_cli.commands.options import (
     parse_items,
     warn_of_unused_settings,
 )
-from mtrain_cli.commands.profile import (
-    app,
-    calibrating,
-    set_threads,
-)
+from mtrain_cli.commands.profile import Column, Lines, app, calibrating, set_threads
 from mtrain_cli.config.schema import Config, ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime
 
 
 @app.command("non-attention")
@@ -58,14 +49,13 @@ def non_attention(
     from mtrain_cli.config.sizes import parse_size
     from mtrain_cli.console import Console
     from mtrain_cli.launch.environment import resolve_environment
-    from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 
     words = list(overrides or ())
     config = _single_worker(words, 1024)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.non_attention_benchmark import (
         profile_non_attention,
-        save_non_attention,
+        result_file,
     )
 
     device = resolve_environment(config).device
@@ -75,13 +65,9 @@ def non_attention(
     configs = [_single_worker(words, length) for length in dict.fromkeys(lengths)]
     set_threads(threads, device)
     console = Console(highlight=False, soft_wrap=True)
-
-    def save(times: list[NonAttentionTime], file: Path, command: str) -> None:
-        save_non_attention(times, file, command, configs[0], device)
-
-    with calibrating(console, out, NON_ATTENTION_FILE, _HEADER, save) as add:
+    with calibrating(console, out, result_file(configs[0], device), Lines(_COLUMNS)) as add:
         for time in profile_non_attention(configs, repeats):
-            add(time, _line(time))
+            add(time)
         console.print(
             "TF: TFLOP/s of the matrix products. backward includes recomputation. "
             "All times are without attention and messages."
@@ -89,11 +75,7 @@ def non_attention(
 
 
 def _single_worker(words: list[str], length: int) -> Config:
-    """Compose a configuration of one worker with ``length`` tokens and only the timed layers.
-
-    Raises:
-        ConfigError: a setting asks for several workers or sequences.
-    """
+    """Compose a configuration of one worker with ``length`` tokens and the timed layers."""
     from mtrain_cli.composition.compose import compose
 
     for word in words:
@@ -121,9 +103,10 @@ _FIXED = (
     "train.global_batch",
     "train.offload_activations",
 )
-_HEADER = f"{'part':<10} {'tokens':>8} {'tile':>8} {'ms':>10} {'TF':>7}"
-
-
-def _line(time: NonAttentionTime) -> str:
-    tflops = f"{time.flop / time.ms / 1e9:>7.3g}" if time.flop else ""
-    return f"{time.part:<10} {time.tokens:>8} {time.rows:>8} {time.ms:>10.3f} {tflops}".rstrip()
+_COLUMNS: list[Column] = [
+    ("part", "<10", lambda time: time.part),
+    ("tokens", ">8", lambda time: time.tokens),
+    ("tile", ">8", lambda time: time.rows),
+    ("ms", ">10", lambda time: f"{time.ms:.3f}"),
+    ("TF", ">7", lambda time: f"{time.flop / time.ms / 1e9:.3g}" if time.flop else ""),
+]

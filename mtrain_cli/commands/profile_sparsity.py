@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -18,42 +17,44 @@ from mtrain_cli.commands.options import (
     MOST_TOKENS,
     Overrides,
     bounded,
-    flag,
     name_list,
     option,
-    parse_items,
     parse_names,
-    parse_whole_number,
     warn_of_unused_settings,
     with_measurement_folder,
+    with_options,
     writing,
 )
 from mtrain_cli.commands.profile import app, check_output, key_of, keys_for, require_known_keys
+from mtrain_cli.config import plugins
+from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
-    from mtrain_cli.profiling.attention_request import AttentionRequest
     from mtrain_cli.profiling.pattern_quality import HeadRecord
-    from mtrain_cli.records.attention_files import AttentionFiles
     from mtrain_cli.sparsity.pattern import Pattern
 
-MOST_CELLS = 4096  # a map of so many cells has 64 MiB
+# The analysis of another package, whose options this command takes: a module or object with
+# `Options`, `parse` and `open_analyzer`, such as `mtrain_studies.attention.profile`.
+_STUDY: Any = next(iter(plugins.load("mtrain.analyzers", lambda _, study: study)), None)
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    """No options."""
 
 
 @app.command("sparsity")
+@with_options(_NoOptions if _STUDY is None else _STUDY.Options)
 def sparsity(
+    options: Any,
     overrides: Overrides = None,
-    pattern: Annotated[str, name_list()] = "vertical_slash",
+    pattern: Annotated[str, name_list()] = VerticalSlashSettings.name,
     steps: Annotated[int | None, bounded(1, MOST_STEPS)] = None,
     every: Annotated[int | None, bounded(0, MOST_STEPS)] = None,
     rows: Annotated[int, bounded(1, MOST_TOKENS)] = 256,
-    top_k: Annotated[str | None, option("K,...")] = None,
-    maps: Annotated[str | None, option("LAYER:HEAD,...")] = None,
-    cells: Annotated[int | None, bounded(2, MOST_CELLS)] = None,
-    rope: Annotated[bool, flag("--rope")] = False,
     checkpoints: Annotated[Path | None, option("RUN", complete=complete_runs)] = None,
     samples: Annotated[int | None, bounded(1, MOST_SAMPLES)] = None,
     out: Annotated[Path | None, option("FILE")] = None,
@@ -81,13 +82,6 @@ def sparsity(
         every: Also measure every N steps; 0 = only the first and the last step.
         rows: Number of queries to sample per layer, without the queries that a pattern uses to
             estimate its index.
-        top_k: Measure the share of attention that the K largest keys of each sampled query hold,
-            per layer and head. With --checkpoints, 64,256,1k,4k by default, as far as the sequence
-            has more tokens.
-        maps: Draw the whole attention matrix of some heads, and its gradient.
-        cells: Largest number of cells along a side of a map, 512 by default.
-        rope: Compare the mean score at each distance with the prediction of rotary embedding, and
-            divide the variance of scores into slashes and columns.
         checkpoints: Measure the checkpoints of a run instead of training, all on the same
             sequences, and compare their largest keys, slashes and columns. Takes a folder, or a
             name under runs/.
@@ -101,7 +95,7 @@ def sparsity(
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     words = list(overrides or ())
-    request = _parse_request(top_k, maps, cells, rope)
+    request = None if _STUDY is None else _STUDY.parse(options)
     if out is not None and (request or checkpoints is not None):
         raise ConfigError(
             f"--out {out}: holds only the recall of patterns; leave it out, so that the results on "
@@ -117,36 +111,38 @@ def sparsity(
             if value is not None:
                 raise ConfigError(f"{name} {value}: trains; leave it out with --checkpoints")
         source, config, patterns = _of_checkpoints(checkpoints, words, pattern)
-        request = request.with_counts(config.seq)
-    request.require_fit(config)
+        if request is not None:
+            request = request.with_counts(config.seq)
+    if request is not None:
+        request.require_fit(config)
     warn_of_unused_settings(words)
     replaced = check_output(out, _is_sparsity_file, "sparsity profile")
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.evaluation.cost import format_flop
-    from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
-    from mtrain_cli.reporting.attention_tables import show_attention
     from mtrain_cli.sparsity.pattern import display_name
 
-    if request:
-        flop = format_flop(request.flop(config, rows))
-        console.print(f"attention analysis: about {flop} per sequence and measured step")
-    analyzer = AttentionAnalyzer(request)
+    analyzer: Any = None
+    if request is not None:
+        analyzer, cost = _STUDY.open_analyzer(request, config, rows)
+        if cost:
+            console.print(cost)
     measured = _Measured(config, patterns, rows, analyzer, console)
     if source is None:
         records = measured.training(steps or 2, every or 0)
     else:
         records = measured.checkpoints(source, samples or 1)
-    analyzer.files.sort()
+    if analyzer is not None:
+        analyzer.finish()
     names = {p.name: display_name(p) for p in patterns}
     done = sorted({record.step for record in records})
-    _print_tables(console, records, names, done)
+    _print_tables(console, records, names)
     if out is None:
         about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
         if source is not None:
             about["checkpoints"] = [str(folder) for folder in source]
-        folder = _save_measurement(config, words, records, about, analyzer.files)
-        show_attention(console, analyzer.files)
+        folder = _save_measurement(config, words, records, about, analyzer)
+        if analyzer is not None:
+            analyzer.show(console)
         console.print(f"files  {folder}\ndraw   mtrain report {shlex.quote(str(folder))}")
         return
     with writing(out):
@@ -158,13 +154,13 @@ def sparsity(
 class _Measured:
     """A measurement to run.
 
-    analyzer: collects the results on attention.
+    analyzer: analyzes the same layers, see `pattern_quality.Analyzer`; None without one.
     """
 
     config: Config
     patterns: list[Pattern]
     rows: int
-    analyzer: AttentionAnalyzer
+    analyzer: Any
     console: Console
 
     def training(self, steps: int, every: int) -> list[HeadRecord]:
@@ -194,39 +190,6 @@ class _Measured:
 
 def _loss(loss: float | None) -> str:
     return "n.a." if loss is None else f"{loss:.4f}"
-
-
-def _parse_request(
-    top_k: str | None, maps: str | None, cells: int | None, rope: bool
-) -> AttentionRequest:
-    """Parse the options on attention.
-
-    Raises:
-        ConfigError: an option has a wrong value, or --cells has nothing to apply to.
-    """
-    from mtrain_cli.config.sizes import parse_size
-    from mtrain_cli.profiling.attention_request import CELLS, AttentionRequest
-
-    counts, heads = list[int](), list[tuple[int, int]]()
-    if top_k is not None:
-        counts = parse_items("--top-k", top_k, parse_size, "64,1k")
-        if (least := min(counts)) < 1:
-            raise ConfigError(f"--top-k {least}: must be at least 1")
-    if maps is not None:
-        heads = [_parse_head(item.strip()) for item in maps.split(",")]
-    elif cells is not None:
-        raise ConfigError(f"--cells {cells}: only with --maps LAYER:HEAD,...")
-    return AttentionRequest(
-        tuple(sorted(set(counts))), tuple(dict.fromkeys(heads)), cells or CELLS, rope
-    )
-
-
-def _parse_head(text: str) -> tuple[int, int]:
-    layer, _, head = text.partition(":")
-    try:
-        return parse_whole_number(layer), parse_whole_number(head)
-    except ValueError:
-        raise ConfigError(f"--maps {text}: give LAYER:HEAD,..., such as 0:3,11:0") from None
 
 
 _NUMBERS_OF_WORKERS = (
@@ -284,17 +247,14 @@ def _of_checkpoints(
     return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
 
 
-def _print_tables(
-    console: Console, records: list[HeadRecord], names: dict[str, str], steps: list[int]
-) -> None:
+def _print_tables(console: Console, records: list[HeadRecord], names: dict[str, str]) -> None:
     """Print a table for each pattern at the first and at the last measured step."""
-    from mtrain_cli.reporting.tables import sparsity_table
+    from mtrain_cli.reporting.tables import sparsity_tables
     from mtrain_cli.reporting.terminal_width import print_table
 
-    measured = dict.fromkeys(r.pattern for r in records)
-    for name, step in itertools.product(measured, dict.fromkeys((steps[0], steps[-1]))):
-        rows = [dataclasses.asdict(r) for r in records if (r.pattern, r.step) == (name, step)]
-        print_table(console, sparsity_table(rows, f"{names[name]}, step {step}"))
+    shown = [dataclasses.replace(r, pattern=names[r.pattern]) for r in records]
+    for table in sparsity_tables([dataclasses.asdict(r) for r in shown]):
+        print_table(console, table)
 
 
 def _save_measurement(
@@ -302,7 +262,7 @@ def _save_measurement(
     words: list[str],
     records: list[HeadRecord],
     about: dict[str, Any],
-    files: AttentionFiles,
+    analyzer: Any,
 ) -> Path:
     """Save the results as a folder in measurements/ and return it."""
     from mtrain_cli.launch import run_dir
@@ -320,7 +280,8 @@ def _save_measurement(
     try:
         with writing(run.path / HEAD_ROWS):
             _write_parquet(records, run.path / HEAD_ROWS)
-            files.write(run.path)
+            if analyzer is not None:
+                analyzer.write(run.path)
             write_summary(run.path, {**header, **about})
     finally:
         run.release()
@@ -396,12 +357,10 @@ def _require_causal_intervals(config: Config) -> None:
         given = f"data.mask_key={key}"
     elif mask.full_every:
         given = f"mask.full_every={mask.full_every}"
-    elif mask.keeps_causal_intervals:
-        return
-    elif mask.kind == "sliding_window":
-        given = f"mask.global_tokens={mask.global_tokens}"
+    elif (reason := mask.for_dense_only()) is not None:
+        given = reason
     else:
-        given = f"mask.kind={mask.kind}"
+        return
     raise ConfigError(
         f"{given}: `mtrain profile sparsity` needs a mask in which each query sees one interval of "
         "keys up to itself, the same in every layer; allowed: mask=causal, and mask=sliding_window "

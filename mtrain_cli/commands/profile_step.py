@@ -84,11 +84,7 @@ def step(
 
 
 def _warmup(config: Config, warmup: int | None, steps: int) -> tuple[int, int]:
-    """Return the number of steps before the first recorded step, and the number of dense steps.
-
-    Raises:
-        ConfigError: the recorded steps would be dense, or come after the last step.
-    """
+    """Return the numbers of steps before the first recorded step, and of dense steps."""
     # The step that is timed without recording must resemble the recorded ones.
     dense = config.sparsity.dense_steps
     if warmup is None:

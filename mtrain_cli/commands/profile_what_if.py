@@ -30,10 +30,9 @@ from mtrain_cli.config.sizes import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rich.table import Table
-
     from mtrain_cli.records.index_file import RecordedIndices
-    from mtrain_cli.simulation.what_if import ReplayedSetup
+    from mtrain_cli.reporting.table import Table
+    from mtrain_cli.simulation.what_if import ReplayedPass, ReplayedSetup
 
 _MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
 _BAR = 32  # characters
@@ -82,14 +81,15 @@ def what_if(
             simulate`; by default H200s.
     """
     from mtrain_cli.config.cluster import load_cluster
-    from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
+    from mtrain_cli.config.exchanges import exchange_names
+    from mtrain_cli.config.schema import LAYOUTS
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
     from mtrain_cli.simulation.what_if import replay, setups_of
 
     layouts = parse_names("--layout", layout, LAYOUTS)
-    exchanges = parse_names("--exchange", exchange, EXCHANGES)
+    exchanges = parse_names("--exchange", exchange, exchange_names())
     counts = _parse_workers(workers)
     wanted = parse_items("--layers", layers, parse_whole_number, "0,5") if layers else []
     recorded = load_indices(_index_file(run))
@@ -113,16 +113,13 @@ def what_if(
         return
     console = Console(highlight=False, soft_wrap=True)
     for name, rows in replays.items():
-        print_table(console, _table(recorded, name, rows), _SPARE)
+        print_table(console, _table(recorded, name, rows))
     say(console, _LEGEND)
 
 
 @contextmanager
 def _errors_by_option(usual: str | None) -> Iterator[None]:
-    """In errors about impossible setups, name the options.
-
-    usual: text about the number of workers per node if --per-node is not typed, else None.
-    """
+    """In errors about impossible setups, name the options."""
     from mtrain_cli.simulation.what_if import InvalidSetup
 
     try:
@@ -135,11 +132,7 @@ def _errors_by_option(usual: str | None) -> Iterator[None]:
 
 
 def _parse_workers(workers: str) -> list[int]:
-    """Return the numbers of workers, without repeats.
-
-    Raises:
-        ConfigError: an item is not a number, or out of range.
-    """
+    """Return the numbers of workers, without repeats."""
     counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
     for count in counts:
         if not 1 <= count <= _MOST_WORKERS:
@@ -161,8 +154,6 @@ def _require_layers(
             )
 
 
-# Columns that a narrow terminal omits, in this order.
-_SPARE = ("\ncritical", "\ntotal", "\nsent", "\nlargest", "\nstep")
 _LEGEND = (
     "worker, step, total, critical: imbalance of work, largest over mean, 1 is perfect; means over "
     "layers. sent: by one worker in both passes of a layer."
@@ -192,7 +183,7 @@ def _index_file(run: Path) -> Path:
 
 
 def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup]) -> Table:
-    from mtrain_cli.reporting.terminal_width import new_table
+    from mtrain_cli.reporting.table import Column, Table, fixed
 
     setup, layers = recorded.setup, rows[0].layers
     layer_text = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
@@ -205,35 +196,48 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
         len({tuple(vars(replayed.degrees).values()) for replayed in row.passes.values()}) == 1
         for row in rows
     )
-    passes = ("both passes",) if same else ("forward", "backward")
-    degrees = [
-        f"{'' if i else name}\n{degree}" for name in passes for i, degree in enumerate(_DEGREES)
+    title += ", work of both passes" if same else ""
+    passes = ("",) if same else ("forward", "backward")
+    columns = [
+        Column("layout", lambda row: row.setup.layout, words=True),
+        Column("exchange", lambda row: row.exchange.partition(" (")[0], words=True),
+        Column("workers", _workers),
+        *(
+            Column(
+                f"{direction}\n{degree}" if direction else degree,
+                lambda row, d=direction, degree=degree: getattr(_pass(row, d).degrees, degree),
+                fixed(2),
+                drop=_DROPS.get(degree, 0),
+            )
+            for direction in passes
+            for degree in _DEGREES
+        ),
+        Column("largest", _largest, drop=4),
+        Column("sent", lambda r: sum(p.sent for p in r.passes.values()), format_bytes, drop=3),
+        Column(_BARS, lambda row: row.shares.tolist(), _bar, words=True),
     ]
-    headings = ("\nlayout", "\nexchange", "\nworkers", *degrees, "\nlargest", "\nsent", _BARS)
-    table = new_table(headings, 2, title=title)
-    table.columns[-1].justify = "left"
-    for row in rows:
-        table.add_row(*_cells(row, len(passes)))
-    return table
+    return Table(title, columns, rows)
 
 
-def _cells(row: ReplayedSetup, passes: int) -> Iterator[str]:
+# Degrees, by their rank among the columns that a narrow terminal drops.
+_DROPS = {"critical": 1, "total": 2, "step": 5}
+
+
+def _largest(row: ReplayedSetup) -> str:
+    return f"{row.shares.max():.1%} / {1 / row.setup.workers:.1%}"
+
+
+def _pass(row: ReplayedSetup, direction: str) -> ReplayedPass:
+    return row.passes.get(direction) or next(iter(row.passes.values()))
+
+
+def _workers(row: ReplayedSetup) -> str:
     workers, per_node = row.setup.workers, row.setup.per_node
-    yield row.setup.layout
-    yield row.exchange.partition(" (")[0]
-    yield f"{workers // per_node}x{per_node}" if workers > per_node else str(workers)
-    for replayed in list(row.passes.values())[:passes]:
-        yield from (f"{getattr(replayed.degrees, name):.2f}" for name in _DEGREES)
-    yield f"{row.shares.max():.1%} / {1 / workers:.1%}"
-    yield format_bytes(sum(replayed.sent for replayed in row.passes.values()))
-    yield _bar(row.shares.tolist())
+    return f"{workers // per_node}x{per_node}" if workers > per_node else str(workers)
 
 
 def _bar(shares: Sequence[float]) -> str:
-    """Return a bar chart with a character per worker. The largest share has the full height.
-
-    With too many workers, a character shows the largest share of several consecutive workers.
-    """
+    """Return a bar chart with a character per worker. The largest share has the full height."""
     group = -(-len(shares) // _BAR)
     heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]
     largest = max(heights) or 1.0

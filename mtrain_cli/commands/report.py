@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands import entry_points
 from mtrain_cli.commands.completion import complete_measured
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
+from mtrain_cli.config import plugins
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
@@ -82,7 +82,7 @@ def report(
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()]
-    others = entry_points.load(entry_points.REPORTS, lambda _, open_folder: open_folder)
+    others = plugins.load(plugins.REPORTS, lambda _, open_folder: open_folder)
     for name, path in zip(runs or (), paths, strict=True):
         found = next(filter(None, (open_folder(path) for open_folder in others)), None)
         if found is not None:
@@ -141,7 +141,6 @@ def _shipped_note(paths: Sequence[Path]) -> str:
 
 
 def _document(source: ReportSource) -> dict[str, Any]:
-    from mtrain_cli.records.attention_files import without_lists
     from mtrain_cli.reporting.evaluation_names import distinguished
 
     named = zip(source.results, distinguished(source.results), strict=True)
@@ -158,8 +157,9 @@ def _document(source: ReportSource) -> dict[str, Any]:
         ],
         "study": [table.to_json() for table in source.study],
         **{
-            name: [without_lists(row) for row in getattr(source.attention, name)]
-            for name in ("top_keys", "overlap", "rope")
+            name: rows
+            for kind, records in source.others
+            for name, rows in kind.rows(records).items()
         },
     }
     return {
@@ -174,11 +174,7 @@ def _document(source: ReportSource) -> dict[str, Any]:
 
 
 def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
-    """Return the folder for the files, and create it if needed.
-
-    Raises:
-        ConfigError: --out is missing for several runs, or the folder cannot be written to.
-    """
+    """Return the folder for the files, and create it if needed."""
     if len(sources) > 1 and out is None:
         raise ConfigError(
             "--out DIR: required for several runs, to say where the files go; "
@@ -202,17 +198,15 @@ def _write(
 ) -> tuple[list[str], Path | None]:
     """Write the page and the tables. Return a line about each file, and the path of the page."""
     from mtrain_cli.reporting.html import write_page
-    from mtrain_cli.reporting.sheets import sheets
-    from mtrain_cli.reporting.sweeps import sheet as sweep_sheet
+    from mtrain_cli.reporting.sections import files
 
     lines, page = [], None
     with writing(folder):
         if csv:
             tables = folder / TABLES
             tables.mkdir(exist_ok=True)
-            swept = [(source.name, source.swept) for source in sources if source.swept]
-            written = [*sheets(sources), *([sweep_sheet(swept)] if swept else [])]
-            lines.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in written)}")
+            written = [table.write(tables).name for table in files(sources)]
+            lines.append(f"{tables}: {', '.join(written)}")
         if html:
             page = write_page(folder / PAGE, sources)
             lines.append(str(page))

@@ -20,7 +20,7 @@ from mtrain_cli.console import Console
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.record_files import SWEEP
 from mtrain_cli.reporting import sweeps
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal_width import print_table
 from mtrain_cli.simulation.calibration import load_user_calibration
 from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.recommend import Recommendation, label
@@ -66,8 +66,7 @@ def predict_steps(job: SimulateJob) -> None:
         kernels = (outcome.plan.kernel for outcome in outcomes)
         output.print_assumed(console, job, scenario.problem.pattern, kernels)
         table = output.step_table(job.cluster, scenario.problem, outcomes)
-        print_table(console, table, output.SPARE_OF_STEPS)
-        say(console, output.step_legend(outcomes))
+        print_table(console, table)
         if len(outcomes) > 1 or not outcomes[0].step.fits:
             output.print_lines(console, [output.best_line(outcomes)])
         main = output.main_outcome(outcomes)
@@ -114,9 +113,7 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
     def show(console: Console) -> None:
         kernels = (p.kernel for p in predictions)
         output.print_assumed(console, job, workload.pattern, kernels)
-        table = output.attention_table(job.cluster, workload, predictions)
-        print_table(console, table, output.SPARE_OF_ATTENTION)
-        say(console, output.LEGEND)
+        print_table(console, output.attention_table(job.cluster, workload, predictions))
         output.print_notes(console, output.automatic_remarks(automatic))
         output.print_notes(console, (remark for p in predictions for remark in p.remarks))
 
@@ -158,7 +155,7 @@ def recommend(job: SimulateJob) -> None:
         if result.ranked:
             by_time = sorted(result.ranked, key=lambda outcome: outcome.step.seconds.value)
             table = output.step_table(job.cluster, scenario.problem, by_time[:_SHOWN])
-            print_table(console, table, output.SPARE_OF_STEPS)
+            print_table(console, table)
             if len(by_time) > _SHOWN:
                 console.print(f"and {len(by_time) - _SHOWN} slower ones that fit")
         output.print_lines(console, content["recommended"]["lines"])
@@ -230,13 +227,12 @@ def predict_sweep(
     most = max(row["workers"] for row in rows)
     content = files.document(job.cluster, own, workers=most, cases=[], remarks=remarks, sweep=rows)
     if folder is not None:
-        sweeps.sheet([(folder.name, rows)]).write(folder)
+        sweeps.sweep_table([(folder.name, rows)]).write(folder)
 
     def show(console: Console) -> None:
         output.print_lines(console, (f"pairs  {line}" for line in pair_lines))
         output.print_lines(console, output.kernel_lines(row.get("kernel") for row in rows))
-        print_table(console, sweeps.sweep_table(rows), sweeps.SPARE)
-        say(console, sweeps.LEGEND)
+        print_table(console, sweeps.sweep_table([("", rows)]))
         output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(rows)))
         of_rows = len({remark for row in rows for remark in row.get("remarks", ())})
         more = [f"{of_rows} more remarks on single rows: see --json"] if of_rows else []

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
 from mtrain_cli.commands.simulate_request import SimulateRequest, setting_of
-from mtrain_cli.config.exchanges import COMPARED_EXCHANGES, GROUP_CASTS, HEAD_SHARING, flat_name
-from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
+from mtrain_cli.config.exchanges import (
+    COMPARED_EXCHANGES,
+    GROUP_CASTS,
+    HEAD_SHARING,
+    exchange_names,
+    flat_name,
+)
+from mtrain_cli.config.schema import KERNELS, LAYOUTS, ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.commands.simulate import SimulateOptions
@@ -172,7 +178,7 @@ def parse_job(
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
     layouts = DEFAULT_LAYOUTS.split(",") if layout is None else parse_names(*layout, LAYOUTS)
-    exchanges = [] if exchange is None else parse_names(*exchange, EXCHANGES)
+    exchanges = [] if exchange is None else parse_names(*exchange, exchange_names())
     if len(parse_names("--kernel", typed.kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {typed.kernel}: give one of {', '.join(KERNELS)}")
     tokens = parse_tokens("--tokens", typed.tokens)
@@ -237,7 +243,7 @@ def _usual_exchanges(casts: Sequence[str], sweeps: bool, every_exchange: bool) -
     """Return the exchanges to compare if none is typed."""
     if every_exchange:
         compared = (*COMPARED_EXCHANGES, *casts, *HEAD_SHARING)
-        return [name for name in EXCHANGES if name in compared]
+        return [name for name in exchange_names() if name in compared]
     return [*COMPARED_EXCHANGES[: _SWEPT if sweeps else None], *casts]
 
 

@@ -13,7 +13,8 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
-from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+from mtrain_cli.reporting.table import Column, Table, fixed
+from mtrain_cli.reporting.terminal_width import print_table, say
 from mtrain_cli.simulation.methods import (
     ImpossibleMethod,
     MethodCost,
@@ -23,9 +24,8 @@ from mtrain_cli.simulation.methods import (
 from mtrain_cli.simulation.scenario import plan_on
 from mtrain_cli.training.memory import GIB
 
-_WORDS = ("method", "workers")
-_SIZES = ("weights", "gradients", "optimizer", "activations", "received")
-_SPARE = ("imbalance", "degree is limited by", "idle", "gradients", "optimizer")
+# Sizes, by their rank among the columns that a narrow terminal drops.
+_SIZES = {"weights": 0, "gradients": 4, "optimizer": 5, "activations": 0, "received": 0}
 _LABEL = len("not    ")
 _LEGEND = (
     "GiB of one worker. weights: float32 shards, and what is whole in the compute dtype at the "
@@ -52,19 +52,19 @@ def show_methods(job: SimulateJob) -> None:
         f"seq {format_size(config.seq)}, {sequences_of(config, job.workers)} sequences per step, "
         f"train.activation_checkpoint={config.train.activation_checkpoint}: each method alone"
     )
-    columns = (*_WORDS, *_SIZES, "idle", "imbalance", "degree is limited by")
-    table = new_table(columns, len(_WORDS), title=title)
-    for cost in costs:
-        table.add_row(
-            cost.name + "*" * cost.formula,
-            cost.workers,
-            *(f"{getattr(cost, name) / GIB:,.2f}" for name in _SIZES),
-            f"{cost.idle:.0%}" if cost.idle else "",
-            f"{cost.imbalance:.2f}",
-            cost.limit,
-        )
-    print_table(console, table, _SPARE)
-    say(console, _LEGEND)
+    two_digits = "{:,.2f}".format
+    columns = (
+        Column("method", lambda cost: cost.name + "*" * cost.formula, words=True),
+        Column("workers", lambda cost: cost.workers, words=True),
+        *(
+            Column(name, lambda cost, name=name: getattr(cost, name) / GIB, two_digits, drop=rank)
+            for name, rank in _SIZES.items()
+        ),
+        Column("idle", lambda cost: f"{cost.idle:.0%}" if cost.idle else "", drop=3),
+        Column("imbalance", lambda cost: cost.imbalance, fixed(2), drop=1),
+        Column("degree is limited by", lambda cost: cost.limit, drop=2),
+    )
+    print_table(console, Table(title, columns, costs, _LEGEND))
     for each in found:
         if isinstance(each, ImpossibleMethod):
             say(console, f"not    {each.name}: {each.why}", _LABEL)

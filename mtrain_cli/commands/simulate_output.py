@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-
-from rich.table import Table
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from mtrain_cli.commands.simulate_args import SimulateJob
 from mtrain_cli.commands.simulate_request import DENSE
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import Config
 from mtrain_cli.console import Console
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
-from mtrain_cli.reporting.terminal_width import new_table, number, say
+from mtrain_cli.reporting.table import BEST, NOT, Column, Table, count, fixed, number, percent
+from mtrain_cli.reporting.terminal_width import say
 from mtrain_cli.simulation.expert_exchange import WAIT_FOR_NUMBERS
 from mtrain_cli.simulation.families import FAMILIES
-from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR, PredictedStep
+from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
@@ -51,29 +52,7 @@ STEP_LEGEND = (
 )
 
 
-# Columns that a narrow terminal omits, in this order.
-_GROUPS, _TENSOR_GROUPS = "data x context", "data x context x tensor"
 _ROWS = "rows s"
-_ALL_GROUPS = f"pipeline x {_TENSOR_GROUPS}"
-SPARE_OF_STEPS = (
-    *("waits s", "step", "MFU", "worker", "best - worst", "HFU", _ROWS),
-    *(_GROUPS, _TENSOR_GROUPS, _ALL_GROUPS),
-)
-SPARE_OF_ATTENTION = (
-    "late ms",
-    "step",
-    "computed",
-    "worker",
-    "exposed ms",
-    "kernel",
-    "best - worst",
-)
-# Columns of words; the others hold numbers.
-_WORDS_OF_STEPS = (
-    *("layout", "exchange", _GROUPS, _TENSOR_GROUPS, _ALL_GROUPS),
-    *("recompute", "fits"),
-)
-_WORDS_OF_ATTENTION = ("layout", "exchange", "kernel", "exposed ms")
 _WAITS = ("late", "links", "weights", TENSOR, EXPERTS, PIPELINE)
 # What the last waits of a row are for, if it has them.
 _FOR = {
@@ -101,39 +80,42 @@ def attention_table(
     first = predictions[0]
     layers = f"{len(problem.layers)} layer{'s' * (len(problem.layers) > 1)}"
     heading = title(cluster, problem, first.facts["density"], first.setup.workers)
-    columns = {
-        "layout": [p.setup.layout for p in predictions],
-        "exchange": [short_label(p.exchange) for p in predictions],
-        "kernel": [p.kernel for p in predictions],
-        **{
-            name: [f"{p.passes[name].duration.value:.2f}" for p in predictions]
+
+    def degree(name: str, drop: int) -> Column:
+        return Column(
+            name,
+            lambda p: f"{_mean_degree(p, 'time', name):.2f} ({_mean_degree(p, 'work', name):.2f})",
+            drop=drop,
+        )
+
+    columns = [
+        Column("layout", lambda p: p.setup.layout, words=True),
+        Column("exchange", lambda p: short_label(p.exchange), words=True),
+        Column("kernel", lambda p: p.kernel, words=True, drop=6),
+        *(
+            Column(name, lambda p, name=name: p.passes[name].duration.value, fixed(2))
             for name in first.passes
-        },
-        "all, ms per layer": [f"{p.duration.value:.2f}" for p in predictions],
-        "best - worst": [f"{p.duration.low:.1f} - {p.duration.high:.1f}" for p in predictions],
-        **{
-            name: [
-                f"{_mean_degree(p, 'time', name):.2f} ({_mean_degree(p, 'work', name):.2f})"
-                for p in predictions
-            ]
-            for name in ("worker", "step")
-        },
-        "computed": [f"{_computed(p):.2f}" for p in predictions],
-        "late ms": [f"{sum(one.late for one in p.passes.values()):.2f}" for p in predictions],
-        "exposed ms": [_exposed(p) for p in predictions],
-    }
+        ),
+        Column("all, ms per layer", lambda p: p.duration.value, fixed(2)),
+        Column("best - worst", lambda p: f"{p.duration.low:.1f} - {p.duration.high:.1f}", drop=7),
+        degree("worker", 4),
+        degree("step", 2),
+        Column("computed", _computed, fixed(2), drop=3),
+        Column("late ms", lambda p: sum(one.late for one in p.passes.values()), fixed(2), drop=1),
+        Column("exposed ms", _exposed, words=True, drop=5),
+    ]
     fastest = min(predictions, key=lambda p: p.duration.value)
-    bold = "bold" if len(predictions) > 1 else None
-    styles = [bold if p is fastest else None for p in predictions]
-    return _table(f"{heading}, {layers}: predicted", columns, _WORDS_OF_ATTENTION, styles)
+    return Table(
+        f"{heading}, {layers}: predicted",
+        columns,
+        predictions,
+        LEGEND,
+        state=lambda p: BEST * (p is fastest and len(predictions) > 1),
+    )
 
 
 def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
-    """Return an imbalance degree, averaged over both passes.
-
-    of: ``time`` or ``work``.
-    name: ``worker`` or ``step``.
-    """
+    """Return an imbalance degree, averaged over both passes."""
     passes = prediction.passes
     return sum(getattr(getattr(passes[d], of), name) for d in _BOTH) / 2
 
@@ -170,80 +152,75 @@ def step_table(
     first = outcomes[0]
     dims, batch = first.plan.dims, first.plan.config.train.global_batch
     heading = title(cluster, problem, first.attention.facts["density"], dims.workers)
-    heading += f", {batch} sequence{'s' * (batch > 1)} per step: predicted"
-    columns = {
-        "layout": [o.layout for o in outcomes],
-        "exchange": [short_label(o.plan.exchange.label) for o in outcomes],
-    }
-    groups = [o.plan.dims for o in outcomes]
-    if any(d.pp > 1 for d in groups):
-        columns[_ALL_GROUPS] = [f"{d.pp} x {d.dp} x {d.cp} x {d.tp}" for d in groups]
-    elif any(d.tp > 1 for d in groups):
-        columns[_TENSOR_GROUPS] = [f"{d.dp} x {d.cp} x {d.tp}" for d in groups]
-    elif any(d.dp > 1 for d in groups):
-        columns[_GROUPS] = [f"{d.dp} x {d.cp}" for d in groups]
-    for name, values in {
-        "recompute": [o.plan.config.train.activation_checkpoint for o in outcomes],
-        "keep_mlp": [str(_layers_with_products(o.plan)) for o in outcomes],
-    }.items():
-        if len(set(values)) > 1:
-            columns[name] = values
-    steps = [o.step for o in outcomes]
-    columns |= {
-        "s / step": [number(step.seconds.value, 4) for step in steps],
-        "best - worst": [
-            f"{number(s.low)} - {number(s.high)}" if s.low < s.high else ""
-            for s in (step.seconds for step in steps)
-        ],
-        "tokens/s/GPU": [f"{step.tokens_per_second_per_gpu.value:,.0f}" for step in steps],
-        **({"MFU": [f"{step.mfu:.1%}" for step in steps]} if first.dense else {}),
-        "HFU": [f"{step.hfu:.1%}" for step in steps],
-        "waits s": [
-            " + ".join(f"{step.parts[name]:.2f}" for name in _WAITS if name in step.parts)
-            for step in steps
-        ],
-        **{
-            name: [f"{_mean_degree(o.attention, 'work', name):.2f}" for o in outcomes]
-            for name in ("worker", "step")
-        },
-        **({_ROWS: rows} if (rows := _exposed_rows(steps)) else {}),
-        "GiB": [f"{step.gib:.1f}" for step in steps],
-        "fits": ["yes" if step.fits else "no" for step in steps],
-    }
+    groups = [name for name, get in _GROUPS.items() if any(get(o.plan.dims) > 1 for o in outcomes)]
+    chosen = [column for column in _CHOICES if len({column.value(o) for o in outcomes}) > 1]
+    rows = [Column(_ROWS, _exposed_rows, drop=7)] if any(o.step.experts for o in outcomes) else []
+    mfu = [Column("MFU", lambda o: o.step.mfu, percent, drop=3)] if first.dense else []
+    columns = [
+        Column("layout", lambda o: o.layout, words=True),
+        Column("exchange", lambda o: short_label(o.plan.exchange.label), words=True),
+        *([_groups_column(groups[0])] if groups else []),
+        *chosen,
+        Column("s / step", lambda o: o.step.seconds.value, partial(number, digits=4)),
+        Column("best - worst", _bounds, drop=5),
+        Column("tokens/s/GPU", lambda o: o.step.tokens_per_second_per_gpu.value, count),
+        *mfu,
+        Column("HFU", lambda o: o.step.hfu, percent, drop=6),
+        Column("waits s", _waits, drop=1),
+        Column("worker", lambda o: _mean_degree(o.attention, "work", "worker"), fixed(2), drop=4),
+        Column("step", lambda o: _mean_degree(o.attention, "work", "step"), fixed(2), drop=2),
+        *rows,
+        Column("GiB", lambda o: o.step.gib, fixed(1)),
+        Column("fits", lambda o: "yes" if o.step.fits else "no", words=True),
+    ]
     fitting = [o for o in outcomes if o.step.fits]
     fastest = min(fitting, key=lambda o: o.step.seconds.value, default=None)
-    styles = [None if o.step.fits else "dim" for o in outcomes]
-    if fastest is not None and len(outcomes) > 1:
-        styles[outcomes.index(fastest)] = "bold"
-    return _table(heading, columns, _WORDS_OF_STEPS, styles)
+
+    def state(outcome: PredictedScenario) -> str:
+        if not outcome.step.fits:
+            return NOT
+        return BEST * (outcome is fastest and len(outcomes) > 1)
+
+    heading += f", {batch} sequence{'s' * (batch > 1)} per step: predicted"
+    return Table(heading, columns, outcomes, step_legend(outcomes), state=state)
 
 
-def _exposed_rows(steps: Sequence[PredictedStep]) -> list[str]:
-    found = [step.experts for step in steps]
-    if not any(found):
-        return []
-    return [f"{rows.exposed:.2f} + {rows.hidden:.2f}" if rows else "none" for rows in found]
+# Kinds of groups besides context groups, and their degree. The first that is used names the column.
+_GROUPS: dict[str, Callable[[ParallelDims], int]] = {
+    "pipeline x data x context x tensor": lambda dims: dims.pp,
+    "data x context x tensor": lambda dims: dims.tp,
+    "data x context": lambda dims: dims.dp,
+}
+_CHOICES = (
+    Column("recompute", lambda o: o.plan.config.train.activation_checkpoint, words=True),
+    Column("keep_mlp", lambda o: _layers_with_products(o.plan)),
+)
 
 
-def _table(
-    heading: str,
-    columns: Mapping[str, Sequence[str]],
-    words: Sequence[str],
-    styles: Sequence[str | None],
-) -> Table:
-    """Return a table.
+def _groups_column(name: str) -> Column:
+    def sizes(outcome: PredictedScenario) -> str:
+        dims = outcome.plan.dims
+        degree = {"pipeline": dims.pp, "data": dims.dp, "context": dims.cp, "tensor": dims.tp}
+        return " x ".join(str(degree[kind]) for kind in name.split(" x "))
 
-    Args:
-        columns: cells by heading.
-        words: headings of the columns that hold words. The other columns hold numbers.
-        styles: style of each row.
-    """
-    table = new_table(list(columns), title=heading)
-    for column in table.columns:
-        column.justify = "left" if column.header in words else "right"
-    for cells, style in zip(zip(*columns.values(), strict=True), styles, strict=True):
-        table.add_row(*cells, style=style)
-    return table
+    return Column(name, sizes, words=True, drop=8)
+
+
+def _bounds(outcome: PredictedScenario) -> str:
+    seconds = outcome.step.seconds
+    if seconds.low >= seconds.high:
+        return ""
+    return f"{number(seconds.low)} - {number(seconds.high)}"
+
+
+def _waits(outcome: PredictedScenario) -> str:
+    parts = outcome.step.parts
+    return " + ".join(f"{parts[name]:.2f}" for name in _WAITS if name in parts)
+
+
+def _exposed_rows(outcome: PredictedScenario) -> str:
+    rows = outcome.step.experts
+    return f"{rows.exposed:.2f} + {rows.hidden:.2f}" if rows else "none"
 
 
 def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
@@ -320,7 +297,7 @@ def step_lines(
     parts["CUDA and NCCL"] = memory.reserve
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= 2**20)
     yield (
-        f"memory {memory.total / GIB:.2f} GiB of {(plan.capacity or 0) / GIB:.1f} "
+        f"memory {memory.total / GIB:.2f} GiB of {plan.hardware.memory / GIB:.1f} "
         f"({usable(plan):.1f} usable) at its peak, the {memory.peak.name}: {listed}"
     )
     if memory.host:
@@ -352,10 +329,7 @@ def _days(days: BoundedTime) -> str:
 
 
 def _layers_with_products(plan: RunPlan) -> int:
-    """Return the number of layers that keep their MLP products for backward.
-
-    All layers keep them if nothing is recomputed and the MLP is not tiled.
-    """
+    """Return how many layers keep MLP products: all if nothing is recomputed or tiled."""
     model, train = plan.config.model, plan.config.train
     tokens, rows = own_tiles(plan.config, plan.layout, plan.dtype_bytes)
     by_hand = train.activation_checkpoint != "none" or rows < tokens or plan.dims.tp > 1

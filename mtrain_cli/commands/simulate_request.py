@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.mask_settings import FULL_LAYERS
+from mtrain_cli.config.mask_settings import FULL_LAYERS, mask_problems
 from mtrain_cli.config.pattern_settings import PatternSettings
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -241,7 +241,7 @@ class SimulateRequest:
             line.replace("sparsity.pattern=index", typed).replace(
                 "sparsity=dense", f"leave {typed.partition('=')[0].partition(' ')[0]} out"
             )
-            for line in config.mask.problems(config.seq, "index")
+            for line in mask_problems(config.mask, config.seq, "index")
         ]
         if lines:
             raise ConfigError(*lines)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
-from rich.table import Table
 
 from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
@@ -24,7 +23,8 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.records import record_files
 from mtrain_cli.records.shipped_profiles import find_shipped
-from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+from mtrain_cli.reporting.table import Column, Table
+from mtrain_cli.reporting.terminal_width import print_table, say
 from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
 from mtrain_cli.simulation.prediction_accuracy import PredictionAccuracy, accuracy
 from mtrain_cli.simulation.validation import (
@@ -48,11 +48,7 @@ from mtrain_cli.training.flops import peak_flops
 FILE = "validation.json"
 _CPU = "CPU"  # device of a profile without GPUs
 _LABEL = len("imbalance  ")  # width of the label that begins each line
-# Columns that a narrow terminal omits, in this order.
-SPARE = ("step ID", "ranks", "worker ID", "steps", "best - worst")
 _SHOWN = 12  # constants named in one line
-_PASS = ("measured", "predicted", "error", "best - worst", "in")
-_NUMBERS = (*_PASS, "steps", "ranks", "worker ID", "step ID")  # columns
 # The simulator's own constants, which no calibration replaces (`simulation.costs`).
 ASSUMED = "number of launches of a step; time to estimate an index"
 
@@ -234,15 +230,7 @@ def _show(
 ) -> None:
     for line in document["elsewhere"]:
         say(console, f"warning: {line}", style="yellow")
-    print_table(console, _table(compared), SPARE)
-    say(
-        console,
-        f"ms: of a layer on the slowest worker, measured {_definition(compared)}. ±: spread of the "
-        "recorded iterations. error: predicted / measured - 1. in: measured is within the "
-        "predicted bounds. steps: mean absolute error of attention over workers and steps. "
-        "ranks: largest error of a rank's time. ID: predicted imbalance degree of time, and its "
-        "difference from the measured one.",
-    )
+    print_table(console, _table(compared))
     for line in (*_accuracy_lines(accuracy), *_ranking_lines(document), *_source_lines(document)):
         say(console, line, _LABEL)
     for entry in document["predictions"]:
@@ -324,31 +312,59 @@ def _seconds(text: str) -> float | None:
 
 
 def _table(compared: Sequence[CaseComparison]) -> Table:
-    table = new_table(("case", "pass", *_NUMBERS), 2, title="predicted against measured")
     several = len({case.run for case in compared}) > 1
-    for case in compared:
-        lines = [[name, *_cells(p)] for name, p in case.passes.items()]
-        whole = [f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}"]
-        lines.append(["all", *whole, *[""] * (len(_NUMBERS) - len(whole))])
-        # A case is one row, so that a long name wraps next to the passes of the case.
-        label = f"{Path(case.run).name}: {case.label}" if several else case.label
-        table.add_row(label, *("\n".join(column) for column in zip(*lines, strict=True)))
-    return table
+    columns = [
+        Column(
+            "case",
+            lambda case: f"{Path(case.run).name}: {case.label}" if several else case.label,
+            words=True,
+        ),
+        Column("pass", lambda case: "\n".join([*case.passes, "all"]), words=True),
+        _column(
+            "measured", lambda p: f"{p.measured:.2f} ±{p.std:.2f}", lambda c: f"{c.measured:.2f}"
+        ),
+        _column("predicted", lambda p: f"{p.predicted:.2f}", lambda c: f"{c.predicted:.2f}"),
+        _column("error", lambda p: f"{p.error:+.1%}", lambda c: f"{c.error:+.1%}"),
+        _column("best - worst", lambda p: f"{p.low:.4g} - {p.high:.4g}", drop=5),
+        _column("in", lambda p: "yes" if p.inside else "no"),
+        _column("steps", lambda p: f"{p.mape:.1%}", drop=4),
+        _column("ranks", _rank_error, drop=2),
+        _column("worker ID", lambda p: _degree(p, "worker"), drop=3),
+        _column("step ID", lambda p: _degree(p, "step"), drop=1),
+    ]
+    note = (
+        f"ms: of a layer on the slowest worker, measured {_definition(compared)}. ±: spread of the "
+        "recorded iterations. error: predicted / measured - 1. in: measured is within the "
+        "predicted bounds. steps: mean absolute error of attention over workers and steps. "
+        "ranks: largest error of a rank's time. ID: predicted imbalance degree of time, and its "
+        "difference from the measured one."
+    )
+    return Table("predicted against measured", columns, compared, note)
 
 
-def _cells(p: PassComparison) -> Iterator[str]:
+def _column(
+    name: str,
+    of_pass: Callable[[PassComparison], str],
+    whole: Callable[[CaseComparison], str] = lambda _: "",
+    drop: int = 0,
+) -> Column:
+    """Return a column of one row per case, with a line per pass, so that long names wrap."""
+
+    def lines(case: CaseComparison) -> str:
+        return "\n".join([*map(of_pass, case.passes.values()), whole(case)])
+
+    return Column(name, lines, drop=drop)
+
+
+def _rank_error(p: PassComparison) -> str:
     measured, predicted = p.ranks
-    rank_errors = predicted / np.maximum(measured, 1e-9) - 1
-    yield f"{p.measured:.2f} ±{p.std:.2f}"
-    yield f"{p.predicted:.2f}"
-    yield f"{p.error:+.1%}"
-    yield f"{p.low:.4g} - {p.high:.4g}"
-    yield "yes" if p.inside else "no"
-    yield f"{p.mape:.1%}"
-    yield f"{rank_errors[np.argmax(np.abs(rank_errors))]:+.1%}"
-    for name in ("worker", "step"):
-        of_measured, of_predicted = p.degrees[name]
-        yield f"{of_predicted:.2f} {of_predicted - of_measured:+.3f}"
+    errors = predicted / np.maximum(measured, 1e-9) - 1
+    return f"{errors[np.argmax(np.abs(errors))]:+.1%}"
+
+
+def _degree(p: PassComparison, name: str) -> str:
+    measured, predicted = p.degrees[name]
+    return f"{predicted:.2f} {predicted - measured:+.3f}"
 
 
 def _definition(compared: Sequence[CaseComparison]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import time
 from itertools import groupby
 from pathlib import Path
@@ -14,13 +15,13 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from rich.console import RenderableType
-    from rich.text import Text
 
     from mtrain_cli.console import Console
     from mtrain_cli.launch.run_status import RunStatus
+    from mtrain_cli.reporting.table import Table
 
 WATCH_S = 2.0
 _PIPED = 400  # columns, if the output is not a terminal
@@ -135,82 +136,66 @@ def _watch(read: Any, every: bool) -> None:
 
 
 def _render(runs: list[RunStatus], every: bool, console: Console) -> RenderableType:
-    from mtrain_cli.reporting.terminal_width import limit
-
-    return _run_table(runs, limit(console)) if every else _sheet(runs[0])
-
-
-_COLUMNS = ("run", "state", "step", "loss", "tokens/s/worker", "left", "saved")
-
-
-def _run_table(runs: list[RunStatus], width: int | None) -> RenderableType:
-    """Return one line per run, or two if the terminal is too narrow for a table.
-
-    Names of runs are never wrapped, since users copy them into the next command.
-    """
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    rows = [_cells(run) for run in runs]
-    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(_COLUMNS)]
-    if width is None or sum(widths) + 3 * len(widths) <= width:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in _COLUMNS:
-            table.add_column(
-                name, justify="left" if name in ("run", "state") else "right", no_wrap=True
-            )
-        for row in rows:
-            table.add_row(*row)
-        return table
+    from mtrain_cli.console import Console
+    from mtrain_cli.reporting.terminal_width import print_table
 
-    def line(cells: Sequence[Text]) -> Text:
-        state, *numbers = zip(cells, widths[1:], strict=True)
-        joined = Text("  ").append_text(state[0]).append(" " * (state[1] - len(state[0])))
-        for cell, wide in numbers:
-            joined.append(" " * (2 + wide - len(cell))).append_text(cell)
-        return joined
-
-    head = line([Text(name, style="bold") for name in _COLUMNS[1:]])
-    return Group(head, *(part for name, *cells in rows for part in (name, line(cells))))
+    if not every:
+        return _sheet(runs[0])
+    is_terminal = console.is_terminal
+    shown = Console(file=io.StringIO(), width=console.width, force_terminal=is_terminal)
+    print_table(shown, _run_table(runs))
+    return Text.from_ansi(shown.file.getvalue())  # type: ignore[attr-defined]
 
 
-def _cells(run: RunStatus) -> tuple[Text, ...]:
-    """Return a run's cells in the order of `_COLUMNS`."""
+def _run_table(runs: list[RunStatus]) -> Table:
+    """Return a row per run. Names are never broken: users copy them into the next command."""
     from rich.text import Text
 
-    written = run.written
-    loss = run.losses[-1] if run.losses else None
-    if written and written.loss is not None:
-        loss = written.loss
-    speed = left = ""
-    if written and run.alive:
-        if written.tokens_per_second_per_gpu:
-            speed = f"{written.tokens_per_second_per_gpu:,.0f}"
-        if written.seconds_left is not None:
-            left = _duration(written.seconds_left)
-    return (
-        Text(Path(run.folder).name),
-        Text(run.what, style=_COLORS.get(run.what, "")),
-        Text(f"{run.step}/{run.steps}"),
-        Text("" if loss is None else f"{loss:.4f}"),
-        Text(speed),
-        Text(left),
-        Text(f"{run.checkpoint.step}" if run.checkpoint else "none"),
-    )
+    from mtrain_cli.reporting.table import Column, Table, count, fixed
+
+    columns = [
+        Column("run", lambda run: Path(run.folder).name, words=True),
+        Column(
+            "state",
+            lambda run: run.what,
+            lambda what: Text(what, style=_COLORS.get(what, "")),
+            words=True,
+        ),
+        Column("step", lambda run: f"{run.step}/{run.steps}"),
+        Column("loss", _loss, fixed(4), missing=""),
+        Column("tokens/s/worker", _speed, count, missing=""),
+        Column("left", _left, _duration, missing=""),
+        Column("saved", lambda run: run.checkpoint and run.checkpoint.step, missing="none"),
+    ]
+    return Table("", columns, runs)
+
+
+def _loss(run: RunStatus) -> float | None:
+    if run.written and run.written.loss is not None:
+        return run.written.loss
+    return run.losses[-1] if run.losses else None
+
+
+def _speed(run: RunStatus) -> float | None:
+    return run.written.tokens_per_second_per_gpu or None if run.written and run.alive else None
+
+
+def _left(run: RunStatus) -> float | None:
+    return run.written.seconds_left if run.written and run.alive else None
 
 
 def _sheet(run: RunStatus) -> RenderableType:
     from rich.text import Text
 
-    from mtrain_cli.console import two_columns
+    from mtrain_cli.console import grid
 
     folder, here = Path(run.folder), Path.cwd()
     shown = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
     state = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
     state.append("".join(f"; {part}" for part in _state_parts(run)), style="not bold default")
-    return two_columns([("run", shown), ("state", state), *_rows(run)])
+    return grid([("run", shown), ("state", state), *_rows(run)])
 
 
 def _state_parts(run: RunStatus) -> list[str]:

@@ -205,10 +205,11 @@ def _print_plan(
     from mtrain_cli.launch.run_dir import free_disk
     from mtrain_cli.simulation.estimate import estimate_step
     from mtrain_cli.training.dry_run import fits, render
-    from mtrain_cli.training.run_plan import make_plan
+    from mtrain_cli.training.planning import make_plan
 
     require_labels(config)
     require_eval_tasks(config)
+    require_callbacks(config)
     run_plan = make_plan(config)
     warn_of_unused_settings(
         words,
@@ -218,7 +219,7 @@ def _print_plan(
         layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
-    free = None if run_plan.elsewhere else free_disk(config)
+    free = None if run_plan.hardware.absent else free_disk(config)
     Console().print(render(run_plan, estimate_step(run_plan), data, free))
     if not fits(run_plan):
         raise typer.Exit(1)
@@ -318,23 +319,12 @@ def require_labels(config: Config) -> None:
 
     whole = MaskRule.of(config).undivided(config.seq, config.seq)
     if whole.shows_later_keys()[:-1].all():
+        remedy = config.mask.remedy_without_labels(config.seq)
         raise ConfigError(
             f"mask.kind={config.mask.kind}: shows every query its next token, so no label counts "
-            f"toward the loss. {_way_to_labels(config)}; `mtrain profile`, `mtrain simulate` and "
+            f"toward the loss. {remedy}; `mtrain profile`, `mtrain simulate` and "
             "`mtrain mask show` take any mask"
         )
-
-
-def _way_to_labels(config: Config) -> str:
-    """Return a sentence with the setting under which some labels count."""
-    mask = config.mask
-    if mask.kind == "video":
-        return "Give mask.causal=true"
-    sizes = {"prefix_lm": "prefix", "block_causal": "block", "block_window": "block"}
-    size = sizes.get(mask.kind)
-    if size is None:
-        return "Choose a mask that hides some, such as mask=prefix_lm"
-    return f"mask.{size}={getattr(mask, size)} must be below seq={config.seq}"
 
 
 def require_eval_tasks(config: Config) -> None:
@@ -346,6 +336,15 @@ def require_eval_tasks(config: Config) -> None:
         require_tasks(config)
 
 
+def require_callbacks(config: Config) -> None:
+    """Raise ConfigError if ``train.callbacks`` cannot be loaded, before workers start."""
+    if config.train.callbacks:
+        # Imports torch, which other runs do not need here.
+        from mtrain_cli.commands.train_worker import load_callbacks
+
+        load_callbacks(config)
+
+
 def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
@@ -354,10 +353,11 @@ def _launch(
     require_data(config)  # before anything heavy is imported
     require_labels(config)
     require_eval_tasks(config)
+    require_callbacks(config)
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import WARNED, launch
-    from mtrain_cli.launch.run_state import nothing_left
+    from mtrain_cli.launch.run_status import nothing_left
     from mtrain_cli.launch.study_folder import study_command
 
     steps = config.train.steps
@@ -416,6 +416,7 @@ def train_new_run(config: Config) -> Path:
     require_data(config)
     require_labels(config)
     require_eval_tasks(config)
+    require_callbacks(config)
     environment = checked_environment(config, [])
     run = run_dir.create(config, [])
     try:

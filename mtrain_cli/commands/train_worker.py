@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config import plugins
+from mtrain_cli.config.keys import show
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training import loop
@@ -13,7 +15,19 @@ from mtrain_cli.training.step_estimate import StepEstimate
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
     """Train as `training.loop.train` does, with the callbacks that the settings ask for.
 
-    With `profile.every`, also record every N-th step. With `train.eval_tasks`, evaluate tasks.
+    With `profile.every`, also record every N-th step. With `train.eval_tasks`, evaluate tasks. With
+    `train.callbacks`, add those of other packages.
+    """
+    on_gpu = environment.device == "cuda"
+    callbacks = load_callbacks(config)
+    return loop.train(config, run_dir, environment, resume, callbacks, estimate if on_gpu else None)
+
+
+def load_callbacks(config: Config) -> list[loop.MakeCallback]:
+    """Load the callbacks that the settings ask for.
+
+    Raises:
+        ConfigError: a callback of another package cannot be loaded.
     """
     callbacks: list[loop.MakeCallback] = []
     if config.profile.every:
@@ -25,8 +39,17 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
         from mtrain_cli.evaluation.in_training import TaskEvaluations
 
         callbacks.append(TaskEvaluations)
-    on_gpu = environment.device == "cuda"
-    return loop.train(config, run_dir, environment, resume, callbacks, estimate if on_gpu else None)
+    for entry in plugins.installed(plugins.CALLBACKS):
+        if entry.name in config.train.callbacks:
+            try:
+                callbacks.append(entry.load())
+            except Exception as error:
+                given = f"train.callbacks={show(config.train.callbacks)}"
+                why = plugins.reason(error)
+                raise ConfigError(
+                    f"{given}: {plugins.what(entry)} cannot be loaded ({why})"
+                ) from error
+    return callbacks
 
 
 def estimate(plan: RunPlan) -> StepEstimate:

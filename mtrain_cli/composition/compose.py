@@ -296,7 +296,7 @@ def _checked(
     complete = {**_defaults(), **leaves} if blamed else dict(leaves)
     if blamed & _DEGREES:
         complete["topology.workers"] = "auto"  # nobody knows how many share a sequence
-    conflicts = [*sparsity_checks.pattern_keys(complete), *validate.problems(keys.build(complete))]
+    conflicts = [*sparsity_checks.variant_keys(complete), *validate.problems(keys.build(complete))]
     lines += [
         conflict
         for conflict in conflicts

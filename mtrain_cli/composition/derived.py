@@ -137,7 +137,7 @@ def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -
 
     if (mask := read_mask(folder)) is None:
         return []
-    theirs = keys.flatten({"mask": dataclasses.asdict(mask)})
+    theirs = keys.flatten({"mask": {"kind": mask.kind, **dataclasses.asdict(mask)}})
     other = {name: leaves[name] for name in typed if _differs(leaves, theirs, name)}
     leaves.update({name: value for name, value in theirs.items() if name not in typed})
     if not other:

@@ -45,7 +45,7 @@ def compose_groups(
     ]
     unreadable = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
     try:
-        composed = _compose(groups.folders, words)
+        composed = _compose(groups, words)
         tree: Any = OmegaConf.to_container(composed, resolve=False)
     except (*unreadable, ValueError, RecursionError) as error:
         raise ConfigError(
@@ -134,27 +134,28 @@ def _resolved_together(composed: Any) -> dict[str, Any]:
     }
 
 
-def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
+def _compose(groups: Groups, words: Sequence[str]) -> Any:
     """Return the configuration that Hydra composes from ``words`` such as ``model=qwen3b``."""
-    *own, shipped = folders
+    *own, shipped = groups.folders
     if own:  # a user's folder can be large, so do not look for changes in it
-        return _compose_anew(own, shipped, words)
-    return copy.deepcopy(_composed_before(shipped, tuple(words), state(shipped)))
+        return _compose_anew(groups, words)
+    return copy.deepcopy(_composed_before(groups, tuple(words), state(shipped, *groups.plugins)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _composed_before(shipped: Path, words: tuple[str, ...], _state: object) -> Any:
+def _composed_before(groups: Groups, words: tuple[str, ...], _state: object) -> Any:
     """Return what `_compose` returns. Hydra takes about 0.1 s, so equal calls share a result."""
-    return _compose_anew((), shipped, words)
+    return _compose_anew(groups, words)
 
 
-def _compose_anew(own: Sequence[Path], shipped: Path, words: Sequence[str]) -> Any:
+def _compose_anew(groups: Groups, words: Sequence[str]) -> Any:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     top = TOP.removesuffix(".yaml")
+    *own, shipped = groups.folders
     with (
-        _own_hydra(own),
+        _own_hydra(own, groups.plugins),
         initialize_config_dir(str(shipped), version_base="1.3", job_name="mtrain"),
     ):
         composed = compose(top, overrides=list(words))
@@ -171,20 +172,19 @@ def _compose_anew(own: Sequence[Path], shipped: Path, words: Sequence[str]) -> A
 
 
 def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``leaves`` with values for all keys of ``sparsity``. values: what users typed."""
+    """Return ``leaves`` with all keys of ``sparsity`` and ``mask``. values: what users typed."""
     pattern = leaves.get("sparsity.pattern")
     if settings := PATTERNS.get(str(pattern)):
         for name, other in settings.instead.items():
             if values.get(f"sparsity.{name}") and f"sparsity.{other}" not in values:
                 leaves[f"sparsity.{other}"] = 0
-    # A pattern chosen by this key alone, without its group, has no value for any of its keys.
-    typed = "sparsity.pattern" in values
-    return keys.with_other_patterns(leaves, None if typed else pattern)
+    return keys.with_other_variants(leaves, values)
 
 
 @contextlib.contextmanager
-def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
-    """Set Hydra's global state for this block only. `hydra.searchpath` would search us first."""
+def _own_hydra(first: Sequence[Path], last: Sequence[Path]) -> Iterator[None]:
+    """Set Hydra's global state for this block only, and search other folders before and after."""
+    # Hydra's setting `hydra.searchpath` would search all of them after mtrain's own folder.
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
@@ -192,17 +192,21 @@ def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
     _register_search_path()
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    _user_folders.extend(folders)
+    _first_folders.extend(first)
+    _last_folders.extend(last)
     OmegaConf.clear_resolver("oc.env")  # a file's list of defaults must not read the environment
     try:
         yield
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env)
-        _user_folders.clear()
+        _first_folders.clear()
+        _last_folders.clear()
         GlobalHydra.instance().hydra = outer
 
 
-_user_folders: list[Path] = []  # global, because Hydra constructs its plugins without arguments
+# Global, because Hydra constructs its plugins without arguments.
+_first_folders: list[Path] = []
+_last_folders: list[Path] = []
 
 
 @functools.cache
@@ -210,12 +214,14 @@ def _register_search_path() -> None:
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    class UserFolders(SearchPathPlugin):
+    class OtherFolders(SearchPathPlugin):
         def manipulate_search_path(self, search_path: Any) -> None:
-            for folder in _user_folders:
+            for folder in _first_folders:
                 search_path.prepend(provider="--config-dir", path=str(folder), anchor="main")
+            for folder in _last_folders:
+                search_path.append(provider="plug-in", path=str(folder))
 
-    Plugins.instance().register(UserFolders)
+    Plugins.instance().register(OtherFolders)
 
 
 def _one_line(error: Exception) -> str:

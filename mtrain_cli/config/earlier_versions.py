@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from mtrain_cli.config.expert_settings import DENSE_KEYS
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER: dict[str, Any] = {
@@ -21,6 +20,7 @@ LATER: dict[str, Any] = {
     "data.verify": "auto",
     "train.eval_every": 0,
     "train.eval_tasks": [],
+    "train.callbacks": [],
     "eval.length": "auto",
     "eval.samples": 10,
     "eval.form": "sentences",
@@ -65,7 +65,6 @@ LATER: dict[str, Any] = {
     "train.expert_capacity": 0.0,
     **DENSE_KEYS,
     "mask.kind": "causal",
-    **{f"mask.{item.name}": None for item in fields(MaskConfig) if item.name != "kind"},
 }
 
 # {old name: current name} in resolved.yaml.
@@ -91,14 +90,18 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
-    layers = {"mask.full_first": 0} if flat.get("mask.kind") == "sliding_window" else {}
+    kind = str(flat.get("mask.kind"))
+    own = MASKS[kind].own_keys() if kind in MASKS else ()
+    mask: dict[str, Any] = {f"mask.{key}": None for key in own}
+    if kind == "sliding_window":
+        mask |= dict.fromkeys(("mask.global_tokens", "mask.full_every", "mask.full_first"), 0)
     sparse = {"sparsity.dense_layers": 0} if flat.get("sparsity.dense_steps") is not None else {}
     # Documents of text had no begin token. Token ids may well have had one, and bytes have none.
     either = flat.get("data.kind") in ("tokens", "mds") or flat.get("data.tokenizer") == "bytes"
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
-    found = {**LATER, **gate, **layers, **bos, **dense, **renamed(flat)}
-    if found["mask.kind"] == "chunked" and found["mask.back"] is not None:
+    found = {**LATER, **gate, **mask, **bos, **dense, **renamed(flat)}
+    if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}
         found |= {"mask.kind": "block_window", **block}

@@ -5,7 +5,10 @@ Code that depends on the kind of an exchange reads these traits and never compar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mtrain_cli.config.plugins import Plugins
 
 
 @dataclass(frozen=True)
@@ -16,32 +19,53 @@ class ExchangeTraits:
         keys and values circulate in rings.
     hierarchical: whether messages inside a node and messages between nodes use separate channels.
     by_mask: whether a rank gathers only the rows of keys that its queries see under the masks.
+    schedule: ``module:function`` that makes the schedule from `ScheduleOptions`.
     """
 
     gathers: bool
     hierarchical: bool
     by_mask: bool = False
+    schedule: str = field(kw_only=True, compare=False, default="")
 
 
-EXCHANGE_TRAITS = {
-    "all_gather": ExchangeTraits(gathers=True, hierarchical=False),
-    "hierarchical_all_gather": ExchangeTraits(gathers=True, hierarchical=True),
-    "group_cast": ExchangeTraits(gathers=True, hierarchical=False, by_mask=True),
-    "hierarchical_group_cast": ExchangeTraits(gathers=True, hierarchical=True, by_mask=True),
-    "ring": ExchangeTraits(gathers=False, hierarchical=False),
-    "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
+_GATHERS, _RINGS = "mtrain_cli.parallel.gather_schedules", "mtrain_cli.parallel.ring_schedules"
+OWN = {
+    "all_gather": ExchangeTraits(True, False, schedule=f"{_GATHERS}:all_gather"),
+    "hierarchical_all_gather": ExchangeTraits(
+        True, True, schedule=f"{_GATHERS}:hierarchical_all_gather"
+    ),
+    "group_cast": ExchangeTraits(True, False, by_mask=True, schedule=f"{_GATHERS}:group_cast"),
+    "hierarchical_group_cast": ExchangeTraits(
+        True, True, by_mask=True, schedule=f"{_GATHERS}:hierarchical_group_cast"
+    ),
+    "ring": ExchangeTraits(False, False, schedule=f"{_RINGS}:ring"),
+    "hierarchical_ring": ExchangeTraits(False, True, schedule=f"{_RINGS}:hierarchical_ring"),
 }
+
+
+def _check(name: str, traits: ExchangeTraits, others: Mapping[str, ExchangeTraits]) -> None:
+    del name, others
+    if not (isinstance(traits, ExchangeTraits) and ":" in traits.schedule):
+        raise ValueError("it must be ExchangeTraits whose schedule is module:function")
+
+
+EXCHANGE_TRAITS: Plugins[ExchangeTraits] = Plugins("mtrain.exchanges", f"{__name__}:OWN", _check)
 # The exchanges that predictions compare, in the order of their tables. Predictions compare group
 # casts only under a mask other than causal: they count each sequence as one document, in which a
 # causal mask needs most rows.
 COMPARED_EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather")
-GROUP_CASTS = tuple(name for name, traits in EXCHANGE_TRAITS.items() if traits.by_mask)
+GROUP_CASTS = tuple(name for name, traits in OWN.items() if traits.by_mask)
 ULYSSES = "ulysses"
 # {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
 # that runs then}
 HEAD_SHARING = {ULYSSES: "all_gather"}
-# The first exchange with given traits stands for them. Others may have the same traits.
-_FIRST = {traits: name for name, traits in reversed(EXCHANGE_TRAITS.items())}
+# mtrain's own exchange with given traits stands for them. Others may have the same traits.
+_FIRST = {traits: name for name, traits in OWN.items()}
+
+
+def exchange_names() -> tuple[str, ...]:
+    """Return the values of ``topology.exchange``."""
+    return ("auto", *EXCHANGE_TRAITS, *HEAD_SHARING)
 
 
 def exchange_name(*, gathers: bool, hierarchical: bool) -> str:

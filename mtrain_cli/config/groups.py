@@ -14,6 +14,7 @@ from typing import Any
 
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_yaml, reason
+from mtrain_cli.config.plugins import config_folders
 from mtrain_cli.config.schema import ConfigError
 
 TOP = "config.yaml"
@@ -25,15 +26,20 @@ _DEPTH = 3
 
 @dataclass(frozen=True)
 class Groups:
-    """Configuration folders. If several folders have the same file, the first folder wins."""
+    """Configuration folders. If several folders have the same file, the first folder wins.
+
+    folders: the user's folder, if there is one, and mtrain's own.
+    plugins: the folders of other packages, which add files but replace none.
+    """
 
     folders: tuple[Path, ...]
+    plugins: tuple[Path, ...] = ()
 
     @functools.cached_property
     def options(self) -> dict[str, dict[str, Path]]:
         """The file of each option, as {group: {option: file}}."""
         options: dict[str, dict[str, Path]] = {}
-        for folder in reversed(self.folders):
+        for folder in reversed((*self.folders, *self.plugins)):
             for depth in range(1, _DEPTH + 1):
                 for file in sorted(folder.glob("*/" * depth + "*.yaml")):
                     group = file.parent.relative_to(folder)
@@ -80,14 +86,14 @@ def open_groups(config_dir: Path | None = None) -> Groups:
     Raises:
         ConfigError: ``config_dir`` is not a folder, or holds no groups.
     """
-    shipped = resource_dir("conf")
+    shipped, plugins = resource_dir("conf"), config_folders()
     if config_dir is None:
-        return _unchanged(shipped, state(shipped))
+        return _unchanged(shipped, plugins, state(shipped, *plugins))
     folder = config_dir.expanduser().resolve()
     if not folder.is_dir():
         problem = "is a file; give a folder" if folder.exists() else "no such folder"
         raise ConfigError(f"--config-dir {config_dir}: {problem}")
-    groups = Groups((folder, shipped))
+    groups = Groups((folder, shipped), plugins)
     files = [file for options in groups.options.values() for file in options.values()]
     if not (folder / TOP).is_file() and not any(folder in file.parents for file in files):
         raise ConfigError(
@@ -97,16 +103,17 @@ def open_groups(config_dir: Path | None = None) -> Groups:
     return groups
 
 
-def state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return path, time of change and size of each YAML file below the folder."""
-    files = sorted((str(file), file.stat()) for file in folder.rglob("*.yaml"))
+def state(*folders: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return path, time of change and size of each YAML file below the folders."""
+    found = (file for folder in folders for file in folder.rglob("*.yaml"))
+    files = sorted((str(file), file.stat()) for file in found)
     return tuple((name, facts.st_mtime_ns, facts.st_size) for name, facts in files)
 
 
 @functools.lru_cache(maxsize=1)
-def _unchanged(shipped: Path, _state: object) -> Groups:
-    """Return the groups of mtrain's own folder. Their files are read once until one changes."""
-    return Groups((shipped,))
+def _unchanged(shipped: Path, plugins: tuple[Path, ...], _state: object) -> Groups:
+    """Return the groups without a user's folder. Their files are read once until one changes."""
+    return Groups((shipped,), plugins)
 
 
 def summary(file: Path) -> str:

@@ -1,8 +1,8 @@
 """All configuration keys by dotted name, and the conversion of values to the type of their key.
 
 The dataclasses of the schema are the only source. mtrain checks, lists and completes a new field of
-the schema without a change in this module. ``sparsity`` has the keys of all patterns. Keys that the
-chosen pattern does not use are null.
+the schema without a change in this module. ``sparsity`` has the keys of all patterns, and ``mask``
+those of all masks. Keys that the chosen pattern or mask does not use are null.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import os
 import string
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mtrain_cli import docstrings
 from mtrain_cli.config import cluster, sizes
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.option import Range, UpperLimit
-from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings, pattern_keys
+from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
+from mtrain_cli.config.variants import Variant
 
 # {key that holds a file or folder: words that the key takes instead of a path}
 PATHS: Mapping[str, tuple[str, ...]] = {
@@ -42,6 +45,30 @@ PATHS: Mapping[str, tuple[str, ...]] = {
 DERIVED = frozenset({"model.vocab_size"})
 
 _UNSHOWN_LIMIT = 10**9  # `ConfigKey.allowed` leaves out upper limits from this number on
+
+
+@dataclass(frozen=True)
+class Variants:
+    """A section of which a run has one kind: a mask or a pattern.
+
+    selector: the key that names the kind.
+    help: one line that says what the selector sets.
+    kinds: the settings of each kind by name.
+    """
+
+    selector: str
+    help: str
+    kinds: Mapping[str, type[Variant]]
+
+    def own_keys(self, kind: object) -> tuple[str, ...]:
+        """Return the names of a kind's keys. An unknown kind has none."""
+        return self.kinds[str(kind)].own_keys() if str(kind) in self.kinds else ()
+
+
+VARIANTS = {
+    "mask": Variants("kind", "name of the mask; `docs/masks.md` shows each", MASKS),
+    "sparsity": Variants("pattern", "method that estimates the index", PATTERNS),
+}
 
 
 @dataclass(frozen=True)
@@ -321,8 +348,11 @@ def values(config: Config) -> dict[str, Any]:
 
 def _value(config: Config, name: str) -> Any:
     section, _, leaf = name.partition(".")
-    if section == "sparsity" and leaf not in ("pattern", *config.sparsity.own_keys()):
-        return None
+    if variants := VARIANTS.get(section):
+        settings = getattr(config, section)
+        return (
+            getattr(settings, leaf) if leaf in (variants.selector, *settings.own_keys()) else None
+        )
     return functools.reduce(getattr, name.split("."), config)
 
 
@@ -344,11 +374,20 @@ def build(leaves: Mapping[str, Any]) -> Config:
     return config
 
 
-def with_other_patterns(leaves: Mapping[str, Any], pattern: object) -> dict[str, Any]:
-    """Set keys of ``sparsity`` that ``pattern`` does not use to null, unless in ``leaves``."""
-    own = pattern_keys(str(pattern))
-    others = (name for name in all_keys() if name.startswith("sparsity."))
-    absent = {name: None for name in others if name.partition(".")[2] not in ("pattern", *own)}
+def with_other_variants(leaves: Mapping[str, Any], typed: Container[str] = ()) -> dict[str, Any]:
+    """Set keys that the pattern or mask does not use to null, unless in ``leaves``.
+
+    Args:
+        typed: keys that the user set. A pattern or mask that is chosen by its key alone, without
+            its group, has no value for any of its keys.
+    """
+    absent: dict[str, Any] = {}
+    for section, variants in VARIANTS.items():
+        selector = f"{section}.{variants.selector}"
+        own = () if selector in typed else variants.own_keys(leaves.get(selector))
+        used = {selector, *(f"{section}.{key}" for key in own)}
+        names = (name for name in all_keys() if name.startswith(f"{section}."))
+        absent |= {name: None for name in names if name not in used}
     return {**absent, **leaves}
 
 
@@ -424,37 +463,45 @@ def _flatten(owner: type, prefix: str) -> Iterator[ConfigKey]:
     hints = _hints(owner)
     for item in dataclasses.fields(owner):
         name, hint = f"{prefix}{item.name}", hints[item.name]
-        if hint is PatternSettings:
-            yield from _pattern_keys(f"{name}.")
+        if variants := VARIANTS.get(name):
+            yield from _variant_keys(f"{name}.", variants)
         elif _is_section(hint):
             yield from _flatten(hint, f"{name}.")
         else:
             yield _key(owner, name, item)
 
 
-def _pattern_keys(prefix: str) -> Iterator[ConfigKey]:
-    """Yield the keys of all patterns. The help of a key that some lack begins with their names."""
-    yield ConfigKey(f"{prefix}pattern", str, "method that estimates the index", tuple(PATTERNS))
-    owners: dict[str, list[Any]] = {}
-    for settings in PATTERNS.values():
+def _variant_keys(prefix: str, variants: Variants) -> Iterator[ConfigKey]:
+    """Yield the keys of all kinds. A key that only some kinds have names them in its help."""
+    yield ConfigKey(f"{prefix}{variants.selector}", str, variants.help, tuple(variants.kinds))
+    owners: dict[str, dict[str, Any]] = {}
+    for kind, settings in variants.kinds.items():
         for name in settings.own_keys():
-            owners.setdefault(name, []).append(settings)
-    sparse = sum(bool(settings.own_keys()) for settings in PATTERNS.values())
+            owners.setdefault(name, {})[kind] = settings
+    with_keys = sum(bool(settings.own_keys()) for settings in variants.kinds.values())
     for name, users in owners.items():
-        (item,) = (field for field in dataclasses.fields(users[0]) if field.name == name)
-        key = _key(users[0], f"{prefix}{name}", item)
-        named = "" if len(users) == sparse else f"{', '.join(user.name for user in users)}: "
-        yield dataclasses.replace(key, type=key.type | None, help=f"{named}{key.help}")
+        types, kinds_by_help = [], dict[str, list[str]]()
+        for kind, settings in users.items():
+            (item,) = (field for field in dataclasses.fields(settings) if field.name == name)
+            key = _key(settings, f"{prefix}{name}", item)
+            types.append(key.type)
+            kinds_by_help.setdefault(key.help, []).append(kind)
+        helps = (f"{', '.join(kinds)}: {help}" for help, kinds in kinds_by_help.items())
+        yield dataclasses.replace(
+            key,
+            type=functools.reduce(operator.or_, (*dict.fromkeys(types), None)),
+            help=key.help if len(users) == with_keys else ". ".join(helps),
+        )
 
 
 def _key(owner: type, name: str, item: dataclasses.Field[Any]) -> ConfigKey:
     hint, help = _hints(owner)[item.name], docstrings.entries(owner).get(item.name, "")
     allowed = item.metadata["allowed"]
     numbers = allowed if isinstance(allowed, Range) else None
-    choices = () if isinstance(allowed, Range) else allowed
-    return ConfigKey(
-        name, hint, help, choices, numbers, item.metadata["tokens"], item.metadata["expected"]
-    )
+    choices = () if isinstance(allowed, Range) else allowed() if callable(allowed) else allowed
+    expected = item.metadata["expected"]
+    expected = expected() if callable(expected) else expected
+    return ConfigKey(name, hint, help, choices, numbers, item.metadata["tokens"], expected)
 
 
 def _is_section(hint: Any) -> bool:
@@ -462,9 +509,9 @@ def _is_section(hint: Any) -> bool:
 
 
 def _build(owner: type, leaves: Mapping[str, Any], prefix: str) -> Any:
-    if owner is PatternSettings:
-        settings = PATTERNS[leaves[f"{prefix}pattern"]]
-        return settings(**{name: leaves[f"{prefix}{name}"] for name in settings.own_keys()})
+    if variants := VARIANTS.get(prefix.rstrip(".")):
+        kind = variants.kinds[leaves[f"{prefix}{variants.selector}"]]
+        return kind(**{name: leaves[f"{prefix}{name}"] for name in kind.own_keys()})
     return owner(
         **{
             name: _build(hint, leaves, f"{prefix}{name}.")

@@ -52,10 +52,10 @@ class Range:
 
 
 def option(
-    allowed: tuple[str, ...] | Range = (),
+    allowed: tuple[str, ...] | Callable[[], tuple[str, ...]] | Range = (),
     *,
     tokens: bool = False,
-    expected: str = "",
+    expected: str | Callable[[], str] = "",
     **default: Any,
 ) -> Any:
     """Return a dataclass field that is a configuration key.
@@ -63,10 +63,11 @@ def option(
     `mtrain config show` and the configuration reference show the field's entry in the docstring.
 
     Args:
-        allowed: allowed words, or the range of allowed numbers; empty to allow any value of the
-            type.
+        allowed: allowed words, or a function that returns them, or the range of allowed numbers;
+            empty to allow any value of the type.
         tokens: whether the key counts tokens and so allows sizes such as 512k.
-        expected: text on the allowed values, for messages; by default, the type says it.
+        expected: text on the allowed values, for messages, or a function that returns it; by
+            default, the type says it.
         default: as in `dataclasses.field`.
     """
     return field(metadata={"allowed": allowed, "tokens": tokens, "expected": expected}, **default)

@@ -1,18 +1,17 @@
 """The settings of each pattern: keys under ``sparsity``, and their allowed values.
 
-To add a pattern, add three things:
-
-- its settings, here and in `PATTERNS`;
-- ``mtrain_cli/sparsity/NAME.py`` with a function ``make_pattern(settings, seed)``;
-- ``conf/sparsity/NAME.yaml`` with its defaults.
+To add a pattern to mtrain, add its settings here, ``mtrain_cli/sparsity/NAME.py`` with a function
+``make_pattern(settings, seed)``, and ``conf/sparsity/NAME.yaml`` with its defaults.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
+from mtrain_cli.config import variants
 from mtrain_cli.config.option import (
     FRACTION,
     MOST_TOKENS,
@@ -24,6 +23,7 @@ from mtrain_cli.config.option import (
     Range,
     option,
 )
+from mtrain_cli.config.plugins import Plugins
 
 BLOCKS = (16, 32, 64, 128)  # allowed block sizes of a dynamic index, in tokens
 # Maximum number of columns or slashes to choose from. `sparsity.pattern.rank_keys` packs the number
@@ -34,7 +34,7 @@ _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and sl
 
 
 @dataclass(frozen=True)
-class PatternSettings:
+class PatternSettings(variants.Variant):
     """Settings of a pattern, which chooses the query-key pairs to compute.
 
     In a configuration, keys of other patterns are null.
@@ -45,6 +45,11 @@ class PatternSettings:
     # Whether the index does not depend on the data. Such a pattern is only for benchmarks, and
     # reports label it.
     synthetic: ClassVar[bool] = False
+    # Whether small models with this pattern in every layer found fewer needles than dense ones
+    # (tier a of `mtrain study learning`).
+    loses_in_all_layers: ClassVar[bool] = False
+    # The module with ``make_pattern(settings, seed)``; "" for mtrain_cli.sparsity.NAME.
+    module: ClassVar[str] = ""
     # Whether the index is a bitmap of blocks. If not, it consists of slashes and columns.
     bitmap: ClassVar[bool] = False
     # {key: alternative key}. If the user sets the key but not the alternative, the alternative
@@ -62,11 +67,6 @@ class PatternSettings:
     def dense_of(self, layers: int) -> frozenset[int]:
         """Return the numbers of the dense layers of a model with this number of layers."""
         return frozenset(range(layers)[max(0, layers - (self.dense_layers or 0)) :])
-
-    @classmethod
-    def own_keys(cls) -> tuple[str, ...]:
-        """Return the names of the pattern's keys, without the key ``pattern``."""
-        return tuple(item.name for item in fields(cls) if item.metadata)
 
     def problems(self, seq: int) -> Iterator[str]:
         """Yield a line ``key=value: reason`` for each conflict among the settings."""
@@ -153,6 +153,7 @@ class VerticalSlashSettings(SparseSettings):
     """
 
     name: ClassVar[str] = "vertical_slash"
+    loses_in_all_layers: ClassVar[bool] = True
 
     last_q: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
     windows: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
@@ -184,7 +185,7 @@ class VerticalSlashSettings(SparseSettings):
             )
         if seq > MOST_LINES:
             yield (
-                f"seq={seq}: sparsity.pattern=vertical_slash can choose among at most "
+                f"seq={seq}: sparsity.pattern={self.name} can choose among at most "
                 f"{MOST_LINES} columns"
             )
         if 1 <= seq < self.last_q:
@@ -230,6 +231,7 @@ class XAttentionSettings(SparseSettings):
     """
 
     name: ClassVar[str] = "xattention"
+    loses_in_all_layers: ClassVar[bool] = True
     bitmap: ClassVar[bool] = True
 
     stride: int = option(POSITIVE.up_to(max(BLOCKS), "no block is larger"))
@@ -253,6 +255,7 @@ class MobaSettings(SparseSettings):
     """
 
     name: ClassVar[str] = "moba"
+    loses_in_all_layers: ClassVar[bool] = True
     bitmap: ClassVar[bool] = True
 
     chunk: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ), tokens=True)
@@ -308,7 +311,7 @@ class FixedSettings(SparseSettings):
         return min(1.0, self.density + 2 * self.columns / seq) if self.density else None
 
 
-PATTERNS: dict[str, type[PatternSettings]] = {
+OWN: dict[str, type[PatternSettings]] = {
     settings.name: settings
     for settings in (
         DenseSettings,
@@ -318,6 +321,11 @@ PATTERNS: dict[str, type[PatternSettings]] = {
         FixedSettings,
     )
 }
+PATTERNS: Plugins[type[PatternSettings]] = Plugins(
+    "mtrain.patterns",
+    f"{__name__}:OWN",
+    functools.partial(variants.check, PatternSettings, "name"),
+)
 
 
 def pattern_keys(pattern: str) -> tuple[str, ...]:

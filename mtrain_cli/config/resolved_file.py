@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mtrain_cli import __version__
 from mtrain_cli.config import earlier_versions, keys
@@ -34,7 +35,7 @@ def load(path: Path) -> Config:
     if flat is None:
         raise ConfigError(f"{path}: holds no configuration")
     flat = earlier_versions.completed(flat)
-    flat = keys.with_other_patterns(flat, flat.get("sparsity.pattern"))
+    flat = keys.with_other_variants(_without_absent_plugins(path, flat))
     leaves, problems = convert(flat)
     reported = {*leaves, *(name for problem in problems for name in problem.keys)}
     lines = [str(problem) for problem in problems]
@@ -42,6 +43,23 @@ def load(path: Path) -> Config:
     if lines:
         raise ConfigError(*(f"{path}: {line}" for line in lines))
     return keys.build(leaves)
+
+
+def _without_absent_plugins(path: Path, flat: dict[str, Any]) -> dict[str, Any]:
+    """Leave out null keys of masks and patterns of packages that are no longer installed.
+
+    Raises:
+        ConfigError: the run has such a mask or pattern.
+    """
+    for section, variants in keys.VARIANTS.items():
+        selector = f"{section}.{variants.selector}"
+        if (kind := flat.get(selector)) is not None and kind not in variants.kinds:
+            raise ConfigError(
+                f"{path}: {selector}={kind}: no installed package has {section}={kind}; install "
+                f"the package that the run used (allowed here: {', '.join(variants.kinds)})"
+            )
+    gone = {name for name in flat if name.partition(".")[0] in keys.VARIANTS} - {*keys.all_keys()}
+    return {name: flat[name] for name in flat if name not in gone or flat[name] is not None}
 
 
 def save(config: Config, path: Path) -> None:

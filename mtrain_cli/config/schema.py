@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING
+from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.expert_settings import DENSE, DENSE_KEYS, MoeConfig
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.option import (
     ABOVE_ZERO,
     FRACTION,
@@ -29,6 +29,7 @@ from mtrain_cli.config.option import (
     option,
 )
 from mtrain_cli.config.pattern_settings import PatternSettings
+from mtrain_cli.config.plugins import callbacks_expected
 from mtrain_cli.config.problem import ConfigError as ConfigError
 from mtrain_cli.config.rope_settings import RopeConfig
 
@@ -50,7 +51,6 @@ MOST_CHUNKS = 4096
 MOST_CHUNKS_PER_WORKER = 32  # of auto; more would cut a shard into small pieces
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
-EXCHANGES = ("auto", *EXCHANGE_TRAITS, *HEAD_SHARING)
 PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -217,7 +217,7 @@ class TopologyConfig:
     host_memory_gib: float | str = option(_GIB)
     gpus_per_node: int | str = option(_WORKERS)
     layout: str = option(("auto", *LAYOUTS))
-    exchange: str = option(EXCHANGES)
+    exchange: str = option(exchange_names)
     ulysses: int | str = option(_WORKERS)
     chunks: int | str = option(_HEADS)
     stages: int | str = option(Range("must be 1, 2 or 3", lambda value: value in (1, 2, 3)))
@@ -403,6 +403,7 @@ class TrainConfig:
         and of train.eval_tasks, in addition to evaluations at the start and end of the run; 0 = no
         additional evaluations
     eval_tasks: tasks of `mtrain eval` to measure during training: perplexity, niah
+    callbacks: callbacks of other installed packages that follow the run (docs/extending.md)
     checkpoint_every: number of steps between checkpoints; 0 = only at the end
     keep_checkpoints: number of newest checkpoints to keep
     checkpoint_at_end: save a checkpoint when the run ends
@@ -435,6 +436,7 @@ class TrainConfig:
     init_from: str | None = option()
     eval_every: int = option(_STEPS_OR_0)
     eval_tasks: tuple[str, ...] = option(expected="a list of tasks such as [niah,perplexity]")
+    callbacks: tuple[str, ...] = option(expected=callbacks_expected)
     checkpoint_every: int = option(_STEPS_OR_0)
     keep_checkpoints: int = option(POSITIVE)
     checkpoint_at_end: bool = option()
@@ -532,7 +534,7 @@ class Config:
     seed: int = option(Range("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63))
     model: ModelConfig
     topology: TopologyConfig
-    mask: MaskConfig
+    mask: MaskSettings
     sparsity: PatternSettings
     data: DataConfig
     optim: OptimConfig

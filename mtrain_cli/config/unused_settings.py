@@ -16,7 +16,6 @@ from mtrain_cli.config.overrides import parse
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
 
-_RINGS = [name for name, traits in EXCHANGE_TRAITS.items() if not traits.gathers]
 _RING_KEYS = ("topology.prefetch", "topology.circulates", "topology.columns")
 _MEMORY_KEYS = ("topology.gpu_memory_gib", "topology.host_memory_gib")
 _CHUNK = "topology.balanced_chunk"
@@ -115,7 +114,8 @@ def unused_after_auto(
 
 def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterator[tuple[str, str]]:
     """Yield each key of ``topology`` that has no effect, and the reason."""
-    if exchange and exchange not in _RINGS:
+    traits = EXCHANGE_TRAITS.get(exchange)
+    if exchange and (traits is None or traits.gathers):
         chosen = " (chosen by auto)" if config.topology.exchange == "auto" else ""
         for name in _RING_KEYS:
             if name == "topology.circulates" and config.topology.circulates == "queries":

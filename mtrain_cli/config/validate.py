@@ -24,10 +24,11 @@ from mtrain_cli.config import (
 )
 from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.keys import conflict
+from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import CHECKPOINTS, Config
 from mtrain_cli.config.sizes import divisors
-from mtrain_cli.config.suggest import adapter_hint
+from mtrain_cli.config.suggest import adapter_hint, no_such
 
 
 def problems(config: Config) -> list[Problem]:
@@ -110,6 +111,16 @@ def _train(config: Config) -> Iterator[str]:
         yield f"{{train.init_from}}: has no config.json; give a Hugging Face folder{hint}"
 
 
+def _callbacks(config: Config) -> Iterator[Problem]:
+    for name in config.train.callbacks:
+        if name not in (names := callback_names()):
+            reason = "no such callback: no installed package has one"
+            if names:
+                reason = no_such("callback", name, names)
+            text = "{train.callbacks}: {name}: {reason}"
+            yield conflict(config, text, name=name, reason=reason)
+
+
 def _run(config: Config) -> Iterator[str]:
     train, run = config.train, config.run
     if train.eval_every > 0 and config.data.eval_sequences == 0 and not train.eval_tasks:
@@ -140,5 +151,6 @@ _CHECKS = (
     optim_checks.problems,
     _train,
     eval_tasks.problems,
+    _callbacks,
     _run,
 )

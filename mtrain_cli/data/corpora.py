@@ -162,10 +162,7 @@ def _python_sources(root: Path) -> Iterator[Path]:
 
 
 def _decode_source(path: Path) -> str | None:
-    """Return the text of a Python file in its declared encoding, or None if it cannot be decoded.
-
-    A few files of the standard library are invalid on purpose.
-    """
+    """Return a Python file's text; None if it cannot be decoded, as a few are on purpose."""
     try:
         content = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)

@@ -254,13 +254,7 @@ class PackedDataset:
         )
 
     def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Read the tokens ``begin`` to ``end`` - 1 of the stream.
-
-        Returns:
-            tokens: the token ids.
-            ends: position in ``tokens`` after the last token of each document.
-            targets: whether the loss may predict each token; None if it may predict every token.
-        """
+        """Return tokens, ends of documents and targets of the stream as `Stretch` has them."""
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))
         bounds = self._starts[first : last + 1] - begin
@@ -315,10 +309,7 @@ class PackedDataset:
         return np.concatenate(parts)
 
     def _continued(self, begin: int, end: int) -> np.ndarray:
-        """Return whether each token sees the token before it, bool [end - begin].
-
-        Tokens of documents without a mask do.
-        """
+        """Return whether each token sees the token before it, bool [end - begin]."""
         continued = np.ones(end - begin, bool)
         for unit, start, stop, place in self._parts(begin, end):
             own = self._columns.slices_of(unit)

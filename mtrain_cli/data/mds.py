@@ -37,7 +37,6 @@ from mtrain_cli.data.unpacking import Unpacked
 INDEX = "index.json"
 _UNPACKED_SHARDS = 4  # decompressed shards to keep in memory, usually 64 MiB each
 _MAPPED_SHARDS = 256
-_CHUNK = 1 << 24  # bytes to decompress at once
 _MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
 # An array without a fixed dtype begins with a byte for its dtype: 8 is uint8, 9 int8, 18 float16.
 _DTYPE_OF_CODE = {
@@ -328,14 +327,7 @@ class MdsFolder:
     def _bounds(
         self, raw: np.ndarray, offsets: np.ndarray
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return for each column the byte offsets at which its values begin and end.
-
-        A column has two arrays int64[samples]: the beginnings and the ends.
-
-        Args:
-            raw: the bytes of a shard.
-            offsets: byte offsets of the wanted consecutive samples, then the end of the last one.
-        """
+        """Return where each column's values begin and end, int64[samples], for ``offsets``."""
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
         if heads.size and heads.max() >= raw.size:
             raise self._error(
@@ -395,9 +387,8 @@ class MdsFolder:
 
     def _unpack(self, packed: ShardFile, shard: Shard) -> np.ndarray:
         raw, place, size = self._map_file(packed), f"{self.origin}: {packed.name}", shard.raw.size
-        packed_file = io.BytesIO(raw.data)
-        stream = Unpacked(packed_file, str(shard.compression), place, any_ratio=True)
-        content = _read_unpacked(stream, size)
+        stream = Unpacked(io.BytesIO(raw.data), str(shard.compression), place, any_ratio=True)
+        content = io.BufferedReader(stream).read(size + 1)  # a longer one contradicts the index
         if len(content) != size:
             found = f"{len(content):,}" if len(content) < size else "more"
             raise ConfigError(f"{place} unpacks to {found} bytes, but {INDEX} lists {size:,}")
@@ -406,10 +397,7 @@ class MdsFolder:
         return unpacked
 
     def _verify_checksum(self, name: str, raw: np.ndarray, hashes: dict[str, str]) -> None:
-        """Raise ConfigError if a file does not match its checksum.
-
-        Only the first checksum in ``hashes`` that Python can compute is verified.
-        """
+        """Compare a file with the first of its checksums that Python can compute."""
         for algorithm, expected in hashes.items():
             if algorithm in hashlib.algorithms_guaranteed and not algorithm.startswith("shake"):
                 found = hashlib.new(algorithm, raw.data, usedforsecurity=False).hexdigest()
@@ -422,13 +410,8 @@ class MdsFolder:
 
 
 def _parse_index(content: dict[str, Any]) -> tuple[list[Shard], list[str], list[str]]:
-    """Return the shards, the names of the columns, and the encodings of the columns.
-
-    Raises:
-        ValueError: an entry is wrong. The message completes a sentence that begins with
-            "index.json".
-        KeyError, TypeError, AttributeError, OverflowError, IndexError: ``content`` is not an index.
-    """
+    """Return the shards, the names of the columns, and the encodings of the columns."""
+    # A ValueError completes a sentence that begins with "index.json".
     if not content["shards"]:
         raise ValueError("lists no shards")
     shards = [_parse_shard(entry) for entry in content["shards"]]
@@ -461,11 +444,7 @@ def _parse_shard(entry: dict[str, Any]) -> Shard:
 
 
 def _parse_file(facts: dict[str, Any]) -> ShardFile:
-    """Return the file that an entry of index.json describes.
-
-    Raises:
-        ValueError: the entry names a file outside the folder of index.json, or a value is wrong.
-    """
+    """Return the file that an entry of index.json describes."""
     name = str(facts["basename"])
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or not name.isprintable():
@@ -477,23 +456,8 @@ def _parse_file(facts: dict[str, Any]) -> ShardFile:
 
 
 def _whole_number(facts: dict[str, Any], key: str) -> int:
-    """Return the whole number of an entry of index.json.
-
-    Raises:
-        ValueError: the value is not a whole number.
-    """
+    """Return the whole number of an entry of index.json."""
     value = facts[key]
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"has {key} {json.dumps(value)} for a shard, not a whole number")
     return value
-
-
-def _read_unpacked(stream: Any, size: int) -> bytearray:
-    """Return the first ``size`` + 1 bytes of a stream, or all bytes of a shorter stream.
-
-    If the result has more than ``size`` bytes, the stream is longer than index.json claims.
-    """
-    content = bytearray()
-    while len(content) <= size and (piece := stream.read(min(_CHUNK, size + 1 - len(content)))):
-        content += piece
-    return content

@@ -81,13 +81,7 @@ def _documents(
     domains: tuple[str, ...],
     skip: int,
 ) -> Iterator[Document]:
-    """Yield the documents of a shard without the first ``skip`` documents. Decode them in batches.
-
-    Args:
-        shard: number of the shard in ``shards``.
-        folder: domain of the documents. If empty, the column ``domain`` names the domain.
-        domains: as in `mds_corpus`.
-    """
+    """Yield the documents of a shard after the first ``skip``. Decode them in batches."""
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
     columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
     file, record, pending_tokens = shards.shards[shard].raw, 0, 0

@@ -306,11 +306,7 @@ def _locate(text: str, pairs: Sequence[_Pair]) -> list[NeedleQuestion]:
 
 
 def _lines(corpus: Corpus) -> Iterator[str]:
-    """Yield the usable lines of a corpus again and again.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Yield the usable lines of a corpus again and again."""
     while True:
         usable = 0
         for unit in corpus.units:

@@ -107,13 +107,7 @@ def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
 
 
 def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
-    """Open one corpus.
-
-    Args:
-        data: settings of the corpus: ``config.data`` with the path of this corpus.
-        origin: how the user named the corpus, for messages.
-        held_out: number of sequences to hold out of training.
-    """
+    """Open one corpus, whose settings are ``data``, and hold sequences out of training."""
     store, location = _open_source(config, data, origin)
     if store.meta.num_tokens < config.seq:
         raise ConfigError(

@@ -86,12 +86,7 @@ class PreparationProgress:
 
 @dataclass(frozen=True)
 class _Journal:
-    """The position up to which the files of an unfinished store are complete.
-
-    The journal's file is one flat JSON object.
-
-    recipe: as in `StoreMeta`.
-    """
+    """Where the files of an unfinished store are complete. Its file is one flat JSON object."""
 
     recipe: dict[str, str]
     position: CorpusPosition = CorpusPosition()
@@ -243,11 +238,7 @@ def _refuse_links(partial: Path) -> None:
 
 
 def _require_ids(tokenizer: Tokenizer | None, filters: Filters, bos: bool | str) -> None:
-    """Check the settings for documents of token ids, which hold their own begin and end tokens.
-
-    Raises:
-        ConfigError: the settings need text.
-    """
+    """Check the settings for documents of token ids, which hold their own begin and end tokens."""
     if tokenizer is None:
         raise ConfigError(
             "--tokenizer bpe: learns from text, but SOURCE holds token ids (--tokens-key). Give "
@@ -275,13 +266,7 @@ def _fill(
     filters: Filters,
     report: Callable[[PreparationProgress], None],
 ) -> None:
-    """Write the files of a store into the folder ``partial``.
-
-    If a ConfigError leaves the folder empty, remove it.
-
-    Args:
-        given: tokenizer; None to train a BPE of ``bpe_size`` ids.
-    """
+    """Write the files of a store into ``partial``. Train a BPE without a given tokenizer."""
     journal = _open_journal(partial, recipe)
     try:
         tokenizer = given or _open_bpe(corpus, bpe_size, partial, report)
@@ -297,11 +282,7 @@ def _fill(
 def _content(
     document: Document, tokenizer: Tokenizer, writer: StoreWriter
 ) -> Iterator[str] | Iterator[np.ndarray]:
-    """Yield the pieces of a document's text, or its token ids.
-
-    Raises:
-        ConfigError: an id is not one of the tokenizer's.
-    """
+    """Yield the pieces of a document's text, or its token ids."""
     if document.left_out:
         writer.reject(document.left_out)
         return iter(())
@@ -321,10 +302,7 @@ def _content(
 def _pieces_to_encode(
     document: Document, tokenizer: Tokenizer, writer: StoreWriter
 ) -> Iterator[str]:
-    """Yield the pieces of a document in a form that can be encoded one by one.
-
-    If the filters leave the document out for its domain or length, yield nothing.
-    """
+    """Yield pieces that can be encoded one by one; none if the filters leave the document out."""
     filters = writer.filters
     if writer.leaves_out(document.domain):
         return
@@ -350,11 +328,7 @@ def _pieces_to_encode(
 
 
 def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
-    """Return the complete store of ``recipe`` in ``out``; None if ``out`` is missing or empty.
-
-    Raises:
-        ConfigError: ``out`` holds anything else.
-    """
+    """Return the complete store of ``recipe`` in ``out``; None if ``out`` is missing or empty."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not (out / META).is_file():
@@ -377,11 +351,7 @@ def _describe_difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
 
 
 def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
-    """Return the journal of an unfinished store, or write and return an empty one.
-
-    Raises:
-        ConfigError: the folder holds something else, or documents of another recipe.
-    """
+    """Return the journal of an unfinished store, or write and return an empty one."""
     if (partial / _JOURNAL).exists():
         journal = _Journal.read(partial)
         if journal.recipe == recipe:
@@ -488,11 +458,7 @@ def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Lock ``folder``. If the process is killed, the operating system releases the lock.
-
-    Raises:
-        ConfigError: another process holds the lock.
-    """
+    """Lock ``folder``. If the process is killed, the operating system releases the lock."""
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

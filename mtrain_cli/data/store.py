@@ -405,10 +405,7 @@ class StoreWriter:
         self.written.left_out[reason] = self.written.left_out.get(reason, 0) + 1
 
     def _close_document(self) -> str:
-        """Append the end token, unless the document is cut.
-
-        Return the reason to leave the document out, or "" to keep it.
-        """
+        """Append the end token, unless the document is cut. Return why to leave it out, or ""."""
         filters = self.filters
         too_long = (
             self._exceeds_limit or 0 < filters.max_tokens < self._open_document + self._end.size
@@ -564,11 +561,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _check_samples(folder: Path, meta: StoreMeta, origin: str) -> dict[str, str]:
-    """Return the checksum of a sample of each file.
-
-    Raises:
-        ConfigError: a file differs from its checksum in meta.json.
-    """
+    """Return the checksum of a sample of each file."""
     samples = {}
     for name in meta.files or _names(folder):
         place = f"{origin}: {name}"
@@ -588,11 +581,7 @@ def _advice(meta: StoreMeta, folder: Path) -> str:
 
 
 def _open_columns(folder: Path, meta: StoreMeta, origin: str) -> DocumentColumns:
-    """Map the columns of a store.
-
-    Raises:
-        ConfigError: a file is missing, or does not match meta.json.
-    """
+    """Map the columns of a store."""
     slices = offsets = positions = None
     if meta.mask_key:
         count = meta.columns.slices

@@ -218,14 +218,7 @@ def _kind(name: str) -> str:
 def _scan(
     root: Path, readers: Mapping[str, Reader], reason: str
 ) -> tuple[list[Path], dict[str, int]]:
-    """Return the files of a folder that can be read, and the number of others by kind.
-
-    Args:
-        reason: why files of other kinds are left out.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
+    """Return the files that can be read, and the number of others by kind, with the reason."""
     files: list[Path] = []
     kinds, others = Counter[str](), Counter[str]()
 
@@ -260,19 +253,8 @@ def _scan(
 def _read_guarded(
     reader: Reader, path: Path, label: str, fields: Fields, domain: str, alone: bool, skip: int
 ) -> Iterator[Document]:
-    """Yield the documents of a file. A document without a domain gets ``domain``.
-
-    A file without records gives one document that is left out.
-
-    Args:
-        reader: reads this kind of file.
-        label: name of the input, with which error messages begin.
-        alone: whether the user named this file. A folder may hold .json files of settings.
-        skip: number of records to skip.
-
-    Raises:
-        ConfigError, RunError: the file cannot be read.
-    """
+    """Yield the documents of a file after the first ``skip`` records; an empty one if none."""
+    # ``alone``: the user named this file. A folder may hold .json files of settings.
     is_empty = skip == 0
     with explain_read_errors(f"{label}:"):
         for document in reader(path, label, fields, skip, alone):
@@ -284,10 +266,7 @@ def _read_guarded(
 
 @contextlib.contextmanager
 def _opened(path: Path, label: str) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """Open a file, which may be compressed.
-
-    Yield the content, and a function that returns how many bytes of the file have been read.
-    """
+    """Yield the unpacked content, and a function that counts the bytes read of the file."""
     compression = PACKED.get(path.suffix.lower())
     with path.open("rb") as file:
         if compression is None:
@@ -305,11 +284,7 @@ def _read_plain(
 
 
 def _decode_blocks(path: Path, label: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of a file block by block, without its byte order mark.
-
-    Yields:
-        The text, and how many bytes of the file have been read.
-    """
+    """Yield blocks of text without a byte order mark, and the bytes of the file read so far."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
     try:
@@ -361,10 +336,7 @@ def _parse(line: bytes, location: str) -> Any:
 
 
 def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> dict[str, Any]:
-    """Return a value of a file if it is an object with the keys of ``fields``.
-
-    place: where the value is in the file.
-    """
+    """Return the value at a place of a file if it is an object with the keys of ``fields``."""
     if not isinstance(value, dict):
         raise ConfigError(
             f"{label} {place}: is {_json_kind(value)}, not a JSON object with the key "
@@ -379,10 +351,7 @@ def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> d
 def _read_json(
     path: Path, label: str, fields: Fields, skip: int, alone: bool
 ) -> Iterator[Document]:
-    """Yield the documents of a .json file.
-
-    Each value must be a record. If none of a file in a folder is, the file is left out.
-    """
+    """Yield a .json file's documents. In a folder, leave out a file in which none is a record."""
     unfit: ConfigError | None = None
     values = _json_values(_decode_blocks(path, label), label)
     for number, (value, end) in enumerate(values, 1):
@@ -405,17 +374,7 @@ def _read_json(
 
 
 def _json_values(blocks: Iterator[tuple[str, int]], label: str) -> Iterator[tuple[Any, int]]:
-    """Yield the elements of one array, or values that stand one after another.
-
-    Args:
-        blocks: parts of the text, and how many bytes of the file have been read for them.
-
-    Yields:
-        The value, and how many bytes of the file have been read.
-
-    Raises:
-        ConfigError: the text is not JSON, or a value is longer than ``LONGEST_LINE``.
-    """
+    """Yield the elements of one array or a row of values, and the bytes of the file read so far."""
     scan = json.JSONDecoder().raw_decode
     text, at, end, number = "", 0, 0, 1
     in_array: bool | None = None  # unknown before the first value
@@ -456,14 +415,7 @@ def _json_values(blocks: Iterator[tuple[str, int]], label: str) -> Iterator[tupl
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
-    """Yield the lines of a file.
-
-    Args:
-        label: name of the input, with which error messages begin.
-
-    Raises:
-        ConfigError: a line has more than ``LONGEST_LINE`` bytes. The rest of the line is not read.
-    """
+    """Yield the lines of a file. Refuse one beyond ``LONGEST_LINE`` without reading its rest."""
     for number in count(1):
         line = file.readline(LONGEST_LINE + 1)
         if len(line) > LONGEST_LINE:

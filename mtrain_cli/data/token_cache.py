@@ -84,10 +84,8 @@ def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _cache_root() -> Path:
-    """Return ``$XDG_CACHE_HOME/mtrain/tokens``, by default ``~/.cache/mtrain/tokens``.
-
-    A relative ``XDG_CACHE_HOME`` is ignored, as the XDG Base Directory Specification demands.
-    """
+    """Return ``$XDG_CACHE_HOME/mtrain/tokens``, by default ``~/.cache/mtrain/tokens``."""
+    # The XDG Base Directory Specification demands that a relative path is ignored.
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not chosen.is_absolute():
         # Without a home folder this keeps the ~, while Path.expanduser would raise RuntimeError.
@@ -99,11 +97,8 @@ def _cache_root() -> Path:
 
 @contextmanager
 def _lock(path: Path, entry: Path) -> Iterator[bool]:
-    """Wait for an exclusive lock on the file ``path``. Yield False if the file system has no locks.
-
-    Without locks, atomic renames still keep the cache intact. If ``entry`` does not exist at the
-    end of the ``with`` block, for example because the corpus is broken, the lock file is removed.
-    """
+    """Lock ``path`` exclusively. Yield False if the file system has no locks."""
+    # Without locks, atomic renames still keep the cache intact.
     while True:
         with path.open("a") as lock:
             try:
@@ -125,11 +120,7 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
 
 
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
-    """Return the store in ``entry``, or None if the store is missing or broken.
-
-    Remove a broken entry. If this process has the lock, also remove the unfinished folders of
-    processes that were killed.
-    """
+    """Return the store in ``entry``; None if missing or broken. Remove what is broken."""
     if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -118,10 +118,8 @@ def _growth(components: list[Any]) -> float:
 
 
 def _longest(encoded: str) -> float:
-    """Return the bytes of the longest replacement of a character map; infinity if it is broken.
-
-    The map has the size of a trie as uint32, the trie, and replacements that end with NUL.
-    """
+    """Return the bytes of the longest replacement of a character map; infinity if it is broken."""
+    # The map has the size of a trie as uint32, the trie, and replacements that end with NUL.
     try:
         content = base64.b64decode(encoded, validate=True)
     except ValueError:
@@ -131,11 +129,7 @@ def _longest(encoded: str) -> float:
 
 
 def _probe(source: str, place: str) -> None:
-    """Let an expression match runs of its own letters, and of its pairs of neighbours.
-
-    Raises:
-        ConfigError: it backtracks too much.
-    """
+    """Let an expression match runs of its own letters, and of its pairs of neighbours."""
     import tokenizers
 
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(source), "isolated")

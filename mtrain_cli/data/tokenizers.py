@@ -334,10 +334,7 @@ def _import_tokenizers(key: str) -> Any:
 
 
 def _named_token(path: Path, key: str, vocabulary: dict[str, int]) -> str | None:
-    """Return the token that tokenizer_config.json in the folder of ``path`` names; None without.
-
-    key: ``bos_token`` or ``eos_token``.
-    """
+    """Return the token that tokenizer_config.json beside ``path`` names; None without."""
     try:
         named = documents.read_json(path.with_name("tokenizer_config.json")).get(key)
     except (OSError, ValueError, AttributeError):

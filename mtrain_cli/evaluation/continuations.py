@@ -23,14 +23,12 @@ _PACKED = {"cpu": 2048, "cuda": 16384}  # most tokens of a sequence that holds s
 def pack_size(config: Config, device: str) -> int:
     """Return the most tokens of a sequence that holds several texts; 0 if each text is alone."""
     mask = config.mask
-    far = mask.global_tokens or mask.full_every or mask.full_first
-    nearby = mask.kind == "sliding_window" and not far
-    alike = mask.kind == "causal" or nearby  # wherever a text begins
+    alike = mask.keeps_causal_intervals and not (mask.counts_from_start or mask.is_mixed)
     return _PACKED[device] if alike and config.sparsity.pattern == "dense" else 0
 
 
 def packs(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Divide n texts among sequences: first fit, the longest text first, in O(n log n).
+    """Divide n texts among sequences: first fit, the longest text first.
 
     Args:
         lengths: tokens of each text.
@@ -42,36 +40,15 @@ def packs(lengths: Sequence[int], most: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
     found = [[number] for number in order if lengths[number] > most]
     order = order[len(found) :]
-    room = _Room(len(order), most)
+    free = np.full(len(order), most)  # tokens of each sequence
     packed: list[list[int]] = []
     for number in order:
-        place = room.take(lengths[number])
+        place = int(np.argmax(free >= lengths[number]))
+        free[place] -= lengths[number]
         if place == len(packed):
             packed.append([])
         packed[place].append(number)
     return found + packed
-
-
-class _Room:
-    """The free tokens of sequences, as a binary tree whose nodes hold the most of their leaves."""
-
-    def __init__(self, count: int, most: int) -> None:
-        self._leaves = 1 << max(0, count - 1).bit_length()
-        self._free = [most] * (2 * self._leaves)  # node n has the children 2n and 2n + 1
-
-    def take(self, length: int) -> int:
-        """Take tokens of the first sequence with room for them. Return its number."""
-        free, node = self._free, 1
-        assert free[node] >= length
-        while node < self._leaves:
-            node *= 2
-            if free[node] < length:
-                node += 1
-        place = node - self._leaves
-        free[node] -= length
-        while node := node // 2:
-            free[node] = max(free[2 * node], free[2 * node + 1])
-        return place
 
 
 def score_together(scorer: Scorer, pairs: Sequence[Pair]) -> list[Score]:

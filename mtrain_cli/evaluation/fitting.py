@@ -10,10 +10,11 @@ samples from there on are drawn again. The result is that of exact counting in a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Draft:
     outputs: tuple[str, ...]
 
 
-class Prompts(Protocol):
+class Prompts(ABC):
     """Prompts of one task.
 
     step: smallest size, and the amount by which a size shrinks after a prompt that is too long.
@@ -71,19 +72,19 @@ class Prompts(Protocol):
 
     def most(self, tokens: int, limit: int) -> int:
         """Return an upper bound of the size. tokens: tokens of the first try."""
-        ...
+        return int((limit / (tokens / self.first)) * 3)
 
     def probe(self, stream: Stream, size: int) -> str:
         """Return a prompt for the search."""
-        ...
+        return self.draw(stream, size, 0).prompt
 
+    @abstractmethod
     def draw(self, stream: Stream, size: int, index: int) -> Draft:
         """Return a prompt for sample number ``index``.
 
         Raises:
             ValueError: the size is too small for the task.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,18 @@ class TooShortError(Exception):
         self.shortest = shortest
 
 
-def batched(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[Sequence[T]]:
+def batched(
+    items: Iterable[T],
+    characters: Callable[[T], int],
+    most_texts: Callable[[], int] = lambda: MOST_TEXTS,
+) -> Iterator[Sequence[T]]:
     """Group items so that a group has about ``BATCH`` characters, and few items."""
     batch: list[T] = []
     total = 0
     for item in items:
         batch.append(item)
         total += characters(item)
-        if total >= BATCH or len(batch) >= MOST_TEXTS:
+        if total >= BATCH or len(batch) >= most_texts():
             yield batch
             batch, total = [], 0
     if batch:
@@ -190,7 +195,13 @@ class Fitting:
 
     def _confirmed(self, first: int, count: int) -> Iterator[Fitted | None]:
         """Yield samples from number ``first`` on; None and stop after a wrong decision."""
-        for batch in self._batches(self._tries(first, count)):
+        tries = self._tries(first, count)
+        # After a try without a prompt, nothing is left to try.
+        for batch in batched(
+            tries,
+            lambda one: len(one.draft.prompt) if one.draft else BATCH,
+            lambda: self._most_texts,
+        ):
             drafts = [one.draft for one in batch if one.draft is not None]
             lengths = self._counter.exact([draft.prompt for draft in drafts])
             bias = self._bias
@@ -237,17 +248,3 @@ class Fitting:
         if is_exact:
             return self._counter.exact([prompt])[0] + self._prompts.reserved
         return self._counter.estimate(prompt) + self._bias + self._prompts.reserved
-
-    def _batches(self, tries: Iterator[_Try]) -> Iterator[Sequence[_Try]]:
-        """Group tries so that a group has about ``BATCH`` characters."""
-        batch: list[_Try] = []
-        characters = 0
-        for one in tries:
-            batch.append(one)
-            characters += len(one.draft.prompt) if one.draft else 0
-            full = characters >= BATCH or len(batch) >= self._most_texts
-            if full or one.draft is None:
-                yield batch
-                batch, characters = [], 0
-        if batch:
-            yield batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ TOGETHER = 8  # prompts that generate together
 
 
 @dataclass
-class Generated:
+class Generated(Measurement):
     """Tasks of RULER at several lengths, and files of samples.
 
     tasks: names of tasks of RULER.
@@ -46,7 +46,7 @@ class Generated:
     sources: Sources = field(default_factory=Sources)
     files: Sequence[Path] = ()
     max_new: int = 128
-    together: int = TOGETHER
+    together = TOGETHER
     _hashes: dict[Path, str] = field(default_factory=dict, init=False, repr=False)
 
     def cells(self) -> list[Cell]:
@@ -117,18 +117,6 @@ class Generated:
         if cell.task.startswith(FILE):
             return min(wanted, sum(1 for _ in read_samples(self.file_of(cell))))
         return wanted
-
-    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:  # noqa: ARG002
-        return ()  # the key of a result has the hash of a file
-
-    def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
-        """Do nothing: the samples do not depend on the model."""
-
-    def after(self, origin: str) -> Measurement:  # noqa: ARG002 - nothing to learn
-        return self
-
-    def tokens(self, cell: Cell) -> int:
-        return cell.length
 
     def result(self, rows: Sequence[Row], result: Result) -> Result:
         score, error = mean_and_error([row["score"] for row in rows])

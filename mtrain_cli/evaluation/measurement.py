@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mtrain_cli.evaluation.results import Result
 from mtrain_cli.inference.scorer import Scorer
@@ -25,51 +26,52 @@ class Cell:
     length: int
 
 
-class Measurement(Protocol):
-    """One kind of evaluation. Its items and rows are JSON objects, which workers share.
+class Measurement(ABC):
+    """One kind of evaluation. Its items and rows are JSON objects, which workers share."""
 
-    together: most items to measure in one call.
-    """
+    together = 1  # most items to measure in one call
 
-    together: int
-
+    @abstractmethod
     def cells(self) -> Sequence[Cell]:
         """Return the cells, in the order in which to measure them."""
-        ...
 
+    @abstractmethod
     def settings(self, cell: Cell) -> Mapping[str, Any]:
         """Return what determines the samples of a cell, apart from the model and their number."""
-        ...
 
+    @abstractmethod
     def labels(self, cell: Cell) -> tuple[str, ...]:
         """Return the settings, for the user. Reports show those in which results differ."""
-        ...
 
+    @abstractmethod
     def details(self, cell: Cell) -> tuple[str, ...]:
         """Return further settings, for `Result.details`."""
-        ...
 
+    @abstractmethod
     def items(self, cell: Cell) -> Iterator[Item]:
         """Yield the samples of a cell. Only the first worker calls this.
 
         Raises:
             ConfigError: the length is too short, or a file is missing.
         """
-        ...
 
+    @abstractmethod
     def measure(self, scorer: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:
         """Return a row with the key ``score`` for each item. All workers call this together."""
-        ...
 
-    def count(self, cell: Cell, wanted: int) -> int:
+    @abstractmethod
+    def result(self, rows: Sequence[Row], result: Result) -> Result:
+        """Return a result with the scores of the rows."""
+
+    def count(self, cell: Cell, wanted: int) -> int:  # noqa: ARG002 - most make any number
         """Return how many of the wanted samples the cell has."""
-        ...
+        return wanted
 
-    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:
+    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:  # noqa: ARG002
         """Return the numbers of rows from the disk whose samples the cell no longer has."""
-        ...
+        return ()
 
-    def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
+    def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:  # noqa: B027
         """Take what the first model and attention decide for all others.
 
         Args:
@@ -77,19 +79,14 @@ class Measurement(Protocol):
             label: their name for the user.
             rows: the rows of all their cells.
         """
-        ...
 
-    def after(self, origin: str) -> Measurement:
+    def after(self, origin: str) -> Measurement:  # noqa: ARG002 - most learn nothing
         """Return the measurement as it will be after `learn`, to find keys and costs.
 
         origin: hash of the model and attention from which to learn.
         """
-        ...
+        return self
 
     def tokens(self, cell: Cell) -> int:
         """Return about how many tokens a sample computes in sequences of the cell's length."""
-        ...
-
-    def result(self, rows: Sequence[Row], result: Result) -> Result:
-        """Return a result with the scores of the rows."""
-        ...
+        return cell.length

@@ -37,7 +37,7 @@ KeyPlaces = Mapping[str, Sequence[int]]
 
 
 @dataclass
-class Perplexity:
+class Perplexity(Measurement):
     """Perplexity of sequences of several lengths.
 
     sequences: sequences by length.
@@ -62,7 +62,6 @@ class Perplexity:
     keys_from: str = ""
     remarks: Mapping[int, str] = field(default_factory=dict)
     read: Callable[[int, int], Sequence[TextSequence]] | None = None
-    together: int = 1
     begin: tuple[int, ...] = ()
     _texts: dict[int, list[str]] = field(default_factory=dict, init=False, repr=False)
 

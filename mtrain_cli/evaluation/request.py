@@ -39,7 +39,6 @@ from mtrain_cli.launch.run_dir import PLAN
 from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
 
 RULER = "ruler"
-LM_EVAL = "lm-eval"
 STDLIB = "stdlib"
 _IN_TRAINING = "training-"  # begins the identity of weights that a run trains
 _HAYSTACK_CHARACTERS = 1 << 23  # of a corpus, which then repeats
@@ -81,7 +80,7 @@ class RulerOptions:
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """Tasks of lm-eval. See `harness_tasks.HarnessTasks.load`."""
+    """Tasks of lm-eval."""
 
     tasks: tuple[str, ...] = ()
     include_path: str | None = None
@@ -148,7 +147,7 @@ class Weights:
 class EvaluationRequest:
     """What to evaluate. Every combination of weights, attention, task and length gives a result.
 
-    kind: `PERPLEXITY`, `NIAH`, `RULER` or `LM_EVAL`.
+    kind: `PERPLEXITY`, `NIAH`, `RULER` or the name of an `OtherKind`.
     out: folder of the results.
     model: name of the model in the results (`results.model_name`).
     weights: in the order in which to evaluate them. The first finds the key tokens.
@@ -267,14 +266,7 @@ def _remarks(
 
 
 def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
-    """Return the key tokens in a folder of results, of its dense results if it has any.
-
-    Args:
-        short: the short context with which they were found.
-
-    Raises:
-        ConfigError: there are none, or they were found with another short context.
-    """
+    """Return the key tokens in a folder of results, of its dense results if it has any."""
     results = {result.key: result for result in read_results(folder)}
     try:
         samples = read_sample_rows(folder)

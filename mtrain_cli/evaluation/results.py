@@ -188,10 +188,14 @@ class ResultsFolder:
 
     def drop_training(self, after: int) -> None:
         """Drop what a run measured during training after step ``after``: it trains these again."""
+
+        def trains_again(step: object) -> bool:
+            return not isinstance(step, int) or step > after
+
         stale = {
             key
             for key, rows in self.samples.items()
-            if any(row.get(IN_TRAINING) and _is_after(row, after) for row in rows.values())
+            if any(row.get(IN_TRAINING) and trains_again(row.get("step")) for row in rows.values())
         }
         if not stale:
             return
@@ -219,13 +223,12 @@ class ResultsFolder:
 
     def add_result(self, result: Result) -> None:
         """Append a result. It replaces an earlier result of the same key."""
-        if result.key in self.results:
-            del self.results[result.key]
-            self.results[result.key] = result
-            _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
-            return
+        replaces = self.results.pop(result.key, None) is not None
         self.results[result.key] = result
-        append_row(self.path / RESULTS, asdict(result))
+        if replaces:
+            _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
+        else:
+            append_row(self.path / RESULTS, asdict(result))
 
 
 def model_name(model: Path, out: Path) -> str:
@@ -261,13 +264,7 @@ def require_own(path: Path, model: str) -> None:
 
 
 def _model_of(about: Path, expected: str | None = None) -> str:
-    """Return the model that a folder of results names.
-
-    expected: the model that it must name, for the message; None if unknown.
-
-    Raises:
-        ConfigError: the file is damaged or missing.
-    """
+    """Return the model that a folder of results names. Raise ConfigError without such a name."""
     try:
         document = documents.read_json(about)
         if isinstance(document, dict) and isinstance(model := document.get("model"), str):
@@ -349,12 +346,6 @@ def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
     raise ConfigError(f"{folder}: holds no {SAMPLES} of `mtrain eval`")
 
 
-def _is_after(row: Mapping[str, Any], step: int) -> bool:
-    """Return whether a sample comes from a later step, or does not name its step."""
-    own = row.get("step")
-    return not isinstance(own, int) or own > step
-
-
 def _read(file: Path) -> tuple[dict[str, Result], str]:
     """Return the results of a file by their keys, and a line on damaged lines or ""."""
     results: dict[str, Result] = {}
@@ -425,10 +416,7 @@ def _rows(file: Path) -> Iterable[dict[str, Any]]:
 
 
 def _numbered_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number of each line that is not blank, and its JSON object; None for other lines.
-
-    The number counts from 1.
-    """
+    """Yield the number, from 1, of each line that is not blank, and its JSON object or None."""
     # Only "\n" ends a line: with other ends, one damaged line would count as several.
     with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for number, line in enumerate(lines, 1):

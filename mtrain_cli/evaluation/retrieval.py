@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ DEPTHS = 10  # ranges of depth in a result
 
 
 @dataclass
-class Retrieval:
+class Retrieval(Measurement):
     """Needles at several lengths.
 
     lengths: tokens of a sequence.
@@ -39,7 +39,6 @@ class Retrieval:
     lengths: Sequence[int]
     make: Callable[[int], Iterator[Item]]
     origin: Mapping[str, Any]
-    together: int = 1
 
     def cells(self) -> list[Cell]:
         return [Cell(TASK, length) for length in self.lengths]
@@ -65,21 +64,6 @@ class Retrieval:
         items: Sequence[Item],
     ) -> list[Row]:
         return [_measure(scorer, item) for item in items]
-
-    def count(self, cell: Cell, wanted: int) -> int:  # noqa: ARG002 - any number can be made
-        return wanted
-
-    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:  # noqa: ARG002
-        return ()  # the key determines the rows
-
-    def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
-        """Do nothing: the needles do not depend on the model."""
-
-    def after(self, origin: str) -> Measurement:  # noqa: ARG002 - nothing to learn
-        return self
-
-    def tokens(self, cell: Cell) -> int:
-        return cell.length
 
     def result(self, rows: Sequence[Row], result: Result) -> Result:
         score, error = mean_and_error([row["score"] for row in rows])

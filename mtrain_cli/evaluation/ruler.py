@@ -238,11 +238,7 @@ def _named(name: str, task: Task) -> Iterator[None]:
 
 
 def _source(name: str, task: Task, sources: Sources) -> Path:
-    """Return the file that a task needs.
-
-    Raises:
-        ConfigError: the user gave no such file.
-    """
+    """Return the file that a task needs."""
     _, _, file = name.partition("@")
     path = Path(file).expanduser() if file else getattr(sources, task.source)
     if path is None:

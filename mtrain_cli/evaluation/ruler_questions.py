@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
-from mtrain_cli.evaluation.fitting import Draft, Stream
+from mtrain_cli.evaluation.fitting import Draft, Prompts, Stream
 from mtrain_cli.evaluation.ruler_templates import DOCUMENT, QUESTIONS
 from mtrain_cli.evaluation.sources import Question, Questions
 
 
-class QuestionPrompts:
+class QuestionPrompts(Prompts):
     """Prompts of the tasks qa_1 and qa_2.
 
     seed: seed of the order of the documents.
@@ -20,14 +20,6 @@ class QuestionPrompts:
 
     def __init__(self, content: Questions, seed: int) -> None:
         self._content, self._seed = content, seed
-
-    def most(self, tokens: int, limit: int) -> int:
-        """Return three times the size that the first try suggests."""
-        return int((limit / (tokens / self.first)) * 3)
-
-    def probe(self, stream: Stream, size: int) -> str:
-        """Return a prompt for the search."""
-        return self.draw(stream, size, 0).prompt
 
     def draw(self, stream: Stream, size: int, index: int) -> Draft:
         """Return question number ``index`` with ``size`` documents."""
@@ -45,11 +37,7 @@ class QuestionPrompts:
         return Draft(prompt, asked.outputs)
 
     def _choose(self, stream: Stream, asked: Question, size: int) -> list[int]:
-        """Return the numbers of ``size`` documents, those of the question among them.
-
-        Raises:
-            ValueError: the question has more documents.
-        """
+        """Return the numbers of ``size`` documents, those of the question among them."""
         own, related = list(asked.documents), list(asked.related)
         missing = size - len(own)
         if missing <= len(related):

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from mtrain_cli.evaluation.fitting import Draft, Stream
+from mtrain_cli.evaluation.fitting import Draft, Prompts, Stream
 from mtrain_cli.evaluation.ruler_templates import NEEDLE, NEEDLES, NOISE, SINGULAR
 from mtrain_cli.evaluation.sources import split_sentences
 from mtrain_cli.evaluation.word_lists import adjective_nouns
@@ -51,7 +51,7 @@ def _uuid(stream: Stream) -> str:
 _DRAW: dict[str, Callable[[Stream], str]] = {"numbers": _number, "words": _word, "uuids": _uuid}
 
 
-class NeedlePrompts:
+class NeedlePrompts(Prompts):
     """Prompts of one needle task.
 
     kinds: what to hide.
@@ -73,14 +73,6 @@ class NeedlePrompts:
                 self._template = self._template.replace(plural, singular)
             self._unit = self._unit[:-1]
 
-    def most(self, tokens: int, limit: int) -> int:
-        """Return three times the size that the first try suggests."""
-        return int((limit / (tokens / self.first)) * 3)
-
-    def probe(self, stream: Stream, size: int) -> str:
-        """Return a prompt for the search."""
-        return self.draw(stream, size, 0).prompt
-
     def draw(self, stream: Stream, size: int, index: int) -> Draft:  # noqa: ARG002
         """Return a prompt with ``size`` sentences or words of haystack."""
         kinds = self._kinds
@@ -90,9 +82,8 @@ class NeedlePrompts:
             values.append([_DRAW[kinds.value](stream) for _ in range(kinds.values)])
             needles += [self._needle(keys[-1], value) for value in values[-1]]
         Random(self._seed).shuffle(needles)
-        context = self._essay(stream, size, needles)
-        if context is None:
-            context = self._lines(stream, size, needles)
+        hide = self._essay if kinds.haystack == "essay" else self._lines
+        context = hide(stream, size, needles)
         asked = stream.python.sample(range(len(keys)), kinds.queries)
         query = ", ".join(keys[i] for i in asked[:-1])
         query = f"{query}, and {keys[asked[-1]]}" if query else keys[asked[-1]]
@@ -114,13 +105,8 @@ class NeedlePrompts:
             lines.insert(place, needle)
         return "\n".join(lines)
 
-    def _essay(self, stream: Stream, size: int, needles: list[str]) -> str | None:
-        """Return ``size`` words of essays, with the needles between sentences at random depths.
-
-        Return None if the haystack is not an essay.
-        """
-        if self._kinds.haystack != "essay":
-            return None
+    def _essay(self, stream: Stream, size: int, needles: list[str]) -> str:
+        """Return ``size`` words of essays, with the needles between sentences at random depths."""
         repeats = -(-size // len(self._haystack))
         text = " ".join((self._haystack * repeats if repeats > 1 else self._haystack)[:size])
         sentences = split_sentences(text.strip())

@@ -6,7 +6,14 @@ import string
 from collections.abc import Callable
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.fitting import Draft, Fitting, Stream, TooShortError, find_size
+from mtrain_cli.evaluation.fitting import (
+    Draft,
+    Fitting,
+    Prompts,
+    Stream,
+    TooShortError,
+    find_size,
+)
 from mtrain_cli.evaluation.ruler_templates import NOISE, TRACKING
 from mtrain_cli.evaluation.token_counts import TokenCounter
 
@@ -15,7 +22,7 @@ _EXAMPLE_VALUE = "12345"
 _VARIABLES = 5  # in a chain, which has one hop less
 
 
-class ChainPrompts:
+class ChainPrompts(Prompts):
     """Prompts with one chain of assignments, without the solved example.
 
     step: as in `Prompts`.
@@ -27,10 +34,6 @@ class ChainPrompts:
         self.step = self.first = step
         self.reserved = self.reserved_in_search = 0
         self._letters, self._value = letters, value
-
-    def most(self, tokens: int, limit: int) -> int:
-        """Return three times the size that the first try suggests."""
-        return int((limit / (tokens / self.first)) * 3)
 
     def probe(self, stream: Stream, size: int) -> str:
         """Return a prompt for the search."""

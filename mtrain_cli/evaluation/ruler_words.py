@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.fitting import Draft, Fitted, Stream, TooShortError, batched
+from mtrain_cli.evaluation.fitting import Draft, Fitted, Prompts, Stream, TooShortError, batched
 from mtrain_cli.evaluation.ruler_templates import COMMON_WORDS, FREQUENT_WORDS
 from mtrain_cli.evaluation.token_counts import TokenCounter
 from mtrain_cli.evaluation.word_lists import all_words
@@ -21,7 +21,7 @@ _NAMED = 3  # coded words to name
 _ZETA_2 = math.pi**2 / 6
 
 
-class CommonWordPrompts:
+class CommonWordPrompts(Prompts):
     """Prompts of the task cwe: numbered words, of which ten appear more often.
 
     length: tokens of a sample.
@@ -43,10 +43,6 @@ class CommonWordPrompts:
     def most(self, tokens: int, limit: int) -> int:
         """Return twice the size that the first try suggests."""
         return int(limit // (tokens / self.first)) * 2
-
-    def probe(self, stream: Stream, size: int) -> str:
-        """Return a prompt for the search."""
-        return self.draw(stream, size, 0).prompt
 
     def draw(self, stream: Stream, size: int, index: int) -> Draft:  # noqa: ARG002
         """Return a solved example and a list of ``size`` different words.
@@ -142,11 +138,7 @@ class FrequentWords:
         return words - self._step
 
     def _draft(self, vocabulary: list[str], words: int) -> Draft:
-        """Return a prompt with about ``words`` words.
-
-        Raises:
-            TooShortError: the words to name would not be the most frequent.
-        """
+        """Return a prompt with about ``words`` words."""
         ranks = np.arange(1, len(vocabulary) + 1)
         counts = (words * (ranks**-2.0) / _ZETA_2).astype(int)
         if counts[_NAMED] == counts[_NAMED + 1]:

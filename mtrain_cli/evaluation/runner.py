@@ -146,12 +146,8 @@ class Runner:
         source = self._settings[0].source()
         self._vocabulary = source.config.model.vocab_size
         self._tokenizer = tokenizer_text(request, source)
-        if training is not None:
-            codec = training.codec
-        else:
-            codec = open_codec(
-                source, None if request.tokenizer is None else Path(request.tokenizer)
-            )
+        given = None if request.tokenizer is None else Path(request.tokenizer)
+        codec = open_codec(source, given) if training is None else training.codec
         self._starts = codec.starts
         self._measurement: Measurement = open_measurement(
             # Only the first worker reads texts. The others measure what it sends.
@@ -185,51 +181,44 @@ class Runner:
 
     def run_in(self, folder: ResultsFolder | None) -> None:
         """Do as `run`, with an open folder. Workers other than the first have none."""
+        self._folder = folder
         shown = self._first and self._training is None
-        progress = EvaluationProgress(*self._work(folder), enabled=shown)
+        self._progress = progress = EvaluationProgress(*self._work(), enabled=shown)
         try:
-            self._measure_all(folder, progress)
+            if self._first:
+                progress.say(self._outlook(progress.remaining))
+                if self._starts:
+                    progress.say(self._starts)
+            for setting in self._settings:
+                rows = self._measure_setting(setting)
+                if folder is not None and rows is not None:
+                    self._measurement.learn(setting.origin, setting.label, rows)
         finally:
             progress.close()
         if self._first and self.failed:
             others = [OTHERS_DONE] if self._complete else []
             raise ConfigError(*dict.fromkeys(self.failed), *others)
 
-    def _measure_all(self, folder: ResultsFolder | None, progress: EvaluationProgress) -> None:
-        if self._first:
-            progress.say(self._outlook(progress.remaining))
-            if self._starts:
-                progress.say(self._starts)
-        for setting in self._settings:
-            rows = self._measure_setting(folder, setting, progress)
-            if folder is not None and rows is not None:
-                self._measurement.learn(setting.origin, setting.label, rows)
-
-    def _measure_setting(
-        self, folder: ResultsFolder | None, setting: Setting, progress: EvaluationProgress
-    ) -> list[Row] | None:
+    def _measure_setting(self, setting: Setting) -> list[Row] | None:
         """Measure all cells. Return the first worker's rows; None if the weights are damaged."""
         engine: Scorer | None = None
         rows: list[Row] = []
         for cell in self._measurement.cells():
-            key = "" if folder is None else self._key(folder, setting, cell, self._measurement)
+            key = self._key(setting, cell, self._measurement)
             failures, measured, started = len(self.failed), False, time.perf_counter()
-            for items in self._shared(self._possible(self._steps(folder, key, cell), cell)):
-                if engine is None:
-                    engine = self._opened(setting, progress)
+            for items in self._shared(self._possible(self._steps(key, cell), cell)):
+                engine = engine or self._opened(setting)
                 if engine is None:
                     return None
                 found = self._measure(engine, cell, [item["item"] for item in items])
                 measured = True
-                if folder is not None:
-                    self._keep(folder, key, setting, cell, items, found)
+                if self._folder is not None:
+                    self._keep(key, setting, cell, items, found)
                     work = self._cost(setting, cell, self._measurement) * len(items)
-                    progress.advance(work, f"{name_of(cell)} {setting.label}")
-            if folder is None or len(self.failed) > failures:
-                continue
-            rows += folder.samples.get(key, {}).values()
-            seconds = time.perf_counter() - started if measured else 0.0
-            self._finish(folder, key, setting, cell, seconds, progress)
+                    self._progress.advance(work, f"{name_of(cell)} {setting.label}")
+            if self._folder is not None and len(self.failed) == failures:
+                rows += self._folder.samples.get(key, {}).values()
+                self._finish(key, setting, cell, time.perf_counter() - started if measured else 0.0)
         return rows
 
     def _possible(self, steps: Iterator[list[Item]], cell: Cell) -> Iterator[list[Item]]:
@@ -248,31 +237,27 @@ class Runner:
         texts = [f"up to {format_flop(flop)} to compute (dense attention)"] if any(lengths) else []
         return " and ".join([*texts, *(["the samples of --file"] if 0 in lengths else [])])
 
-    def _opened(self, setting: Setting, progress: EvaluationProgress) -> Scorer | None:
+    def _opened(self, setting: Setting) -> Scorer | None:
         """Return the model; None on all workers if one of them cannot load it."""
-        engine: Scorer | None = None
+        if self._training is not None:
+            return self._training.scorer
+        engine: Engine | None = None
         problems: list[str] = []
         try:
-            engine = self._open(setting, progress)
+            engine = Engine(setting.source(), self._environment, self._warn)
         except ConfigError as error:
             problems = list(error.problems)
-        if self._environment.dims.workers > 1 and self._training is None:
+        else:
+            lines = describe(engine, generates=isinstance(self._measurement, Generated))
+            for line in lines[: 1 + (setting.attention != "dense")]:
+                self._progress.say(line)
+        if self._environment.dims.workers > 1:
             problems = next((found for found in share(problems) if found), [])
         if not problems:
             return engine
         self.failed += problems
-        progress.say(f"{setting.label}: cannot be loaded")
+        self._progress.say(f"{setting.label}: cannot be loaded")
         return None
-
-    def _open(self, setting: Setting, progress: EvaluationProgress) -> Scorer:
-        if self._training is not None:
-            return self._training.scorer
-        engine = Engine(setting.source(), self._environment, self._warn)
-        if self._first:
-            lines = describe(engine, generates=isinstance(self._measurement, Generated))
-            for line in lines[: 1 + (setting.attention != "dense")]:
-                progress.say(line)
-        return engine
 
     def _measure(self, engine: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:
         """Return the rows of samples on all workers. Context groups divide the samples."""
@@ -285,17 +270,11 @@ class Runner:
         by_group = {dims.coordinate("dp", n): row for n, row in enumerate(share(row))}
         return [by_group[number] for number in range(len(items))]
 
-    def _steps(self, folder: ResultsFolder | None, key: str, cell: Cell) -> Iterator[list[Item]]:
-        """Yield the samples that the folder lacks, in groups. Other workers than the first: none.
-
-        Each is an object with the number of the sample and the ``item`` itself.
-
-        Raises:
-            ConfigError: a sample has an id outside the vocabulary.
-        """
-        if folder is None:
+    def _steps(self, key: str, cell: Cell) -> Iterator[list[Item]]:
+        """Yield groups of {index, item} that the folder lacks; none but on the first worker."""
+        if self._folder is None:
             return
-        rows = self._whole_rows(folder, key, cell)
+        rows = self._whole_rows(key, cell)
         wanted = self._request.samples
         if all(index in rows for index in range(wanted)) and not any(
             "text" in row for row in rows.values()
@@ -314,9 +293,10 @@ class Runner:
                 )
             yield group
 
-    def _whole_rows(self, folder: ResultsFolder, key: str, cell: Cell) -> dict[int, Row]:
+    def _whole_rows(self, key: str, cell: Cell) -> dict[int, Row]:
         """Return the rows of a result. Forget those that are damaged, or of another text."""
-        rows = folder.samples.get(key, {})
+        assert self._folder is not None
+        rows = self._folder.samples.get(key, {})
         for index in [index for index, row in rows.items() if not self._is_whole(row, cell)]:
             del rows[index]
         for index in self._measurement.stale(cell, rows):
@@ -347,24 +327,14 @@ class Runner:
             yield own
 
     def _keep(
-        self,
-        folder: ResultsFolder,
-        key: str,
-        setting: Setting,
-        cell: Cell,
-        items: Sequence[Item],
-        rows: Sequence[Row],
+        self, key: str, setting: Setting, cell: Cell, items: Sequence[Item], rows: Sequence[Row]
     ) -> None:
-        names = {
-            "key": key,
-            "task": cell.task,
-            "length": cell.length,
-            "attention": setting.attention,
-            "step": setting.weights.step,
-            **({} if self._training is None else {IN_TRAINING: True}),
-        }
+        assert self._folder is not None
+        names = {"key": key, "task": cell.task, "length": cell.length}
+        names |= {"attention": setting.attention, "step": setting.weights.step}
+        names |= {} if self._training is None else {IN_TRAINING: True}
         for item, row in zip(items, rows, strict=True):
-            self._write(partial(folder.add_sample, {**names, "index": item["index"], **row}))
+            self._write(partial(self._folder.add_sample, {**names, "index": item["index"], **row}))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write to the folder. A full disk must not end a training run."""
@@ -375,25 +345,14 @@ class Runner:
                 raise
             self.problem = not_written(error, Path(self._request.out))
 
-    def _finish(
-        self,
-        folder: ResultsFolder,
-        key: str,
-        setting: Setting,
-        cell: Cell,
-        seconds: float,
-        progress: EvaluationProgress,
-    ) -> None:
-        """Write the result of a cell, if it has samples and the folder has another result.
-
-        seconds: time of the samples that were measured now; 0 if none were.
-        """
-        rows = folder.samples.get(key, {})
-        chosen = [rows[index] for index in sorted(rows)]
-        before = folder.results.get(key)
-        if not chosen:
+    def _finish(self, key: str, setting: Setting, cell: Cell, seconds: float) -> None:
+        """Write a result that has samples and is new. seconds: of the samples measured now."""
+        assert self._folder is not None
+        rows, before = self._folder.samples.get(key), self._folder.results.get(key)
+        if not rows:
             return
         self._complete += 1
+        measurement = self._measurement
         known = Result(
             key=key,
             task=cell.task,
@@ -401,38 +360,35 @@ class Runner:
             attention=setting.attention,
             pattern=pattern_text(setting.config),
             step=setting.weights.step,
-            samples=len(chosen),
+            samples=len(rows),
             score=None,
             error=None,
             unit="",
             seconds=seconds + (before.seconds if before is not None else 0.0),
-            settings=(
-                *self._measurement.labels(cell),
-                *setting.labels_with(self._request.tokenizer),
-            ),
+            settings=measurement.labels(cell) + setting.labels_with(self._request.tokenizer),
             details=(
-                *self._measurement.details(cell),
+                *measurement.details(cell),
                 setting.weights_label,
                 *filter(None, [self._starts]),
             ),
         )
-        result = self._measurement.result(chosen, known)
+        result = measurement.result([rows[index] for index in sorted(rows)], known)
         if result == before:
             return
-        self._write(partial(folder.add_result, result))
-        say = progress.say if self._training is None else self._training.say
+        self._write(partial(self._folder.add_result, result))
+        say = self._progress.say if self._training is None else self._training.say
         say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
 
-    def _key(
-        self, folder: ResultsFolder, setting: Setting, cell: Cell, measurement: Measurement
-    ) -> str:
+    def _key(self, setting: Setting, cell: Cell, measurement: Measurement) -> str:
         """Return the key of a result: that from training if the run measured it then."""
+        if self._folder is None:
+            return ""
         own = {"task": cell.task, "length": cell.length, **measurement.settings(cell)}
         step = setting.weights.step
         if step is not None and self._request.model == "..":
             weights = Weights.in_training(Path(setting.weights.path), step)
             trained = key_of({**own, "model": replace(setting, weights=weights).origin})
-            if trained in folder.samples:
+            if trained in self._folder.samples:
                 return trained
         return key_of({**own, "model": setting.origin})
 
@@ -442,17 +398,14 @@ class Runner:
         share_of = measurement.tokens(cell) / cell.length
         return forward_flop(setting.config, cell.length) * share_of
 
-    def _work(self, folder: ResultsFolder | None) -> tuple[float, float]:
+    def _work(self) -> tuple[float, float]:
         """Return the FLOP of all samples, and of those that the folder holds."""
         total = done = 0.0
-        if folder is None:
-            return total, done
         measurement = self._measurement
-        for setting in self._settings:
+        for setting in self._settings if self._folder is not None else ():
             for cell in measurement.cells():
                 cost = self._cost(setting, cell, measurement)
-                key = self._key(folder, setting, cell, measurement)
-                held = self._whole_rows(folder, key, cell).keys()
+                held = self._whole_rows(self._key(setting, cell, measurement), cell).keys()
                 wanted = range(self._measurement.count(cell, self._request.samples))
                 total += cost * len(held | set(wanted))
                 done += cost * len(held)

@@ -20,11 +20,7 @@ _FILES = ("nounlist.txt", "adjectivelist.txt", "verblist.txt")
 
 @functools.cache
 def _lists() -> tuple[tuple[str, ...], ...]:
-    """Return the nouns, the adjectives and the verbs in the order of the package.
-
-    Raises:
-        ConfigError: the package is missing, or has no such lists.
-    """
+    """Return the nouns, the adjectives and the verbs in the order of the package."""
     try:
         folder = importlib.resources.files("wonderwords") / "assets"
         texts = [(folder / name).read_text(encoding="utf-8") for name in _FILES]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.evaluation.harness_runner import HarnessRunner
-from mtrain_cli.evaluation.request import LM_EVAL, EvaluationRequest
+from mtrain_cli.evaluation.other_kinds import Evaluator, find
+from mtrain_cli.evaluation.request import EvaluationRequest
 from mtrain_cli.evaluation.runner import STOPPED, Runner, StoppedError
 from mtrain_cli.inference.answers import report
 from mtrain_cli.launch.environment import Environment
@@ -21,9 +24,8 @@ def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: boo
     """Evaluate on one worker. Return whether a stop request ended it early."""
     request, configs = EvaluationRequest.load(run_dir.path)
     flag = StopFlag(run_dir)
-    kind = HarnessRunner if request.kind == LM_EVAL else Runner
     try:
-        evaluate(kind(request, configs, environment, flag.requested), environment)
+        evaluate(make_runner(request, configs, environment, stop=flag.requested), environment)
     except StoppedError:
         if environment.rank == 0 and environment.launcher != "mtrain":
             report([STOPPED])  # no command goes on after a rank of a job
@@ -31,7 +33,21 @@ def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: boo
     return False
 
 
-def evaluate(runner: Runner | HarnessRunner, environment: Environment) -> None:
+def make_runner(
+    request: EvaluationRequest,
+    configs: Sequence[Config],
+    environment: Environment,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    tasks: Any = None,
+) -> Evaluator:
+    """Return what evaluates a request. tasks: see `OtherKind.check`."""
+    if (other := find(request.kind)) is not None:
+        return other.runner(request, configs, environment, stop, tasks=tasks)
+    return Runner(request, configs, environment, stop)
+
+
+def evaluate(runner: Evaluator, environment: Environment) -> None:
     """Run an evaluation.
 
     Raises:

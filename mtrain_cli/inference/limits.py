@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS, MaskSettings
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.problem import cli_option
 from mtrain_cli.config.schema import Config, ConfigError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MOST_TOGETHER = 8  # prompts whose tokens are generated together
-_WHOLE_CACHE = ("causal", "prefix_lm")  # masks under which new tokens see all earlier tokens
 _USABLE = 0.92  # share of the memory that tensors may take; the rest is for libraries
 _SCORE_BYTES = 8  # of a logit, in float64
 
@@ -111,7 +111,7 @@ def require_known_ids(
         )
 
 
-def require_whole_cache(mask: MaskConfig, tokens: int) -> None:
+def require_whole_cache(mask: MaskSettings, tokens: int) -> None:
     """Raise ConfigError unless a query after the prompt sees all earlier keys, and no later ones.
 
     Under a prefix-LM, this is so for all queries after the prefix.
@@ -119,20 +119,19 @@ def require_whole_cache(mask: MaskConfig, tokens: int) -> None:
     Args:
         tokens: tokens of the longest prompt with its new tokens.
     """
-    window = mask.window if mask.kind == "sliding_window" else None
-    assert not isinstance(window, tuple)
-    if mask.kind in _WHOLE_CACHE or (window is not None and window >= tokens):
+    if mask.caches_whole >= tokens:
         return
     problem = f"mask {mask.describe()}: a new token sees the whole cache"
-    if window is not None:
+    if window := int(mask.caches_whole):
         raise ConfigError(
             f"{problem}, but this model's window ends after {window:,} tokens. Give prompts that, "
             f"with the new tokens, have at most {window:,} tokens"
         )
     fact = "sees later tokens, too" if mask.shows_later_keys else "does not see all earlier tokens"
+    always = [name for name, kind in MASKS.items() if kind.caches_whole == math.inf]
     raise ConfigError(
         f"{problem}, but under this model's mask a token {fact}. Generate with a run that has "
-        f"mask={', '.join(_WHOLE_CACHE)} or sliding_window"
+        f"mask={', '.join(always)} or sliding_window"
     )
 
 

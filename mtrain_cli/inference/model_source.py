@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.foreign_words import hub_hint
-from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import ConfigError, Names, setting
 from mtrain_cli.config.schema import Config, ModelConfig

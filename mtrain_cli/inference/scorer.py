@@ -23,13 +23,13 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.tensor_group import TensorGroup
-from mtrain_cli.training.batch import Batch, BatchMaker
+from mtrain_cli.training.batch import Batch, Batches, Layouts, attention_setups
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt as `BatchMaker` takes it. See `batch.PackedSample`."""
+    """A prompt as `Batches` takes it. See `batch.PackedSample`."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -86,10 +86,7 @@ class Scorer:
 
     def _config_for(self, tokens: int) -> Config:
         """Return the configuration for a prompt of ``tokens``, which are at most a whole prefix."""
-        mask = self.config.mask
-        if mask.prefix is not None:
-            mask = replace(mask, prefix=min(mask.prefix, tokens))
-        return replace(self.config, seq=tokens, mask=mask)
+        return replace(self.config, seq=tokens, mask=self.config.mask.of_prompt(tokens))
 
     def _batch(
         self,
@@ -106,16 +103,13 @@ class Scorer:
         group = self._context_group(choices.exchange)
         exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
         rule = MaskRule.of(config)
-        make = BatchMaker(
-            exchange,
-            choices.kernel,
+        if documents is not None:
+            rule = replace(rule, document_mask=True)
+        make = Batches(
+            Layouts(exchange, choices.balancer),
+            attention_setups(config, choices, mask=rule),
             self.device,
-            mask=rule if documents is None else replace(rule, document_mask=True),
-            pattern=choices.pattern,
-            dense_layers=config.sparsity.dense_of(config.model.num_layers),
-            dense_kernel=None if choices.dense_kernel is None else choices.dense_kernel[0],
             layers=self.config.model.num_layers,
-            balancer=choices.balancer,
             tensor=self.tensor,
         )
         tokens = np.asarray(ids, dtype=np.int32)

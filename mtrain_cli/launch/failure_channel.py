@@ -31,7 +31,7 @@ from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
 from mtrain_cli.launch.progress_record import WorkerActivity
-from mtrain_cli.launch.run_state import HEARTBEAT_S
+from mtrain_cli.launch.run_status import HEARTBEAT_S
 
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0

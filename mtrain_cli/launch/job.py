@@ -131,11 +131,7 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
 
 
 def _torchrun_name(run_id: str) -> str:
-    """Return a name for a torchrun job.
-
-    The name contains the value of --rdzv-id if the user gave that option. Otherwise the name
-    identifies the parent of this process: torchrun's agent, which survives a restart.
-    """
+    """Return --rdzv-id, or else a name of torchrun's agent, which survives a restart."""
     if run_id and run_id != "none":
         return f"torchrun {run_id}"
     with contextlib.suppress(OSError, IndexError):
@@ -262,22 +258,14 @@ def _digest(key: str, text: str) -> str:
 
 
 def _seal(name: str, text: str) -> str:
-    """Return ``text`` with a signature for the store entry ``name``.
-
-    Anyone who can reach the port of the store can write to it. The signature shows that the writer
-    has the job's secret. Without a secret the signature is empty.
-    """
+    """Return ``text`` with a signature, which shows that its writer has the job's secret."""
     key = shared_key("decision")
     seal = "" if key is None else _digest(key, f"{name}\0{text}")
     return f"{seal}\n{text}"
 
 
 def _unseal(name: str, content: bytes) -> str:
-    """Check the signature of a store entry and return its text.
-
-    Raises:
-        ConfigError: the writer did not have the same secret as this rank.
-    """
+    """Return the text of a store entry. Raise ConfigError if it has another signature."""
     text = content.decode(errors="replace").partition("\n")[2]
     if not hmac.compare_digest(content, _seal(name, text).encode()):
         raise ConfigError(

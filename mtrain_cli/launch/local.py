@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, restart, run_state, stop_request
+from mtrain_cli.launch import failures, guarded_streams, restart, run_status, stop_request
 from mtrain_cli.launch.environment import (
     Environment,
     cpu_cores,
@@ -30,10 +29,8 @@ from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP
 from mtrain_cli.launch.study_folder import study_command
+from mtrain_cli.launch.supervisor import Supervisor, worker_command
 from mtrain_cli.launch.temporary_folders import private_folder
-
-if TYPE_CHECKING:
-    from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.commands.train_worker:train"
 # These targets measure, generate or evaluate, and write no checkpoints.
@@ -114,7 +111,7 @@ def launch(
             code, failure = workers.run(requests, environment, resume, devices)
             if failure is None or not saves:
                 return code
-            run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
+            run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
             decision: restart.RestartDecision | str = ""
             if not requests.requested:
                 decision = restarts.after(failure, environment)
@@ -130,16 +127,12 @@ def launch(
 
 @contextlib.contextmanager
 def _heartbeat(run_dir: RunDir) -> Iterator[None]:
-    """Renew the time stamp of the run's lock every few seconds, on another thread.
-
-    The calling thread cannot do this while it waits for workers, for a GPU that does not respond,
-    or for a restart.
-    """
+    """Renew the time stamp of the run's lock on another thread: this one waits for workers."""
     ended = threading.Event()
 
     def beat() -> None:
         run_dir.beat()
-        while not ended.wait(run_state.HEARTBEAT_S):
+        while not ended.wait(run_status.HEARTBEAT_S):
             run_dir.beat()
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -154,25 +147,21 @@ def _heartbeat(run_dir: RunDir) -> Iterator[None]:
 def _wait_for_restart(
     run_dir: RunDir, decision: restart.RestartDecision, requests: _SignalRequests
 ) -> int | None:
-    """Announce the restart and wait until it is due.
-
-    Returns:
-        The exit code if the user asks to stop during the wait, else None.
-    """
+    """Announce the restart and wait for it. Return the exit code if the user stops the wait."""
     entry = decision.entry
     line = restart.describe_restart(decision, decision.environment.restarts)
     requests.waiting = True
     _print_line(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
         log.write(f"lost a worker after step {entry.reached}: {entry.reason}\n{line}\n")
-    run_state.set_phase(run_dir, "restarting", entry.reason)
+    run_status.set_phase(run_dir, "restarting", entry.reason)
     deadline = time.monotonic() + decision.wait_s
     while not requests.requested and time.monotonic() < deadline:
         time.sleep(0.1)
     requests.waiting = False
     if not requests.requested:
         return None
-    run_state.set_phase(run_dir, "stopped", "on request, before a restart")
+    run_status.set_phase(run_dir, "stopped", "on request, before a restart")
     _print_line(_resume_hint(run_dir) or NO_CHECKPOINT)
     return requests.stop_code
 
@@ -192,20 +181,7 @@ class _Workers:
         resume: bool,
         devices: tuple[str, ...] | None,
     ) -> tuple[int, Failure | None]:
-        """Start all workers and wait until they end.
-
-        Args:
-            devices: GPUs that the workers can see, as in CUDA_VISIBLE_DEVICES. None means all.
-
-        Returns:
-            The exit code, and the failure that ended the workers, which has been printed. The
-            failure is None if no worker failed.
-
-        Raises:
-            ConfigError: a worker found a user's mistake.
-        """
-        from mtrain_cli.launch.agent import WorkerAgent, worker_command
-
+        """Start all workers and wait. Return the exit code, and the failure that was printed."""
         arguments = [str(self.run_dir.path), *(["--resume"] if resume else [])]
         arguments += ["--launcher-pid", str(os.getpid()), "--target", self.target]
         arguments += ["--restarts", str(environment.restarts)]
@@ -214,30 +190,21 @@ class _Workers:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         with private_folder() as folder:
             command = worker_command("mtrain_cli.launch.worker", *arguments, "--store", str(folder))
-            try:
-                agent = WorkerAgent(
-                    environment.dims.workers, command, folder, variables, self.timeout_s
-                )
-            except (RuntimeError, OSError) as error:
-                return _report_start_failure(error), None
-            return _wait(agent, self.run_dir, folder, requests)
+            supervisor = Supervisor(
+                environment.dims.workers, command, folder, variables, self.timeout_s
+            )
+            return _wait(supervisor, self.run_dir, folder, requests)
 
 
 def _wait(
-    agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests
+    supervisor: Supervisor, run_dir: RunDir, folder: Path, requests: _SignalRequests
 ) -> tuple[int, Failure | None]:
-    """Run the agent until the workers end, and print the cause of a failure.
-
-    The agent runs in another thread, so that this thread can handle signals.
-
-    Returns:
-        The exit code and the failure, as `_Workers.run` does.
-    """
+    """Run the supervisor on another thread, so that this one handles signals. Print a failure."""
     problem: list[Exception] = []
 
     def run() -> None:
         try:
-            agent.run_to_end()
+            supervisor.run_to_end()
         except Exception as error:  # the other thread reports it
             problem.append(error)
 
@@ -246,60 +213,49 @@ def _wait(
     while thread.is_alive() and not requests.kill:
         thread.join(0.1)
     if requests.kill:
-        agent.kill_workers()
+        supervisor.kill_workers()
         thread.join(2.0)
         _restore_terminal()
     if requests.kill:
-        run_state.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
+        run_status.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
         hint = f"killed, nothing was saved; {_resume_hint(run_dir) or NO_CHECKPOINT}"
         if study_command(run_dir.path):
             hint = f"killed; finished cells and checkpoints are kept; {_resume_hint(run_dir)}"
         _print_line(hint if requests.saves else "killed")
         return KILLED_CODE, None
-    if agent.failures:
-        return 1, _report_failure(agent, run_dir)
+    if supervisor.failures:
+        return 1, _report_failure(supervisor, run_dir)
     if problem:
-        return _report_start_failure(problem[0]), None
+        reason = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0]
+        _print_line(f"error: cannot start the workers on this machine: {reason}")
+        return 1, None
     if stop_request.was_stopped(folder):  # perhaps by a signal that only a worker received
         return requests.stop_code, None
     return 0, None
 
 
-def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
-    """Print and return the failure that caused the other failures.
-
-    Raises:
-        ConfigError: the cause is a user's mistake. The run has been discarded.
-    """
-    failure = failures.find_cause(agent.failures)
+def _report_failure(supervisor: Supervisor, run_dir: RunDir) -> Failure:
+    """Print and return the cause of the failures. Raise ConfigError for a user's mistake."""
+    failure = failures.find_cause(supervisor.failures)
     _restore_terminal()
     if failure.kind == "config":
         run_dir.discard()
         if run_dir.state.exists():
-            run_state.set_phase(run_dir, "failed", failure.message.splitlines()[0])
+            run_status.set_phase(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
     log = run_dir.logs / f"rank-{failure.rank}.log"
-    _print_line(failures.format_report(failure, log, agent.where))
+    _print_line(failures.format_report(failure, log, supervisor.where))
     return failure
 
 
 def _resume_hint(run_dir: RunDir) -> str:
-    """Return a line on how to resume from the newest checkpoint, empty without a checkpoint.
-
-    A study also begins a run again that has no checkpoint.
-    """
+    """Return a line on how to resume; empty for a run without a checkpoint and study."""
     if command := study_command(run_dir.path):
         return f"continue the study: {command}"
     step = run_dir.last_step()
     if step is None:
         return ""
     return f"resume from the checkpoint of step {step}: {run_dir.resume_command}"
-
-
-def _report_start_failure(error: Exception) -> int:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    _print_line(f"error: cannot start the workers on this machine: {reason}")
-    return 1
 
 
 class _SignalRequests:
@@ -370,11 +326,7 @@ class _SignalRequests:
 
 
 def _print_line(line: str, over_display: bool = False) -> None:
-    """Print a line to stderr.
-
-    Args:
-        over_display: whether a live display may be at the bottom of the terminal.
-    """
+    """Print a line to stderr. over_display: whether a live display may be below it."""
     if over_display and sys.stderr.isatty():
         # The next refresh of the display clears the lines at and above the cursor. So print this
         # line and then enough empty lines for the display to clear.
@@ -392,10 +344,7 @@ def _restore_terminal() -> None:
 
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
-    """Return the environment variables to set for the workers.
-
-    A variable that the user has set keeps its value, unless `loopback_variables` sets it.
-    """
+    """Return the variables to set for the workers. Those that the user has set mostly stay."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // environment.dims.workers)),
         # Without this, c10d prints long warnings about lost sockets before mtrain prints the cause.

@@ -125,7 +125,8 @@ class RestartPolicy:
             How to restart, or a line that says why the run does not restart. The line is empty if
             the user would not expect a restart.
         """
-        step, reached = self._run.last_step(), last_step_done(self._run)
+        step = self._run.last_step()
+        reached = max((done for done, _ in latest_steps(self._run)), default=0)
         refusal = self._refusal(failure, step, reached)
         if refusal is not None:
             return refusal
@@ -144,12 +145,7 @@ class RestartPolicy:
         return RestartDecision(environment, resume, wait_s, entry, devices, remark)
 
     def _refusal(self, failure: Failure, step: int | None, reached: int) -> str | None:
-        """Return a line that says why the run does not restart, or None if it may restart.
-
-        Args:
-            step: step of the newest checkpoint, None without one.
-            reached: the last step before the failure.
-        """
+        """Return a line that says why the run does not restart, or None if it may restart."""
         if self._limit == 0 or failure.kind == "config":
             return ""
         if not is_machine_failure(failure):
@@ -172,10 +168,7 @@ class RestartPolicy:
     def _choose_workers(
         self, before: Environment
     ) -> tuple[Environment, tuple[str, ...] | None, str] | str:
-        """Return environment, devices and remark of a `RestartDecision`.
-
-        If no restart is possible, return a line that says why.
-        """
+        """Return environment, devices and remark, or a line that says why there is no restart."""
         if before.device != "cuda":
             return before, None, ""
         listed = visible_devices(before.dims.workers)
@@ -292,11 +285,6 @@ def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     return [(row.step, row.loss) for row in rows]
 
 
-def last_step_done(run: RunDir) -> int:
-    """Return the last step in metrics.jsonl, or 0 without one."""
-    return max((step for step, _ in latest_steps(run)), default=0)
-
-
 def failure_summary(failure: Failure) -> str:
     """Return a line that says what failed."""
     first = failure.message.splitlines()[0] if failure.message else failure.kind
@@ -340,10 +328,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _read_text(path: Path, last_bytes: int | None = None) -> str:
-    """Return the text of a file, empty if the file cannot be read.
-
-    last_bytes: read only this number of bytes at the end. None reads the whole file.
-    """
+    """Return the text of a file or of its last bytes, empty if the file cannot be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))

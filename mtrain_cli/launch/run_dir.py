@@ -6,22 +6,27 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
+import mtrain_cli
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
-from mtrain_cli.launch.run_facts import environment_facts
 from mtrain_cli.launch.run_lock import LOCK, RunLock
 from mtrain_cli.launch.study_folder import study_command
 
@@ -48,14 +53,14 @@ class RunDir:
 
     resolved: the complete configuration. A folder with this file is a run.
     overrides: the overrides of the command line, one per line.
-    environment: command, machine, versions and revision at the start of the run (`run_facts`).
+    environment: command, machine, versions and revision at the start of the run.
     metrics: a JSON object for each step.
     log: what the run printed to the terminal.
     logs: folder of the workers' output, ``rank-N.log``.
     checkpoints: folder of the checkpoints ``step-N``.
     stop_request: if this file exists, the workers save and stop after the current step.
     save_requests: the workers save and go on for each byte that this file grows.
-    state: the current state of the run (`run_state`).
+    state: the current state of the run (`run_status`).
     restarts: a JSON object for each restart (`restart`).
     """
 
@@ -170,13 +175,7 @@ class RunDir:
 def _undo_create(
     run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest_before: str | None
 ) -> bool:
-    """Remove a run that `create` made, unless a step has run. Return True if the run was removed.
-
-    Args:
-        is_new_folder: whether `create` made the folder. Otherwise the folder existed and was empty.
-        new_parents: parent folders that `create` made, the nearest first.
-        latest_before: earlier target of the link ``latest``, None if there was no such link.
-    """
+    """Remove a run that `create` made, and return True, unless a step has run."""
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
     _restore_latest(run.path, latest_before)
@@ -201,16 +200,7 @@ def _undo_create(
 def _undo_rewrite(
     run: RunDir, files: Mapping[Path, bytes | None], lines: frozenset[int], commit: int
 ) -> bool:
-    """Restore the files that `RunDir.rewrite` changed, unless a step has run since.
-
-    Args:
-        files: earlier content of each file, None if the file did not exist.
-        lines: hash of each line that metrics.jsonl had before the change.
-        commit: result of `RunDir.last_commit` before the change.
-
-    Returns:
-        Always False: the run still exists.
-    """
+    """Restore the files that `RunDir.rewrite` changed, unless a step has run. Return False."""
     # The number of lines of metrics.jsonl does not tell whether a step has run: a run that resumes
     # cuts the lines after its checkpoint. But if the last line is a new one, a step has run.
     last_line = {hash(line) for line in _whole_lines(run.metrics)[-1:]}
@@ -354,7 +344,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
                 run.release()
                 raise _occupied_error(path, name if picks_folder else None)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
-            run.environment.write_text(json.dumps(environment_facts(), indent=2) + "\n")
+            run.environment.write_text(json.dumps(_environment_facts(), indent=2) + "\n")
             # This is the last file, because a folder with this file is a run.
             chosen = path.name if picks_folder else name
             config = config.changed(run={"name": chosen, "dir": str(run.path)})
@@ -368,11 +358,48 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     return run
 
 
-def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
-    """Return the error for a folder that already has a run or a measurement.
+def _environment_facts() -> dict[str, object]:
+    """Return the facts that somebody needs to repeat the run, by name."""
+    versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "flash-attn-4"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    job = current_job()
+    return {
+        "command": ["mtrain", *sys.argv[1:]],
+        "job": job.name if job else None,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "gpus": _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+        "versions": versions,
+        "git_revision": _git_revision(),
+    }
 
-    name: the run's name if the folder is named after it; None if `run.dir` sets the folder.
-    """
+
+def _git_revision() -> str | None:
+    """Return the commit of mtrain's git checkout, with ``+changes`` if files have changed."""
+    checkout = Path(mtrain_cli.__file__).resolve().parent.parent
+    if not (checkout / ".git").exists():
+        return None
+    git = ("git", "-C", str(checkout))
+    revision = _output_of(*git, "rev-parse", "HEAD")
+    changes = _output_of(*git, "status", "--porcelain", "--untracked-files=no")
+    return revision + "+changes" * bool(changes) if revision else None
+
+
+def _output_of(*command: str) -> str:
+    """Return what a command prints, empty if the command is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
+    """Return the error for a folder with a run. name: that of `run.name`, if it is the folder's."""
     if (path / PLAN).is_file():
         return ConfigError(
             f"run.dir={path}: already holds a measurement. Choose another run.name or run.dir."
@@ -387,14 +414,7 @@ def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
 
 
 def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
-    """Make the folder ``wanted``, unless it exists.
-
-    Args:
-        must_be_new: if ``wanted`` exists, make ``wanted-2``, ``wanted-3`` and so on instead.
-
-    Returns:
-        The path, and whether the folder is new.
-    """
+    """Make a folder; ``wanted-2`` and so on if it must be new. Return it, and whether it is new."""
     for attempt in range(1, 1000):
         path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
         try:
@@ -440,10 +460,7 @@ def _whole_lines(file: Path) -> list[bytes]:
 
 
 def _restore_file(file: Path, content: bytes | None) -> None:
-    """Restore the content of a file atomically, or remove the file if ``content`` is None.
-
-    Errors are ignored, so that the user sees the original mistake.
-    """
+    """Restore a file, or remove it. Ignore errors, so that the user sees the original mistake."""
     with contextlib.suppress(OSError):
         if content is None:
             file.unlink(missing_ok=True)

@@ -59,7 +59,7 @@ class RunLock:
             except BlockingIOError:
                 if attempt == _ATTEMPTS:
                     raise
-                time.sleep(0.05)  # `run_state.check_liveness` may hold the lock for a moment
+                time.sleep(0.05)  # `run_status.check_liveness` may hold the lock for a moment
 
     def beat(self) -> None:
         """Set the time stamp of the lock file to the current time of the disk."""

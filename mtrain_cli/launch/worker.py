@@ -21,9 +21,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from mtrain_cli.config import keys, resolved_file
+from mtrain_cli.config import keys, plugins, resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_state
+from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_status
 from mtrain_cli.launch.environment import (
     Environment,
     gpu_index,
@@ -42,7 +42,7 @@ from mtrain_cli.launch.stop_request import (
     mark_stopped,
     remember,
 )
-from mtrain_cli.launch.temporary_folders import private_folder
+from mtrain_cli.launch.temporary_folders import is_private, private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -64,10 +64,11 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="module:function (see launch.local.launch)")
     arguments = parser.parse_args()
     guarded_streams.guard_streams(output_required=False)
+    plugins.on_broken = lambda _: None  # the command has printed the line
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     remember(SAVE, SAVE_AND_STOP)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (SAVE, SAVE_AND_STOP))  # see `WorkerAgent`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (SAVE, SAVE_AND_STOP))  # see `Supervisor`
     if arguments.launcher_pid is not None:
         _die_with_parent(arguments.launcher_pid)
     run_dir = RunDir(arguments.run_dir)
@@ -80,8 +81,6 @@ def main() -> None:
         environment = dataclasses.replace(
             resolve_environment(config), launcher="mtrain", restarts=arguments.restarts
         )
-        from mtrain_cli.launch.rendezvous import open_store
-
         store = open_store(arguments.store, environment.dims.workers, STORE_TIMEOUT)
         if _run_target(config, run_dir, environment, arguments.resume, arguments.target, store):
             mark_stopped(error_file)
@@ -92,6 +91,25 @@ def main() -> None:
             traceback.print_exception(error, file=log)
         exit_now(2 if failure.kind == "config" else 1)
     exit_now(0)
+
+
+def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
+    """Open the store in which the workers of one machine meet, a file. Every worker calls this.
+
+    Args:
+        folder: the launcher's private folder.
+        timeout: how long a worker waits for an entry of the store.
+
+    Raises:
+        OSError: other users can open the folder.
+    """
+    from torch.distributed import FileStore
+
+    if not is_private(folder):
+        raise PermissionError(f"{folder}: other users can open the folder")
+    store = FileStore(str(folder / "store"), workers)
+    store.set_timeout(timeout)
+    return store
 
 
 def run_in_job(
@@ -115,6 +133,7 @@ def run_in_job(
         ConfigError: the ranks cannot reach each other.
     """
     guarded_streams.guard_streams(output_required=False)
+    plugins.on_broken = lambda _: None  # the command has printed the line
     remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     job = current_job()
     assert job is not None
@@ -123,7 +142,7 @@ def run_in_job(
             os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
-        run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
+        run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
         return _resume_hint(run_dir, job)
 
     duties = RankZeroDuties(run_dir.discard, failed, run_dir.beat)
@@ -179,13 +198,8 @@ def _run_target(
     target: str,
     store: Store,
 ) -> bool:
-    """Join the process group, call the target, and leave the group.
-
-    After an error, do not leave the group: leaving waits for the peers, which may be gone.
-
-    Returns:
-        Whether a stop request ended the target early.
-    """
+    """Join the process group, call the target, and leave. Return whether a request ended it."""
+    # After an error, do not leave the group: leaving waits for peers that may be gone.
     import torch.distributed as dist
 
     job = current_job()
@@ -217,10 +231,7 @@ def _run_target(
 
 @contextlib.contextmanager
 def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
-    """Replace the error of a wait that timed out with a `PeerLostError` of one line.
-
-    The traceback of the original error goes to the log of this worker.
-    """
+    """Replace the error of a wait that timed out with a `PeerLostError` of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -235,11 +246,7 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
 
 
 def _rank_zero_config(run_dir: RunDir) -> Config:
-    """Return the resolved configuration that rank 0 reads from its disk.
-
-    Rank 0 sends the configuration through the job's store, because other machines may not have the
-    same disk.
-    """
+    """Return the configuration on rank 0's disk. Other machines may not have the same disk."""
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     with private_folder() as folder:
@@ -249,14 +256,8 @@ def _rank_zero_config(run_dir: RunDir) -> Config:
 
 
 def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None:
-    """Check that this rank and rank 0 have the same configuration.
-
-    With different settings, ranks could wait for each other forever in different collectives. Keys
-    under ``run.`` may differ, because ranks use their values from rank 0.
-
-    Raises:
-        ConfigError: other keys differ. The message has a line for each.
-    """
+    """Raise ConfigError, with a line for each key, if this rank's keys differ from rank 0's."""
+    # Ranks would wait for each other in different collectives. Keys of run. may differ.
     if mine is None:
         return
     theirs = keys.values(agreed)
@@ -271,10 +272,7 @@ def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None
 
 
 def _die_with_parent(launcher: int) -> None:
-    """Let the operating system kill this process when its parent ends (only on Linux).
-
-    If the parent has already ended, exit.
-    """
+    """Let Linux kill this process when its parent ends. Exit if it has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
@@ -282,10 +280,7 @@ def _die_with_parent(launcher: int) -> None:
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:
-    """Open the log of this worker, for tracebacks and what libraries write to standard error.
-
-    Ranks other than 0 redirect all their output to the log. Only rank 0 writes to the terminal.
-    """
+    """Open this worker's log, which has tracebacks and, except on rank 0, all its output."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     log = (run_dir.logs / f"rank-{rank}.log").open("a", buffering=1)
     if rank != 0:

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.config.documents import reason
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.launch.failures import RunError, read_failure, write_failure
@@ -239,11 +240,7 @@ class HuggingFaceFolder:
             raise ConfigError(*problems)
 
     def _repeats_embedding(self) -> bool:
-        """Return whether the LM head of a tied model is its embedding.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Return whether the LM head of a tied model is its embedding."""
         if not self.model.tie_word_embeddings or _EMBEDDING not in self._file_of:
             return False
         if not torch.equal(self._slice(_HEAD)[:], self._slice(_EMBEDDING)[:]):
@@ -301,7 +298,7 @@ def write_folder(
     rope_factor: float,
     seq: int,
     dtype: torch.dtype,
-    mask: MaskConfig = CAUSAL,
+    mask: MaskSettings = CAUSAL,
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -421,10 +418,7 @@ def _split(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str,
 def _groups(
     shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int
 ) -> Iterator[list[str]]:
-    """Yield the names of the parameters in each weight file.
-
-    A file has at most ``max_bytes``. A single larger tensor gets its own file.
-    """
+    """Yield the parameters of each weight file, of at most ``max_bytes`` or one larger tensor."""
     group, size = list[str](), 0
     for name, shape in shapes.items():
         tensor_bytes = torch.Size(shape).numel() * item_bytes

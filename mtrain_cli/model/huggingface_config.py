@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config import documents, keys
-from mtrain_cli.config.mask_settings import CAUSAL, FULL_LAYERS, MaskConfig
+from mtrain_cli.config.mask_settings import FULL_LAYERS, MaskSettings
 from mtrain_cli.config.rope_settings import RopeConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.sizes import with_count
@@ -312,7 +313,7 @@ def _rope_object(outer: ConfigFields, key: str) -> dict[str, Any]:
     return settings
 
 
-def read_mask(folder: Path) -> MaskConfig | None:
+def read_mask(folder: Path) -> MaskSettings | None:
     """Return the mask of a model whose layers have a sliding window; None without one.
 
     Raises:
@@ -327,8 +328,8 @@ def read_mask(folder: Path) -> MaskConfig | None:
     return mask
 
 
-def _window(fields: ConfigFields, family: str) -> MaskConfig | None:
-    """Return the mask of the layers. Record a problem if no `MaskConfig` describes them."""
+def _window(fields: ConfigFields, family: str) -> MaskSettings | None:
+    """Return the mask of the layers. Record a problem if no `MaskSettings` describes them."""
     kinds = fields.raw.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else None
     others = [kind for kind in kinds or () if kind not in _LAYER_TYPES]
@@ -360,7 +361,7 @@ def _window(fields: ConfigFields, family: str) -> MaskConfig | None:
         return None
     first = of_layers.index(True)
     every = 0 if first or all(of_layers) else of_layers.index(False) + 1
-    mask = MaskConfig.sliding(window, full_every=every, full_first=first)
+    mask = SlidingWindow(window, full_every=every, full_first=first)
     if of_layers != [not mask.is_full(layer) for layer in range(len(of_layers))]:
         fields.problem(
             f"sliding_window={window}: is the window of {sum(of_layers)} of {len(of_layers)} "
@@ -439,7 +440,7 @@ def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
         )
 
 
-def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:
+def _window_keys(model: ModelConfig, mask: MaskSettings) -> dict[str, Any]:
     """Return the keys that say which layers have a sliding window. Ignore other masks.
 
     Raises:
@@ -470,7 +471,7 @@ def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": window,
-        "max_window_layers": mask.full_first or 0,
+        "max_window_layers": mask.full_first,
         "layer_types": [
             _FULL if mask.is_full(layer) else _SLIDING for layer in range(model.num_layers)
         ],
@@ -491,7 +492,7 @@ def max_position(rope: RopeConfig, rope_factor: float, seq: int) -> int:
 
 
 def config_json(
-    model: ModelConfig, *, rope_factor: float, seq: int, dtype: str, mask: MaskConfig = CAUSAL
+    model: ModelConfig, *, rope_factor: float, seq: int, dtype: str, mask: MaskSettings = CAUSAL
 ) -> dict[str, Any]:
     """Return the content of a config.json that describes ``model`` to transformers 4 and 5.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli import install_command
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into
@@ -138,7 +138,7 @@ def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
     )
 
 
-def window_attend(tokens: int, mask: MaskConfig) -> Attend:
+def window_attend(tokens: int, mask: MaskSettings) -> Attend:
     """Return an `Attend` function for layers with a sliding window, and for full ones."""
     at = torch.arange(tokens)
     away = at[:, None] - at

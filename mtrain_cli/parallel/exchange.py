@@ -16,13 +16,15 @@ from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.parallel import buffers
+from mtrain_cli.parallel.buffers import Side
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
 from mtrain_cli.parallel.executor import Executor
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.placement import Placement
-from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Part, Program, Recompute, Shards
+from mtrain_cli.parallel.program import Keys, Part, Program, Recompute, Shard, Whole
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule
@@ -36,15 +38,15 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class ShardTiles:
     """What each kernel call of one rank computes for a batch.
 
-    tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (query shard, key
-        shard). They are made once per batch, and all layers share them.
+    tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (queries,
+        keys). They are made once per batch, and all layers share them.
     placement: where the tokens of the batch lie.
     rows: the rows of keys that group casts move; None for other exchanges.
     index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None for dense
         attention.
     """
 
-    tiles: dict[tuple[Shards, Shards], Tiles]
+    tiles: dict[tuple[Shard, Keys], Tiles]
     placement: Placement
     rows: CastRows | None = None
     index: Index | None = None
@@ -54,23 +56,22 @@ class ShardTiles:
         return ShardTiles(self.tiles, self.placement, self.rows, index)
 
     def for_pair(
-        self, queries: Shards, keys: Shards, part: Part = (0, 1), *, columns: bool = True
+        self, queries: Shard, keys: Keys, part: Part = (0, 1), *, columns: bool = True
     ) -> Tiles:
-        """Return the tiles of a pair of shards, narrowed by the index.
+        """Return the tiles of queries and keys, narrowed by the index.
 
         part: (i, n), the i-th of n equal parts of the heads.
         columns: whether to include the single columns of the index.
         """
-        tiles = self.tiles[queries, keys]
         if self.index is None:
-            return tiles
-        key = (queries, keys, part, columns)
-        if key not in self._narrow:
+            return self.tiles[queries, keys]
+        key = queries, keys, part, columns
+        if (narrowed := self._narrow.get(key)) is None:
             index = self.index.part(*part)
             if not columns and isinstance(index, VerticalSlash):
                 index = index.without_columns()
-            self._narrow[key] = tiles.with_index(index)
-        return self._narrow[key]
+            narrowed = self._narrow[key] = self.tiles[queries, keys].with_index(index)
+        return narrowed
 
 
 class Exchange:
@@ -98,7 +99,7 @@ class Exchange:
         self.placement = Placement(layout, schedule.heads)
         self.group, self.schedule = group, schedule
         self.part: Part = (group.rank % schedule.heads, schedule.heads)
-        self.own: Shards = (group.rank // schedule.heads,)
+        self.own = Shard(group.rank // schedule.heads)
         self.gathers_columns = shared_columns and not schedule.gathers and schedule.groups > 1
         self.buffers = Buffers()
         self.recorder: Recorder | None = None
@@ -176,21 +177,23 @@ class Exchange:
         if not peers:
             return None
         staged = self.schedule.stages > 1
-        return CastRows.make(inside, masks, self.own[0], peers, block, staged=staged)
+        return CastRows.make(inside, masks, self.own.number, peers, block, staged=staged)
 
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
-    ) -> set[tuple[Shards, Shards]]:
-        """Return the (query shard, key shard) of all tiles that `forward` and `backward` need.
+    ) -> dict[tuple[Shard, Keys], None]:
+        """Return the (queries, keys) of all tiles that `forward` and `backward` need, in order.
 
         indexed: whether a dynamic index narrows the tiles.
         forward_only: leave out the tiles that only `backward` needs.
         """
         passes = (False,) if forward_only else (False, True)
         computes = (op for b in passes for op in self.program(backward=b).computes)
-        needed = {(op.queries, op.keys) for op in computes}
-        # Local queries attend to gathered columns anywhere in the sequence.
-        return needed | {(self.own, WHOLE_SEQUENCE)} if indexed and self.gathers_columns else needed
+        needed: dict[tuple[Shard, Keys], None] = {(op.queries, op.keys): None for op in computes}
+        if indexed and self.gathers_columns:
+            # Local queries attend to gathered columns anywhere in the sequence.
+            needed[self.own, Whole()] = None
+        return needed
 
     def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
         """Return the index's columns that this rank gathers, once per pass.
@@ -200,7 +203,7 @@ class Exchange:
         if not self.gathers_columns or shard_tiles.index is None:
             return None
         whole, own = (
-            shard_tiles.for_pair(self.own, keys, self.part) for keys in (WHOLE_SEQUENCE, self.own)
+            shard_tiles.for_pair(self.own, keys, self.part) for keys in (Whole(), self.own)
         )
         return SharedColumns.make(whole, own)
 
@@ -244,7 +247,7 @@ class Exchange:
         traits = Traits(kernel.needs_out, columns is not None)
         program = self.program(backward=True, traits=traits)
         tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
-        tensors["dout" if self.schedule.heads == 1 else "own dout"] = dout
+        tensors[buffers.DOUT.on(self._side)] = dout
         transport = self._transport(label, BACKWARD, program)
         run = Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
         run.run(program.operations)
@@ -256,10 +259,14 @@ class Exchange:
         self.kv_heads = k.shape[2]
         columns = self.columns_of(shard_tiles)
         program = self.program(backward=False, traits=Traits(kernel.needs_out, columns is not None))
-        own = "" if self.schedule.heads == 1 else "own "
-        tensors = {f"{own}q": q, f"{own}k": k, f"{own}v": v}
+        inputs = (buffer.on(self._side) for buffer in (buffers.Q, buffers.K, buffers.V))
+        tensors = dict(zip(inputs, (q, k, v), strict=True))
         transport = self._transport(label, FORWARD, program)
         return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
+
+    @property
+    def _side(self) -> Side:
+        return Side.INSIDE if self.schedule.heads == 1 else Side.OWN
 
     def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
         """Return the tensors to keep if `recompute` computes only the first ``early`` queries.
@@ -312,16 +319,17 @@ class Exchange:
         operations, inside = program.operations, program.inside
         run.run(operations[: inside.start])
         if early:
-            q = tensors["q"]
-            tensors["q"] = q[:, :early].contiguous()
+            q = tensors[buffers.Q]
+            tensors[buffers.Q] = q[:, :early].contiguous()
             run.run(operations[inside])
-            out = torch.cat([tensors["out"], kept[0]], 1)
-            lse = torch.cat([tensors["lse"], kept[1]], 2)
+            out = torch.cat([tensors[buffers.OUT], kept[0]], 1)
+            lse = torch.cat([tensors[buffers.LSE], kept[1]], 2)
             _, keys, _, _, *columns = (tensors[name] for name in run.program.saved)
             saved = q, keys, out, lse, *columns
         else:
-            out, saved = self._restored(tensors["q"], tensors["k"], tensors["v"], kept)
-        tensors["out"] = out
+            q, k, v = (tensors[buffer] for buffer in (buffers.Q, buffers.K, buffers.V))
+            out, saved = self._restored(q, k, v, kept)
+        tensors[buffers.OUT] = out
         run.run(operations[inside.stop :])
         run.transport.end()
         return tensors[run.program.results[0]], saved

@@ -15,6 +15,7 @@ from mtrain_cli.config.exchanges import (
     exchange_name,
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.program_builder import Traits
@@ -147,8 +148,7 @@ class ExchangeNeeds:
 
 
 _LABEL = re.compile(
-    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
-    rf"(?P<name>{'|'.join(EXCHANGE_TRAITS)})?(?: \((?P<more>.*)\))?"
+    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?(?P<name>\w+)?(?: \((?P<more>.*)\))?"
 )
 
 
@@ -162,6 +162,8 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     """
     match = _LABEL.fullmatch(label)
     if match is None or (match["name"] is None and match["heads"] is None):
+        return None
+    if match["name"] is not None and match["name"] not in EXCHANGE_TRAITS:
         return None
     details = match["more"].split(", ") if match["more"] else []
     ahead, parts, stages = (
@@ -197,9 +199,10 @@ def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int
 def _gathered(workers: int, heads: int, chunks: int) -> Size:
     options = ScheduleOptions(workers, workers, chunks, heads=heads)
     schedule = make_schedule(exchange_name(gathers=True, hierarchical=False), options)
-    buffers = lower(schedule, 0, backward=True).buffers
-    names = ["keys 0", "dkeys 0", "shards 0", *(["keys 1"] if chunks > 1 else [])]
-    return total_size(buffers[name].size for name in names)
+    program = lower(schedule, 0, backward=True)
+    buffers = [Kind.KEYS.at(0), Kind.DKEYS.at(0), Kind.SHARDS.at(0)]
+    buffers += [Kind.KEYS.at(1)] if chunks > 1 else []
+    return total_size(program.sizes[buffer] for buffer in buffers)
 
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:

@@ -7,7 +7,9 @@ all-to-all before these operations and one after them.
 
 from __future__ import annotations
 
-from mtrain_cli.parallel.arrangements import ADD_HEADS, FROM_HEADS, FROM_TOKENS, TO_HEADS, TO_TOKENS
+from mtrain_cli.parallel import buffers
+from mtrain_cli.parallel.arrangements import AddHeads, FromHeads, FromTokens, ToHeads, ToTokens
+from mtrain_cli.parallel.buffers import Buffer, Kind, Side
 from mtrain_cli.parallel.gather_programs import gather_backward, gather_forward, joined_size
 from mtrain_cli.parallel.program import KEYS, NOTHING, QUERIES, Program, low
 from mtrain_cli.parallel.program_builder import Emit, ProgramBuilder, Steps, Traits
@@ -30,17 +32,18 @@ def lower(
         inside = queries_backward if schedule.queries_travel else keys_backward
     else:
         inside = ring_forward
-    own = ""
-    if schedule.heads > 1:
-        own = "own "
+    side = Side.OWN if schedule.heads > 1 else Side.INSIDE
+    if side is Side.OWN:
         _trade_heads(b, steps, inside, backward=backward)
     else:
         b.enclose(inside, steps)
     if backward:
-        return b.program((f"{own}dq", f"{own}dk", f"{own}dv"))
-    kept = f"kv {b.shard(schedule.keeps[rank])}"
-    columns = ("columns",) if b.traits.columns else ()
-    return b.program((f"{own}out", "lse"), ("q", kept, "out", "lse", *columns))
+        return b.program(tuple(buffer.on(side) for buffer in (buffers.DQ, buffers.DK, buffers.DV)))
+    kept = Kind.KV.of(b.shard(schedule.keeps[rank]))
+    columns = (buffers.COLUMNS,) if b.traits.columns else ()
+    return b.program(
+        (buffers.OUT.on(side), buffers.LSE), (buffers.Q, kept, buffers.OUT, buffers.LSE, *columns)
+    )
 
 
 def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: bool) -> None:
@@ -50,21 +53,26 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
     operations of the exchange.
     """
     queries, both = low(QUERIES), low(QUERIES) + low(KEYS)
-    there, given = (["dout"], queries) if backward else (["q", "k", "v"], both)
-    back, returned = (["dq", "dk", "dv"], both) if backward else (["out"], queries)
+    there, given = [buffers.Q, buffers.K, buffers.V], both
+    back, returned = [buffers.OUT], queries
+    if backward:
+        there, given = [buffers.DOUT], queries
+        back, returned = [buffers.DQ, buffers.DK, buffers.DV], both
+    leaving, arriving = Buffer(Kind.HEADS_TO_TRADE), Buffer(Kind.TRADED_HEADS)
     b.begin(0, steps[0])
-    b.arrange(TO_HEADS, [f"own {name}" for name in there], ("heads to trade",), 3 * given)
-    b.trade(steps[0].post[0], "heads to trade", "traded heads", given)
-    b.arrange(FROM_TOKENS, ("traded heads",), there, 3 * given, scratch=given)
+    b.emit(ToHeads, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
+    b.trade(steps[0].post[0], leaving, arriving, given)
+    b.emit(FromTokens, (arriving,), there, 3 * given, scratch=given)
     b.enclose(inside, [b.without_trade(step) for step in steps[:-1]])
     b.begin(len(steps) - 1, steps[-1])
-    b.arrange(TO_TOKENS, back, ("tokens to trade",), 3 * returned, scratch=returned)
-    b.trade(steps[-1].post[0], "tokens to trade", "traded tokens", returned)
-    by_rank = [f"{name} by rank" for name in back]
-    b.arrange(FROM_HEADS, ("traded tokens",), by_rank, 3 * returned)
+    leaving, arriving = Buffer(Kind.TOKENS_TO_TRADE), Buffer(Kind.TRADED_TOKENS)
+    b.emit(ToTokens, back, (leaving,), 3 * returned, scratch=returned)
+    b.trade(steps[-1].post[0], leaving, arriving, returned)
+    by_rank = [buffer.on(Side.BY_RANK) for buffer in back]
+    b.emit(FromHeads, (arriving,), by_rank, 3 * returned)
     copied = NOTHING
     if backward and b.schedule.gathers:
         copied = joined_size((len(steps) - 1) // b.schedule.stages)
-    # The tensors by rank are views of "traded tokens", which must live until they are copied.
-    b.arrange(ADD_HEADS, by_rank, [f"own {name}" for name in back], copied, timed=False)
-    b.hold("traded tokens")
+    # The tensors by rank are views of what arrived, which must live until they are copied.
+    b.emit(AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
+    b.hold(arriving)

@@ -22,12 +22,7 @@ from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.placement import Placement
-from mtrain_cli.parallel.program import (
-    WHOLE_SEQUENCE,
-    Program,
-    Shards,
-    stage_of_keys,
-)
+from mtrain_cli.parallel.program import Keys, Program, Shard, Stage, Whole
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
@@ -103,11 +98,11 @@ class Plan:
 
         def tiles(rows: int | None) -> ShardTiles:
             needed = exchange.needed_tiles(indexed=block is not None, forward_only=rows is not None)
-            shards = {s for pair in needed for s in pair}
-            positions = {s: positions_of(placement.inside, s, moved) for s in shards}
+            keys = {keys for pair in needed for keys in pair}
+            positions = {key: positions_of(placement.inside, key, moved) for key in keys}
             made = {
                 (q, k): Tiles.between(masks, positions[q][:rows], positions[k], tables)
-                for q, k in sorted(needed)
+                for q, k in needed
             }
             if tables is None:  # find the rectangles here, not in the first call of a kernel
                 _ = [pair.slices for pair in made.values()]
@@ -165,31 +160,28 @@ class Plan:
             *(f"sequence of {mask.length:,} tokens: {mask.pairs:,} pairs" for mask in self.masks),
         ]
         for op in self.forward.computes:
-            keys, stage = f"keys of shard {op.keys[0]}", stage_of_keys(op.keys)
-            if op.keys == WHOLE_SEQUENCE or stage is not None:
-                keys = "all keys"
-                if self.tiles.rows is not None:
-                    received = "received " if stage else ""
-                    keys = f"{len(self.tiles.rows.of_stage(stage).positions):,} {received}keys"
+            keys, rows = "all keys", self.tiles.rows
+            if isinstance(op.keys, Shard):
+                keys = f"keys of shard {op.keys.number}"
+            elif rows is not None:
+                received = "received " if isinstance(op.keys, Stage) else ""
+                keys = f"{len(positions_of(layout, op.keys, rows)):,} {received}keys"
             part, parts = op.part
             heads = f", part {part + 1} of {parts} of the heads" if parts > 1 else ""
             pairs = self.tiles.tiles[op.queries, op.keys].pairs
-            lines.append(
-                f"step {op.step}: queries of shard {op.queries[0]}, {keys}{heads}: {pairs:,} pairs"
-            )
+            queries = f"queries of shard {op.queries.number}"
+            lines.append(f"step {op.step}: {queries}, {keys}{heads}: {pairs:,} pairs")
         return "\n".join(lines)
 
 
-def positions_of(layout: Layout, shards: Shards, rows: CastRows | None = None) -> IntArray:
-    """Return the global positions of a shard's tokens, ascending, int64[tokens].
+def positions_of(layout: Layout, keys: Keys, rows: CastRows | None = None) -> IntArray:
+    """Return the global positions of these tokens, ascending, int64[tokens].
 
-    shards: one shard, `WHOLE_SEQUENCE`, or `program.keys_of_stage`.
     rows: the rows that group casts move; None for other exchanges.
     """
-    stage = stage_of_keys(shards)
-    if rows is not None and (stage is not None or shards == WHOLE_SEQUENCE):
-        return rows.of_stage(stage).positions
-    if shards == WHOLE_SEQUENCE:
-        return np.arange(layout.padded_seq, dtype=np.int64)
-    (shard,) = shards
-    return layout.positions(shard)
+    if isinstance(keys, Shard):
+        return layout.positions(keys.number)
+    if rows is not None:
+        return rows.of_stage(keys.number if isinstance(keys, Stage) else None).positions
+    assert isinstance(keys, Whole), "a stage is a part of a group cast"
+    return np.arange(layout.padded_seq, dtype=np.int64)

@@ -4,52 +4,75 @@
 predicts its time, and a run plan adds up the sizes of its buffers. A program is plain data: it
 needs neither torch nor a process group.
 
-An operation names the buffers that it reads and writes. Every buffer is written before it is read.
-The last operation that uses a buffer frees the buffer. The buffer that a transfer sends stays until
-the transfer's `Wait`.
+An operation names the buffers that it reads and writes (`buffers.Buffer`). Every buffer is written
+before it is read. The last operation that uses a buffer frees it. The buffer that a transfer sends
+stays until the transfer's `Wait`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.schedule import Transfer
 
+if TYPE_CHECKING:
+    from mtrain_cli.attention.tiles import Tiles
+    from mtrain_cli.parallel.executor import Executor
+
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
-Shards = tuple[int, ...]
-Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes per element) of a buffer
-# Stands for all key shards, in sequence order. After a group cast, only for the rows that arrived.
-WHOLE_SEQUENCE: Shards = (-1,)
 
 
-def keys_of_stage(stage: int) -> Shards:
-    """Return what stands for the rows that a group cast brings for stage 1 or 2."""
-    return (WHOLE_SEQUENCE[0] - stage,)
+@dataclass(frozen=True)
+class Shard:
+    """The tokens of one rank. Ranks that share heads hold one shard together."""
+
+    number: int
 
 
-def stage_of_keys(keys: Shards) -> int | None:
-    """Return the stage for which `keys_of_stage` made ``keys``; None for other keys."""
-    (first,) = keys
-    return WHOLE_SEQUENCE[0] - first if first < WHOLE_SEQUENCE[0] else None
+@dataclass(frozen=True)
+class Stage:
+    """The rows that a group cast brings for stage 1 or 2."""
+
+    number: int
 
 
-# Units of a size. Each stands for a count of tensor elements:
-#   QUERIES: a rank's queries.
-#   KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
-#       more ranks than the model has key-value heads.
-#   OWN_KEYS: a rank's keys and values before Ulysses trades them, with every head once.
-#   STATS: one element per query and head, such as lse.
-#   COLUMNS: keys and values of single columns.
-#   WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
-#   SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
-QUERIES, KEYS, OWN_KEYS, STATS = "queries", "keys", "own_keys", "stats"
-COLUMNS, WIDE_COLUMNS = "columns", "wide_columns"
-SENT, RECEIVED = (tuple(f"{word} {at}" for at in range(3)) for word in ("sent", "received"))
+@dataclass(frozen=True)
+class Whole:
+    """All key shards, in sequence order. After a group cast, only the rows that arrived."""
+
+
+Keys = Shard | Stage | Whole
+
+
+class Unit(NamedTuple):
+    """A count of tensor elements.
+
+    cast: number of the group cast, for SENT and RECEIVED.
+    """
+
+    kind: str
+    cast: int = 0
+
+
+# QUERIES: a rank's queries.
+# KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
+#     more ranks than the model has key-value heads.
+# OWN_KEYS: a rank's keys and values before Ulysses trades them, with every head once.
+# STATS: one element per query and head, such as lse.
+# COLUMNS: keys and values of single columns.
+# WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
+# SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
+QUERIES, KEYS, OWN_KEYS, STATS = map(Unit, ("queries", "keys", "own_keys", "stats"))
+COLUMNS, WIDE_COLUMNS = Unit("columns"), Unit("wide_columns")
+SENT, RECEIVED = (tuple(Unit(kind, cast) for cast in range(3)) for kind in ("sent", "received"))
+Shape = tuple[tuple[Fraction, Unit, int], ...]  # (count, unit, bytes per element) of a buffer
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
 LOW, HIGH, MADE = "low", "high", "made"
 _SUM_BYTES = 4
@@ -87,7 +110,7 @@ class ShardSizes:
         widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
         return widths[precision] or self.dtype_bytes
 
-    def count(self, unit: str, sharing: int) -> int | Fraction:
+    def count(self, unit: Unit, sharing: int) -> int | Fraction:
         """Return the number of elements in a unit, such as KEYS, on one rank.
 
         sharing: number of ranks that share heads (Ulysses). Such a rank holds 1 / sharing of the
@@ -96,9 +119,10 @@ class ShardSizes:
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
             return 2 * self.tokens * kv_heads * self.head_dim
-        if unit in (*SENT, *RECEIVED):
-            word, at = unit.split()
-            return self.casts[int(at)][word == "received"] * self.count(KEYS, sharing)
+        if unit in SENT:
+            return self.casts[unit.cast][0] * self.count(KEYS, sharing)
+        if unit in RECEIVED:
+            return self.casts[unit.cast][1] * self.count(KEYS, sharing)
         if unit == QUERIES:
             return self.tokens * self.heads * self.head_dim
         if unit == STATS:
@@ -114,7 +138,7 @@ class Size:
     A term is count * elements of the unit * bytes per element. `of` computes the sum.
     """
 
-    terms: tuple[tuple[Fraction, str, str], ...] = ()
+    terms: tuple[tuple[Fraction, Unit, str], ...] = ()
 
     def __add__(self, other: Size) -> Size:
         return Size(self.terms + other.terms)
@@ -145,23 +169,23 @@ class Size:
 
 def total_size(sizes: Iterable[Size]) -> Size:
     """Add sizes up, with one term per unit and precision."""
-    counts: dict[tuple[str, str], Fraction] = {}
+    counts: dict[tuple[Unit, str], Fraction] = {}
     for count, unit, precision in (term for size in sizes for term in size.terms):
         counts[unit, precision] = counts.get((unit, precision), Fraction(0)) + count
     return Size(tuple((count, *what) for what, count in sorted(counts.items())))
 
 
-def low(unit: str) -> Size:
+def low(unit: Unit) -> Size:
     """Return the size of one ``unit``, such as KEYS or QUERIES, in the compute dtype."""
     return Size(((Fraction(1), unit, LOW),))
 
 
-def high(unit: str) -> Size:
+def high(unit: Unit) -> Size:
     """Return the size of one ``unit``, such as QUERIES or STATS, in float32."""
     return Size(((Fraction(1), unit, HIGH),))
 
 
-def as_made(unit: str) -> Size:
+def as_made(unit: Unit) -> Size:
     """Return the size of one ``unit``, such as KEYS, in the dtype of a kernel's dk and dv."""
     return Size(((Fraction(1), unit, MADE),))
 
@@ -174,17 +198,26 @@ class Operation:
     """One action of a rank.
 
     step: index of the step in the schedule.
-    reads, writes: names of buffers. Writing to an existing buffer changes it in place.
-    frees: names of the buffers that no later operation uses.
+    reads, writes: buffers. Writing to an existing buffer changes it in place.
+    frees: the buffers that no later operation uses.
     scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
         memory, which depends on the kernel.
+    renames: whether the written buffers take over the memory of the buffers in `frees`.
     """
 
     step: int
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    frees: tuple[str, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    frees: tuple[Buffer, ...] = ()
     scratch: Size = NOTHING
+    renames: ClassVar[bool] = False
+
+    def run(self, state: Executor) -> None:
+        """Run the operation on the tensors of ``state``."""
+        raise NotImplementedError
+
+    def read(self, state: Executor) -> list[Any]:
+        return [state.tensors[buffer] for buffer in self.reads]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,42 +226,20 @@ class Begin(Operation):
 
     computes: bool
 
-
-@dataclass(frozen=True, kw_only=True)
-class Arrange(Operation):
-    """Copy tensors into another order, shape or dtype.
-
-    what: name of the copy, such as `arrangements.PACK`.
-    moves: number of bytes that the copy reads from and writes to memory.
-    timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
-    piece: (i, n): copy the i-th of n equal parts of this rank's heads.
-    among: number of ranks per node if the shards come from or go to a hierarchical collective;
-        otherwise 0.
-    renames: whether the written buffers take over the memory of the buffers in `frees`.
-    stage: stage of a group cast to which the copied rows belong; None for all rows.
-    """
-
-    what: str
-    moves: Size = NOTHING
-    timed: bool = True
-    piece: Part = (0, 1)
-    among: int = 0
-    renames: bool = False
-    stage: int | None = None
+    def run(self, state: Executor) -> None:
+        state.transport.begin_step(self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Post(Operation):
     """Start a transfer. The `Wait` with the transfer's number waits for its end.
 
-    A hop or a collective reads the buffer to send and writes the buffer that arrives. An all-reduce
-    changes one buffer in place. If a gather sends only a part of the heads, it also writes the copy
-    that it sends.
+    The operation reads the buffer to send first, and writes the buffer that arrives first. If a
+    copy leaves, it writes the copy second.
 
     payload: size of one shard, or of the whole tensor if the tensor does not consist of shards.
     piece: (i, n): send the i-th of n equal parts of this rank's heads.
-    cast: number of the group cast whose rows the transfer moves (`cast_rows.CastRows.casts`). If
-        the transfer reads gradients that an earlier transfer returned, it first adds them up.
+    cast: number of the group cast whose rows the transfer moves (`cast_rows.CastRows.casts`).
     """
 
     transfer: Transfer
@@ -248,70 +259,41 @@ class Wait(Operation):
 
     number: int
 
+    def run(self, state: Executor) -> None:
+        state.transport.wait(self.number)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute(Operation):
     """Call the kernel once.
 
-    Forward reads (q, keys) and writes one buffer with out and lse. Backward reads
-    (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
-    writes dq, and one buffer with dk and dv. Without delta, the kernel computes delta from out.
-
-    queries, keys: one shard each; keys can also be `WHOLE_SEQUENCE` or `keys_of_stage`. Ranks that
-        share heads hold one shard together.
+    queries, keys: what the call computes.
     part: (i, n): compute the i-th of n equal parts of the model's heads.
     piece: (i, n): the same heads, as a part of the heads that this rank holds.
     with_columns: whether this call also computes the single columns of the index.
     """
 
-    queries: Shards
-    keys: Shards
+    queries: Shard
+    keys: Keys
     part: Part
     piece: Part = (0, 1)
     with_columns: bool = True
 
+    def tiles(self, state: Executor) -> Tiles | None:
+        """Return the pairs to compute; None if a shard or a stage has none."""
+        tiles = state.tiles.for_pair(self.queries, self.keys, self.part, columns=self.with_columns)
+        return None if tiles.empty and not isinstance(self.keys, Whole) else tiles
 
-@dataclass(frozen=True, kw_only=True)
+
 class ComputeColumns(Operation):
     """Compute attention over the gathered single columns of the index."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddColumns(Operation):
-    """Add the gradients of gathered columns to the gradients of this rank's keys."""
+class Copy(Operation):
+    """Copy or add tensors. moves: number of bytes read from and written to memory."""
 
     moves: Size = NOTHING
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merge(Operation):
-    """Merge the results of one step into the sums so far. A step without pairs has no results.
-
-    begins: names of the sums that this operation overwrites instead of adding to them. If the step
-        has no results, the operation sets these sums to 0.
-    """
-
-    moves: Size = NOTHING
-    begins: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reduce(Operation):
-    """Add a received gradient to this rank's own part of that gradient.
-
-    cast: number of the group cast whose rows the gradient belongs to; None for a whole shard.
-    """
-
-    moves: Size = NOTHING
-    cast: int | None = None
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """Memory that a pass uses. pooled: whether freeing the buffer returns it to the pool."""
-
-    size: Size
-    pooled: bool = False
 
 
 class Recompute(Enum):
@@ -342,30 +324,28 @@ class Recompute(Enum):
 class Program:
     """The operations of one rank in one pass.
 
-    inputs: names of the buffers that exist at the start.
-    results: names of the buffers that the pass returns.
-    saved: names of the buffers that a forward pass leaves for backward: q, keys, out, lse, and the
-        gathered columns if there are any. No operation frees a result or a saved buffer.
-    buffers: all buffers, by name.
+    inputs: the buffers that exist at the start.
+    results: the buffers that the pass returns.
+    saved: the buffers that a forward pass leaves for backward: q, keys, out, lse, and the gathered
+        columns if there are any. No operation frees a result or a saved buffer.
+    sizes: the size of each buffer.
+    pooled: the buffers that return to the pool when they are freed.
     inside: slice of the operations between the two Ulysses all-to-alls; all without Ulysses.
     sharing: number of ranks that share heads.
     """
 
     operations: tuple[Operation, ...]
-    inputs: tuple[str, ...]
-    results: tuple[str, ...]
-    saved: tuple[str, ...]
-    buffers: Mapping[str, Buffer]
+    inputs: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    saved: tuple[Buffer, ...]
+    sizes: Mapping[Buffer, Size]
+    pooled: Set[Buffer]
     inside: slice
     sharing: int = 1
 
     @property
     def steps(self) -> int:
         return 1 + self.operations[-1].step
-
-    @cached_property
-    def pooled(self) -> frozenset[str]:
-        return frozenset(name for name, buffer in self.buffers.items() if buffer.pooled)
 
     @property
     def posts(self) -> Iterator[Post]:
@@ -395,26 +375,26 @@ class Program:
         """Return the number of bytes that the rank sends in the pass."""
         return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
 
-    def live(self) -> Iterator[tuple[Operation, set[str]]]:
+    def live(self) -> Iterator[tuple[Operation, set[Buffer]]]:
         """Yield each operation with the buffers that exist while it runs."""
         live = set(self.inputs)
         for op in self.operations:
-            if isinstance(op, Arrange) and op.renames:
+            if op.renames:
                 live.difference_update(op.frees)
             live.update(op.writes)
             yield op, live
             live.difference_update(op.frees)
 
-    def _alive(self, names: Iterable[str]) -> Iterator[tuple[Operation, list[Size]]]:
-        """Yield operations with the sizes of those of `names` that exist while they run.
+    def _alive(self, buffers: Iterable[Buffer]) -> Iterator[tuple[Operation, list[Size]]]:
+        """Yield operations with the sizes of those of `buffers` that exist while they run.
 
-        Leave out repetitions: the steps of a long ring differ only in the names of their buffers.
+        Leave out repetitions: the steps of a long ring differ only in their buffers.
         """
         kinds: dict[Size, int] = {}
-        kind = {name: kinds.setdefault(self.buffers[name].size, len(kinds)) for name in names}
+        kind = {buffer: kinds.setdefault(self.sizes[buffer], len(kinds)) for buffer in buffers}
         sizes, seen = list(kinds), set()
         for op, live in self.live():
-            alive = tuple(sorted(kind[name] for name in live if name in kind))
+            alive = tuple(sorted(kind[buffer] for buffer in live if buffer in kind))
             if (what := (type(op), op.scratch, alive)) not in seen:
                 seen.add(what)
                 yield op, [sizes[number] for number in alive]
@@ -426,10 +406,10 @@ class Program:
         The size covers the operation's scratch and the buffers that are live during the operation,
         without the inputs of the pass and without pooled buffers.
         """
-        apart = self.pooled.union(self.inputs)
+        apart = self.pooled | set(self.inputs)
         return frozenset(
             (type(op), total_size([op.scratch, *sizes]))
-            for op, sizes in self._alive(self.buffers.keys() - apart)
+            for op, sizes in self._alive(self.sizes.keys() - apart)
         )
 
     def peak_bytes(self, sizes: ShardSizes, call: int = 0, columns: int = 0) -> int:
@@ -438,10 +418,11 @@ class Program:
         call: bytes that the kernel allocates in a `Compute`, in addition to its scratch.
         columns: bytes that the kernel allocates in a `ComputeColumns`.
         """
-        kernel = {Compute: call, ComputeColumns: columns}
-        return int(
-            max(held.of(sizes, self.sharing) + kernel.get(kind, 0) for kind, held in self._held)
-        )
+
+        def in_kernel(kind: type[Operation]) -> int:
+            return call * issubclass(kind, Compute) + columns * issubclass(kind, ComputeColumns)
+
+        return int(max(held.of(sizes, self.sharing) + in_kernel(kind) for kind, held in self._held))
 
     @cached_property
     def _pooled_groups(self) -> frozenset[frozenset[tuple[Size, int]]]:
@@ -453,8 +434,8 @@ class Program:
 
         Saved buffers do not count.
         """
-        saved = self.pooled.intersection(self.saved)
-        kept = Counter(self.buffers[name].size.shape(sizes) for name in saved)
+        saved = self.pooled & set(self.saved)
+        kept = Counter(self.sizes[buffer].shape(sizes) for buffer in saved)
         most: Counter[Shape] = Counter()
         for group in self._pooled_groups:
             counts: Counter[Shape] = Counter()

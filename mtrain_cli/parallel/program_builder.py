@@ -1,8 +1,6 @@
 """Collect the operations of one rank's program, with the lifetimes and the sizes of its buffers.
 
-A buffer's name is its kind and a number. "kv 2", "dkv 2" and "queries 2" belong to shard 2.
-"keys 1", "part 1", "dq 1" and "dkeys 1" belong to step 1. "gathered 3" and "sum 3" arrive by
-transfer 3. `ProgramBuilder.program` derives from the operations when each buffer is freed.
+`ProgramBuilder.program` derives from the operations when each buffer is freed.
 
 The simulator charges time for the bytes that an operation's `moves` gives. If one charge covers
 several copies, only the first copy carries the charge.
@@ -14,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mtrain_cli.parallel.arrangements import TAKE_SUM
+from mtrain_cli.parallel.buffers import Buffer, Kind, Side
+from mtrain_cli.parallel.operations import POSTS, PostCast, PostGather, PostReturn, PostScatter
 from mtrain_cli.parallel.program import (
     KEYS,
     NOTHING,
@@ -23,22 +22,22 @@ from mtrain_cli.parallel.program import (
     RECEIVED,
     SENT,
     STATS,
-    WHOLE_SEQUENCE,
     WIDE_COLUMNS,
-    Arrange,
     Begin,
-    Buffer,
     Compute,
+    Keys,
     Operation,
     Part,
     Post,
     Program,
-    Shards,
+    Shard,
     Size,
+    Stage,
+    Unit,
     Wait,
+    Whole,
     as_made,
     high,
-    keys_of_stage,
     low,
 )
 from mtrain_cli.parallel.schedule import COLUMNS as COLUMN_PAYLOAD
@@ -47,7 +46,6 @@ from mtrain_cli.parallel.schedule import (
     DKV,
     DQ,
     GROUP_CAST,
-    GROUP_REDUCE,
     HEADS,
     KV,
     SUM,
@@ -118,20 +116,32 @@ class ProgramBuilder:
         self._step = -1
         self.posted: dict[int, Post] = {}
         self.in_flight: dict[int, Post] = {}
-        self._held: dict[str, int] = {}  # buffer -> the operation up to which it must live
-        self.pooled: set[str] = set()
-        self.sized: dict[str, Size] = {}  # sizes of buffers whose names do not tell them
+        self._held: dict[Buffer, int] = {}  # the operation up to which a buffer must live
+        self.pooled: set[Buffer] = set()
+        self.sized: dict[Buffer, Size] = {}  # sizes of buffers whose kinds do not tell them
         self._inside = slice(None)
 
-    def shard(self, members: Shards) -> int:
+    def shard(self, members: tuple[int, ...]) -> int:
         return members[0] // self.sharing
 
+    @property
+    def kv(self) -> Buffer:
+        """The keys and values of this rank."""
+        return Kind.KV.of(self.own)
+
     def emit(
-        self, kind: type[Operation], reads: Sequence[str], writes: Sequence[str], **fields
+        self,
+        kind: type[Operation],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        moves: Size | None = None,
+        **fields,
     ) -> None:
-        self._operations.append(
-            kind(step=self._step, reads=tuple(reads), writes=tuple(writes), **fields)
-        )
+        """Append an operation. moves: bytes that a `Copy` moves; None for other operations."""
+        if moves is not None:
+            fields["moves"] = moves
+        operation = kind(step=self._step, reads=tuple(reads), writes=tuple(writes), **fields)
+        self._operations.append(operation)
 
     def begin(self, at: int, step: ScheduleStep) -> None:
         """Begin step number ``at``, unless it has begun."""
@@ -139,32 +149,19 @@ class ProgramBuilder:
             self._step = at
             self.emit(Begin, (), (), computes=bool(step.queries))
 
-    def arrange(
-        self,
-        what: str,
-        reads: Sequence[str],
-        writes: Sequence[str],
-        moves: Size = NOTHING,
-        **fields,
-    ) -> None:
-        self.emit(Arrange, reads, writes, what=what, moves=moves, **fields)
-
-    def take_sum(self, name: str) -> None:
-        self.pooled.add(name)
-        self.arrange(TAKE_SUM, (), (name,), timed=False)
-
     def compute(
         self,
+        kind: type[Compute],
         step: ScheduleStep,
-        reads: Sequence[str],
-        writes: Sequence[str],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
         scratch: Size = NOTHING,
     ) -> None:
         self.emit(
-            Compute,
+            kind,
             reads,
             writes,
-            queries=(self.shard(step.queries),),
+            queries=Shard(self.shard(step.queries)),
             keys=self._keys(step),
             part=step.part,
             piece=self.piece(step.part),
@@ -172,11 +169,11 @@ class ProgramBuilder:
             scratch=scratch,
         )
 
-    def _keys(self, step: ScheduleStep) -> Shards:
+    def _keys(self, step: ScheduleStep) -> Keys:
         if step.stage:
-            return keys_of_stage(step.stage)
+            return Stage(step.stage)
         one = step.stage == 0 or not self.schedule.gathers
-        return (self.shard(step.keys),) if one else WHOLE_SEQUENCE
+        return Shard(self.shard(step.keys)) if one else Whole()
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait for the transfers with these numbers, which must be in flight."""
@@ -193,30 +190,31 @@ class ProgramBuilder:
     def under_way(self) -> tuple[int, ...]:
         return tuple(self.in_flight)
 
-    def trade(self, transfer: Transfer, leaves: str, arrives: str, payload: Size) -> None:
+    def trade(self, transfer: Transfer, leaves: Buffer, arrives: Buffer, payload: Size) -> None:
+        self.sized[leaves] = self.sized[arrives] = payload
         self.post(transfer, (leaves,), (arrives,), payload)
         self.wait((transfer.number,))
 
-    def hold(self, *names: str) -> None:
+    def hold(self, *buffers: Buffer) -> None:
         """Keep these buffers alive until the end of the last operation emitted so far."""
-        self._held |= dict.fromkeys(names, len(self._operations) - 1)
+        self._held |= dict.fromkeys(buffers, len(self._operations) - 1)
 
-    def end_step(self, step: ScheduleStep, *computed: str) -> None:
+    def end_step(self, step: ScheduleStep, *computed: Buffer) -> None:
         """End a step. Free the shards that it computed and the buffers that it finished sending.
 
         If these buffers were freed earlier, the step's gradients could reuse their memory.
         """
         left = (self.posted[n].reads for n in step.wait if n in self.posted)
-        self.hold(*computed, *(name for names in left for name in names))
+        self.hold(*computed, *(buffer for buffers in left for buffer in buffers))
 
-    def sum_columns(self, name: str, size: Size) -> None:
+    def sum_columns(self, columns: Buffer, size: Size) -> None:
         """Sum single columns, or their gradients, over all ranks that hold the same heads."""
         peers = tuple(range(self.rank % self.sharing, self.schedule.workers, self.sharing))
         part = self.rank % self.sharing, self.sharing
         transfer = Transfer(
             UNSCHEDULED, SUM, COLUMN_PAYLOAD, CONTEXT, (), (), peers=peers, part=part
         )
-        self.post(transfer, (name,), (name,), size)
+        self.post(transfer, (columns,), (columns,), size)
 
     @property
     def casts(self) -> range:
@@ -224,7 +222,7 @@ class ProgramBuilder:
         posts = (op for op in self._operations if isinstance(op, Post))
         return range(len({op.cast for op in posts if op.transfer.kind == GROUP_CAST}))
 
-    def cast_size(self, width: Callable[[str], Size]) -> Size:
+    def cast_size(self, width: Callable[[Unit], Size]) -> Size:
         """Return the size of the keys with which a rank computes after the group casts."""
         return sum((width(RECEIVED[cast]) for cast in self.casts), width(KEYS))
 
@@ -238,43 +236,42 @@ class ProgramBuilder:
         post = tuple(t for t in step.post if t.payload != HEADS)
         return replace(step, post=post, wait=tuple(n for n in step.wait if n >= self._first_number))
 
-    def program(self, results: tuple[str, ...], saved: tuple[str, ...] = ()) -> Program:
+    def program(self, results: tuple[Buffer, ...], saved: tuple[Buffer, ...] = ()) -> Program:
         assert not self.in_flight, "every transfer is waited for"
-        inputs: dict[str, None] = {}
-        written: dict[str, None] = {}
+        inputs: dict[Buffer, None] = {}
+        written: dict[Buffer, None] = {}
         for op in self._operations:
-            inputs.update(dict.fromkeys(name for name in op.reads if name not in written))
+            inputs.update(dict.fromkeys(buffer for buffer in op.reads if buffer not in written))
             written.update(dict.fromkeys(op.writes))
-        frees: dict[int, list[str]] = {}
-        for name, at in self._last_uses().items():
-            if name not in (*results, *saved):
-                frees.setdefault(at, []).append(name)
+        frees: dict[int, list[Buffer]] = {}
+        for buffer, at in self._last_uses().items():
+            if buffer not in (*results, *saved):
+                frees.setdefault(at, []).append(buffer)
         operations = tuple(
             replace(op, frees=tuple(frees[at])) if at in frees else op
             for at, op in enumerate(self._operations)
         )
-        sizes = self._sizes()
-        buffers = {
-            name: Buffer(self._size(name, sizes), name in self.pooled) for name in inputs | written
-        }
+        by_kind = self._sizes()
+        sizes = {buffer: self._size(buffer, by_kind) for buffer in inputs | written}
+        pooled = self.pooled.intersection(sizes)
         return Program(
-            operations, tuple(inputs), results, saved, buffers, self._inside, self.sharing
+            operations, tuple(inputs), results, saved, sizes, pooled, self._inside, self.sharing
         )
 
-    def _last_uses(self) -> dict[str, int]:
+    def _last_uses(self) -> dict[Buffer, int]:
         """Return the index of the last operation that uses each buffer.
 
         A buffer that a transfer sends is in use until the transfer's `Wait`.
         """
         waits = {op.number: at for at, op in enumerate(self._operations) if isinstance(op, Wait)}
-        found = dict(self._held)
+        last = dict(self._held)
         for at, op in enumerate(self._operations):
-            for name in (*op.reads, *op.writes):
-                found[name] = max(at, found.get(name, 0))
+            for buffer in (*op.reads, *op.writes):
+                last[buffer] = max(at, last.get(buffer, 0))
             if isinstance(op, Post):
-                for name in (*op.reads, *op.writes[1:]):
-                    found[name] = max(found[name], waits[op.transfer.number])
-        return found
+                for buffer in (*op.reads, *op.writes[1:]):
+                    last[buffer] = max(last[buffer], waits[op.transfer.number])
+        return last
 
     def piece(self, part: Part) -> Part:
         """Convert (i, n) from parts of the model's heads to parts of this rank's heads."""
@@ -288,13 +285,13 @@ class ProgramBuilder:
     def post(
         self,
         transfer: Transfer,
-        reads: tuple[str, ...],
-        writes: tuple[str, ...],
+        reads: tuple[Buffer, ...],
+        writes: tuple[Buffer, ...],
         payload: Size,
         piece: Part = (0, 1),
         cast: int = 0,
     ) -> None:
-        post = Post(
+        post = POSTS[transfer.kind](
             step=self._step,
             reads=reads,
             writes=writes,
@@ -305,55 +302,54 @@ class ProgramBuilder:
         )
         self._operations.append(post)
         self.in_flight[transfer.number] = self.posted[transfer.number] = post
+        self.sized.update(zip(writes, self._sizes_of_post(post), strict=False))
 
-    def _size(self, name: str, sizes: dict[str, Size]) -> Size:
-        """Return the size of a buffer.
+    def _sizes_of_post(self, post: Post) -> tuple[Size, ...]:
+        """Return the sizes of the buffers that a collective writes; () for other transfers."""
+        t, payload, cast = post.transfer, post.payload, post.cast
+        parts = self.piece(t.part)[1]
+        match post:
+            case PostCast():
+                return low(RECEIVED[cast]) / parts, payload
+            case PostReturn():
+                return (high(SENT[cast]) / parts,)
+            case PostGather():
+                return payload * (len(t.receives) + len(t.sends)), payload * len(t.sends)
+            case PostScatter():
+                return (payload * len(t.receives),)
+        return ()
 
-        sizes: the result of `_sizes`. The keys are the first words of buffer names.
-        """
-        if name in self.sized:
-            return self.sized[name]
-        word, _, number = name.partition(" ")
-        if word in ("gathered", "leaving", "sum", "returned"):
-            post = self.posted[int(number)]
-            t = post.transfer
-            if t.kind in (GROUP_CAST, GROUP_REDUCE):
-                parts = self.piece(t.part)[1]
-                arrives = low(RECEIVED[post.cast]) if word == "gathered" else high(SENT[post.cast])
-                return post.payload if word == "leaving" else arrives / parts
-            if word == "leaving":
-                return post.payload * len(t.sends)
-            return post.payload * (len(t.receives) + (len(t.sends) if word == "gathered" else 0))
-        if name.endswith(" by rank"):
+    def _size(self, buffer: Buffer, by_kind: dict[Kind, Size]) -> Size:
+        """Return the size of a buffer. by_kind: the result of `_sizes`."""
+        if buffer in self.sized:
+            return self.sized[buffer]
+        kind = buffer.kind
+        part_of_lse = kind is Kind.LSE and buffer.generation is not None
+        if part_of_lse or buffer.side is Side.BY_RANK:
             return NOTHING  # a view
-        if word == "own" and number.startswith("rows"):
-            return sizes["own rows"]
-        if word == "own":
-            return low(OWN_KEYS) / 2 if number in ("k", "v", "dk", "dv") else sizes[number]
-        if word in ("heads", "traded", "tokens"):
-            (post,) = (p for p in self.posted.values() if name in (*p.reads, *p.writes))
-            return post.payload
-        return sizes[f"{word} of a part" if number.isdigit() and word in ("lse", "dq") else word]
+        if buffer.side is Side.OWN and kind in (Kind.K, Kind.V, Kind.DK, Kind.DV):
+            return low(OWN_KEYS) / 2
+        return by_kind[Kind.DQ_PART if kind is Kind.DQ and buffer.generation is not None else kind]
 
-    def _sizes(self) -> dict[str, Size]:
+    def _sizes(self) -> dict[Kind, Size]:
         gathers, groups = self.schedule.gathers, self.schedule.groups
         n = max(op.piece[1] for op in self._operations if isinstance(op, Compute))
         queries, keys, stats = low(QUERIES), low(KEYS), high(STATS)
-        # A part of lse is a view. So are the keys of one rank that computes all heads at once.
+        # The keys of one rank that computes all heads at once are a view.
         by_mask = self.schedule.traits.by_mask
         gathered, made = (
             self.cast_size(width) if by_mask else width(KEYS) * groups for width in (low, as_made)
         )
         return {
-            "q": queries, "k": keys / 2, "v": keys / 2, "out": queries, "dout": queries,
-            "dq": queries, "dk": keys / 2, "dv": keys / 2, "kv": keys, "lse": stats, "delta": stats,
-            "lse of a part": NOTHING, "dq of a part": queries / n, "part": (queries + stats) / n,
-            "queries": query_message(self.traits), "total": high(QUERIES) + stats,
-            "dq_sum": high(QUERIES), "dqueries": high(QUERIES),
-            "dkv": keys if gathers else high(KEYS),
-            "dkeys": made / n if gathers else as_made(KEYS),
-            "keys": gathered / n if groups > 1 or n > 1 else NOTHING,
-            "rows": self.cast_size(high) / n, "own rows": high(KEYS) / n,
-            "shards": high(KEYS) * groups / n,
-            "columns": low(WIDE_COLUMNS), "dcolumns": high(WIDE_COLUMNS),
+            Kind.Q: queries, Kind.K: keys / 2, Kind.V: keys / 2,
+            Kind.OUT: queries, Kind.DOUT: queries, Kind.LSE: stats, Kind.DELTA: stats,
+            Kind.DQ: queries, Kind.DQ_PART: queries / n, Kind.DK: keys / 2, Kind.DV: keys / 2,
+            Kind.KV: keys, Kind.DKV: keys if gathers else high(KEYS), Kind.DKV_SUM: high(KEYS),
+            Kind.QUERIES: query_message(self.traits), Kind.DQUERIES: high(QUERIES),
+            Kind.PART: (queries + stats) / n, Kind.TOTAL: high(QUERIES) + stats,
+            Kind.DQ_SUM: high(QUERIES), Kind.DKEYS: made / n if gathers else as_made(KEYS),
+            Kind.KEYS: gathered / n if groups > 1 or n > 1 else NOTHING,
+            Kind.ROWS: self.cast_size(high) / n, Kind.OWN_ROWS: high(KEYS) / n,
+            Kind.SHARDS: high(KEYS) * groups / n,
+            Kind.COLUMNS: low(WIDE_COLUMNS), Kind.DCOLUMNS: high(WIDE_COLUMNS),
         }  # fmt: skip

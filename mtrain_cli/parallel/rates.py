@@ -48,3 +48,9 @@ class Rates(NamedTuple):
             outer_latency=1e-6 * outer.collective_latency_us.value,
             outer_share=outer.gpu_share.value,
         )
+
+    def collective(self, *, outer: bool) -> tuple[float, float, float]:
+        """Return latency, bandwidth and share of a collective in a node, or between nodes."""
+        if outer:
+            return self.outer_latency, self.outer, self.outer_share
+        return self.inner_latency, self.inner, self.inner_share

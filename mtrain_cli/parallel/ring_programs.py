@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrain_cli.parallel.arrangements import DELTA, GRADIENTS, MESSAGE, PACK, PICK, RESULT, ZERO
+from mtrain_cli.parallel import buffers
+from mtrain_cli.parallel.arrangements import (
+    Delta,
+    Gradients,
+    Message,
+    Pack,
+    Pick,
+    Result,
+    TakeSum,
+    Zero,
+)
+from mtrain_cli.parallel.buffers import Buffer, Kind
+from mtrain_cli.parallel.operations import (
+    AddColumns,
+    ColumnsBackward,
+    ColumnsForward,
+    ComputeBackward,
+    ComputeForward,
+    ComputeMessage,
+    MergeBackward,
+    MergeForward,
+    Reduce,
+)
 from mtrain_cli.parallel.program import (
     COLUMNS,
     KEYS,
     NOTHING,
     QUERIES,
     WIDE_COLUMNS,
-    AddColumns,
-    ComputeColumns,
-    Merge,
-    Reduce,
     Size,
     high,
     low,
@@ -27,19 +45,21 @@ from mtrain_cli.parallel.program_builder import (
     ProgramBuilder,
     Steps,
 )
-from mtrain_cli.parallel.schedule import DKV, DQ, UNSCHEDULED, ScheduleStep, Transfer
+from mtrain_cli.parallel.schedule import DKV, DQ, KV, UNSCHEDULED, ScheduleStep, Transfer
+from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
 
-# By payload of a gradient: the first word of its buffers, and the bytes that adding it moves.
-_RETURNING = {DKV: ("dkv", 3 * high(KEYS)), DQ: ("dqueries", 3 * high(QUERIES))}
+_CIRCULATING = {KV: Kind.KV, QUERY_PAYLOAD: Kind.QUERIES}
+# By payload of a gradient: the kind of its buffers, and the bytes that adding it moves.
+_RETURNING = {DKV: (Kind.DKV, 3 * high(KEYS)), DQ: (Kind.DQUERIES, 3 * high(QUERIES))}
 
 
 def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Circulate key shards; merge the attention over each shard into the output so far."""
     b.begin(0, steps[0])
-    b.arrange(PACK, ("k", "v"), (f"kv {b.own}",), 2 * low(KEYS))
+    b.emit(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     if b.traits.columns:
-        b.arrange(PICK, (f"kv {b.own}",), ("columns",), 2 * low(COLUMNS))
-        b.sum_columns("columns", low(WIDE_COLUMNS))
+        b.emit(Pick, (b.kv,), (buffers.COLUMNS,), 2 * low(COLUMNS))
+        b.sum_columns(buffers.COLUMNS, low(WIDE_COLUMNS))
     # The first merge moves nothing: its result becomes the output so far. The second merge converts
     # the output to float32.
     merged = {0: NOTHING, 1: ADDED + COPIED}
@@ -47,14 +67,14 @@ def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
         b.begin(at, step)
         _hops(b, step.post)
         b.wait(step.wait)
-        keys, part = f"kv {b.shard(step.keys)}", f"part {at}"
-        b.compute(step, ("q", keys), (part,))
-        b.emit(Merge, (part,), ("total",), moves=merged.get(at, ADDED))
+        keys, part = Kind.KV.of(b.shard(step.keys)), Kind.PART.at(at)
+        b.compute(ComputeForward, step, (buffers.Q, keys), (part,))
+        b.emit(MergeForward, (part,), (buffers.TOTAL,), merged.get(at, ADDED))
         if at == 0 and b.traits.columns:
             b.wait((UNSCHEDULED,))
-            b.emit(ComputeColumns, ("q", "columns", "total"), ("total",))
+            b.emit(ColumnsForward, (buffers.Q, buffers.COLUMNS, buffers.TOTAL), (buffers.TOTAL,))
         b.end_step(step, keys)
-    b.arrange(RESULT, ("q", "total"), ("out", "lse"), COPIED)
+    b.emit(Result, (buffers.Q, buffers.TOTAL), (buffers.OUT, buffers.LSE), COPIED)
 
 
 def keys_backward(b: ProgramBuilder, steps: Steps) -> None:
@@ -69,14 +89,16 @@ def keys_backward(b: ProgramBuilder, steps: Steps) -> None:
         b.begin(at, step)
         _hops(b, step.post)
         b.wait(step.wait)
-        shard, made = b.shard(step.keys), (f"dq {at}", f"dkeys {at}")
-        total = f"dkv {shard}"
-        b.take_sum(total)
-        b.compute(step, (*reads, f"kv {shard}"), made)
-        b.emit(Merge, made, ("dq_sum", total), begins=(total,), moves=ADDED + KEYS_COPIED)
+        shard, made = b.shard(step.keys), (Kind.DQ.at(at), Kind.DKEYS.at(at))
+        keys, total = Kind.KV.of(shard), Kind.DKV.of(shard)
+        b.pooled.add(total)
+        b.emit(TakeSum, (keys,), (total,))
+        b.compute(ComputeBackward, step, (*reads, keys), made)
+        moves = ADDED + KEYS_COPIED
+        b.emit(MergeBackward, made, (buffers.DQ_SUM, total), moves, begins=(total,))
         _exchange_gradients(b, step)
-        b.end_step(step, f"kv {shard}")
-    _end_backward(b, f"dkv {b.own}")
+        b.end_step(step, keys)
+    _end_backward(b, Kind.DKV.of(b.own))
 
 
 def queries_backward(b: ProgramBuilder, steps: Steps) -> None:
@@ -84,29 +106,32 @@ def queries_backward(b: ProgramBuilder, steps: Steps) -> None:
     b.begin(0, steps[0])
     reads = _begin_backward(b, 6 * low(QUERIES) + high(QUERIES))  # includes the message
     placeholder = low(QUERIES) if b.traits.copies_parts else NOTHING
-    b.arrange(MESSAGE, reads, (f"queries {b.own}",))
-    b.arrange(ZERO, (f"kv {b.own}",), ("dkv sum",), timed=False)
+    b.emit(Message, reads, (Kind.QUERIES.of(b.own),))
+    b.emit(Zero, (b.kv,), (buffers.DKV_SUM,))
     for at, step in enumerate(steps):
         b.begin(at, step)
         _hops(b, step.post)
         b.wait(step.wait)
-        computed = [f"queries {b.shard(step.queries)}"] if step.queries else []
+        computed = [Kind.QUERIES.of(b.shard(step.queries))] if step.queries else []
         if step.queries:
-            total, made = f"dqueries {b.shard(step.queries)}", (f"dq {at}", f"dkeys {at}")
-            b.take_sum(total)
-            b.compute(step, (*computed, f"kv {b.own}"), made, placeholder)
+            total = Kind.DQUERIES.of(b.shard(step.queries))
+            made = Kind.DQ.at(at), Kind.DKEYS.at(at)
+            b.pooled.add(total)
+            b.emit(TakeSum, (buffers.Q,), (total,))
+            b.compute(ComputeMessage, step, (*computed, b.kv), made, placeholder)
             moves = COPIED + KEYS_ADDED
-            b.emit(Merge, made, (total, "dkv sum"), begins=(total,), moves=moves)
+            b.emit(MergeBackward, made, (total, buffers.DKV_SUM), moves, begins=(total,))
         _exchange_gradients(b, step)
         b.end_step(step, *computed)
-    b.emit(Reduce, (f"dqueries {b.own}",), ("dq_sum",))
-    _end_backward(b, "dkv sum")
+    b.emit(Reduce, (Kind.DQUERIES.of(b.own),), (buffers.DQ_SUM,))
+    _end_backward(b, buffers.DKV_SUM)
 
 
 def _hops(b: ProgramBuilder, transfers: Sequence[Transfer]) -> None:
     """Send shards to the next rank, and receive other shards into pooled buffers."""
     for t in transfers:
-        leaves, arrives = (f"{t.payload} {b.shard(s)}" for s in (t.sends, t.receives))
+        kind = _CIRCULATING[t.payload]
+        leaves, arrives = kind.of(b.shard(t.sends)), kind.of(b.shard(t.receives))
         b.pooled.add(arrives)
         b.post(t, (leaves,), (arrives,), b.payload(t))
 
@@ -116,34 +141,34 @@ def _exchange_gradients(b: ProgramBuilder, step: ScheduleStep) -> None:
     for number in step.collect:
         post = b.in_flight[number]
         b.wait((number,))
-        word, moves = _RETURNING[post.transfer.payload]
-        total = f"{word} {b.shard(post.transfer.receives)}"
-        b.emit(Reduce, post.writes, (total,), moves=moves)
+        kind, moves = _RETURNING[post.transfer.payload]
+        total = kind.of(b.shard(post.transfer.receives))
+        b.emit(Reduce, post.writes, (total,), moves)
     for t in step.send:
-        word, _ = _RETURNING[t.payload]
-        leaves = f"{word} {b.shard(t.sends)}"
-        arrives = f"{word} {b.shard(t.receives)} by {t.number}"
+        kind, _ = _RETURNING[t.payload]
+        leaves = kind.of(b.shard(t.sends))
+        arrives = Buffer(kind, b.shard(t.receives), generation=t.number)
         b.pooled |= {leaves, arrives}
         b.post(t, (leaves,), (arrives,), b.payload(t))
 
 
-def _begin_backward(b: ProgramBuilder, moves: Size) -> tuple[str, ...]:
+def _begin_backward(b: ProgramBuilder, moves: Size) -> tuple[Buffer, ...]:
     """Begin a ring's backward pass: compute delta if needed, and start the sum of dq.
 
     If columns are gathered, compute their gradients first. Return the names of the buffers that
     a kernel reads in addition to the keys.
     """
     columns = b.traits.columns
-    delta = ("delta",) if columns or not b.traits.needs_out else ()
-    reads = ("q", "dout", "out", "lse", *delta)
-    b.arrange(DELTA, reads[:3], (*delta, *(() if columns else ("dq_sum",))), moves)
+    delta = (buffers.DELTA,) if columns or not b.traits.needs_out else ()
+    reads = (buffers.Q, buffers.DOUT, buffers.OUT, buffers.LSE, *delta)
+    b.emit(Delta, reads[:3], (*delta, *(() if columns else (buffers.DQ_SUM,))), moves)
     if columns:
-        b.emit(ComputeColumns, (*reads, "columns"), ("dq_sum", "dcolumns"))
-        b.sum_columns("dcolumns", high(WIDE_COLUMNS))
+        b.emit(ColumnsBackward, (*reads, buffers.COLUMNS), (buffers.DQ_SUM, buffers.DCOLUMNS))
+        b.sum_columns(buffers.DCOLUMNS, high(WIDE_COLUMNS))
     return reads
 
 
-def _end_backward(b: ProgramBuilder, gradient: str) -> None:
+def _end_backward(b: ProgramBuilder, gradient: Buffer) -> None:
     """End a ring's backward pass: convert the sums of gradients to the compute dtype.
 
     If columns are gathered, add their gradients first.
@@ -153,6 +178,6 @@ def _end_backward(b: ProgramBuilder, gradient: str) -> None:
         b.wait((UNSCHEDULED,))
         # Each rank adds only those columns that are among its own keys.
         moves = 3 * high(COLUMNS) / b.schedule.workers
-        b.emit(AddColumns, ("dcolumns",), (gradient,), moves=moves)
-    reads = ("q", "dq_sum", gradient)
-    b.arrange(GRADIENTS, reads, ("dq", "dk", "dv"), COPIED + KEYS_COPIED)
+        b.emit(AddColumns, (buffers.DCOLUMNS,), (gradient,), moves)
+    reads = (buffers.Q, buffers.DQ_SUM, gradient)
+    b.emit(Gradients, reads, (buffers.DQ, buffers.DK, buffers.DV), COPIED + KEYS_COPIED)

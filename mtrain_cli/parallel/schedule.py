@@ -15,12 +15,12 @@ in the forward pass. In step 1 this rank computes shard 2 and receives shard 1. 
 
 Transfer 0, posted in step 0, brings shard 2 from rank 2. `ring_programs.ring_forward` emits:
 
-    operation  reads       writes   what the executor does
-    Begin      -           -        tags the spans and messages that follow with step 1
-    Post       kv 2        kv 1     starts: send shard 2 to rank 1, receive shard 1 from rank 2
-    Wait       -           -        waits for transfer 0, which brings shard 2
-    Compute    q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
-    Merge      part 1      total    merges these into out and lse so far; frees kv 0 and part 1
+    operation       reads       writes   what the executor does
+    Begin           -           -        tags the spans and messages that follow with step 1
+    PostHop         kv 2        kv 1     starts: send shard 2 to rank 1, receive shard 1 from rank 2
+    Wait            -           -        waits for transfer 0, which brings shard 2
+    ComputeForward  q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
+    MergeForward    part 1      total    merges these into out and lse so far; frees kv 0 and part 1
 
 Transfer 1 forwards the shard that transfer 0 brings, so transfer 1 runs after transfer 0. Step 2
 waits for transfer 1 and computes shard 1.

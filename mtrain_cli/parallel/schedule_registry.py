@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 
-from mtrain_cli.parallel.gather_schedules import (
-    all_gather,
-    group_cast,
-    hierarchical_all_gather,
-    hierarchical_group_cast,
-)
-from mtrain_cli.parallel.ring_schedules import hierarchical_ring, ring
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel.schedule import (
     HEADS,
     PerRank,
@@ -31,8 +26,8 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     Raises:
         ValueError: the exchange does not exist, or the numbers do not fit together.
     """
-    if exchange not in _EXCHANGES:
-        names = ", ".join(_EXCHANGES)
+    if exchange not in EXCHANGE_TRAITS:
+        names = ", ".join(EXCHANGE_TRAITS)
         raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {names}")
     workers, heads = options.workers, options.heads
     if workers % heads:
@@ -43,8 +38,10 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         raise ValueError(f"{options}: every number must be at least 1.")
     if workers > options.per_node and workers % options.per_node:
         raise ValueError(f"{workers} workers: not a multiple of {options.per_node} ranks per node.")
+    module, _, function = EXCHANGE_TRAITS[exchange].schedule.partition(":")
+    make: Callable[[ScheduleOptions], Schedule] = getattr(import_module(module), function)
     if heads == 1:
-        return _EXCHANGES[exchange](options)
+        return make(options)
     groups = workers // heads
     if options.per_node % heads and heads % options.per_node:
         raise ValueError(
@@ -53,9 +50,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         )
     # Neighboring ranks share heads. Keys move between these groups; a node holds per_node of them.
     per_node = min(groups, max(1, options.per_node // heads))
-    return _share_heads(
-        _EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options
-    )
+    return _share_heads(make(replace(options, workers=groups, per_node=per_node, heads=1)), options)
 
 
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
@@ -137,13 +132,3 @@ def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
     number = sum(len(s.transfers) for s in result)
     back = replace(trade, number=number, sends=peers, receives=own)
     return (*result, ScheduleStep((), (), post=(back,), wait=(number,)))
-
-
-_EXCHANGES: dict[str, Callable[[ScheduleOptions], Schedule]] = {
-    "all_gather": all_gather,
-    "hierarchical_all_gather": hierarchical_all_gather,
-    "group_cast": group_cast,
-    "hierarchical_group_cast": hierarchical_group_cast,
-    "ring": ring,
-    "hierarchical_ring": hierarchical_ring,
-}

@@ -20,17 +20,15 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import (
-    AddColumns,
-    Arrange,
     Compute,
-    Merge,
+    Copy,
     Post,
     Program,
-    Reduce,
     ShardSizes,
     Size,
+    Stage,
     Wait,
-    stage_of_keys,
+    Whole,
 )
 from mtrain_cli.parallel.rates import Rates
 from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, INNER, OUTER, Schedule
@@ -139,15 +137,20 @@ class _Walk:
         for op in self.program.operations:
             match op:
                 case Compute():
-                    # Non-negative keys name a rank's own shard.
-                    stage = 0 if op.keys[0] >= 0 else stage_of_keys(op.keys)
-                    seconds = flop[stage] / op.part[1] / self.rates.flops
+                    match op.keys:
+                        case Stage(stage):
+                            of_keys = flop[stage]
+                        case Whole():
+                            of_keys = flop[None]
+                        case _:
+                            of_keys = flop[0]
+                    seconds = of_keys / op.part[1] / self.rates.flops
                     self._compute(_CALL + seconds.reshape(self.now.shape))
                 case Post():
                     self._post(op)
                 case Wait():
                     self.now = np.maximum(self.now, self.arrived[op.number])
-                case Arrange() | Merge() | Reduce() | AddColumns():
+                case Copy():
                     if bytes_moved := self._bytes(op.moves):
                         self.now = self.now + max(_COPY, bytes_moved / self.rates.memory)
         return float(self.now.max())

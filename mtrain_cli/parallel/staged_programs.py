@@ -9,22 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.arrangements import (
-    ADD_DQ,
-    CUT,
-    JOIN,
-    JOIN_OUT,
-    MERGE_ROWS,
-    OWN,
-    OWN_ROWS,
-    PACK,
-    RESULT,
-    SPLIT_ROWS,
-    TAKE,
-    ZERO_ROWS,
+    AddDq,
+    Cut,
+    Join,
+    JoinOut,
+    MergeStage,
+    Own,
+    OwnRows,
+    Pack,
+    ResultOfPart,
+    SplitRows,
+    Take,
+    ZeroRows,
 )
+from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.cast_programs import arrived_rows, post_casts, wait_for_rows
 from mtrain_cli.parallel.gather_programs import joined_size
+from mtrain_cli.parallel.operations import (
+    ComputeBackward,
+    ComputeForward,
+    MergeForward,
+    ReduceRows,
+)
 from mtrain_cli.parallel.program import (
     KEYS,
     NOTHING,
@@ -32,9 +40,9 @@ from mtrain_cli.parallel.program import (
     RECEIVED,
     SENT,
     STATS,
-    Merge,
-    Reduce,
+    Post,
     Size,
+    Unit,
     as_made,
     high,
     low,
@@ -48,24 +56,24 @@ def staged_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Merge the attention over the keys of each stage, one part of the heads after the other."""
     stages = b.schedule.stages
     b.begin(0, steps[0])
-    b.arrange(PACK, ("k", "v"), (f"kv {b.own}",), 2 * low(KEYS))
+    b.emit(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     results = []
     for at, step in enumerate(steps):
         b.begin(at, step)
         post_casts(b, step)
-        piece, keys, part = b.piece(step.part), _keys(b, at, step), f"part {at}"
-        b.compute(step, ("q", keys), (part,))
-        total, parts = f"total {piece[0]}", piece[1]
+        piece, keys, part = b.piece(step.part), _keys(b, at, step), Kind.PART.at(at)
+        b.compute(ComputeForward, step, (buffers.Q, keys), (part,))
+        total, parts = Kind.TOTAL.at(piece[0]), piece[1]
         b.sized[total] = (high(QUERIES) + high(STATS)) / parts
         # As in a ring, the first merge moves nothing, and the second converts the output.
         moves = {0: NOTHING, 1: ADDED + COPIED}.get(at % stages, ADDED)
-        b.emit(Merge, (part,), (total,), moves=moves / parts)
+        b.emit(MergeForward, (part,), (total,), moves / parts)
         if at % stages == stages - 1:
-            results.append(f"result {piece[0]}")
+            results.append(Kind.RESULT.at(piece[0]))
             b.sized[results[-1]] = (low(QUERIES) + high(STATS)) / parts
-            b.arrange(RESULT, ("q", total), results[-1:], COPIED / parts, piece=piece)
+            b.emit(ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
     moves = 2 * low(QUERIES) if len(results) > 1 else NOTHING
-    b.arrange(JOIN_OUT, results, ("out", "lse"), moves)
+    b.emit(JoinOut, results, (buffers.OUT, buffers.LSE), moves)
     b.wait(b.under_way)
 
 
@@ -85,40 +93,40 @@ def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
         if step.stage:
             _return_rows(b, at, step, begins=at == first)
             continue
-        results.append("dq" if len(steps) == stages else f"dq part {step.part[0]}")
+        results.append(buffers.DQ if len(steps) == stages else Kind.DQ_PART.at(step.part[0]))
         parts = b.piece(step.part)[1]
         b.sized[results[-1]] = low(QUERIES) / parts
         moves = (2 * COPIED + (stages - 1) * ADDED) / parts
-        of_stages = [f"dq {n}" for n in range(first, at + 1)]
+        of_stages = [Kind.DQ.at(n) for n in range(first, at + 1)]
         extra = {"piece": b.piece(step.part), "scratch": high(QUERIES) / parts}
-        b.arrange(ADD_DQ, ("q", *of_stages), results[-1:], moves, **extra)
+        b.emit(AddDq, (buffers.Q, *of_stages), results[-1:], moves, **extra)
     b.wait(b.under_way)
     sums.append(_own_gradients(b, len(steps) - stages, steps[-stages:]))
-    b.arrange(OWN, (f"kv {b.own}", *sums), ("dk", "dv"), timed=False)
-    # Under Ulysses the last operation, ADD_HEADS, carries this charge.
+    b.emit(Own, (b.kv, *sums), (buffers.DK, buffers.DV))
+    # Under Ulysses the last operation, AddHeads, carries this charge.
     moves = NOTHING if b.sharing > 1 else joined_size(len(results))
-    b.arrange(JOIN, results, ("dq",), moves, timed=False)
+    b.emit(Join, results, (buffers.DQ,), moves)
 
 
-def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> str:
+def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
     """Wait for the keys of a step. Return the name of the buffer that the kernel reads."""
-    own, keys, piece = f"kv {b.own}", f"keys {at}", b.piece(step.part)
+    own, keys, piece = b.kv, Kind.KEYS.at(at), b.piece(step.part)
     if step.stage:
-        rows = wait_for_rows(b, step)
-        b.sized[keys] = _received(b, rows, low) / piece[1]
-        b.arrange(MERGE_ROWS, rows, (keys,), 2 * b.sized[keys], piece=piece, stage=step.stage)
+        casts = wait_for_rows(b, step)
+        b.sized[keys] = _received(casts, low) / piece[1]
+        rows = [post.writes[0] for post in casts]
+        b.emit(MergeStage, rows, (keys,), 2 * b.sized[keys], stage=step.stage)
         return keys
     if piece[1] == 1:
         return own
     b.sized[keys] = low(KEYS) / piece[1]
-    b.arrange(TAKE, (own,), (keys,), 2 * b.sized[keys], piece=piece)
+    b.emit(Take, (own,), (keys,), 2 * b.sized[keys], piece=piece)
     return keys
 
 
-def _received(b: ProgramBuilder, rows: Sequence[str], width: Callable[[str], Size]) -> Size:
-    """Return the size of the rows in these buffers, for all heads."""
-    casts = (b.posted[int(name.split()[1])].cast for name in rows)
-    return total_size(width(RECEIVED[cast]) for cast in casts)
+def _received(casts: Sequence[Post], width: Callable[[Unit], Size]) -> Size:
+    """Return the size of the rows that these casts bring, for all heads."""
+    return total_size(width(RECEIVED[post.cast]) for post in casts)
 
 
 def _compute_gradients(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
@@ -126,13 +134,14 @@ def _compute_gradients(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
     keys, (part, parts) = _keys(b, at, step), b.piece(step.part)
     copies = b.traits.copies_parts and parts > 1
     moves = 4 * low(QUERIES) / parts if copies else NOTHING
-    b.arrange(CUT, ("lse",), (f"lse {at}",), moves, piece=(part, parts))
+    b.emit(Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=(part, parts))
     copied = (2 * low(QUERIES) + high(STATS)) / parts if copies else NOTHING
-    made = f"dq {at}", f"dkeys {at}"
+    made = Kind.DQ.at(at), Kind.DKEYS.at(at)
     b.sized[made[0]], b.sized[made[1]] = low(QUERIES) / parts, as_made(KEYS) / parts
     if step.stage:
-        b.sized[made[1]] = _received(b, arrived_rows(b, step), as_made) / parts
-    b.compute(step, ("q", "dout", "out", f"lse {at}", keys), made, copied)
+        b.sized[made[1]] = _received(arrived_rows(b, step), as_made) / parts
+    reads = buffers.Q, buffers.DOUT, buffers.OUT, Kind.LSE.at(at), keys
+    b.compute(ComputeBackward, step, reads, made, copied)
 
 
 def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool) -> None:
@@ -140,25 +149,25 @@ def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool
 
     begins: whether this step is the first of its part of the heads.
     """
-    rows, parts = f"rows {step.part[0]}", b.piece(step.part)[1]
+    rows, parts = Kind.ROWS.at(step.part[0]), b.piece(step.part)[1]
     size = b.cast_size(high) / parts
     if begins:
         b.sized[rows] = size
-        b.arrange(ZERO_ROWS, (f"kv {b.own}",), (rows,), size, piece=b.piece(step.part))
-    made, arrived = b.sized[f"dkeys {at}"], arrived_rows(b, step)
-    moves = (_received(b, arrived, low) + _received(b, arrived, high)) / parts
-    b.arrange(SPLIT_ROWS, (f"dkeys {at}", rows), (rows,), moves, stage=step.stage, scratch=made / 2)
-    sources: tuple[str, ...] = (rows,)
+        b.emit(ZeroRows, (b.kv,), (rows,), size, piece=b.piece(step.part))
+    made, casts = Kind.DKEYS.at(at), arrived_rows(b, step)
+    moves, scratch = (_received(casts, low) + _received(casts, high)) / parts, b.sized[made] / 2
+    b.emit(SplitRows, (made, rows), (rows,), moves, stage=step.stage, scratch=scratch)
+    sources: tuple[Buffer, ...] = (rows,)
     for t in step.send:
         # Rows that crossed nodes return there last, after the cast inside the node has returned.
         crosses = b.forwards(t) or len(b.casts) == 1
         cast = 0 if crosses else step.stage
         assert cast is not None
-        b.post(t, sources, (f"returned {t.number}",), high(RECEIVED[cast]) / parts, cast=cast)
-        sources = rows, f"returned {t.number}"
+        b.post(t, sources, (Kind.RETURNED.at(t.number),), high(RECEIVED[cast]) / parts, cast=cast)
+        sources = rows, Kind.RETURNED.at(t.number)
 
 
-def _own_gradients(b: ProgramBuilder, at: int, of_part: Steps) -> str:
+def _own_gradients(b: ProgramBuilder, at: int, of_part: Steps) -> Buffer:
     """Add what other ranks returned to the gradients of this rank's own rows.
 
     Return the name of the buffer with the sum.
@@ -167,14 +176,14 @@ def _own_gradients(b: ProgramBuilder, at: int, of_part: Steps) -> str:
     of_part: the part's steps.
     """
     part, parts = of_part[0].part[0], b.piece(of_part[0].part)[1]
-    rows, own = f"rows {part}", f"own rows {part}"
+    rows, own = Kind.ROWS.at(part), Kind.OWN_ROWS.at(part)
     for step in of_part:
         # The last transfer of a step returns to the owners; others return to a relay.
         for t in step.send[-1:]:
             post = b.posted[t.number]
             moves = 3 * high(SENT[post.cast]) / parts
-            b.emit(Reduce, post.writes, (rows,), moves=moves, cast=post.cast)
+            b.emit(ReduceRows, post.writes, (rows,), moves, cast=post.cast)
     b.sized[own] = high(KEYS) / parts
-    made = f"dkeys {at + len(of_part) - 1}"
-    b.arrange(OWN_ROWS, (rows, made), (own,), (2 * high(KEYS) + KEYS_ADDED) / parts)
+    made = Kind.DKEYS.at(at + len(of_part) - 1)
+    b.emit(OwnRows, (rows, made), (own,), (2 * high(KEYS) + KEYS_ADDED) / parts)
     return own

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
@@ -29,7 +28,7 @@ from mtrain_cli.profiling.measurement import (
 from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import Estimated, estimated
-from mtrain_cli.training.batch import BatchMaker, MixedAttention
+from mtrain_cli.training.batch import Batches, Layouts, MixedAttention, attention_setups
 from mtrain_cli.training.flops import causal_pairs
 
 PEER = "torch context_parallel, cuDNN"
@@ -67,12 +66,7 @@ def _measure(
     progress: MeasurementProgress,
     first_part: int,
 ) -> bool:
-    """Record all samples of cases with equal sequence length. Return whether a stop was requested.
-
-    Each sample runs every case twice, with and without recording.
-
-    first_part: number of the first file of rows that this call writes.
-    """
+    """Record all samples of cases of equal length. Return whether a stop was requested."""
     inputs: dict[tuple[str, int], _Inputs] = {}
     attentions = [_Attention.make(case, bench, inputs) for case in cases]
     for attention in attentions:
@@ -150,22 +144,13 @@ class _Attention:
     def make(
         case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], _Inputs]
     ) -> _Attention:
-        """Build the attention of a case.
-
-        inputs: random tensors by (layout, padded length). Cases with equal layout and length share
-            their tensors. The call adds missing tensors.
-        """
+        """Build the attention of a case. inputs: by (layout, padded length), shared by cases."""
         layout, choices = case.choices.layout, case.choices
-        make = BatchMaker(
-            case.exchange,
-            choices.kernel,
+        make = Batches(
+            Layouts(case.exchange, choices.balancer),
+            attention_setups(case.config, choices),
             bench.device,
-            mask=MaskRule.of(case.config),
-            pattern=choices.pattern,
-            dense_layers=case.config.sparsity.dense_of(case.config.model.num_layers),
-            dense_kernel=choices.dense_kernel and choices.dense_kernel[0],
             layers=case.config.model.num_layers,
-            balancer=choices.balancer,
         )
         attend = make(_samples(case.config, bench)).attention
         key = layout.name, layout.padded_seq
@@ -174,14 +159,7 @@ class _Attention:
         return _Attention(case, bench, attend, inputs[key])
 
     def __call__(self, recorded: bool) -> _Times:
-        """Wait for all workers, then run both passes.
-
-        Args:
-            recorded: whether to record the spans of the passes.
-
-        Returns:
-            This worker's (forward, backward) times of each layer in seconds.
-        """
+        """Wait for all workers, run both passes, and return this worker's times by layer."""
         batch = self.attend.for_next_batch().with_kept_indices()
         recorder = self.bench.collector.recorder
         self.case.exchange.set_recorder(recorder if recorded else None)
@@ -199,10 +177,7 @@ class _Attention:
 
 
 def _samples(config: Config, bench: Bench) -> list[Sample]:
-    """Return the first sequences of the data if these bring masks, else sequences of one document.
-
-    Each context group has its own sequences of the data. Only their masks are used.
-    """
+    """Return this context group's first sequences, of which only the masks count."""
     count, seq = config.train.micro_batch, config.seq
     if config.data.mask_key is None:
         return [Sample(*np.zeros((3, seq), np.int32))] * count
@@ -217,11 +192,8 @@ def _heads(config: Config) -> tuple[int, ...]:
 
 
 def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
-    """Yield this worker's random q, k, v and dout, each [batch, tokens, heads, head_dim].
-
-    All workers of a context group draw the same whole sequences, and each worker keeps its own
-    tokens. Cases with different layouts therefore compute the same sequences.
-    """
+    """Yield this worker's random q, k, v and dout, each [batch, tokens, heads, head_dim]."""
+    # Workers draw the same sequences and keep their tokens, whatever the layout.
     layout, config = case.choices.layout, case.config
     head_dim = config.model.head_dim
     options: dict[str, Any] = {"device": bench.device, "dtype": case.choices.dtype}
@@ -264,12 +236,7 @@ def _note_times(
     attention: _Attention,
     by_kind: Sequence[dict[str, float]],
 ) -> None:
-    """Add the times of a layer to the entry of a case.
-
-    With several kinds of layers, add the mean of the measured layers, and the times of each.
-
-    by_kind: result of `_medians` for each measured layer.
-    """
+    """Add the times of a layer to the entry of a case: the mean of the kinds, and each kind."""
     facts.update({name: float(np.mean([of[name] for of in by_kind])) for name in by_kind[0]})
     attend = attention.attend
     if isinstance(attend, MixedAttention):
@@ -284,13 +251,7 @@ def _note_times(
 
 
 def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the median times of forward and backward in ms, and the spread of their sum.
-
-    The spread is (max - min) / median over iterations. An iteration takes as long as its slowest
-    worker.
-
-    times: this worker's (forward, backward) times of each iteration, in seconds.
-    """
+    """Return the medians in ms of the slowest worker's times, and (max - min) / median."""
     ms = bench.slowest(times) * 1e3
     forward, backward = (float(median) for median in np.median(ms, 0))
     both = ms.sum(1)

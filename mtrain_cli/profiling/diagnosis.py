@@ -25,7 +25,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.grouping import grouped
 from mtrain_cli.launch.environment import cpu_cores, host_memory, loopback_variables
-from mtrain_cli.profiling.kernel_benchmark import installed_version
+from mtrain_cli.profiling.timing import installed_version
 from mtrain_cli.training.memory import GIB
 
 # (name to show, distributions that provide it, extra that installs it, purpose)

@@ -6,30 +6,23 @@ this device.
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest
+from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.profiling.timing import dtype_name, median_ms
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.sparsity.fixed import fixed_index
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +53,53 @@ class KernelCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelTime:
-    """Median times of one kernel on one case. Numbers of pairs are sums over all heads.
+class CallTime:
+    """Median times of one kernel on one case.
 
-    pairs: number of query-key pairs to compute.
-    blocks: number of block pairs on slashes.
-    column_pairs: number of query-key pairs of single columns.
-    forward_ms, backward_ms: median time of a call in milliseconds.
+    pairs: number of query-key pairs to compute, summed over the heads.
+    forward_ms, backward_ms: median time of a call; None for a backward that the kernel lacks.
     forward_tflops, backward_tflops: throughput in TFLOP/s, from ``pairs`` and
         `work_counts.FLOP_PER_PAIR`.
-    forward_ratio, backward_ratio: time of dense attention in the same run, divided by this time;
-        None without a dense time.
+    forward_ratio, backward_ratio: time of another implementation in the same run, divided by this
+        time; None without such a time.
+    """
+
+    derived: ClassVar = ("forward_tflops", "backward_tflops")
+    kernel: str
+    case: KernelCase
+    pairs: int
+    forward_ms: float
+    backward_ms: float | None
+    forward_ratio: float | None = None
+    backward_ratio: float | None = None
+
+    @property
+    def forward_tflops(self) -> float:
+        return FLOP_PER_PAIR[FORWARD] * self.case.head_dim * self.pairs / self.forward_ms / 1e9
+
+    @property
+    def backward_tflops(self) -> float | None:
+        if self.backward_ms is None:
+            return None
+        return FLOP_PER_PAIR[BACKWARD] * self.case.head_dim * self.pairs / self.backward_ms / 1e9
+
+    def compared(self, base: CallTime | None) -> Self:
+        """Return these times with the ratios of ``base``; without ratios if it is None."""
+        if base is None:
+            return self
+        backward = None
+        if base.backward_ms and self.backward_ms:
+            backward = base.backward_ms / self.backward_ms
+        forward = base.forward_ms / self.forward_ms
+        return replace(self, forward_ratio=forward, backward_ratio=backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime(CallTime):
+    """Median times of one kernel with one index. The ratios are to dense attention.
+
+    blocks: number of block pairs on slashes, summed over the heads.
+    column_pairs: number of query-key pairs of single columns, summed over the heads.
     form: form of the call, one of the names in `simulation.calibration`; None to derive the form
         from the density.
     what: name of the call that was timed for one worker (`profiling.worker_calls`); `whole` for a
@@ -79,57 +108,13 @@ class KernelTime:
     skips: whether the kernel skips the pairs that the index leaves out.
     """
 
-    kernel: str
-    case: KernelCase
-    pairs: int
-    blocks: int
-    column_pairs: int
-    forward_ms: float
-    backward_ms: float
-    forward_tflops: float
-    backward_tflops: float
-    forward_ratio: float | None
-    backward_ratio: float | None
+    blocks: int = 0
+    column_pairs: int = 0
     form: str | None = None
     workers: int = 1
     what: str = "whole"
     mask_pairs: int | None = None
     skips: bool = True
-
-    @staticmethod
-    def make(
-        kernel: Kernel,
-        case: KernelCase,
-        ms: tuple[float, float],
-        counts: tuple[int, int, int],
-        *,
-        dense: KernelTime | None = None,
-        **more: Any,
-    ) -> KernelTime:
-        """Return the times of a case, and compute its throughput and ratios.
-
-        Args:
-            ms: (forward, backward) times in milliseconds.
-            counts: numbers of (pairs, blocks, column_pairs).
-            dense: times of dense attention in the same run; None to compute no ratios.
-        """
-        (forward, backward), (pairs, blocks, column_pairs) = ms, counts
-        products = case.head_dim * pairs
-        return KernelTime(
-            kernel=kernel.name,
-            case=case,
-            pairs=pairs,
-            blocks=blocks,
-            column_pairs=column_pairs,
-            forward_ms=forward,
-            backward_ms=backward,
-            forward_tflops=FLOP_PER_PAIR[FORWARD] * products / forward / 1e9,
-            backward_tflops=FLOP_PER_PAIR[BACKWARD] * products / backward / 1e9,
-            forward_ratio=dense.forward_ms / forward if dense else None,
-            backward_ratio=dense.backward_ms / backward if dense else None,
-            skips=kernel.skips,
-            **more,
-        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +158,7 @@ class KernelBench:
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
         index = None if case.density is None else IndexRequest(case.block, bitmap=False)
         return KernelRequest(
-            self.device, capability, _dtype_name(self.dtype), case.head_dim, case.heads,
+            self.device, capability, dtype_name(self.dtype), case.head_dim, case.heads,
             case.kv_heads, index=index, intervals=intervals,
         )  # fmt: skip
 
@@ -182,7 +167,7 @@ class KernelBench:
 
         never: True if the kernel cannot run any case.
         """
-        surveyed = dict.fromkeys(found for case in cases for found in self.survey(case))
+        surveyed = dict.fromkeys(answer for case in cases for answer in self.survey(case))
         served = {name for name, reason in surveyed if reason is None}
         return [(name, reason, name not in served) for name, reason in surveyed if reason]
 
@@ -204,30 +189,31 @@ class KernelBench:
         ]
 
     def time_passes(
-        self,
-        kernel: Kernel,
-        case: KernelCase,
-        tiles: Tiles,
-        inputs: Sequence[torch.Tensor],
-        *,
-        with_delta: bool = False,
-    ) -> tuple[float, float]:
-        """Return the times of the (forward, backward) pass in ms.
+        self, kernel: Kernel, case: KernelCase, tiles: Tiles, *, with_delta: bool = False
+    ) -> dict[str, Any]:
+        """Return forward_ms and backward_ms of a kernel on random inputs.
 
         with_delta: whether to compute delta before the timed calls, as a ring does. A kernel that
             needs the output always computes delta in the timed call.
         """
-        q, k, v, dout = inputs
+        q, k, v, dout = self.inputs(case, tiles.num_queries, tiles.num_keys)
         scale = case.head_dim**-0.5
         out, lse = kernel.forward(q, k, v, tiles, scale)
         delta = row_delta(out, dout) if with_delta and not kernel.needs_out else None
-        return (
-            self.median_ms(lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale)),
-            self.median_ms(lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale)),
+        return self.time_calls(
+            lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale),
+            lambda: kernel.backward(dout, Saved(q, k, v, out, lse, delta), tiles, scale),
         )
 
-    def median_ms(self, call: Callable[[], Any]) -> float:
-        return median_ms(call, self.device, self.repeats)
+    def time_calls(
+        self, forward: Callable[[], Any], backward: Callable[[], Any] | None
+    ) -> dict[str, Any]:
+        """Return forward_ms and backward_ms, the latter None without a backward."""
+        calls = {"forward_ms": forward, "backward_ms": backward}
+        return {
+            name: call and median_ms(call, self.device, self.repeats)
+            for name, call in calls.items()
+        }
 
 
 def profile_kernels(bench: KernelBench, cases: Sequence[KernelCase]) -> Iterator[KernelTime]:
@@ -245,98 +231,26 @@ def profile_kernels(bench: KernelBench, cases: Sequence[KernelCase]) -> Iterator
             yield dense[base]
         if case.density is not None:
             for kernel in bench.kernels(case):
-                yield _measure(bench, kernel, case, dense[base])
+                yield _measure(bench, kernel, case).compared(dense[base])
 
 
-def _measure(
-    bench: KernelBench, kernel: Kernel, case: KernelCase, dense: KernelTime | None = None
-) -> KernelTime:
+def _measure(bench: KernelBench, kernel: Kernel, case: KernelCase) -> KernelTime:
     mask, everywhere = SequenceMask.causal(case.seq, case.seq), np.arange(case.seq)
     tiles = bench.tiles(mask, everywhere, everywhere, case)
-    counts = mask.pairs * case.heads, 0, 0
+    mask_pairs = mask.pairs * case.heads
+    counts: dict[str, Any] = {"pairs": mask_pairs}
     if case.density is not None:
         index = case.index()
-        found = index.counts(MaskTables.make([mask], case.block))
-        counts = int(found.pairs.sum()), int(found.blocks.sum()), int(found.column_pairs.sum())
+        work = index.counts(MaskTables.make([mask], case.block))
+        counts = {
+            name: int(getattr(work, name).sum()) for name in ("pairs", "blocks", "column_pairs")
+        }
         tiles = tiles.with_index(index.to(bench.device))
-    ms = bench.time_passes(kernel, case, tiles, bench.inputs(case, case.seq, case.seq))
-    return KernelTime.make(
-        kernel, case, ms, counts, dense=dense, mask_pairs=mask.pairs * case.heads
+    return KernelTime(
+        kernel=kernel.name,
+        case=case,
+        **counts,
+        **bench.time_passes(kernel, case, tiles),
+        mask_pairs=mask_pairs,
+        skips=kernel.skips,
     )
-
-
-def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """Return the median time of a call in milliseconds, after two warm-up calls.
-
-    device: `cuda` to measure with CUDA events. Any other device uses the monotonic clock.
-    """
-    for _ in range(2):
-        call()
-    times = []
-    for _ in range(repeats):
-        if device == "cuda":
-            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            started.record()
-            call()
-            ended.record()
-            ended.synchronize()
-            times.append(started.elapsed_time(ended))
-        else:
-            clock = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - clock) * 1e3)
-    return statistics.median(times)
-
-
-def save_times(
-    path: Path,
-    times: Sequence[Any],
-    command: str,
-    dtype: torch.dtype,
-    device: str,
-    kind: str = "kernels",
-    **settings: Any,
-) -> None:
-    """Write a calibration file: hardware, versions, command, settings and all times."""
-    document = {
-        "schema": SCHEMA,
-        "kind": kind,
-        "device": device_name(device),
-        "dtype": _dtype_name(dtype),
-        "threads": torch.get_num_threads() if device == "cpu" else None,
-        "versions": versions(),
-        "command": command,
-        **settings,
-        "times": [asdict(t) for t in times],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def device_name(device: str) -> str:
-    """Return the name of the GPU for device `cuda`, else the CPU model, or "CPU" if unknown."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(filter(None, [*models, platform.processor(), platform.machine()]), "CPU")
-
-
-def versions() -> dict[str, str | None]:
-    names = "torch", "triton", "flash-attn-4", "cupy-cuda13x"
-    return {name: installed_version(name) for name in names}
-
-
-def installed_version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,12 @@ from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.pipeline_group import PipelineGroup
 from mtrain_cli.parallel.pipeline_schedule import ACTIVATIONS
 from mtrain_cli.parallel.tensor_group import TensorGroup
-from mtrain_cli.profiling.kernel_benchmark import device_name, median_ms, versions
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
+from mtrain_cli.profiling.timing import device_name, measure, median_ms, result_document
 from mtrain_cli.simulation import link_fit
 from mtrain_cli.training.flops import peak_flops
 
 TARGET = "mtrain_cli.profiling.link_benchmark:run"
-SCHEMA = 1
 FILE, CLUSTER = "links.json", "cluster.yaml"
 _IN_A_ROW = 4  # messages per timed round, after one warm-up message
 _AT_LEAST_US = 20_000.0  # messages during a computation last at least this long
@@ -86,8 +86,8 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     if (tensor := bench.tensor_group()) is not None:
         operations += _tensor_operations(tensor, bench.device)
     if (stages := bench.pipeline_group()) is not None:
-        messages = _StageMessages(stages, bench.device)
-        operations.append(_Operation(schedule.STAGE, link_fit.HOP, 2, messages.hop))
+        start = partial(_stage_hop, stages, bench.device)
+        operations.append(_Operation(schedule.STAGE, link_fit.HOP, 2, start))
     times: list[link_fit.LinkTime] = []
     stopped = False
     bench.synchronize()
@@ -113,11 +113,7 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
 
 @dataclass(frozen=True)
 class _Operation:
-    """One kind of message on one class of links.
-
-    start: a function that takes a size in bytes and prepares a message. It returns a function that
-        starts the message, and the number of bytes per rank.
-    """
+    """A kind of message. start: prepares a size; returns what starts it, and bytes per rank."""
 
     link: str
     what: str
@@ -128,57 +124,61 @@ class _Operation:
 
 def _operations(group: ContextGroup, device: torch.device) -> Iterator[_Operation]:
     per_node = group.per_node
-    node = tuple(range(group.rank // per_node * per_node, (group.rank // per_node + 1) * per_node))
-    counterparts = tuple(range(group.rank % per_node, group.size, per_node))
-    for link, members in ((link_fit.INNER, node), (link_fit.OUTER, counterparts)):
-        if len(members) < 2:
-            continue
-        messages = _Messages(group, link, members, device)
-        n, several = len(members), link == link_fit.OUTER and per_node > 1
-        takes_part = not several or group.rank % per_node == 0
-        yield _Operation(link, link_fit.HOP, n, messages.hop, takes_part)
-        if several:
-            yield _Operation(link, link_fit.HOPS_AT_ONCE, n, messages.hop)
-        yield _Operation(link, link_fit.TWO_HOPS, n, messages.two_hops)
-        yield _Operation(link, link_fit.GATHER, n, messages.gather)
-        yield _Operation(link, link_fit.SCATTER, n, messages.scatter)
-        yield _Operation(link, link_fit.ALL_TO_ALL, n, messages.trade)
-
-
-def _tensor_operations(group: TensorGroup, device: torch.device) -> Iterator[_Operation]:
-    """Yield the messages of tensor parallelism. All tensor groups send theirs at once."""
-    messages = _TensorMessages(group, device)
-    for what, start in (
-        (link_fit.GATHER, messages.gather),
-        (link_fit.SCATTER, messages.scatter),
+    node = range(group.rank // per_node * per_node, (group.rank // per_node + 1) * per_node)
+    counterparts = range(group.rank % per_node, group.size, per_node)
+    for link, channel, members in (
+        (link_fit.INNER, schedule.INNER, node),
+        (link_fit.OUTER, schedule.OUTER, counterparts),
     ):
-        yield _Operation(schedule.TENSOR, what, group.size, start)
-
-
-class _Messages:
-    """Messages in one ring, sent with the same calls as in `parallel.transport`.
-
-    members: the ranks of the ring, in ring order.
-    """
-
-    def __init__(
-        self, group: ContextGroup, link: str, members: tuple[int, ...], device: torch.device
-    ) -> None:
-        channel = {link_fit.INNER: schedule.INNER, link_fit.OUTER: schedule.OUTER}[link]
-        self.group, self.other = (
-            group.channel(channel, payload) for payload in (schedule.KV, schedule.DKV)
-        )
+        ranks = len(members)
+        if ranks < 2:
+            continue
         at = members.index(group.rank)
-        self.to, self.source = members[(at + 1) % len(members)], members[at - 1]
-        self.ranks, self.device = len(members), device
+        messages = _Messages(
+            device, ranks,
+            group.channel(channel, schedule.KV), group.channel(channel, schedule.DKV),
+            to=members[(at + 1) % ranks], source=members[at - 1],
+        )  # fmt: skip
+        several = link == link_fit.OUTER and per_node > 1
+        takes_part = not several or group.rank % per_node == 0
+        yield _Operation(link, link_fit.HOP, ranks, messages.hop, takes_part)
+        for what, start in (
+            *([(link_fit.HOPS_AT_ONCE, messages.hop)] if several else []),
+            (link_fit.TWO_HOPS, messages.two_hops),
+            (link_fit.GATHER, messages.gather),
+            (link_fit.SCATTER, messages.scatter),
+            (link_fit.ALL_TO_ALL, messages.trade),
+        ):
+            yield _Operation(link, what, ranks, start)
 
-    def _tensor(self, size: int, *shape: int) -> torch.Tensor:
-        return torch.ones(
-            *shape, max(_SMALLEST, size) // 4, dtype=torch.float32, device=self.device
-        )
+
+def _tensor_operations(group: TensorGroup, device: torch.device) -> list[_Operation]:
+    """Return the messages of tensor parallelism. All tensor groups send theirs at once."""
+    messages = _Messages(device, group.size, group.process_group, group.process_group)
+    return [
+        _Operation(schedule.TENSOR, link_fit.GATHER, group.size, messages.gather),
+        _Operation(schedule.TENSOR, link_fit.SCATTER, group.size, messages.scatter),
+    ]
+
+
+def _ones(device: torch.device, size: int, *shape: int) -> torch.Tensor:
+    """Return float32 ones [*shape, ...] of ``size`` bytes for each entry of ``shape``."""
+    return torch.ones(*shape, max(_SMALLEST, size) // 4, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Messages with the calls of training: KV in ``group``, gradients in ``other``."""
+
+    device: torch.device
+    ranks: int
+    group: dist.ProcessGroup
+    other: dist.ProcessGroup
+    to: int = -1
+    source: int = -1
 
     def hop(self, size: int) -> tuple[Start, int]:
-        leaving, arriving = self._tensor(size), self._tensor(size)
+        leaving, arriving = (_ones(self.device, size) for _ in range(2))
         return lambda: self._hop(leaving, arriving, self.group), leaving.nbytes
 
     def _hop(
@@ -189,25 +189,21 @@ class _Messages:
 
     def two_hops(self, size: int) -> tuple[Start, int]:
         """Prepare two simultaneous hops: one with KV and one with gradients."""
-        a, b, c, d = (self._tensor(size) for _ in range(4))
-
-        def start() -> list[dist.Work]:
-            return self._hop(a, b, self.group) + self._hop(c, d, self.other)
-
-        return start, a.nbytes
+        a, b, c, d = (_ones(self.device, size) for _ in range(4))
+        return lambda: self._hop(a, b, self.group) + self._hop(c, d, self.other), a.nbytes
 
     def gather(self, size: int) -> tuple[Start, int]:
         others = self.ranks - 1
-        mine = self._tensor(size // others)
-        return lambda: [start_all_gather(mine, self.ranks, self.group)[1]], mine.nbytes * others
+        own = _ones(self.device, size // others)
+        return lambda: [start_all_gather(own, self.ranks, self.group)[1]], own.nbytes * others
 
     def scatter(self, size: int) -> tuple[Start, int]:
         others = self.ranks - 1
-        shards = self._tensor(size // others, self.ranks)
+        shards = _ones(self.device, size // others, self.ranks)
         return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * others
 
     def trade(self, size: int) -> tuple[Start, int]:
-        parts = self._tensor(size // (self.ranks - 1), self.ranks)
+        parts = _ones(self.device, size // (self.ranks - 1), self.ranks)
         arrived = torch.empty_like(parts)
 
         def start() -> list[dist.Work]:
@@ -220,41 +216,22 @@ class _Messages:
         return start, parts[0].nbytes * (self.ranks - 1)
 
 
-class _TensorMessages(_Messages):
-    """Messages in a tensor group, sent with the same calls as in `parallel.tensor_group`."""
-
-    def __init__(self, group: TensorGroup, device: torch.device) -> None:
-        self.group = self.other = group.process_group
-        self.ranks, self.device = group.size, device
-
-
-class _StageMessages:
-    """Messages from each stage to the next, sent with the same calls as in `pipeline_group`.
-
-    All stages send at once. The last one only receives.
-    """
-
-    def __init__(self, group: PipelineGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-
-    def hop(self, size: int) -> tuple[Start, int]:
-        elements = max(_SMALLEST, size) // 4
-        leaving, arriving = (torch.ones(elements, device=self.device) for _ in range(2))
-        stage, ranks = self.group.stage, self.group.ranks
-        channels = {
-            (stage - 1, stage): (dist.irecv, arriving, stage - 1),
-            (stage, stage + 1): (dist.isend, leaving, stage + 1),
-        }
-        messages = [
-            dist.P2POp(operation, tensor, ranks[peer], channel)
-            for (sender, receiver), (operation, tensor, peer) in channels.items()
-            if (channel := self.group.channels.get((ACTIVATIONS, sender, receiver))) is not None
-        ]
-
-        def start() -> list[dist.Work]:
-            return [work for one in messages for work in dist.batch_isend_irecv([one])]
-
-        return start, leaving.nbytes
+def _stage_hop(group: PipelineGroup, device: torch.device, size: int) -> tuple[Start, int]:
+    """Prepare a message from each stage to the next. The last stage only receives."""
+    leaving, arriving = (_ones(device, size) for _ in range(2))
+    stage = group.stage
+    messages = [
+        dist.P2POp(operation, tensor, group.ranks[peer], channel)
+        for operation, tensor, peer, hop in (
+            (dist.irecv, arriving, stage - 1, (stage - 1, stage)),
+            (dist.isend, leaving, stage + 1, (stage, stage + 1)),
+        )
+        if (channel := group.channels.get((ACTIVATIONS, *hop))) is not None
+    ]
+    return (
+        lambda: [work for message in messages for work in dist.batch_isend_irecv([message])],
+        leaving.nbytes,
+    )
 
 
 def _measured(
@@ -264,43 +241,34 @@ def _measured(
     load: _Load,
     progress: MeasurementProgress,
 ) -> list[link_fit.LinkTime] | None:
-    """Time one operation at all sizes. Return None if a stop was requested.
-
-    Each round times every size once. All ranks must call this function. Ranks that do not take part
-    in the operation only wait.
-    """
+    """Time one operation at all sizes, on all ranks. Return None if a stop was requested."""
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
-    alone: list[list[float]] = [[] for _ in plan.sizes]
-    loaded: list[list[float]] = [[] for _ in plan.sizes]
-    slowdown: list[list[float]] = [[] for _ in plan.sizes]
-
-    def everyone(start: Start, count: int, load: _Load | None) -> list[tuple[float, float | None]]:
-        bench.synchronize()
-        return bench.gather(clock(start, count, load) if operation.takes_part else (0.0, None))
-
-    for repeat in range(plan.repeats + 1):
+    alone: list[list[float]] = [[] for _ in prepared]
+    loaded: list[list[float]] = [[] for _ in prepared]
+    slowdown: list[list[float]] = [[] for _ in prepared]
+    for number in range(1 + plan.repeats + plan.loaded_repeats):
         if bench.stop_requested():
             return None
         for at, (start, _) in enumerate(prepared):
-            us = max(us for us, _ in everyone(start, _IN_A_ROW, None))
-            if repeat:
-                alone[at].append(us)
-        progress.done()
-    for _ in range(plan.loaded_repeats):
-        if bench.stop_requested():
-            return None
-        for at, (start, _) in enumerate(prepared):
-            expected = statistics.median(alone[at])
-            in_a_row = int(min(max(_IN_A_ROW, np.ceil(_AT_LEAST_US / expected)), _MOST_IN_A_ROW))
             bench.synchronize()
-            load.prepare(in_a_row * expected)
-            found = everyone(start, in_a_row, load)
-            loaded[at].append(max(us for us, _ in found))
-            slowdown[at] += [factor for _, factor in found if factor is not None]
+            count, running = _IN_A_ROW, None
+            if number > plan.repeats:
+                expected, running = statistics.median(alone[at]), load
+                count = max(_IN_A_ROW, math.ceil(_AT_LEAST_US / expected))
+                count = min(count, _MOST_IN_A_ROW)
+                load.prepare(count * expected)
+                bench.synchronize()
+            own = clock(start, count, running) if operation.takes_part else (0.0, None)
+            times, factors = zip(*bench.gather(own), strict=True)
+            if running is not None:
+                loaded[at].append(max(times))
+                slowdown[at] += [factor for factor in factors if factor is not None]
+            elif number:
+                alone[at].append(max(times))
         progress.done()
-    sizes = [moved for _, moved in prepared]
-    del prepared
+    sizes = [size for _, size in prepared]
+    del prepared, start
     bench.free_memory()
     return [
         link_fit.LinkTime(
@@ -327,10 +295,7 @@ def _finish(works: Sequence[dist.Work]) -> None:
 
 
 def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
-    """Return the time per message in microseconds, and the factor by which the load slows down.
-
-    load: matrix products to run at the same time. If it is None, the factor is None.
-    """
+    """Return microseconds per message, and the slowdown of the load; None without a load."""
     computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Let the device sleep while the host queues everything, so that the host's time does not count.
@@ -385,13 +350,7 @@ def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float 
 
 
 class _Load:
-    """Matrix products with attention's shapes, to run at the same time as messages.
-
-    A product is short, so that many products run during one message.
-
-    times: number of products to queue.
-    alone: time of one product without messages, in milliseconds.
-    """
+    """Matrix products with attention's shapes, so short that many run during one message."""
 
     def __init__(self, device: torch.device) -> None:
         gpu = device.type == "cuda"
@@ -407,11 +366,8 @@ class _Load:
         torch.bmm(torch.bmm(self.q, self.k.transpose(1, 2)), self.k)
 
     def prepare(self, us: float) -> None:
-        """Choose the number of products: together they outlast messages of ``us`` microseconds.
-
-        Every call measures a product without messages again, because device clocks and host load
-        change.
-        """
+        """Choose the number of products: together they outlast messages of ``us`` microseconds."""
+        # Device clocks and host load change, so measure a product anew.
         self.alone = self._alone()
         self.times = int(min(1000, 1.5 * us / 1e3 / self.alone + 4))
 
@@ -452,20 +408,16 @@ def _machine(device: torch.device) -> link_fit.MeasuredMachine:
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
-    """Return the time in which the host launches a small operation, in microseconds.
+    """Return percentiles 10, 50 and 90 of a small launch, in microseconds."""
+    x, count = torch.ones(64, device=device), 200
 
-    Returns:
-        The 10th, 50th and 90th percentiles, in this order.
-    """
-    x, count, samples = torch.ones(64, device=device), 200, []
-    for _ in range(12):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
+    def many() -> None:
         for _ in range(count):
             torch.add(x, x, out=x)
-        samples.append((time.perf_counter() - began) * 1e6 / count)
-    middle, low, high = _percentiles(samples[2:])
+
+    idle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    samples = measure(many, "cpu", 10, before=idle)
+    middle, low, high = _percentiles([ms * 1e3 / count for ms in samples])
     return low, middle, high
 
 
@@ -481,24 +433,22 @@ def _write_results(
     virtual = environment.nodes > 1 and environment.workers_per_node < environment.local_workers
     gpu = environment.device == "cuda"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpu else None
-    document = {
-        "schema": SCHEMA,
-        "kind": "links",
-        "complete": complete,
-        "device": machine.gpu,
-        "backend": "nccl" if gpu else "gloo",
-        "workers": environment.dims.workers,
-        "per_node": environment.workers_per_node,
-        "nodes": environment.nodes,
-        "virtual_nodes": virtual,
-        "threads": None if gpu else torch.get_num_threads(),
-        "versions": versions() | {"nccl": nccl},
-        "command": facts.get("command", []),
-        "environment": facts,
-        "machine": asdict(machine),
-        "times": [asdict(t) | {"gbps": t.gbps} for t in times],
-        "fits": {},
-    }
+    document = result_document(
+        "links",
+        environment.device,
+        times,
+        facts.get("command", []),
+        complete=complete,
+        backend="nccl" if gpu else "gloo",
+        workers=environment.dims.workers,
+        per_node=environment.workers_per_node,
+        nodes=environment.nodes,
+        virtual_nodes=virtual,
+        environment=facts,
+        machine=asdict(machine),
+        fits={},
+    )
+    document["versions"]["nccl"] = nccl
     if complete:
         document["fits"] = {
             link: {what: asdict(fit) for what, fit in by_operation.items()}
@@ -529,7 +479,3 @@ def cluster_text(document: dict[str, Any]) -> str:
     return f"# Measured on {machines}: {command}\n" + yaml.safe_dump(
         document["cluster"], sort_keys=False, default_flow_style=None, width=160, allow_unicode=True
     )
-
-
-def read_links(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / FILE).read_text())

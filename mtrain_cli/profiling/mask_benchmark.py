@@ -6,9 +6,13 @@ Each mask comes with the predicate that FlexAttention needs, so both compute the
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +20,19 @@ import torch
 from mtrain_cli.attention.kernel_registry import choose
 from mtrain_cli.attention.mask import IntArray, KeySlice, SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import CAUSAL, BlockCausal, Full, SlidingWindow, Video
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
+from mtrain_cli.profiling.kernel_benchmark import CallTime, KernelBench, KernelCase
 from mtrain_cli.profiling.peers import FlexAttention, Predicate
-from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 
 FLEX = "flex"
 _ANSWERS = 8
 _LONGEST_MEAN = 8192  # of the documents' lengths
-_FULL = MaskConfig(kind="full")
+_FULL = Full()
+# Whether a query sees a key, inside its document: a function of both positions.
+Seen = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -43,31 +49,17 @@ class TimedMask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskTime:
-    """Median times of one kernel under one mask.
+class MaskTime(CallTime):
+    """Median times of one kernel under one mask. The ratios are to FlexAttention.
 
     kernel: name of the kernel; `flex` for FlexAttention.
     sizes: as in `TimedMask`.
-    pairs: number of query-key pairs that the mask allows, summed over the heads.
     intervals: most intervals of keys that a query sees.
-    forward_ms, backward_ms: median time of a call; None for a backward that the kernel lacks.
-    forward_tflops, backward_tflops: throughput in TFLOP/s, from ``pairs``.
-    forward_ratio, backward_ratio: time of FlexAttention in the same run, divided by this time; None
-        without such a time.
     """
 
     mask: str
-    kernel: str
-    case: KernelCase
-    pairs: int
     intervals: int
-    forward_ms: float
-    backward_ms: float | None
-    forward_tflops: float
-    backward_tflops: float | None
     sizes: str = ""
-    forward_ratio: float | None = None
-    backward_ratio: float | None = None
 
 
 def documents(seq: int) -> IntArray:
@@ -89,55 +81,39 @@ def make_mask(name: str, seq: int) -> TimedMask:
     return MASKS[name](seq)
 
 
-def _full(seq: int) -> TimedMask:
-    return TimedMask(_rule(_FULL, seq), lambda _: lambda b, h, q, k: k >= 0)  # noqa: ARG005
+def _everywhere(seq: int, mask: MaskSettings, seen: Seen) -> TimedMask:
+    return TimedMask(_rule(mask, seq), lambda _: lambda b, h, q, k: seen(q, k))  # noqa: ARG005
 
 
-def _causal(seq: int) -> TimedMask:
-    return TimedMask(_rule(CAUSAL, seq), lambda _: lambda b, h, q, k: q >= k)  # noqa: ARG005
-
-
-def _documents_full(seq: int) -> TimedMask:
-    def predicate(device: str) -> Predicate:
-        ids = torch.from_numpy(documents(seq)).to(device)
-        return lambda b, h, q, k: ids[q] == ids[k]  # noqa: ARG005
-
-    return TimedMask(_rule(_FULL, seq, documents(seq)), predicate, _sizes_of_documents(seq))
-
-
-def _documents(seq: int) -> TimedMask:
-    def predicate(device: str) -> Predicate:
-        ids = torch.from_numpy(documents(seq)).to(device)
-        return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])  # noqa: ARG005
-
-    return TimedMask(_rule(CAUSAL, seq, documents(seq)), predicate, _sizes_of_documents(seq))
-
-
-def _sizes_of_documents(seq: int) -> str:
-    lengths = np.bincount(documents(seq))
-    return f"{with_count(len(lengths), 'document')} of up to {lengths.max():,} tokens"
+def _all_pairs(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q >= 0) & (k >= 0)
 
 
 def _window(seq: int) -> TimedMask:
     window = max(1, min(1024, seq // 4))
-    mask = MaskConfig(kind="sliding_window", window=window, global_tokens=0)
-    return TimedMask(
-        _rule(mask, seq),
-        lambda _: lambda b, h, q, k: (q >= k) & (q - k < window),  # noqa: ARG005
-        f"{window:,} tokens",
-    )
+    mask = SlidingWindow(window)
+    timed = _everywhere(seq, mask, lambda q, k: (q >= k) & (q - k < window))
+    return replace(timed, sizes=f"{window:,} tokens")
 
 
 def _documents_block_causal(seq: int) -> TimedMask:
     block = max(1, min(2048, seq // 8))
+    mask = BlockCausal(block=block)
+    timed = _in_documents(seq, mask, lambda q, k: k // block <= q // block)
+    return replace(timed, sizes=f"{timed.sizes}, in blocks of {block:,}")
+
+
+def _in_documents(seq: int, mask: MaskSettings, seen: Seen) -> TimedMask:
+    """Return a mask inside `documents`. seen: its predicate of query and key position."""
+    ids = documents(seq)
+    lengths = np.bincount(ids)
 
     def predicate(device: str) -> Predicate:
-        ids = torch.from_numpy(documents(seq)).to(device)
-        return lambda b, h, q, k: (ids[q] == ids[k]) & (k // block <= q // block)  # noqa: ARG005
+        on_device = torch.from_numpy(ids).to(device)
+        return lambda b, h, q, k: seen(q, k) & (on_device[q] == on_device[k])  # noqa: ARG005
 
-    mask = MaskConfig(kind="block_causal", block=block)
-    sizes = f"{_sizes_of_documents(seq)}, in blocks of {block:,}"
-    return TimedMask(_rule(mask, seq, documents(seq)), predicate, sizes)
+    sizes = f"{with_count(len(lengths), 'document')} of up to {lengths.max():,} tokens"
+    return TimedMask(_rule(mask, seq, ids), predicate, sizes)
 
 
 def _video(seq: int) -> TimedMask:
@@ -147,9 +123,7 @@ def _video(seq: int) -> TimedMask:
     height = _divisor(seq // width, side)
     frames = seq // width // height
     along, down = min(9, frames), -(-height // 2)
-    mask = MaskConfig(
-        kind="video", frames=frames, height=height, width=width, window=(along, down, width)
-    )
+    mask = Video(frames=frames, height=height, width=width, window=(along, down, width))
 
     def near(q: torch.Tensor, k: torch.Tensor, size: int, window: int) -> torch.Tensor:
         first = (q - window // 2).clamp(0, size - window)
@@ -189,10 +163,10 @@ def _shared_question(seq: int) -> TimedMask:
 
 
 MASKS: dict[str, Callable[[int], TimedMask]] = {
-    "full": _full,
-    "causal": _causal,
-    "documents_full": _documents_full,
-    "documents": _documents,
+    "full": partial(_everywhere, mask=_FULL, seen=_all_pairs),
+    "causal": partial(_everywhere, mask=CAUSAL, seen=operator.ge),
+    "documents_full": partial(_in_documents, mask=_FULL, seen=_all_pairs),
+    "documents": partial(_in_documents, mask=CAUSAL, seen=operator.ge),
     "window": _window,
     "documents_block_causal": _documents_block_causal,
     "video": _video,
@@ -200,7 +174,7 @@ MASKS: dict[str, Callable[[int], TimedMask]] = {
 }
 
 
-def _rule(mask: MaskConfig, seq: int, documents: IntArray | None = None) -> SequenceMask:
+def _rule(mask: MaskSettings, seq: int, documents: IntArray | None = None) -> SequenceMask:
     return MaskRule(document_mask=True, mask=mask)(documents, seq, seq)
 
 
@@ -213,65 +187,33 @@ def profile_masks(
     bench: KernelBench, names: Sequence[str], cases: Sequence[KernelCase], *, flex: bool
 ) -> Iterator[MaskTime]:
     """Yield the time of each kernel under each mask, FlexAttention's first."""
-    for name in names:
-        for case in cases:
-            timed = make_mask(name, case.seq)
-            base = _measure_flex(bench, name, timed, case) if flex else None
-            if base is not None:
-                yield base
-            for kernel in bench.names or ["auto"]:
-                yield _measure(bench, name, timed, case, kernel, base)
+    for name, case in itertools.product(names, cases):
+        timed = make_mask(name, case.seq)
+        time = partial(
+            MaskTime, mask=name, case=case, pairs=timed.mask.pairs * case.heads,
+            intervals=timed.mask.intervals, sizes=timed.sizes,
+        )  # fmt: skip
+        base = None
+        if flex:
+            base = time(kernel=FLEX, **_time_flex(bench, timed, case))
+            yield base
+        for kernel_name in bench.names or ["auto"]:
+            everywhere = np.arange(case.seq)
+            tiles = Tiles.make([timed.mask.spans(everywhere, everywhere)], bench.device)
+            kernel, _ = choose(kernel_name, bench.request(case, tiles.intervals))
+            ms = bench.time_passes(kernel, case, tiles)
+            yield time(kernel=kernel.name, **ms).compared(base)
 
 
-def _measure(
-    bench: KernelBench,
-    name: str,
-    timed: TimedMask,
-    case: KernelCase,
-    kernel_name: str,
-    base: MaskTime | None,
-) -> MaskTime:
-    everywhere = np.arange(case.seq)
-    tiles = Tiles.make([timed.mask.spans(everywhere, everywhere)], bench.device)
-    kernel, _ = choose(kernel_name, bench.request(case, tiles.intervals))
-    inputs = bench.inputs(case, case.seq, case.seq)
-    time = _time(name, kernel.name, timed, case, bench.time_passes(kernel, case, tiles, inputs))
-    if base is None:
-        return time
-    backward = None
-    if base.backward_ms and time.backward_ms:
-        backward = base.backward_ms / time.backward_ms
-    return replace(time, forward_ratio=base.forward_ms / time.forward_ms, backward_ratio=backward)
-
-
-def _measure_flex(bench: KernelBench, name: str, timed: TimedMask, case: KernelCase) -> MaskTime:
+def _time_flex(bench: KernelBench, timed: TimedMask, case: KernelCase) -> dict[str, Any]:
+    """Return forward_ms and backward_ms of FlexAttention, which has no backward on a CPU."""
     q, k, v, dout = (t.transpose(1, 2).contiguous() for t in bench.inputs(case, case.seq, case.seq))
     call = FlexAttention.make(timed.predicate(bench.device), case.seq, bench.device)
-    with_backward = bench.device != "cpu"
-    inputs = [t.requires_grad_(with_backward) for t in (q, k, v)]
+    if bench.device == "cpu":
+        return bench.time_calls(lambda: call(q, k, v), None)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
     out = call(*inputs)
-    forward, backward = bench.median_ms(lambda: call(*inputs)), None
-    if with_backward:
-        backward = bench.median_ms(
-            lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
-        )
-    return _time(name, FLEX, timed, case, (forward, backward))
-
-
-def _time(
-    name: str, kernel: str, timed: TimedMask, case: KernelCase, ms: tuple[float, float | None]
-) -> MaskTime:
-    pairs, (forward, backward) = timed.mask.pairs * case.heads, ms
-    products = case.head_dim * pairs
-    return MaskTime(
-        mask=name,
-        kernel=kernel,
-        case=case,
-        pairs=pairs,
-        intervals=timed.mask.intervals,
-        forward_ms=forward,
-        backward_ms=backward,
-        forward_tflops=FLOP_PER_PAIR[FORWARD] * products / forward / 1e9,
-        backward_tflops=FLOP_PER_PAIR[BACKWARD] * products / backward / 1e9 if backward else None,
-        sizes=timed.sizes,
+    return bench.time_calls(
+        lambda: call(*inputs),
+        lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True),
     )

@@ -11,10 +11,10 @@ simulator predicts whole steps for any number of workers.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +28,14 @@ from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.model.rope import rope_factor, rotation
 from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
-from mtrain_cli.profiling.kernel_benchmark import median_ms, save_times
+from mtrain_cli.profiling.timing import WARM_UP, ResultFile, median_ms
 from mtrain_cli.simulation.calibration import LOSS
 from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
 from mtrain_cli.sparsity.pattern import MaskedPositions
+from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
-from mtrain_cli.training.run_plan import plan_resolved
-
-_WARM_UP = 2
+from mtrain_cli.training.run_plan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[N
         torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations
         environment = resolve_environment(config)
         choices = resolve_run(config, environment)
-        plan = plan_resolved(config, environment, choices)
+        plan = RunPlan.of(config, environment, Hardware.here(environment.device), choices)
         work = NonAttentionCost.of(plan)
         tokens = plan.layout.tokens_per_worker * config.train.micro_batch
         bench = _Bench(config, choices, torch.device(environment.device))
@@ -84,16 +83,12 @@ def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[N
         ]
         if choices.pattern is not None:
             parts.append((INDEX, bench.index(config.seq, repeats), ComputeCost()))
+        heads = config.model.num_heads
         for part, ms, cost in parts:
             yield NonAttentionTime(
-                part=part,
-                tokens=tokens,
-                rows=work.rows,
-                ms=ms,
-                flop=cost.flop,
-                moved=cost.moved,
-                heads=config.model.num_heads,
-            )
+                part=part, tokens=tokens, rows=work.rows, ms=ms, flop=cost.flop, moved=cost.moved,
+                heads=heads,
+            )  # fmt: skip
 
 
 class _Bench:
@@ -121,7 +116,7 @@ class _Bench:
             decoder.attention_factor,
         )
         moments = []
-        for _ in range(_WARM_UP + repeats):
+        for _ in range(WARM_UP + repeats):
             began, out = recorder.now(), start
             for layer in decoder.layers:
                 out = layer(out, rope, _no_attention)
@@ -131,12 +126,11 @@ class _Bench:
             decoder.zero_grad(set_to_none=True)
             start.grad = None
             del out
-        forward, backward = (
-            statistics.median(
-                recorder.seconds(pair[at], pair[at + 1]) for pair in moments[_WARM_UP:]
-            )
-            for at in (0, 1)
-        )
+        seconds = [
+            [recorder.seconds(*pair) for pair in itertools.pairwise(of_step)]
+            for of_step in moments[WARM_UP:]
+        ]
+        forward, backward = (statistics.median(of_pass) for of_pass in zip(*seconds, strict=True))
         return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
 
     def loss(self, tokens: int, repeats: int) -> float:
@@ -207,19 +201,11 @@ def _no_attention(
     return _NoAttention.apply(q, k, v)
 
 
-def save_non_attention(
-    times: Sequence[NonAttentionTime], path: Path, command: str, config: Config, device: str
-) -> None:
-    """Write the calibration file: hardware, versions, command, settings and all times."""
-    save_times(
-        path,
-        times,
-        command,
-        compute_dtype(config, device),
-        device,
-        NON_ATTENTION_FILE,
-        model=config.model.name,
-        pattern=config.sparsity.pattern,
-        activation_checkpoint=config.train.activation_checkpoint,
-        keep_mlp=config.train.keep_mlp,
-    )
+def result_file(config: Config, device: str) -> ResultFile:
+    settings = {
+        "model": config.model.name,
+        "pattern": config.sparsity.pattern,
+        "activation_checkpoint": config.train.activation_checkpoint,
+        "keep_mlp": config.train.keep_mlp,
+    }
+    return ResultFile(NON_ATTENTION_FILE, device, compute_dtype(config, device), settings)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,15 +20,72 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.fsdp import reshard
-from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer, Place
-from mtrain_cli.profiling.rope_analysis import RotaryFrequencies
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
-from mtrain_cli.sparsity.top_keys import TopKeys
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a measurement is from: step of training or of the checkpoint, sample, and layer."""
+
+    step: int
+    sample: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What a layer's attention reads, and what the patterns chose from it.
+
+    q, k: [1, seq, heads, head_dim] and [1, seq, kv_heads, head_dim], rotated.
+    positions: int64 [seq], rotary positions.
+    masked: the mask, for blocks of the first pattern.
+    rows: int64 [rows], positions of the sampled queries.
+    indices: the index of each pattern by name.
+    per_position: [frequencies], radians per position of the rotary embedding.
+    factor: factor of its cosine and sine.
+    """
+
+    place: Place
+    q: torch.Tensor
+    k: torch.Tensor
+    positions: torch.Tensor
+    masked: MaskedPositions
+    rows: IntArray
+    indices: dict[str, Index]
+    per_position: torch.Tensor
+    factor: float
+
+
+class Analyzer(Protocol):
+    """Analyzes the layers that a sparsity profile measures. Other packages bring one.
+
+    needs_gradients: whether the last measured step also runs backward.
+    """
+
+    @property
+    def needs_gradients(self) -> bool: ...
+
+    def require_memory(self, config: Config, inputs: int, rows: int) -> None:
+        """Raise ConfigError if what it keeps of this number of inputs exceeds the host memory."""
+
+    def on_layer(self, layer: LayerAttention) -> None:
+        """Analyze a layer before its attention runs."""
+
+    def on_output(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        masked: MaskedPositions,
+        place: Place,
+    ) -> None:
+        """Look at inputs and output of a layer's attention that has a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +119,7 @@ def profile_sparsity(
     steps: Sequence[int],
     rows: int,
     progress: Callable[[int, float | None], None],
-    analyzer: AttentionAnalyzer | None = None,
+    analyzer: Analyzer | None = None,
 ) -> list[HeadRecord]:
     """Train on one worker. In the given steps, measure the patterns on the first sequence.
 
@@ -85,7 +143,7 @@ def profile_sparsity(
             else:
                 measurement.pause()
             is_last = step == max(steps)
-            if is_last and not (analyzer is not None and analyzer.request.maps):
+            if is_last and not (analyzer is not None and analyzer.needs_gradients):
                 progress(step, _forward_loss(trainer))
             else:
                 progress(step, trainer.train_step(False).loss)
@@ -95,7 +153,7 @@ def profile_sparsity(
 @torch.no_grad()
 def _forward_loss(trainer: Trainer) -> float | None:
     batches, _ = trainer.next_batches()
-    valid, _ = trainer.totals(batches)
+    valid, _ = trainer.run_step.totals(batches)
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in batches:
         attend = trainer.attention_of(batch)
@@ -131,23 +189,13 @@ class Measurement(Callback):
         trainer: Trainer,
         patterns: Sequence[Pattern],
         rows: int,
-        analyzer: AttentionAnalyzer | None,
-        keep: Callable[[Place, TopKeys | None, dict[str, Index]], None] | None = None,
+        analyzer: Analyzer | None,
     ) -> None:
-        """Prepare to measure a trainer's attention.
-
-        keep: called with what a layer chose: the largest keys, if they are wanted, and the index of
-            each pattern by name.
-        """
         self.records: list[HeadRecord] = []
-        self._keep = keep
         self._measured: set[int] = set()  # layers
         self._patterns, self._rows, self._seq = patterns, rows, trainer.config.seq
         self._analyzer = analyzer
-        decoder = trainer.decoder
-        self._frequencies = RotaryFrequencies(
-            decoder.inverse_frequencies_F, decoder.attention_factor
-        )
+        self._decoder = trainer.decoder
         self._step: int | None = None
         self._sample, self._seed = 0, 0
         self._masked: dict[IndexRequest, MaskedPositions] = {}
@@ -181,7 +229,7 @@ class Measurement(Callback):
             out = attend(q, k, v, layer)
             if self._analyzer is not None and out.requires_grad:
                 masked = self._masked_of(self._patterns[0], batch, q.device)
-                self._analyzer.watch_gradient(q, k, v, out, masked, self._place(layer))
+                self._analyzer.on_output(q, k, v, out, masked, self._place(layer))
             return out
 
         return measure_and_attend
@@ -207,14 +255,20 @@ class Measurement(Callback):
             if self._sample == 0:
                 name = pattern.name
                 self.records += _heads(name, index, q, k, masked, place, sampled, self._seq)
-        largest = None
         if self._analyzer is not None:
-            masked = self._masked_of(self._patterns[0], batch, q.device)
-            largest = self._analyzer.scores(
-                q, k, batch.positions[0], masked, sampled, place, self._frequencies
+            self._analyzer.on_layer(
+                LayerAttention(
+                    place,
+                    q,
+                    k,
+                    batch.positions[0],
+                    self._masked_of(self._patterns[0], batch, q.device),
+                    sampled,
+                    indices,
+                    self._decoder.inverse_frequencies_F,
+                    self._decoder.attention_factor,
+                )
             )
-        if self._keep is not None:
-            self._keep(place, largest, indices)
 
 
 def sampled_rows(patterns: Sequence[Pattern], length: int, seed: int, rows: int) -> IntArray:

@@ -17,7 +17,7 @@ from mtrain_cli.profiling.measurement import (
 )
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import Estimated, estimated
-from mtrain_cli.training.batch import BatchMaker, PackedSample
+from mtrain_cli.training.batch import Batches, Layouts, PackedSample, attention_setups
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.router_batches import OwnLoads, RouterBatches
@@ -67,19 +67,18 @@ class _Rehearsal(Callback):
     ) -> None:
         self.bench, self.trainer, self.writer, self.progress = bench, trainer, writer, progress
         self._make = [
-            BatchMaker(
-                case.exchange,
-                case.choices.kernel,
+            Batches(
+                Layouts(case.exchange, case.choices.balancer),
+                attention_setups(
+                    case.config,
+                    case.choices,
+                    mask=MaskRule.of(trainer.config),
+                    keep=attention_kept(trainer.config.train),
+                ),
                 bench.device,
-                mask=MaskRule.of(trainer.config),
                 layers=trainer.config.model.num_layers,
-                pattern=case.choices.pattern,
-                dense_layers=case.config.sparsity.dense_of(case.config.model.num_layers),
-                dense_kernel=case.choices.dense_kernel and case.choices.dense_kernel[0],
-                keep=attention_kept(trainer.config.train),
                 offload=trainer.offload,
                 tensor=trainer.tensor,
-                balancer=case.choices.balancer,
                 router=RouterBatches.make(trainer.config, case.exchange.group, trainer.tensor),
             )
             for case in writer.cases
@@ -120,26 +119,21 @@ class _Rehearsal(Callback):
     def _compute(
         self, case: MeasurementCase, micro_batches: MicroBatches, *, recorded: bool
     ) -> tuple[list[Estimated], OwnLoads | None, float]:
-        """Run both passes of a case once.
-
-        Returns:
-            Masks and indices of each micro-batch, the loads of the experts, and this worker's time
-            in seconds.
-        """
+        """Run both passes of a case. Return masks and indices, loads of experts, and seconds."""
         trainer, bench = self.trainer, self.bench
         recorder = bench.collector.recorder
-        trainer.record_messages(recorder if recorded else None, case.exchange)
+        trainer.record(recorder if recorded else None, case.exchange)
         batches = [self._make[case.number](samples) for samples in micro_batches]
         attends = [batch.attention.with_kept_indices() for batch in batches]
-        valid, _ = trainer.totals(batches)
+        valid, _ = trainer.run_step.totals(batches)
         bench.synchronize()
         if recorded:
             bench.collector.start()
         began = recorder.now()
-        trainer.forward_backward(batches, attends, valid)
+        trainer.run_step.forward_backward(batches, attends, valid)
         seconds = recorder.seconds(began, recorder.now())
         trainer.states.drop_gradients()
-        trainer.record_messages(None, case.exchange)
+        trainer.record(None, case.exchange)
         computed = [estimated(attend) for attend in attends]
         loads = OwnLoads.of([b.routing for b in batches if b.routing is not None])
         return computed, loads, seconds

@@ -327,11 +327,12 @@ def _write_results(
 
 
 def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None:
-    from mtrain_cli.reporting.step_tables import show_step
+    from mtrain_cli.reporting.step_tables import step_section
     from mtrain_cli.reporting.terminal import make_console
+    from mtrain_cli.reporting.terminal_width import print_section
 
     console = make_console()
-    show_step(console, document)
+    print_section(console, step_section(document))
     console.print(f"files  {folder}", soft_wrap=True)
     if plan.trace:
         viewers = "https://ui.perfetto.dev or chrome://tracing"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.plan import positions_of
-from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
+from mtrain_cli.parallel.program import Compute, Whole
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -70,16 +71,12 @@ class _Worker:
         return counter.count(index, self.rank)[FORWARD]
 
     def time(
-        self,
-        form: str,
-        what: str,
-        ms: tuple[float, float],
-        counts: tuple[int, int, int],
-        mask_pairs: int,
+        self, form: str, what: str, ms: dict[str, Any], mask_pairs: int, **counts: int
     ) -> KernelTime:
-        return KernelTime.make(
-            self.kernel, self.case, ms, counts, form=form, workers=self.layout.workers,
-            what=f"{self.layout.name}, {what}", mask_pairs=mask_pairs,
+        return KernelTime(
+            kernel=self.kernel.name, case=self.case, form=form, workers=self.layout.workers,
+            what=f"{self.layout.name}, {what}", mask_pairs=mask_pairs, skips=self.kernel.skips,
+            **counts, **ms,
         )  # fmt: skip
 
 
@@ -106,12 +103,7 @@ def profile_worker_calls(
 
 
 def _calls(worker: _Worker) -> Iterator[KernelTime]:
-    """Yield the times of the calls of one worker.
-
-    - ring: a call with the keys of the worker's own shard, then a call with another shard's keys
-    - all-gather: a call with the keys of all shards
-    - single columns: a call if the case has columns
-    """
+    """Yield the times of a worker's ring and all-gather calls, and of its single columns."""
     for exchange in (RING, GATHER):
         schedule = worker.schedule(exchange)
         work, masked = (worker.work(schedule, index) for index in (worker.index, None))
@@ -130,9 +122,8 @@ def _time_step(
 ) -> KernelTime:
     """Time one kernel call of a program."""
     bench, case, index, step = worker.bench, worker.case, worker.index, call.step
-    gathered = call.keys == WHOLE_SEQUENCE
-    keys = positions_of(worker.layout, call.keys)
-    tiles = worker.tiles(keys)
+    gathered = isinstance(call.keys, Whole)
+    tiles = worker.tiles(positions_of(worker.layout, call.keys))
     form, columns = LISTS if worker.layout.name == "striped" else DENSE, 0
     if index is not None:
         form = SPARSE if gathered else DIAGONALS
@@ -140,10 +131,10 @@ def _time_step(
         tiles = tiles.with_index(kept.to(bench.device))
         if call.with_columns and work.of_columns is not None:
             columns = int(work.of_columns[0, step])
-    inputs = bench.inputs(case, len(worker.queries), len(keys))
-    ms = bench.time_passes(worker.kernel, case, tiles, inputs, with_delta=not gathered)
-    counts = int(work.pairs[0, step]), int(work.blocks[0, step]), columns
-    return worker.time(form, what, ms, counts, int(masked.pairs[0, step]))
+    ms = bench.time_passes(worker.kernel, case, tiles, with_delta=not gathered)
+    pairs, blocks = int(work.pairs[0, step]), int(work.blocks[0, step])
+    mask_pairs = int(masked.pairs[0, step])
+    return worker.time(form, what, ms, mask_pairs, pairs=pairs, blocks=blocks, column_pairs=columns)
 
 
 def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
@@ -162,11 +153,9 @@ def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
     )
     out, lse = kernel.forward_columns(q, packed, shared, scale, partial)
     delta = row_delta(out.to(q.dtype), dout)
-    ms = (
-        bench.median_ms(lambda: kernel.forward_columns(q, packed, shared, scale, partial)),
-        bench.median_ms(
-            lambda: kernel.backward_columns(dout, q, packed, lse, delta, shared, scale)
-        ),
+    ms = bench.time_calls(
+        lambda: kernel.forward_columns(q, packed, shared, scale, partial),
+        lambda: kernel.backward_columns(dout, q, packed, lse, delta, shared, scale),
     )
     pairs = int(worker.work(worker.schedule(RING), index).column_pairs[0])
-    return worker.time(ALONE_COLUMNS, "columns", ms, (pairs, 0, pairs), pairs)
+    return worker.time(ALONE_COLUMNS, "columns", ms, pairs, pairs=pairs, column_pairs=pairs)

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from mtrain_cli.records.analysis import CaseAnalysis, Estimate
 from mtrain_cli.records.metrics import StepMetrics, rate_unit, steady_steps, timed_steps
 from mtrain_cli.reporting.report_source import ReportSource
-from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.reporting.table import Column, Table
 
 NOISE = (
-    "Noise: twice the standard error of the difference, from the spread over iterations; "
+    "noise: twice the standard error of the difference, from the spread over iterations; "
     "smaller differences are not significant"
 )
 SAME = 5e-4  # ratios closer to 1 than this are equal
-SPARE_OF_COMPARISON = ("first",)  # columns that a narrow terminal drops
 
 
 @dataclass(frozen=True)
@@ -159,31 +156,23 @@ def _rate(steps: Sequence[StepMetrics]) -> Estimate:
     )
 
 
-def comparison_cells(rows: Sequence[RatioComparison]) -> list[list[str]]:
-    """Return rows of cells: run, case, quantity, first value, this value, difference, noise.
-
-    The cell of the run or of the case is blank if it would repeat the row above.
-    """
-    cells, above = [], ("", "")
-    for row in rows:
-        names = (row.run, row.case)
-        numbers = f"{row.first:.4g}", f"{row.other:.4g}", row.difference, row.spread
-        cells.append([*(("", "") if names == above else names), row.what, *numbers])
-        above = names
-    return cells
-
-
-def compare_table(sources: Sequence[ReportSource]) -> Table | None:
-    """Return a table that compares every run with the first; None if they share no quantity."""
-    rows = comparison(sources)
-    if not rows:
-        return None
-    headings = ("run", "case", "what", "first", "this", "difference", "noise")
-    title, caption = f"Compared with {sources[0].name}", f"{NOISE[0].lower()}{NOISE[1:]}"
-    table = new_table(headings, words=3, title=title, caption=caption)
-    for cells in comparison_cells(rows):
-        table.add_row(*map(Text, cells))
-    return table
+def compare_table(sources: Sequence[ReportSource]) -> Table:
+    """Return a table that compares every run with the first; no rows if they share no quantity."""
+    four_digits = "{:.4g}".format
+    columns = [
+        Column("run", lambda row: row.run, key="run", words=True, once=True),
+        Column("case", lambda row: row.case, key="case", words=True, once=True),
+        Column("what", lambda row: row.what, key="what", words=True),
+        Column("first", lambda row: row.first, four_digits, "first", drop=1),
+        Column("this", lambda row: row.other, four_digits, "this"),
+        Column("difference", lambda row: row.difference),
+        Column("", lambda row: row.ratio, key="ratio"),
+        Column("", lambda row: row.noise, key="noise"),
+        Column("noise", lambda row: row.spread),
+        Column("", lambda row: row.verdict, key="verdict"),
+    ]
+    title = f"Compared with {sources[0].name}"
+    return Table(title, columns, comparison(sources), NOISE, "compare")
 
 
 def incomparable(sources: Sequence[ReportSource]) -> list[str]:

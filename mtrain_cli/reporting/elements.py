@@ -14,6 +14,7 @@ from typing import Any
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.printable import same_width
 from mtrain_cli.reporting.plots import Figure
+from mtrain_cli.reporting.table import Lines, Map, Section, Table
 
 _HERE = Path(__file__).parent
 # plotly.js-cartesian-dist-min 4.1.1 from npm, gzipped, with its MIT licence in the same folder.
@@ -64,7 +65,7 @@ def note(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 def definition_list(rows: Sequence[tuple[str, Any]]) -> str:
@@ -98,12 +99,38 @@ def table(
             for i, text in enumerate(texts)
         )
 
-    begins = [f'<tr class="{state}">' for state in states] or ["<tr>"] * len(rows)
+    begins = [f'<tr class="{state}">' if state else "<tr>" for state in states or [""] * len(rows)]
     body = "".join(
         f"{begin}{cells('td', row)}</tr>" for begin, row in zip(begins, rows, strict=True)
     )
     content = f"<thead><tr>{cells('th', heads)}</tr></thead><tbody>{body}</tbody>"
     return f"{TABLE}{content}{TABLE_END}"
+
+
+def report_section(described: Section) -> str:
+    """Return a section with its tables and sentences. Figures replace its heat maps."""
+    content, parts = "", [part for part in described.parts if not isinstance(part, Map)]
+    for part in parts:
+        title = part.title if part.title != described.title else ""
+        shown = shown_table(part) if isinstance(part, Table) else _lines(part)
+        content += f"<h3>{escape(title)}</h3>{shown}" if title and shown else shown
+    return section(described.title, content)
+
+
+def _lines(lines: Lines) -> str:
+    tag = "ol" if lines.numbered else "ul"
+    listed = "".join(f"<li>{escape(line)}</li>" for line in lines.lines)
+    return listed and f"<{tag}>{listed}</{tag}>"
+
+
+def shown_table(shown: Table) -> str:
+    """Return a table with its note, or "" without rows."""
+    columns = shown.shown
+    words = [i for i, column in enumerate(columns) if column.words]
+    heads = [column.heading for column in columns]
+    cells = [list(map(str, row)) for row in shown.cells()]
+    element = table(heads, cells, words, list(map(shown.state, shown.rows)))
+    return element and element + note(sentence(shown.note) if shown.note else "")
 
 
 TABLE, TABLE_END = '<div class="scroll"><table>', "</table></div>"  # A wide table scrolls.

@@ -49,10 +49,7 @@ def _depth_maps(sources: Named) -> Figure:
 
 
 def _by_context(sources: Named) -> Figure:
-    """Draw the loss by context: a line per run, checkpoint, length and attention.
-
-    Of more lines than a reader can tell apart, draw those of the newest checkpoints.
-    """
+    """Draw the loss by context: a line per run, checkpoint, length and attention."""
     found = [
         (run, result)
         for run, results in sources

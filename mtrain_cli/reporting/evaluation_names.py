@@ -157,10 +157,7 @@ def _different(every: Iterable[Iterable[str]]) -> set[str]:
 
 
 def _with_weights(table: Sequence[Result], names: Sequence[str]) -> list[str]:
-    """Return names with the weights where those of one step and name differ.
-
-    The weights in training have no hash to compare.
-    """
+    """Return names with the weights where those of one step and name differ, if both are known."""
     found = list(names)
     weights = [
         next((one for one in result.details if one.startswith(_WEIGHTS)), "") for result in table
@@ -174,11 +171,7 @@ def _with_weights(table: Sequence[Result], names: Sequence[str]) -> list[str]:
 
 
 def _with_details(group: Sequence[Result], names: Sequence[str]) -> list[str]:
-    """Return names of a row with the first details that tell apart results of one name.
-
-    Lengths have details of their own, such as a first sequence. These tell apart results of one
-    place.
-    """
+    """Return names of a row with the first details that tell apart results of one name."""
     found = list(names)
     most = max((len(result.details) for result in group), default=0)
     for number in range(most):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result, format_score
+from mtrain_cli.grouping import grouped
 from mtrain_cli.reporting.evaluation_names import distinguished
-from mtrain_cli.reporting.terminal_width import TextTable, say
+from mtrain_cli.reporting.table import Column, Table
+from mtrain_cli.reporting.terminal_width import print_table, say
 
 RULER, LM_EVAL = "ruler:", "lm-eval:"
 _MARK = "@"  # in the name of a task with another haystack, which no mean includes
 
 
-def evaluation_tables(results: Sequence[Result]) -> list[TextTable]:
+def evaluation_tables(results: Sequence[Result]) -> list[Table]:
     """Return the tables of results, by the steps of the checkpoints."""
-    tables: list[TextTable] = []
+    tables: list[Table] = []
     results = distinguished(results)
     steps = sorted({result.step for result in results}, key=lambda step: step or 0)
     for step in steps:
@@ -32,67 +35,86 @@ def evaluation_tables(results: Sequence[Result]) -> list[TextTable]:
 
 def show_evaluations(console: Console, results: Sequence[Result]) -> None:
     """Print the tables of results."""
-    for each in evaluation_tables(results):
-        each.print(console)
+    for table in evaluation_tables(results):
+        print_table(console, table)
     if not results:
         say(console, "no results")
 
 
-def _by_length(results: Sequence[Result]) -> Iterator[TextTable]:
+def _by_length(results: Sequence[Result]) -> Iterator[Table]:
     others = (RULER, LM_EVAL)
-    for task in dict.fromkeys(r.task for r in results if not r.task.startswith(others)):
-        own = [result for result in results if result.task == task]
+    tasks = grouped((r for r in results if not r.task.startswith(others)), lambda r: r.task)
+    for task, own in tasks.items():
         attentions = list(dict.fromkeys(result.attention for result in own))
         keyed = list(dict.fromkeys(r.attention for r in own if r.key_tokens is not None))
-        rows = []
-        for length in sorted({result.length for result in own}):
-            found = [_find(own, length, attention) for attention in attentions]
-            cells = [_cell(result) for result in found]
-            if keyed:
-                cells += [
-                    _part(result.key_tokens, result.unit) if result else "-"
-                    for result in (_find(own, length, attention) for attention in keyed)
-                ]
-                counts = {r.key_tokens.count for r in found if r and r.key_tokens}
-                cells.append(", ".join(f"{count:,}" for count in sorted(counts)))
-            samples = ", ".join(str(n) for n in sorted({r.samples for r in found if r}))
-            rows.append([format_size(length) if length else "-", *cells, samples])
-        heads = ["length", *attentions]
-        if keyed:
-            heads += [f"{name}\nkey tokens" for name in keyed] + ["key\ntokens"]
+        # A row is the last result of each attention at a length.
+        rows = [
+            {r.attention: r for r in own if r.length == length}
+            for length in sorted({result.length for result in own})
+        ]
+        columns = [
+            Column("length", _length),
+            *(Column(name, lambda row, name=name: row.get(name), _score) for name in attentions),
+            *(Column(f"{name}\nkey tokens", _key_tokens(name), _score) for name in keyed),
+            *([Column("key\ntokens", _key_counts)] if keyed else []),
+            Column("samples", lambda row: _samples(row.values())),
+        ]
         notes = "; ".join(dict.fromkeys(result.note for result in own if result.note))
-        yield TextTable(f"{task}, {_unit(own)}", (*heads, "samples"), rows, note=notes)
+        yield Table(f"{task}, {_unit(own)}", columns, rows, notes)
 
 
-def _ruler(results: Sequence[Result]) -> Iterator[TextTable]:
+def _length(row: dict[str, Result]) -> str | None:
+    length = next(iter(row.values())).length
+    return format_size(length) if length else None
+
+
+def _key_tokens(attention: str) -> Callable[[dict[str, Result]], tuple[Part, str] | None]:
+    def scored(row: dict[str, Result]) -> tuple[Part, str] | None:
+        result = row.get(attention)
+        part = result.key_tokens if result else None
+        return (part, result.unit) if result and part else None
+
+    return scored
+
+
+def _key_counts(row: dict[str, Result]) -> str:
+    counts = {result.key_tokens.count for result in row.values() if result.key_tokens}
+    return ", ".join(f"{count:,}" for count in sorted(counts))
+
+
+def _samples(results: Any) -> str:
+    return ", ".join(str(count) for count in sorted({result.samples for result in results}))
+
+
+def _ruler(results: Sequence[Result]) -> Iterator[Table]:
     own = [result for result in results if result.task.startswith(RULER)]
     if not own:
         return
     tasks = list(dict.fromkeys(result.task for result in own))
-    attentions = list(dict.fromkeys(result.attention for result in own))
     averaged = [task for task in tasks if _MARK not in task]
-    rows = []
-    for length in sorted({result.length for result in own}):
-        for attention in attentions:
-            found = {
-                task: _find([r for r in own if r.task == task], length, attention) for task in tasks
-            }
-            if not any(found.values()):
-                continue
-            mean = _mean([found[task] for task in averaged])
-            cells = [_cell(found[task]) for task in tasks]
-            rows.append([format_size(length), attention, *cells, mean])
-    heads = ("length", "attention", *(task.removeprefix(RULER) for task in tasks), "mean")
+    attentions = list(dict.fromkeys(result.attention for result in own))
+    groups = grouped(own, lambda r: (r.length, r.attention))
+    order = sorted(groups, key=lambda key: (key[0], attentions.index(key[1])))
+    rows = [(*key, {result.task: result for result in groups[key]}) for key in order]
+    columns = [
+        Column("length", lambda row: format_size(row[0]), words=True),
+        Column("attention", lambda row: row[1], words=True),
+        *(
+            Column(task.removeprefix(RULER), lambda row, task=task: row[2].get(task), _score)
+            for task in tasks
+        ),
+        Column("mean", lambda row: _mean([row[2].get(task) for task in averaged])),
+    ]
     note = "new tokens attend to everything, whatever the attention of the prompt"
     left_out = [task.removeprefix(RULER) for task in tasks if _MARK in task]
     note += f"; mean without {', '.join(left_out)}" if left_out else ""
-    yield TextTable(f"RULER, {_unit(own)}", heads, rows, words=2, note=note)
+    yield Table(f"RULER, {_unit(own)}", columns, rows, note)
 
 
-def _mean(found: Sequence[Result | None]) -> str:
-    if not found or any(result is None or result.score is None for result in found):
-        return "-"
-    present = [result for result in found if result is not None]
+def _mean(found: Sequence[Result | None]) -> str | None:
+    present = [result for result in found if result is not None and result.score is not None]
+    if not found or len(present) < len(found):
+        return None
     mean = sum(result.score or 0.0 for result in present) / len(present)
     errors = [result.error for result in present]
     error = None
@@ -101,27 +123,37 @@ def _mean(found: Sequence[Result | None]) -> str:
     return format_score(mean, error, present[0].unit)
 
 
-def _lm_eval(results: Sequence[Result]) -> Iterator[TextTable]:
+def _lm_eval(results: Sequence[Result]) -> Iterator[Table]:
     own = [result for result in results if result.task.startswith(LM_EVAL)]
     if not own:
         return
     attentions = list(dict.fromkeys(result.attention for result in own))
-    rows = []
-    for task, note in dict.fromkeys((result.task, result.note) for result in own):
-        found = [
-            next((r for r in own if (r.task, r.note, r.attention) == (task, note, attention)), None)
-            for attention in attentions
-        ]
-        name, _, metric = task.removeprefix(LM_EVAL).rpartition(":")
-        present = [result for result in found if result is not None]
-        label = f"{metric}, %" if present[0].unit == PERCENT else metric
-        samples = ", ".join(str(n) for n in sorted({result.samples for result in present}))
-        rows.append([name, label, note, *(_cell(result) for result in found), samples])
-    heads = ("task", "metric", "shots", *attentions, "samples")
-    yield TextTable("lm-eval ± standard error", heads, rows, words=3)
+    groups = grouped(own, lambda result: (result.task, result.note)).values()
+    # A row is the first result of each attention.
+    rows = [{result.attention: result for result in reversed(group)} for group in groups]
+
+    def first(row: dict[str, Result]) -> Result:
+        return next(row[name] for name in attentions if name in row)
+
+    def metric(row: dict[str, Result]) -> str:
+        result = first(row)
+        name = result.task.rpartition(":")[2]
+        return f"{name}, %" if result.unit == PERCENT else name
+
+    def task(row: dict[str, Result]) -> str:
+        return first(row).task.removeprefix(LM_EVAL).rpartition(":")[0]
+
+    columns = [
+        Column("task", task, words=True),
+        Column("metric", metric, words=True),
+        Column("shots", lambda row: first(row).note, words=True),
+        *(Column(name, lambda row, name=name: row.get(name), _score) for name in attentions),
+        Column("samples", lambda row: _samples(row.values())),
+    ]
+    yield Table("lm-eval ± standard error", columns, rows)
 
 
-def _depths(results: Sequence[Result]) -> Iterator[TextTable]:
+def _depths(results: Sequence[Result]) -> Iterator[Table]:
     note = "depth: share of the text before the needle"
     yield from _parts_tables(
         [r for r in results if r.parts and r.unit != NATS], "depth",
@@ -129,7 +161,7 @@ def _depths(results: Sequence[Result]) -> Iterator[TextTable]:
     )  # fmt: skip
 
 
-def _contexts(results: Sequence[Result]) -> Iterator[TextTable]:
+def _contexts(results: Sequence[Result]) -> Iterator[Table]:
     note = "mean over the tokens with this context"
     yield from _parts_tables(
         [r for r in results if r.parts and r.unit == NATS], "earlier tokens",
@@ -139,33 +171,28 @@ def _contexts(results: Sequence[Result]) -> Iterator[TextTable]:
 
 def _parts_tables(
     results: Sequence[Result], head: str, name: Callable[[Part], str], note: str
-) -> Iterator[TextTable]:
-    for task in dict.fromkeys(result.task for result in results):
-        own = sorted((r for r in results if r.task == task), key=lambda result: result.length)
-        spans = sorted({(part.begin, part.end) for result in own for part in result.parts})
+) -> Iterator[Table]:
+    for task, group in grouped(results, lambda result: result.task).items():
+        own = sorted(group, key=lambda result: result.length)
+        parts = [{(p.begin, p.end): (p, own[0].unit) for p in result.parts} for result in own]
         named = {(p.begin, p.end): name(p) for result in own for p in result.parts}
-        rows = []
-        for span in spans:
-            parts = [
-                next((p for p in result.parts if (p.begin, p.end) == span), None) for result in own
-            ]
-            cells = [_part(part, own[0].unit) for part in parts]
-            rows.append([named[span], *cells])
-        heads = (head, *(f"{format_size(r.length)}\n{r.attention}" for r in own))
-        yield TextTable(f"{task} by {head}, {_unit(own)}", heads, rows, note=note)
+        columns = [
+            Column(head, named.__getitem__, words=True),
+            *(
+                Column(
+                    f"{format_size(result.length)}\n{result.attention}",
+                    lambda span, of_result=of_result: of_result.get(span),
+                    _score,
+                )
+                for result, of_result in zip(own, parts, strict=True)
+            ),
+        ]
+        yield Table(f"{task} by {head}, {_unit(own)}", columns, sorted(named), note)
 
 
-def _find(results: Sequence[Result], length: int, attention: str) -> Result | None:
-    found = [r for r in results if r.length == length and r.attention == attention]
-    return found[-1] if found else None
-
-
-def _cell(result: Result | None) -> str:
-    return "-" if result is None else format_score(result.score, result.error, result.unit)
-
-
-def _part(part: Part | None, unit: str) -> str:
-    return "-" if part is None else format_score(part.score, part.error, unit)
+def _score(scored: Result | tuple[Part, str]) -> str:
+    part, unit = (scored, scored.unit) if isinstance(scored, Result) else scored
+    return format_score(part.score, part.error, unit)
 
 
 def _unit(results: Sequence[Result]) -> str:

@@ -12,7 +12,6 @@ from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.expert_tables import labelled_experts
 from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_cli.reporting.report_source import ReportSource
-from mtrain_cli.reporting.tables import fold
 from mtrain_cli.reporting.training_figures import curves, layers_over_steps
 
 NUMBERS = 20_000  # most cells of all heat maps of one figure
@@ -63,10 +62,8 @@ def _shares(loads: Loads) -> Figure:
             tables += [(f"step {each.steps[i]}", each.shares[i]) for i in chosen]
         most = max(float(table.max()) for _, table in tables)
         for name, table in tables:
-            trace = _share(table, range(each.experts), each.layers, "layer", "expert", most)
-            x = plots.axis("expert", **plots.whole(each.experts))
-            y = plots.downward("layer", **plots.whole(len(each.layers)))
-            views.append(FigureView((label, name), [trace], _layout(len(each.layers), x, y)))
+            x, y = ("expert", range(each.experts)), ("layer", each.layers)
+            views.append(_view((label, name), table, x, y, "share", most))
     note = f"Share of the layer's tokens that each expert computes.{_folded(loads)}"
     selectors = ("case", "step")
     return Figure("experts", "Tokens by expert and layer", selectors, views, note)
@@ -79,11 +76,9 @@ def _over_steps(loads: Loads) -> Figure:
             continue
         steps = plots.evenly(range(len(each.steps)), _SIDE)
         for i, layer in _some_layers(each, len(steps), len(loads)):
-            table, numbers = each.shares[steps, i].T, [each.steps[at] for at in steps]
-            trace = _share(table, numbers, range(each.experts), "expert", "step")
-            y = plots.downward("expert", **plots.whole(each.experts))
-            shape = _layout(each.experts, plots.axis("recorded step", type="category"), y)
-            views.append(FigureView((label, str(layer)), [trace], shape))
+            x = ("recorded step", [str(each.steps[at]) for at in steps])
+            y = ("expert", range(each.experts))
+            views.append(_view((label, str(layer)), each.shares[steps, i].T, x, y, "share"))
     note = f"Share of the layer's tokens that each expert computes.{_folded(loads)}"
     selectors = ("case", "layer")
     return Figure("experts-steps", "Tokens by expert over steps", selectors, views, note)
@@ -95,20 +90,8 @@ def _ranks(loads: Loads) -> Figure:
         if len(each.ranks) < 2:
             continue
         for i, layer in _some_layers(each, len(each.ranks), len(loads)):
-            table, _ = fold(each.by_rank[i], _SIDE)
-            across = plots.cell_labels(range(each.experts), table.shape[1])
-            down = plots.cell_labels(each.ranks, table.shape[0])
-            trace = plots.heat(
-                plots.numbers(table, 4),
-                across,
-                down,
-                "tokens",
-                "rank %{y}, expert %{x}: %{z:.4g} tokens",
-                zmax=float(table.max(initial=0)) or 1.0,
-            )
-            x = plots.axis("expert", **plots.whole(len(across)))
-            y = plots.downward("rank", **plots.whole(len(down)))
-            views.append(FigureView((label, str(layer)), [trace], _layout(len(down), x, y)))
+            x, y = ("expert", range(each.experts)), ("rank", each.ranks)
+            views.append(_view((label, str(layer)), each.by_rank[i], x, y, "tokens"))
     note = f"Tokens of each rank, as means over recorded steps.{_folded(loads)}"
     selectors = ("case", "layer")
     return Figure("experts-ranks", "Tokens by expert and rank", selectors, views, note)
@@ -128,25 +111,15 @@ def _some_layers(each: ExpertAnalysis, cells: int, cases: int) -> list[tuple[int
     return plots.evenly(list(enumerate(each.layers)), max(1, NUMBERS // size))
 
 
-def _share(
-    whole: np.ndarray,
-    across: Sequence[int],
-    down: Sequence[int],
-    row: str,
-    column: str,
+def _view(
+    labels: tuple[str, str],
+    table: np.ndarray,
+    x: tuple[str, Sequence[Any]],
+    y: tuple[str, Sequence[Any]],
+    unit: str,
     most: float = 0.0,
-) -> plots.Trace:
-    """Return a heat map of shares."""
-    table, _ = fold(whole, _SIDE)
-    return plots.heat(
-        plots.numbers(table, 4),
-        plots.cell_labels(across, table.shape[1]),
-        plots.cell_labels(down, table.shape[0]),
-        "share",
-        f"{row} %{{y}}, {column} %{{x}}: %{{z:.2%}} of the tokens",
-        zmax=most or float(table.max(initial=0)) or 1.0,
-    )
-
-
-def _layout(rows: int, x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:
-    return plots.layout(190 + 14 * min(40, max(4, rows)), x, y)
+) -> FigureView:
+    """Return a heat map of shares or tokens."""
+    value = "%{z:.2%} of the tokens" if unit == "share" else "%{z:.4g} tokens"
+    hover = f"{y[0]} %{{y}}, {x[0]} %{{x}}: {value}"
+    return plots.heat_view(labels, table, x, y, unit, hover, side=_SIDE, most=most)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
-from mtrain_cli.reporting.terminal_width import new_table, number
+from mtrain_cli.reporting.table import Column, Table, fixed, number
 
+Rows = Sequence[dict[str, Any]]  # of one recorded step and pass
 Named = Sequence[tuple[str, dict[str, Any]]]  # name of a run, and content of its summary.json
-HEADS = ("run", "pass", "router", "experts", "waits", "worker imbalance", "slowest layer")
 NOTE = (
     "ms of a layer with experts in the recorded step, mean over layers and ranks. router: without "
     "its backward pass; experts: products and element-wise kernels; waits: messages of router and "
@@ -35,39 +33,42 @@ def time_rows(named: Named) -> Iterator[dict[str, Any]]:
                 yield {"run": run, "rank": rank["rank"], **place, **times}
 
 
-def time_cells(named: Named) -> list[list[str]]:
-    """Return a row per recorded step and pass, with the cells of `HEADS`."""
+def time_table(named: Named) -> Table:
+    """Return a table with a row per recorded step and pass; without rows for dense models."""
     groups = grouped(time_rows(named), lambda row: (row["run"], row["direction"]))
-    runs = [run for run, _ in named]
-    return [
-        [run, direction, *_of_pass(groups[run, direction])]
-        for run in runs
-        for direction in _ORDER
-        if (run, direction) in groups
+    keys = ((run, direction) for run, _ in named for direction in _ORDER)
+    rows = [groups[key] for key in keys if key in groups]
+    several = len(named) > 1
+    columns = [
+        *([Column("run", lambda rows: rows[0]["run"], words=True)] if several else []),
+        Column("pass", lambda rows: rows[0]["direction"], words=True),
+        *(Column(name.removesuffix("_ms"), _mean(name), _ms) for name in _FIELDS),
+        Column("worker imbalance", _imbalance, fixed(2)),
+        Column("slowest layer", _slowest, drop=1),
     ]
+    return Table("Experts, by layer", columns, rows, NOTE)
 
 
-def _of_pass(rows: Sequence[dict[str, Any]]) -> list[str]:
-    of_layer = {
-        layer: np.array([row["experts_ms"] for row in mine])
-        for layer, mine in grouped(rows, lambda row: row["layer"]).items()
+def _ms(value: float) -> str:
+    return number(value, 3) if value else "0"
+
+
+def _mean(name: str) -> Callable[[Rows], float]:
+    return lambda rows: float(np.mean([row[name] for row in rows]))
+
+
+def _by_layer(rows: Rows) -> dict[int, np.ndarray]:
+    return {
+        layer: np.array([row["experts_ms"] for row in own])
+        for layer, own in grouped(rows, lambda row: row["layer"]).items()
     }
-    degrees = [float(ms.max() / ms.mean()) if ms.any() else 1.0 for ms in of_layer.values()]
-    slowest = max(of_layer, key=lambda layer: float(of_layer[layer].max()))
-    means = [float(np.mean([row[name] for row in rows])) for name in _FIELDS]
-    return [
-        *(number(mean, 3) if mean else "0" for mean in means),
-        f"{np.mean(degrees):.2f}",
-        f"{slowest} ({number(float(of_layer[slowest].max()), 3)})",
-    ]
 
 
-def time_table(document: dict[str, Any]) -> Table | None:
-    """Return the table of one recorded step; None for a model without experts."""
-    rows = time_cells([("", document)])
-    if not rows:
-        return None
-    table = new_table(HEADS[1:], title="Experts, by layer", caption=NOTE)
-    for _, direction, *cells in rows:
-        table.add_row(Text(direction), *cells)
-    return table
+def _imbalance(rows: Rows) -> float:
+    times = _by_layer(rows).values()
+    return float(np.mean([ms.max() / ms.mean() if ms.any() else 1.0 for ms in times]))
+
+
+def _slowest(rows: Rows) -> str:
+    slowest, layer = max((float(ms.max()), -layer) for layer, ms in _by_layer(rows).items())
+    return f"{-layer} ({number(slowest)})"

@@ -5,32 +5,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from mtrain_cli.console import Console
 from mtrain_cli.records.expert_loads import DEALT, ExpertAnalysis
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.report_source import ReportSource
-from mtrain_cli.reporting.tables import CELLS, fixed, fold, ms, shaded, spread
-from mtrain_cli.reporting.terminal_width import new_table, print_table
+from mtrain_cli.reporting.table import (
+    Column,
+    Lines,
+    Map,
+    Part,
+    Section,
+    Table,
+    count,
+    data,
+    fixed,
+    ms,
+    percent,
+    spread,
+)
+from mtrain_cli.reporting.tables import CELLS, fold, shaded
 
-HEADS = (
-    *("case", "ep", "worker imbalance", "step imbalance", "largest load"),
-    f"if dealt over {' / '.join(map(str, DEALT))}",
-    *("worker imbalance, by time", "ms forward / backward", "dropped", "n"),
-)
-# The headings in the terminal, where lines must break at good places.
-_BROKEN = (
-    *("case", "ep", "worker\nimbalance", "step\nimbalance", "largest\nload"),
-    f"if dealt over\n{' / '.join(map(str, DEALT))}",
-    *("by time", "ms forward\n/ backward", "dropped", "n"),
-)
-SPARE = ("n", "ep", _BROKEN[7], "dropped", "by time")  # a narrow terminal drops them
 NOTE = (
     "max over mean of the tokens that experts compute, 1 is perfect: worker imbalance across the "
     "workers of a layer, step imbalance across the experts of a worker, largest load across all "
@@ -39,11 +40,6 @@ NOTE = (
     "± standard deviation over n layers of steps; ms: of one layer's experts, backward without the "
     "second forward pass. In a recorded step, times have no waits for messages"
 )
-ROUTING_HEADS = (
-    *("run", "balance loss, first", "last", "largest load, first", "last"),
-    *("entropy, first", "last", "even", "z, last", "dropped"),
-)
-ROUTING_SPARE = ("z, last", "even", "dropped")
 ROUTING_NOTE = (
     "balance loss: without its coefficient, 1 is perfect; largest load: tokens of the expert with "
     "the most over the mean, of the worst layer; entropy of the router's scores in nats, and that "
@@ -51,7 +47,8 @@ ROUTING_NOTE = (
     "steps"
 )
 MOST_MAPS = 3  # heat maps in the terminal; report.html has all
-_FIELDS = ("balance_loss", "expert_load", "router_entropy", "router_z")
+Row = dict[str, Any]
+_FIELDS = ("balance_loss", "expert_load", "router_entropy", "router_z", "dropped")
 
 
 def labelled_experts(
@@ -73,75 +70,71 @@ def routed(sources: Sequence[ReportSource]) -> list[ReportSource]:
     ]
 
 
-def expert_cells(sources: Sequence[ReportSource]) -> list[list[str]]:
-    """Return a row per recorded case, with the cells of `HEADS`."""
-    rows = []
-    for label, _, each in labelled_experts(sources):
-        dealt = (each.dealt.get(workers) for workers in DEALT)
-        times = [each.ms.get(name) for name in ("forward", "backward")]
-        rows.append(
-            [
-                label,
-                str(each.parallel),
-                spread(each.worker),
-                spread(each.step),
-                spread(each.largest),
-                " / ".join("-" if value is None else f"{value.mean:.2f}" for value in dealt),
-                "-" if each.time is None else spread(each.time),
-                " / ".join("-" if value is None else ms(value) for value in times),
-                f"{each.dropped:.1%}",
-                str(each.worker.n),
-            ]
+def expert_table(sources: Sequence[ReportSource]) -> Table:
+    """Return a table with a row per recorded case."""
+    columns = [
+        Column("case", lambda row: row[0], words=True),
+        Column("ep", lambda row: row[2].parallel, drop=2),
+        Column("worker imbalance", lambda row: row[2].worker, spread),
+        Column("step imbalance", lambda row: row[2].step, spread),
+        Column("largest load", lambda row: row[2].largest, spread),
+        Column(f"if dealt over {' / '.join(map(str, DEALT))}", _dealt),
+        Column("worker imbalance, by time", lambda row: row[2].time, spread, drop=5),
+        Column("ms forward / backward", _times, drop=3),
+        Column("dropped", lambda row: row[2].dropped, percent, drop=4),
+        Column("n", lambda row: row[2].worker.n, drop=1),
+    ]
+    return Table("Experts", columns, labelled_experts(sources), NOTE)
+
+
+def _dealt(row: tuple[str, ReportSource, ExpertAnalysis]) -> str:
+    dealt = (row[2].dealt.get(workers) for workers in DEALT)
+    return " / ".join("-" if value is None else f"{value.mean:.2f}" for value in dealt)
+
+
+def _times(row: tuple[str, ReportSource, ExpertAnalysis]) -> str:
+    times = [row[2].ms.get(name) for name in ("forward", "backward")]
+    return " / ".join("-" if value is None else ms(value) for value in times)
+
+
+def routing_table(sources: Sequence[ReportSource]) -> Table:
+    """Return a table with a row per training run with experts."""
+
+    def ends(group: str, name: str, digits: int) -> tuple[Column, Column]:
+        return (
+            Column("first", lambda s: getattr(_steps(s)[0], name), fixed(digits), group=group),
+            Column("last", lambda s: getattr(_steps(s)[-1], name), fixed(digits), group=group),
         )
-    return rows
+
+    columns = [
+        Column("run", lambda source: source.name, words=True),
+        *ends("balance loss", "balance_loss", 3),
+        *ends("largest load", "expert_load", 2),
+        *ends("entropy", "router_entropy", 3),
+        Column("even", _even, fixed(3), drop=2),
+        Column("last", lambda s: _steps(s)[-1].router_z, fixed(3), group="z", drop=1),
+        Column("dropped", lambda s: sum(step.dropped or 0 for step in _steps(s)), count, drop=3),
+    ]
+    return Table("Routing", columns, routed(sources), ROUTING_NOTE)
 
 
-def routing_cells(sources: Sequence[ReportSource]) -> list[list[str]]:
-    """Return a row per training run with experts, with the cells of `ROUTING_HEADS`."""
-    rows = []
-    for source in routed(sources):
-        steps = [step for step in source.metrics if step.expert_load is not None]
-        first, last = steps[0], steps[-1]
-        experts = source.settings.get("model.moe.experts")
-        even = float(np.log(experts)) if isinstance(experts, int) and experts > 0 else None
-        rows.append(
-            [
-                source.name,
-                *(fixed(step.balance_loss, 3) for step in (first, last)),
-                *(fixed(step.expert_load, 2) for step in (first, last)),
-                *(fixed(step.router_entropy, 3) for step in (first, last)),
-                fixed(even, 3),
-                fixed(last.router_z, 3),
-                f"{sum(step.dropped or 0 for step in steps):,}",
-            ]
-        )
-    return rows
+def _steps(source: ReportSource) -> list[StepMetrics]:
+    return [step for step in source.metrics if step.expert_load is not None]
 
 
-def show_experts(console: Console, sources: Sequence[ReportSource]) -> None:
-    """Print the tables, and heat maps of the first cases."""
-    if routings := routing_cells(sources):
-        table = new_table(ROUTING_HEADS, title="Routing", caption=ROUTING_NOTE)
-        _fill(table, routings)
-        print_table(console, table, ROUTING_SPARE)
-    rows = expert_cells(sources)
-    if not rows:
-        return
-    table = new_table(_BROKEN, title="Experts", caption=NOTE)
-    _fill(table, rows)
-    print_table(console, table, SPARE)
+def _even(source: ReportSource) -> float | None:
+    experts = source.settings.get("model.moe.experts")
+    return float(np.log(experts)) if isinstance(experts, int) and experts > 0 else None
+
+
+def expert_section(sources: Sequence[ReportSource]) -> Section:
+    """Return the tables, and heat maps of the first cases."""
     maps = labelled_experts(sources)
-    for label, _, each in maps[:MOST_MAPS]:
-        console.print(share_map(each, label))
-        console.print()
-    if len(maps) > MOST_MAPS:
-        more = f"showing {MOST_MAPS} of {len(maps)} heat maps of experts; report.html has all"
-        console.print(more, style="dim", soft_wrap=True)
-
-
-def _fill(table: Table, rows: Sequence[Sequence[str]]) -> None:
-    for label, *cells in rows:
-        table.add_row(Text(label), *cells)
+    more = f"showing {MOST_MAPS} of {len(maps)} heat maps of experts; report.html has all"
+    parts: list[Part] = [routing_table(sources), expert_table(sources)]
+    parts += [Map(share_map(each, label)) for label, _, each in maps[:MOST_MAPS]]
+    parts += [Lines([more], style="dim")] if len(maps) > MOST_MAPS else []
+    return Section("Experts", parts)
 
 
 def share_map(each: ExpertAnalysis, label: str, *, cells: int = CELLS) -> RenderableType:
@@ -169,40 +162,26 @@ def share_map(each: ExpertAnalysis, label: str, *, cells: int = CELLS) -> Render
     return Group(*lines, Text(caption, style="dim"))
 
 
-def share_rows(sources: Sequence[ReportSource]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of experts.csv: one per case, layer and expert. Means over steps."""
+def expert_files(sources: Sequence[ReportSource]) -> list[Table]:
+    """Return experts.csv, expert_balance.csv and routing.csv. The first two are means over steps.
+
+    Their rows are a case, layer and expert; a case and layer; and a training step.
+    """
+    shares, degrees = [], []
     for source in sources:
         for each in source.experts:
-            shares, tokens = each.shares.mean(0), each.by_rank.sum(1)
-            for (i, layer), expert in (
-                (at, expert) for at in enumerate(each.layers) for expert in range(each.experts)
-            ):
-                yield {
-                    **_names(source, each),
-                    "layer": layer,
-                    "expert": expert,
-                    "tokens": float(tokens[i, expert]),
-                    "share": float(shares[i, expert]),
-                    "load": float(shares[i, expert]) * each.experts,
-                }
-
-
-def balance_rows(sources: Sequence[ReportSource]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of expert_balance.csv: one per case and layer. Means over steps."""
-    for source in sources:
-        for each in source.experts:
-            for layer, degrees in zip(each.layers, each.by_layer, strict=True):
-                named = zip(("worker_id", "step_id", "largest_load"), degrees, strict=True)
-                yield {**_names(source, each), "layer": layer, **{k: float(v) for k, v in named}}
-
-
-def _names(source: ReportSource, each: ExpertAnalysis) -> dict[str, Any]:
-    return {"run": source.name, "case": each.label, "steps": len(each.steps)}
-
-
-def routing_rows(sources: Sequence[ReportSource]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of routing.csv: one per training step of a model with experts."""
-    for source in routed(sources):
-        for step in source.metrics:
-            values = {name: getattr(step, name) for name in (*_FIELDS, "dropped")}
-            yield {"run": source.name, "step": step.step, **values}
+            names: Row = {"run": source.name, "case": each.label, "steps": len(each.steps)}
+            tokens, share = each.by_rank.sum(1), each.shares.mean(0)
+            for (i, layer), expert in product(enumerate(each.layers), range(each.experts)):
+                values: Row = {"tokens": float(tokens[i, expert]), "share": float(share[i, expert])}
+                load = float(share[i, expert]) * each.experts
+                shares.append({**names, "layer": layer, "expert": expert, **values, "load": load})
+            for layer, of_layer in zip(each.layers, each.by_layer, strict=True):
+                named = zip(("worker_id", "step_id", "largest_load"), of_layer, strict=True)
+                degrees.append({**names, "layer": layer, **{k: float(v) for k, v in named}})
+    routing = [
+        {"run": source.name, "step": step.step, **{name: getattr(step, name) for name in _FIELDS}}
+        for source in routed(sources)
+        for step in source.metrics
+    ]
+    return [data("experts", shares), data("expert_balance", degrees), data("routing", routing)]

@@ -8,9 +8,9 @@ from typing import Any
 
 from mtrain_cli.parallel.recording import ATTENTION
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
+from mtrain_cli.records.other_records import by_kind
 from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.attention_figures import attention_figures
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 from mtrain_cli.reporting.expert_figures import expert_figures
 from mtrain_cli.reporting.pipeline_page import pipeline_figure
@@ -18,7 +18,6 @@ from mtrain_cli.reporting.profile_figures import sparsity_figures, step_figures
 from mtrain_cli.reporting.program_figure import program_figure
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
 from mtrain_cli.reporting.sweeps import scaling_figure
-from mtrain_cli.reporting.tables import fold
 from mtrain_cli.reporting.timeline_page import timeline_figure
 from mtrain_cli.reporting.training_figures import density_figure, held_out_figure, training_figure
 
@@ -38,7 +37,8 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     drawn += evaluation_figures([(source.name, source.results) for source in sources])
     drawn += step_figures([(s.name, s.step) for s in sources if s.step is not None])
     drawn += sparsity_figures([source for source in sources if source.sparsity])
-    drawn += attention_figures([(s.name, s.attention) for s in sources if s.attention])
+    for kind, named in by_kind([(source.name, source.others) for source in sources]):
+        drawn += kind.figures(named)
     drawn += [
         pipeline_figure(sources),
         breakdown_figure(cases),
@@ -105,30 +105,21 @@ def heat_map_figure(cases: Cases) -> plots.Figure:
         if (table := getattr(analysis, key)).any() or unit == "ms"
     ]
     side = max(16, int((HEAT_NUMBERS / max(1, len(tables))) ** 0.5))
-    views, thinned = [], False
-    for labels, unit, table in tables:
-        small, folded = fold(table, side)
-        thinned |= folded
-        steps, workers = (
-            plots.cell_labels(range(table.shape[at]), small.shape[at]) for at in (1, 0)
-        )
-        trace = plots.heat(
-            plots.numbers(small),
-            steps,
-            workers,
+    views = [
+        plots.heat_view(
+            labels,
+            table,
+            ("step of the schedule", range(table.shape[1])),
+            ("worker", range(len(table))),
             unit,
             f"worker %{{y}}, step %{{x}}: %{{z:.4g}} {unit}",
-            zmax=float(small.max(initial=0)) or 1.0,
+            side=side,
             colorscale="YlOrRd" if unit == "ms" else "YlGnBu",
         )
-        shape = plots.layout(
-            190 + 22 * min(24, max(4, len(workers))),
-            plots.axis("step of the schedule", **plots.whole(len(steps))),
-            plots.downward("worker", **plots.whole(len(workers))),
-        )
-        views.append(plots.FigureView(labels, [trace], shape))
+        for labels, unit, table in tables
+    ]
     note = "Means over samples."
-    if thinned:
+    if any(max(table.shape) > side for _, _, table in tables):
         note += f" Larger tables shrink to {side} x {side} cells, each the maximum of its group."
     selectors = ("case", "pass", "quantity")
     return plots.Figure("heat", "Attention by worker and step", selectors, views, note)

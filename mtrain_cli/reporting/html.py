@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,14 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.results import Result
-from mtrain_cli.reporting import (
-    attention_tables,
-    elements,
-    expert_step_tables,
-    expert_tables,
-    mask_svg,
-    tables,
-)
-from mtrain_cli.reporting import training_tables as runs
-from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
-from mtrain_cli.reporting.evaluation_names import named_settings
-from mtrain_cli.reporting.evaluation_tables import evaluation_tables
+from mtrain_cli.reporting import elements, mask_svg
+from mtrain_cli.reporting.comparison import incomparable
 from mtrain_cli.reporting.figures import figures
-from mtrain_cli.reporting.pipeline_page import HEADS, NOTE, pipeline_cells
-from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_cases
+from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
 from mtrain_cli.reporting.run_settings import card, differing, shown
-from mtrain_cli.reporting.step_tables import lines as step_lines
-from mtrain_cli.reporting.step_tables import parts_rows
+from mtrain_cli.reporting.sections import own_sections, shared_sections
 from mtrain_cli.reporting.study_tables import study_section
-from mtrain_cli.reporting.sweeps import WORDS, cells
+from mtrain_cli.reporting.tables import recording_cost
 from mtrain_cli.training.dry_run import mask_rows
 
 DEFINITIONS = "definitions.md"
@@ -48,18 +36,8 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
     body = [
         f'<div class="headers">{"".join(map(_header, sources))}</div>',
         _differences(sources),
-        _trained(sources),
-        _recorded_steps(sources),
-        _experts(sources),
-        _sparsity(sources),
-        _evaluations(sources),
-        *(study_section(source.study) for source in sources),
-        *map(_attention, sources),
-        *map(_steps, sources),
-        _pipelines(sources),
-        _summary(sources),
-        _compared(sources),
-        _causes(sources),
+        *(_own(source, len(sources) > 1) for source in sources),
+        *map(elements.report_section, shared_sections(sources)),
         *map(elements.figure, drawn),
         _definitions(),
         f"<footer>written by mtrain {escape(__version__)}</footer>",
@@ -91,7 +69,7 @@ def _header(source: ReportSource) -> str:
         "samples": ", ".join(sorted(samples)),
         "workers": ", ".join(sorted(workers)) or (source.step or {}).get("workers"),
         "clocks": _clocks(uncertainty),
-        "recording": tables.recording_cost(source.summary),
+        "recording": recording_cost(source.summary),
         "restarts": _restarts(source),
         "folder": str(source.folder.resolve()),
     }
@@ -176,174 +154,12 @@ def _command_line(command: list[Any]) -> str:
     return shlex.join([Path(first).name.replace("__main__.py", "mtrain"), *rest]) if first else ""
 
 
-def _summary(sources: Sequence[ReportSource]) -> str:
-    shown = [
-        (label if each is case else f"{label}, {each.kind} layers", each)
-        for label, _, case in labelled_cases(sources)
-        for each in case.with_kinds
-    ]
-    rows = [
-        [
-            label,
-            *tables.degree_cells(case),
-            tables.spread(case.computation.step),
-            tables.spread(case.computation.total),
-            tables.ms(case.bin_ms("late")),
-            "\n".join(tables.exposed_cells(case)) or "0",
-            " / ".join(tables.step_cells(case)),
-            " / ".join(
-                tables.ms(case.passes[d].duration.mean) if d in case.passes else "-"
-                for d in ("forward", "backward")
-            ),
-            str(case.samples),
-        ]
-        for label, case in shown
-    ]
-    heads = (
-        *("case", "worker imbalance, time", "worker imbalance, work"),
-        *("step imbalance, time", "step imbalance, work"),
-        *("computation ratio, per step", "computation ratio, total"),
-        *("waiting for late peers, ms", "exposed communication, ms"),
-        *("step p50 / p95 / max, ms", "pass forward / backward, ms", "n"),
-    )
-    note = (
-        "Imbalance degree: max over mean, across the workers of a step or the steps of a worker. "
-        "1 is perfect. Values are mean ± standard deviation over n samples. Computation ratio: "
-        "share of the time that attention kernels take. Waits are per worker and iteration, "
-        "passes per layer."
-    )
-    return elements.section("Load balance", elements.table(heads, rows), note)
-
-
-def _trained(sources: Sequence[ReportSource]) -> str:
-    trained = [source for source in sources if source.metrics]
-    rows = [[source.name, *runs.training_row(source), *runs.totals(source)] for source in trained]
-    table = elements.table(("run", *runs.training_headings(trained), "tokens", "took"), rows)
-    note = f"{runs.medians_note(trained).capitalize()}. Took: all steps, no evaluations."
-    return elements.section("Training", table, note)
-
-
-def _recorded_steps(sources: Sequence[ReportSource]) -> str:
-    content = ""
-    for source in sources:
-        if source.step is None:
-            continue
-        rows = [
-            [part, f"{mean:.4g}", f"{share:.1%}", f"{least:.4g}", f"{most:.4g}", str(rank)]
-            for part, mean, share, least, most, rank in parts_rows(source.step["ranks"])
-        ]
-        named = (line.split(maxsplit=1) for line in step_lines(source.step))
-        facts = [f"<li>{name}: {escape(text)}</li>" for name, text in named]
-        title = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
-        table = elements.table(("part", "ms", "share", "min", "max", "rank of max"), rows)
-        content += f"{title}{table}<ul>{''.join(facts)}</ul>"
-    note = "ms per step: mean, min and max over ranks."
-    return elements.section("One training step", content, note)
-
-
-def _experts(sources: Sequence[ReportSource]) -> str:
-    steps = [(source.name, source.step) for source in sources if source.step is not None]
-    tables_of = (
-        (
-            expert_tables.ROUTING_NOTE,
-            elements.table(expert_tables.ROUTING_HEADS, expert_tables.routing_cells(sources)),
-        ),
-        (
-            expert_step_tables.NOTE,
-            elements.table(expert_step_tables.HEADS, expert_step_tables.time_cells(steps)),
-        ),
-        (
-            expert_tables.NOTE,
-            elements.table(expert_tables.HEADS, expert_tables.expert_cells(sources)),
-        ),
-    )
-    content = "".join(
-        f"{table}{elements.note(elements.sentence(note))}" for note, table in tables_of if table
-    )
-    return elements.section("Experts", content)
-
-
-def _sparsity(sources: Sequence[ReportSource]) -> str:
-    rows = []
-    for source in sources:
-        for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
-            mine = [r for r in source.sparsity if (r["pattern"], r["step"]) == (pattern, step)]
-            name = f"{source.name}: {pattern}" if len(sources) > 1 else pattern
-            rows.append([name, str(step), *tables.sparsity_cells(mine)])
-    heads = (
-        *("pattern", "step", "recall", "worst query"),
-        *("density", "density in mask", "slashes", "columns"),
-    )
-    note = (
-        "Means over layers and heads. Density: computed share of all causal pairs. Density in "
-        "mask: computed share of the pairs inside documents."
-    )
-    return elements.section("Patterns", elements.table(heads, rows), note)
-
-
-def _evaluations(sources: Sequence[ReportSource]) -> str:
-    content = ""
-    for source in sources:
-        if source.results and len(sources) > 1:
-            content += f"<h3>{escape(source.name)}</h3>"
-        for each in evaluation_tables(source.results):
-            table = elements.table(each.heads, each.rows, range(each.words))
-            content += f"<h4>{escape(each.title)}</h4>{table}{elements.note(each.note)}"
-        content += _legend(source.results)
-    return elements.section("Evaluations", content)
-
-
-def _legend(results: Sequence[Result]) -> str:
-    named = named_settings(results)
-    listed = elements.definition_list(
-        [(f"{one.task}: {one.name}", "; ".join(one.settings)) for one in named]
-    )
-    return f"<h4>Names in these tables and in figures</h4>{listed}" if named else ""
-
-
-def _attention(source: ReportSource) -> str:
-    return "".join(
-        elements.section(
-            f"{table.title}: {source.name}",
-            elements.table(table.heads, table.rows, range(table.words)),
-            elements.sentence(table.note),
-        )
-        for table in attention_tables.tables(source.attention)
-    )
-
-
-def _steps(source: ReportSource) -> str:
-    if not source.steps:
-        return ""
-    heads, rows, states = cells(source.steps)
-    words = [i for i, name in enumerate(heads) if name in WORDS]
-    note = (
-        "Times are of one optimizer step. Best and worst: all constants of the prediction at their "
-        "best or worst bound. Bold: the fastest row that fits into memory, among rows with equal "
-        "settings and the same number of GPUs."
-    )
-    return elements.section("Predicted steps", elements.table(heads, rows, words, states), note)
-
-
-def _pipelines(sources: Sequence[ReportSource]) -> str:
-    table = elements.table(HEADS, pipeline_cells(sources), words=(0, 1))
-    return elements.section("Pipeline", table, elements.sentence(NOTE))
-
-
-def _compared(sources: Sequence[ReportSource]) -> str:
-    rows = comparison_cells(comparison(sources))
-    heads = ("run", "case", "what", sources[0].name, "this", "difference", "noise")
-    title = f"Compared with {sources[0].name}"
-    return elements.section(title, elements.table(heads, rows, words=range(3)), f"{NOISE}.")
-
-
-def _causes(sources: Sequence[ReportSource]) -> str:
-    content = ""
-    for label, _, case in labelled_cases(sources):
-        causes = "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes)
-        text = f"<ol>{causes}</ol>" if causes else f"<p>{tables.no_causes(case)}</p>"
-        content += f"<h3>{escape(label)}</h3>{text}"
-    return elements.section("Why workers wait", content)
+def _own(source: ReportSource, several: bool) -> str:
+    sections = own_sections(source)
+    if several:
+        named = f": {source.name}"
+        sections = [replace(section, title=section.title + named) for section in sections]
+    return "".join(map(elements.report_section, sections)) + study_section(source.study)
 
 
 def _definitions() -> str:

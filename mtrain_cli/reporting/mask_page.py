@@ -14,6 +14,7 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.reporting import elements, plots
 from mtrain_cli.reporting.mask_view import LayoutShare, MaskView, cell_edges, density, holders
+from mtrain_cli.reporting.table import Column, Section, Table, count, fixed, percent
 
 # Colors of ranks, which show on light and dark pages. Rank 8 has the color of rank 0, and so on.
 _RANKS = (
@@ -33,22 +34,25 @@ def write(path: Path, title: str, masks: Sequence[MaskView], cluster: str = "aut
     cluster: `topology.cluster` of the prices.
     """
     picture, travels = mask_figure(masks), travel_figure(masks)
-    work = work_figure(masks)
     pair = "".join(f'<div class="panel">{elements.figure(one)}</div>' for one in (picture, travels))
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
-        *(_layouts(view, len(masks) > 1) for view in masks),
+        *(elements.report_section(_layouts(view, len(masks) > 1)) for view in masks),
         elements.note(layouts_note(masks[0].shares[0].prices, cluster)),
         f'<div class="panels">{pair}</div>',
-        elements.figure(work),
         *(_ranks(view, len(masks) > 1) for view in masks),
         f"<footer>written by mtrain {escape(__version__)}</footer>",
     ]
-    elements.write(path, title, body, (picture, travels, work))
+    elements.write(path, title, body, (picture, travels))
+
+
+def _layouts(view: MaskView, named: bool) -> Section:
+    title = f"Layouts: {view.title}" if named else "Layouts"
+    return Section(title, [layouts_table(view, title)])
 
 
 def layouts_note(prices: RowPrices, cluster: str) -> str:
-    """Explain the columns under `HEADS`.
+    """Explain the columns of `layouts_table`.
 
     cluster: `topology.cluster`, which gives the prices; auto means H200s.
     """
@@ -194,83 +198,31 @@ def _short(rows: int) -> str:
     return f"{rows / 1024:.3g}k" if rows < 1000 * 1024 else f"{rows / 1024**2:.3g}m"
 
 
-def work_figure(masks: Sequence[MaskView]) -> plots.Figure:
-    """Draw the cost of each rank: its pairs, and the rows that it receives."""
-    highest = max((max(share.costs) for view in masks for share in view.shares), default=1)
-    drawn = []
-    for view in masks:
-        for share in view.shares:
-            traffic, prices = share.traffic, share.prices
-            shown = plots.evenly(range(share.layout.workers), _SHOWN)
-            names = [str(rank) for rank in shown]
-            mean = max(1.0, float(traffic.pairs.mean()))
-            parts = (
-                ("pairs", plots.PALETTE[0], traffic.pairs),
-                (
-                    "rows from the node",
-                    plots.link_colour("inner"),
-                    prices.inner * traffic.inner.received,
-                ),
-                (
-                    "rows from other nodes",
-                    plots.link_colour("outer"),
-                    prices.outer * traffic.outer.received,
-                ),
-            )
-            data = [
-                plots.bar(
-                    names,
-                    plots.numbers(values[shown] / mean),
-                    colour,
-                    f"rank %{{x}}, {name}: %{{y:.3f}}",
-                    orientation="v",
-                    name=name,
-                )
-                for name, colour, values in parts
-                if values.any() or name == "pairs"
-            ]
-            shape = plots.layout(
-                320,
-                plots.axis("rank", type="category"),
-                plots.from_zero("cost", range=[0, 1.05 * highest]),
-                barmode="stack",
-            )
-            drawn.append(plots.FigureView((view.title, share.layout.name), data, shape))
-    return plots.Figure("work", "Cost of each rank", ("layers", "layout"), drawn, linked=True)
-
-
-HEADS = ("layout", "pairs, most", "most/mean", "slices, most", "rows, most", "rows moved", "cost")
-
-
-def layout_cells(share: LayoutShare) -> tuple[str, ...]:
-    """Return the cells under `HEADS`."""
-    return (
-        share.layout.name,
-        f"{share.traffic.pairs.max():,}",
-        f"{share.traffic.imbalance:.2f}",
-        f"{max(share.slices):,}",
-        f"{share.traffic.received.max():,}",
-        f"{share.remote:.1%}",
-        f"{max(share.costs):.2f}",
-    )
-
-
-def _layouts(view: MaskView, named: bool) -> str:
-    title = f"Layouts: {view.title}" if named else "Layouts"
-    return elements.section(title, elements.table(HEADS, [layout_cells(s) for s in view.shares]))
+def layouts_table(view: MaskView, title: str) -> Table:
+    """Return a table with a row per layout."""
+    columns = [
+        Column("layout", lambda share: share.layout.name, words=True),
+        Column("pairs, most", lambda share: share.traffic.pairs.max(), count),
+        Column("most/mean", lambda share: share.traffic.imbalance, fixed(2)),
+        Column("slices, most", lambda share: max(share.slices), count),
+        Column("rows, most", lambda share: share.traffic.received.max(), count),
+        Column("rows moved", lambda share: share.remote, percent),
+        Column("cost", lambda share: max(share.costs), fixed(2)),
+    ]
+    return Table(title, columns, view.shares)
 
 
 def _ranks(view: MaskView, named: bool) -> str:
-    shown = plots.evenly(range(view.shares[0].layout.workers), _SHOWN)
-    heads = ["rank"]
-    columns = [[str(rank) for rank in shown]]
+    columns = [Column("rank", lambda rank: rank, words=True)]
     for share in view.shares:
-        heads += [f"{share.layout.name}: {name}" for name in ("pairs", "rows received", "cost")]
-        pairs, rows, costs = share.traffic.pairs, share.traffic.received, share.costs
+        name, traffic, outer = share.layout.name, share.traffic, share.traffic.outer.received
+        far = [Column("rows from other nodes", outer.__getitem__, count, group=name)]
         columns += [
-            [f"{pairs[rank]:,}" for rank in shown],
-            [f"{rows[rank]:,}" for rank in shown],
-            [f"{costs[rank]:.3f}" for rank in shown],
+            Column("pairs", traffic.pairs.__getitem__, count, group=name),
+            Column("rows received", traffic.received.__getitem__, count, group=name),
+            *(far if outer.any() else []),
+            Column("cost", share.costs.__getitem__, fixed(3), group=name),
         ]
     title = f"Ranks: {view.title}" if named else "Ranks"
-    return elements.section(title, elements.table(heads, list(zip(*columns, strict=True))))
+    shown = plots.evenly(range(view.shares[0].layout.workers), _SHOWN)
+    return elements.report_section(Section(title, [Table(title, columns, shown)]))

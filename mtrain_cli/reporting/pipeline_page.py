@@ -12,21 +12,14 @@ from html import escape
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from mtrain_cli.parallel.pipeline_player import Played
 from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline
 from mtrain_cli.records.pipeline_times import PipelineTimes, predicted_pipeline, recorded_step
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.report_source import ReportSource, typical_rows
-from mtrain_cli.reporting.tables import fixed, ms
-from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.reporting.table import Column, Table, data, fixed, ms, percent
 
-HEADS = (
-    *("case", "schedule", "ms", "idle", "played", "formula", "stage imbalance"),
-    *("work of each stage, ms", "late ms", "hops ms"),
-)
-SPARE_OF_PIPELINES = ("hops ms", "late ms", "played")  # columns that a narrow terminal drops
 NOTE = (
     "ms: from the first pass to the end of the last; idle: share of this time without a pass, mean "
     "over stages; played: idle share of the schedule with the mean times of its passes and free "
@@ -47,10 +40,7 @@ _TIMES = ("start_us", "dur_us")
 
 @dataclass(frozen=True)
 class _Shown:
-    """One pipeline of a report.
-
-    source, case: where its records are; case is None for a prediction.
-    """
+    """One pipeline of a report."""
 
     label: str
     times: PipelineTimes
@@ -86,28 +76,25 @@ def describe(pipeline: Pipeline) -> str:
     return f"{pipeline.schedule}, {pipeline.stages}{virtual} stages, {micro}"
 
 
-def pipeline_cells(sources: Sequence[ReportSource]) -> list[list[str]]:
-    """Return a row per pipeline with the cells of `HEADS`."""
-    rows = []
-    for shown in _found(sources):
-        times = shown.times
-        waits = (
-            "-" if table is None else ms(float(table.max())) for table in (times.late, times.hops)
-        )
-        rows.append(
-            [
-                shown.label,
-                describe(times.pipeline),
-                ms(times.makespan),
-                f"{times.bubble:.1%}",
-                f"{times.timed.played.bubble:.1%}",
-                f"{times.pipeline.bubble:.1%}",
-                fixed(times.imbalance, 2),
-                _listed(times.work),
-                *waits,
-            ]
-        )
-    return rows
+def pipeline_table(sources: Sequence[ReportSource]) -> Table:
+    """Return a table with a row per pipeline."""
+    columns = [
+        Column("case", lambda shown: shown.label, words=True),
+        Column("schedule", lambda shown: describe(shown.times.pipeline), words=True),
+        Column("ms", lambda shown: shown.times.makespan, ms),
+        Column("idle", lambda shown: shown.times.bubble, percent),
+        Column("played", lambda shown: shown.times.timed.played.bubble, percent, drop=3),
+        Column("formula", lambda shown: shown.times.pipeline.bubble, percent),
+        Column("stage imbalance", lambda shown: shown.times.imbalance, fixed(2)),
+        Column("work of each stage, ms", lambda shown: shown.times.work, _listed),
+        Column("late ms", lambda shown: shown.times.late, _most, drop=2),
+        Column("hops ms", lambda shown: shown.times.hops, _most, drop=1),
+    ]
+    return Table("Pipeline, one step", columns, _found(sources), NOTE)
+
+
+def _most(waits: np.ndarray) -> str:
+    return ms(float(waits.max()))
 
 
 def _listed(work: np.ndarray) -> str:
@@ -116,16 +103,9 @@ def _listed(work: np.ndarray) -> str:
     return ", ".join(ms(float(each)) for each in work)
 
 
-def pipeline_table(sources: Sequence[ReportSource]) -> Table | None:
-    """Return the table of all pipelines; None without any."""
-    rows = pipeline_cells(sources)
-    title = "Pipeline, one step"
-    return new_table(HEADS, words=2, title=title, caption=NOTE, rows=rows) if rows else None
-
-
-def pipeline_rows(sources: Sequence[ReportSource]) -> list[dict[str, Any]]:
-    """Return the rows of pipeline.csv: one per pipeline and stage."""
-    return [
+def stages_data(sources: Sequence[ReportSource]) -> Table:
+    """Return pipeline.csv: a row per pipeline and stage."""
+    rows = [
         {
             "pipeline": shown.label,
             "schedule": times.pipeline.schedule,
@@ -145,6 +125,7 @@ def pipeline_rows(sources: Sequence[ReportSource]) -> list[dict[str, Any]]:
         for times in (shown.times,)
         for stage in range(times.pipeline.stages)
     ]
+    return data("pipeline", rows)
 
 
 def pipeline_figure(sources: Sequence[ReportSource]) -> plots.Figure:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.records.record_sums import EXPOSED, LATE
+from mtrain_cli.reporting.tables import fold
 
 Trace = dict[str, Any]
 # Colors of runs or exchanges.
@@ -162,6 +163,41 @@ def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **mo
         "hovertemplate": f"{hover}<extra></extra>",
         **more,
     }
+
+
+def heat_view(
+    labels: tuple[str, ...],
+    table: np.ndarray,
+    x: tuple[str, Sequence[Any]],
+    y: tuple[str, Sequence[Any]],
+    unit: str,
+    hover: str,
+    *,
+    side: int = 1 << 16,
+    most: float = 0.0,
+    **more: Any,
+) -> FigureView:
+    """Return a view with a heat map.
+
+    Args:
+        x, y: title of the axis, and its positions; y starts at the top.
+        side: largest number of cells per axis. A larger table shrinks to maxima of groups of cells.
+        most: value of the darkest color; 0 for the largest value.
+    """
+    small, _ = fold(table, side)
+    across, down = (
+        cell_labels(positions, small.shape[at]) for at, (_, positions) in ((1, x), (0, y))
+    )
+    top = most or float(np.nanmax(small, initial=0)) or 1.0
+    trace = heat(numbers(small, 4), across, down, unit, hover, zmax=top, **more)
+    axes = axis(x[0], **_ticks(across)), downward(y[0], **_ticks(down))
+    return FigureView(labels, [trace], layout(190 + 18 * min(30, max(4, len(down))), *axes))
+
+
+def _ticks(labels: Sequence[Any]) -> dict[str, Any]:
+    if any(isinstance(label, str) for label in labels):
+        return {"type": "category"}
+    return whole(labels[-1] - labels[0] + 1)
 
 
 def cell_labels(positions: Sequence[int], cells: int) -> list[Any]:

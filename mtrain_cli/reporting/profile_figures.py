@@ -155,23 +155,18 @@ def _by_head(source: ReportSource) -> list[FigureView]:
             continue
         for quantity, key in _MAPS:
             values = {(row["layer"], row["head"]): row[key] for row in mine}
-            trace = plots.heat(
-                plots.numbers([[values.get((layer, h)) for h in heads] for layer in layers]),
-                heads,
-                layers,
+            table = np.array([[values.get((layer, h)) for h in heads] for layer in layers], float)
+            number = ".2%" if key in ("recall", "density") else ".5g"
+            view = plots.heat_view(
+                (source.name, f"{pattern}, step {step}", quantity),
+                table,
+                ("head", heads),
+                ("layer", layers),
                 quantity,
-                "layer %{y}, head %{x}: "
-                f"%{{z:{'.2%' if key in ('recall', 'density') else '.5g'}}}",
-                **({"zmax": 1} if key == "recall" else {}),
+                f"layer %{{y}}, head %{{x}}: %{{z:{number}}}",
+                most=1.0 if key == "recall" else 0.0,
             )
-            shape = layout(
-                200 + 20 * min(40, len(layers)),
-                axis("head", **_integers(heads)),
-                plots.downward("layer", **_integers(layers)),
-                margin={"t": 36},
-            )
-            labels = (source.name, f"{pattern}, step {step}", quantity)
-            views.append(FigureView(labels, [trace], shape))
+            views.append(view)
     return views
 
 

@@ -10,29 +10,28 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
-
-from rich.table import Table
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
+from mtrain_cli.parallel.arrangements import Arrange
 from mtrain_cli.parallel.cast_rows import whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange, parse_label
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
-    WHOLE_SEQUENCE,
-    Arrange,
     Begin,
     Compute,
     ComputeColumns,
     Operation,
     Post,
     Program,
+    Shard,
     ShardSizes,
+    Stage,
     Wait,
-    stage_of_keys,
 )
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, COLUMNS
@@ -43,7 +42,7 @@ from mtrain_cli.records.record_sums import LATE
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
-from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.reporting.table import Column, Table
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.index_memory import column_width
 from mtrain_cli.training.layout_choice import choose_layout
@@ -166,10 +165,10 @@ def place(
     lanes = []
     for program in programs:
         at, lane = list(begins), []
-        bytes_of = {n: b.size.of(sizes, program.sharing) for n, b in program.buffers.items()}
+        bytes_of = {b: size.of(sizes, program.sharing) for b, size in program.sizes.items()}
         for op, live in program.live():
             begin, at[op.step] = at[op.step], at[op.step] + _width(op)
-            held = {name: bytes_of[name] for name in sorted(live) if bytes_of[name]}
+            held = {str(b): bytes_of[b] for b in sorted(live, key=str) if bytes_of[b]}
             lane.append(PlacedOperation(op, begin, at[op.step], held))
         lanes.append(lane)
     return lanes, begins
@@ -178,21 +177,24 @@ def place(
 def _width(op: Operation) -> float:
     if isinstance(op, Begin | Post) or (isinstance(op, Arrange) and not op.timed):
         return 0.0
-    widths = {Compute: 1.0, ComputeColumns: _COLUMNS, Wait: _WAIT}
-    return widths.get(type(op), _OTHER)
+    if isinstance(op, Compute):
+        return 1.0
+    if isinstance(op, ComputeColumns):
+        return _COLUMNS
+    return _WAIT if isinstance(op, Wait) else _OTHER
 
 
 def describe(op: Operation, sizes: ShardSizes, sharing: int) -> str:
     """Return what an operation does, in a few words."""
     if isinstance(op, Compute):
         part = f", part {op.part[0] + 1} of {op.part[1]} of the heads" if op.part[1] > 1 else ""
-        return f"compute: queries of {op.queries[0]}, {_keys(op)}{part}"
+        return f"compute: queries of {op.queries.number}, {_keys(op)}{part}"
     if isinstance(op, Post):
         t, (moved, peers) = op.transfer, _message(op, sizes, sharing)
         arrives = "" if t.to is None else f", receive {t.receives[0] // sharing} from {t.source}"
         return f"{moved} {peers}{arrives}, on channel {t.channel}"
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(op).__name__).lower()
-    return f"{name}: {op.what.replace('_', ' ')}" if isinstance(op, Arrange) else name
+    return f"arrange: {name}" if isinstance(op, Arrange) else name
 
 
 def _message(post: Post, sizes: ShardSizes, sharing: int) -> tuple[str, str]:
@@ -204,9 +206,9 @@ def _message(post: Post, sizes: ShardSizes, sharing: int) -> tuple[str, str]:
 
 
 def _keys(op: Compute) -> str:
-    if (stage := stage_of_keys(op.keys)) is not None:
-        return f"received keys of stage {stage}"
-    return "all keys" if op.keys == WHOLE_SEQUENCE else f"keys of {op.keys[0]}"
+    if isinstance(op.keys, Stage):
+        return f"received keys of stage {op.keys.number}"
+    return f"keys of {op.keys.number}" if isinstance(op.keys, Shard) else "all keys"
 
 
 def transfers(
@@ -283,11 +285,11 @@ def _view(labels: tuple[str, ...], programs: Sequence[Program], sizes: ShardSize
 
 def _look(op: Operation, program: Program) -> tuple[str, str, str]:
     if isinstance(op, Compute):
-        if (stage := stage_of_keys(op.keys)) is not None:
-            return "compute", _SHARDS[stage], f"*{stage}"
-        if op.keys == WHOLE_SEQUENCE:
+        if isinstance(op.keys, Stage):
+            return "compute", _SHARDS[op.keys.number], f"*{op.keys.number}"
+        if not isinstance(op.keys, Shard):
             return "compute", _SHARDS[0], "*"
-        shard = (op.queries if queries_travel(program) else op.keys)[0]
+        shard = (op.queries if queries_travel(program) else op.keys).number
         return "compute", _SHARDS[shard % len(_SHARDS)], str(shard)
     if isinstance(op, ComputeColumns):
         return "compute columns", plots.COLOURS[COLUMNS], ""
@@ -320,8 +322,7 @@ def program_table(source: ReportSource, case: CaseAnalysis) -> Table | None:
     exchange = DrawnExchange.of(source, case)
     if exchange is None:
         return None
-    headings = ("pass", "step", "computes", "sends meanwhile", "holds")
-    table = new_table(headings, title=f"{case.label}: one layer of rank 0")
+    rows = []
     for direction in DIRECTIONS:
         (program,) = exchange.programs(direction, 1)
         if program.steps > MOST_STEPS:
@@ -331,14 +332,19 @@ def program_table(source: ReportSource, case: CaseAnalysis) -> Table | None:
         for p, op in ((p, p.operation) for p in lane):
             if not isinstance(op, Compute):
                 continue
-            shards = f"queries of {op.queries[0]}" if queries_travel(program) else _keys(op)
+            shards = f"queries of {op.queries.number}" if queries_travel(program) else _keys(op)
             meanwhile = [
                 " ".join(_message(post, exchange.sizes, program.sharing))
                 for post, begin, end in moving
                 if begin.end <= p.begin and end.begin >= p.end
             ]
-            cells = direction, str(op.step), shards, "\n".join(meanwhile)
-            table.add_row(*cells, format_bytes(sum(p.held.values())))
-    for column in table.columns[2:4]:
-        column.justify = "left"
-    return table
+            held = format_bytes(sum(p.held.values()))
+            rows.append((direction, op.step, shards, "\n".join(meanwhile), held))
+    columns = [
+        Column("pass", itemgetter(0), words=True),
+        Column("step", itemgetter(1)),
+        Column("computes", itemgetter(2), words=True),
+        Column("sends meanwhile", itemgetter(3), words=True),
+        Column("holds", itemgetter(4)),
+    ]
+    return Table(f"{case.label}: one layer of rank 0", columns, rows)

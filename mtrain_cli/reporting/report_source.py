@@ -20,8 +20,8 @@ from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch import study_folder
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.printable import one_line
+from mtrain_cli.records import other_records
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
-from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
 from mtrain_cli.records.expert_loads import ExpertAnalysis, analyse_experts
 from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics
 from mtrain_cli.records.record_files import (
@@ -73,7 +73,7 @@ class ReportSource:
     evaluations: held-out losses.
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
-    attention: what `mtrain profile sparsity` found about attention itself.
+    others: kinds of records of other packages, each with its records.
     study: published tables with predictions, of `mtrain study`.
     settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
         instead of ``auto``.
@@ -92,7 +92,7 @@ class ReportSource:
     step: dict[str, Any] | None = None
     sparsity: tuple[dict[str, Any], ...] = ()
     results: tuple[evaluation_results.Result, ...] = ()
-    attention: AttentionFiles = field(default_factory=AttentionFiles)
+    others: tuple[tuple[other_records.RecordKind, Any], ...] = ()
     study: tuple[StudyTable, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
@@ -360,8 +360,8 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
     if kind == STUDY:
         return replace(source, study=tables_of(recorded.summary, recorded.folder))
     if kind == SPARSITY:
-        rows, attention = _sparsity(recorded.folder), read_attention_files(recorded.folder)
-        return replace(source, sparsity=rows, attention=attention)
+        rows, others = _sparsity(recorded.folder), other_records.read(recorded.folder)
+        return replace(source, sparsity=rows, others=others)
     recorded.check_schemas()
     cases = tuple(analyse(recorded))
     if not cases and not files.metrics and not recorded.summary.get("sweep"):

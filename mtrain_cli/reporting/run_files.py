@@ -13,7 +13,7 @@ from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import ENDED, RunState, read_state_file
+from mtrain_cli.launch.run_status import ENDED, RunState, read_state_file
 from mtrain_cli.records.metrics import StepMetrics, read_readable_metrics
 from mtrain_cli.records.step_remarks import is_finite, line_on_file, loss_remark, step_remarks
 from mtrain_cli.reporting.run_settings import read_settings
@@ -110,12 +110,7 @@ def _missing(run: RunDir) -> list[str]:
 
 
 def _whole(path: Path, read: Callable[[Path], Any], lost: str, damage: list[str]) -> Any:
-    """Return what `read` makes of a file; None for a missing or damaged file.
-
-    Args:
-        lost: what a report without the file lacks.
-        damage: gets a line about a damaged file, or a folder in its place.
-    """
+    """Return what `read` makes of a file; None for a missing or damaged file."""
     if path.is_dir():
         damage.append(f"{path}: is a folder; {lost}")
     if not path.is_file():

@@ -9,13 +9,12 @@ from typing import Any
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import UnreadableError, read_yaml, reason
 from mtrain_cli.config.earlier_versions import renamed
-from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.sizes import format_size
 
 RESOLVED = "resolved.yaml"
 # Keys that only name a run. They differ between any two runs, so a report leaves them out.
 _NAMES = ("run.name", "run.dir")
-_MASK_KEYS = dict.fromkeys(f"mask.{key}" for keys_of_mask in MASKS.values() for key in keys_of_mask)
+_OF_MASK = "mask.*"
 # Shown only if they are not 1.
 _DEGREES = (
     "topology.tensor_parallel",
@@ -34,7 +33,7 @@ _CARD = (
             *("topology.layout", "topology.exchange"),
         ),
     ),
-    ("mask", ("data.mask_key", "mask.kind", *_MASK_KEYS, "data.document_mask")),
+    ("mask", ("data.mask_key", "mask.kind", _OF_MASK, "data.document_mask")),
     (
         "attention",
         ("sparsity.pattern", *_DENSE_PARTS, "train.kernel", "train.dtype"),
@@ -97,12 +96,18 @@ def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     for heading, names in _CARD:
         parts = [
             f"{name.rpartition('.')[2]} {shown(name, settings[name])}{_of_all(name, settings)}"
-            for name in names
+            for name in _in(names, settings)
             if settings.get(name) is not None and not _says_nothing(name, settings)
         ]
         if parts:
             rows.append((heading, ", ".join(parts)))
     return rows
+
+
+def _in(names: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    """Return keys of the settings: `_OF_MASK` stands for those of the mask but its kind."""
+    of_mask = [name for name in settings if name.startswith("mask.") and name != "mask.kind"]
+    return [key for name in names for key in (of_mask if name == _OF_MASK else [name])]
 
 
 def _says_nothing(name: str, settings: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Show `mtrain profile step` in the terminal: the breakdown of a training step."""
+"""Tables of `mtrain profile step`: the breakdown of a training step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ import io
 import re
 import statistics
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
-
-from rich.table import Table
 
 from mtrain_cli.console import Console
 from mtrain_cli.records.metrics import sound_mfu
 from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting.expert_step_tables import time_table
-from mtrain_cli.reporting.terminal_width import new_table, number, print_table, say
+from mtrain_cli.reporting.table import (
+    TOTAL,
+    Column,
+    Lines,
+    Section,
+    Table,
+    count,
+    fixed,
+    number,
+    percent,
+)
+from mtrain_cli.reporting.terminal_width import print_section
 
 NAME = 44  # characters of a kernel's name
+_STEP, _BARE = "step", "without recording"  # rows that are no parts
+_PART = Column("part", itemgetter(0), words=True)
 _GPU = (
     "Each instant of the GPU counts once: for a compute kernel, else a copy, else NCCL. If kernels "
     "overlap, the first to start counts. links: exposed NCCL communication{}; idle: nothing runs. "
@@ -36,27 +48,19 @@ _CPU = (
 )
 
 
-def show_step(console: Console, document: dict[str, Any]) -> None:
-    """Print the tables of a recorded step; document: content of summary.json."""
+def step_section(document: dict[str, Any]) -> Section:
+    """Return what a report says about a recorded step; document: content of summary.json."""
     ranks, gpu = document["ranks"], document["gpu"]
-    say(console, _about(document), indent=2, style="bold")
-    print_table(console, parts_table(ranks), spare=("min",))
-    say(
-        console,
-        _GPU.format(_WAITS if WAITS in ranks[0]["parts"] else _NO_WAITS) if gpu else _CPU,
-        style="dim",
+    legend = _GPU.format(_WAITS if WAITS in ranks[0]["parts"] else _NO_WAITS) if gpu else _CPU
+    parts = (
+        Lines([_about(document)], style="bold"),
+        parts_table(ranks),
+        Lines([legend], style="dim"),
+        Lines(lines(document), indent=10),
+        time_table([("", document)]),
+        top_table(document["top"], gpu),
     )
-    for line in lines(document):
-        say(console, line, indent=10)
-    if (experts := time_table(document)) is not None:
-        print_table(console, experts, spare=("slowest layer",))
-    print_table(console, top_table(document["top"], gpu))
-    say(
-        console,
-        "ms: self time, including overlapped time; kernels.csv lists all kernels or operators of "
-        "every rank",
-        style="dim",
-    )
+    return Section("One training step", parts)
 
 
 def damage_of_step(document: dict[str, Any]) -> str | None:
@@ -64,7 +68,7 @@ def damage_of_step(document: dict[str, Any]) -> str | None:
     try:
         if not document["ranks"]:
             return "ranks is empty"
-        show_step(Console(file=io.StringIO()), document)
+        print_section(Console(file=io.StringIO()), step_section(document))
     except KeyError as error:
         return f"{error.args[0]} is missing"
     except (AttributeError, IndexError, TypeError, ValueError) as error:
@@ -89,37 +93,26 @@ def _about(document: dict[str, Any]) -> str:
 
 
 def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with the time per step of each part that is not 0, in ms."""
+    """Return a table with the time per step of each part that is not 0 on all ranks."""
     several = len(ranks) > 1
-    table = new_table(
-        ("part", "ms", "share", *(("min", "max", "rank") if several else ())),
-        title="Breakdown of one training step",
-        caption=f"ms per step, mean of {len(ranks)} ranks" if several else "ms per step",
-    )
-    rows = parts_rows(ranks)
-    for name, mean, share, least, most, rank in rows:
-        cells = [_ms(mean), f"{share:.1%}"]
-        cells += [_ms(least), _ms(most), str(rank)] if several else []
-        style = "bold" if name == "step" else None
-        table.add_row(name, *cells, end_section=name == rows[-2][0], style=style)
-    return table
-
-
-def parts_rows(
-    ranks: Sequence[dict[str, Any]],
-) -> list[tuple[str, float, float, float, float, int]]:
-    """Return (part, mean ms, share of the step, min ms, max ms, rank with the max).
-
-    Parts that are 0 on all ranks are left out. The last row is the whole step.
-    """
-    whole = [rank["step_ms"] for rank in ranks]
     parts = {name: [rank["parts"][name] for rank in ranks] for name in ranks[0]["parts"]}
-    rows = [*((name, ms) for name, ms in parts.items() if any(ms)), ("step", whole)]
-    mean = statistics.fmean
-    return [
-        (name, mean(ms), mean(ms) / mean(whole), min(ms), max(ms), ms.index(max(ms)))
-        for name, ms in rows
+    rows = [(name, ms) for name, ms in parts.items() if any(ms)]
+    rows.append((_STEP, [rank["step_ms"] for rank in ranks]))
+    whole = statistics.fmean(rows[-1][1])
+    of_ranks = (
+        Column("min", lambda row: min(row[1]), _ms, drop=1),
+        Column("max", lambda row: max(row[1]), _ms),
+        Column("rank", lambda row: row[1].index(max(row[1]))),
+    )
+    columns = [
+        _PART,
+        Column("ms", lambda row: statistics.fmean(row[1]), _ms),
+        Column("share", lambda row: statistics.fmean(row[1]) / whole, percent),
+        *(of_ranks if several else ()),
     ]
+    note = f"ms per step, mean of {len(ranks)} ranks" if several else "ms per step"
+    title = "Breakdown of one training step"
+    return Table(title, columns, rows, note, state=lambda row: TOTAL * (row[0] == _STEP))
 
 
 def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
@@ -127,31 +120,35 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
 
     For two steps, the table also has the ratio of the times.
     """
-    two = len(named) == 2
-    headings = ("part", *(name for name, _ in named), *(("ratio",) if two else ()))
-    table = new_table(headings, title="Side by side, ms")
     every = [document["ranks"] for _, document in named]
     parts = dict.fromkeys(name for ranks in every for name in ranks[0]["parts"])
-    rows = {
+    means = {
         name: [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every]
         for name in parts
     }
-    rows = {name: ms for name, ms in rows.items() if any(ms)}
-    last = list(rows)[-1]
-    rows["step"] = [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every]
-    rows["without recording"] = [max(rank["plain_ms"] for rank in ranks) for ranks in every]
-    in_links = f"in {LINKS}"  # Earlier versions counted waits as part of the links.
+    rows = [(name, ms) for name, ms in means.items() if any(ms)]
+    rows.append((_STEP, [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every]))
+    rows.append((_BARE, [max(rank["plain_ms"] for rank in ranks) for ranks in every]))
+    # Earlier versions counted waits as part of the links.
     mixed = len({WAITS in ranks[0]["parts"] for ranks in every}) > 1
-    for name, ms in rows.items():
-        cells = [
-            in_links if name == WAITS and WAITS not in ranks[0]["parts"] else _ms(value)
-            for ranks, value in zip(every, ms, strict=True)
-        ]
-        if two:
-            comparable = ms[0] and not (name in (LINKS, WAITS) and mixed)
-            cells.append(f"{ms[1] / ms[0]:.3f}" if comparable else "-")
-        table.add_row(name, *cells, end_section=name == last)
-    return table
+
+    def time(row: tuple[str, list[float]], run: int) -> str:
+        if row[0] == WAITS and WAITS not in every[run][0]["parts"]:
+            return f"in {LINKS}"
+        return _ms(row[1][run])
+
+    def ratio(row: tuple[str, list[float]]) -> float | None:
+        name, (first, second) = row
+        return second / first if first and not (name in (LINKS, WAITS) and mixed) else None
+
+    columns = [
+        _PART,
+        *(Column(run, lambda row, i=i: time(row, i)) for i, (run, _) in enumerate(named)),
+        *([Column("ratio", ratio, fixed(3))] if len(named) == 2 else []),
+    ]
+    return Table(
+        "Side by side, ms", columns, rows, state=lambda row: TOTAL * (row[0] in (_STEP, _BARE))
+    )
 
 
 def lines(document: dict[str, Any]) -> list[str]:
@@ -233,12 +230,17 @@ def _speed(before: dict[str, Any], gpu: bool) -> str:
 
 def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:
     kind = "kernel" if gpu else "operator"
-    table = new_table((kind, "calls", "ms", "part"), title=f"Slowest {kind}s")
-    table.columns[-1].justify = "left"
-    for row in top:
-        name, calls = short_name(row["name"]), f"{row['calls']:,.0f}"
-        table.add_row(name, calls, _ms(row["ms"]), row["part"])
-    return table
+    columns = [
+        Column(kind, lambda row: short_name(row["name"]), words=True),
+        Column("calls", itemgetter("calls"), count),
+        Column("ms", itemgetter("ms"), _ms),
+        Column("part", itemgetter("part"), words=True),
+    ]
+    note = (
+        "ms: self time, including overlapped time; kernels.csv lists all kernels or operators of "
+        "every rank"
+    )
+    return Table(f"Slowest {kind}s", columns, top, note)
 
 
 def _ms(value: float) -> str:
@@ -268,10 +270,7 @@ def short_name(name: str, width: int = NAME) -> str:
 
 
 def _without(text: str, brackets: str) -> str:
-    """Return the text without brackets and the text inside brackets.
-
-    brackets: "<>" or "()".
-    """
+    """Return the text without brackets and the text inside brackets."""
     depth, kept = 0, []
     for character in text:
         if character == brackets[0]:

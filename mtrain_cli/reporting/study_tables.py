@@ -8,7 +8,8 @@ from html import escape
 from mtrain_cli.console import Console
 from mtrain_cli.records.study_rows import TARGET, StudyTable, StudyValue, errors
 from mtrain_cli.reporting import elements
-from mtrain_cli.reporting.terminal_width import new_table, number, print_table, say
+from mtrain_cli.reporting.table import number, text_table
+from mtrain_cli.reporting.terminal_width import print_table, say
 
 HEADS = ("row", "quantity", "published", "predicted", "best - worst", "ratio", "measured")
 WORDS = (0, 1)  # columns that hold text
@@ -75,13 +76,13 @@ def show_study(console: Console, tables: Sequence[StudyTable]) -> None:
     for table in tables:
         say(console, heading(table), style="bold")
         if table.values:
-            print_table(console, new_table(HEADS, words=2, rows=cells(table)), SPARE)
+            print_table(console, text_table(HEADS, cells(table), 2, spare=SPARE))
         for line in notes(table):
             say(console, line, indent=2)
         console.print()
     say(console, NOTE, style="dim")
     if found := error_cells(tables):
-        print_table(console, new_table(ERROR_HEADS, rows=found))
+        print_table(console, text_table(ERROR_HEADS, found))
 
 
 def notes(table: StudyTable) -> list[str]:

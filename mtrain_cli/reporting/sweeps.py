@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from typing import Any
-
-from rich.table import Table
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
-from mtrain_cli.reporting.sheets import Sheet
-from mtrain_cli.reporting.terminal_width import new_table, number
+from mtrain_cli.reporting.table import BEST, NOT, Column, Table, count, fixed, number, percent
 from mtrain_cli.training.run_plan import FITS
 
 Row = Mapping[str, Any]
-WORDS = ("layout", "exchange", "fits")  # columns that hold text
-SPARE = ("HFU", "best - worst", "data x context")  # columns that a narrow terminal drops
 LEGEND = (
     "s / step: one optimizer step; best and worst: all constants at their best or worst bound. "
     "HFU: share of peak FLOP/s that kernels execute. GiB: per GPU. bold: the fastest that fits. "
-    f"all_gather in N: heads gathered in N parts. {FITS}."
+    f"all_gather in N: heads gathered in N parts. {FITS}"
 )
 _AXES = ("nodes", "workers")  # swept settings that change the number of GPUs
 _DASHES = ("solid", "dot", "dashdot")
@@ -35,61 +30,91 @@ def swept_settings(row: Row) -> dict[str, str]:
     return {name: value for name, value in row.get("point", {}).items() if name not in _AXES}
 
 
-def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return headings, cells and the state of each row.
+def sweep_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
+    """Return a table with a row per configuration, and sweep.csv. runs: (name, rows) of each run.
 
-    The states are:
+    The states of the rows are:
     - best: the fastest row that fits into memory, among rows with equal settings and number of GPUs
-    - fits: another row that fits into memory
-    - not: a row that does not fit into memory, or that is impossible
+    - not: a row that does not fit into memory, or that is impossible (`why_not` says why)
     """
-    names = list(dict.fromkeys(name for row in rows for name in swept_settings(row)))
-    groups = any(row.get("dp", 1) > 1 for row in rows)
-    heads = [*names, "GPUs", *(["data x context"] if groups else []), "layout", "exchange"]
-    heads += ["s / step", "best - worst", "tokens/s/GPU", "HFU", "GiB", "fits"]
+    every = [(run, row) for run, rows in runs for row in rows]
+    points = dict.fromkeys(name for _, row in every for name in row.get("point", {}))
     fastest: dict[tuple, float] = {}
-    for row in rows:
-        if "cannot" not in row and row["fits"]:
-            fastest[_group(row)] = min(
-                row["seconds"]["value"], fastest.get(_group(row), float("inf"))
-            )
-    lines, states = [], []
-    for row in rows:
-        head = [*(str(swept_settings(row).get(name, "")) for name in names), str(row["workers"])]
-        head += [f"{row['dp']} x {row['cp']}" if "dp" in row else ""] if groups else []
-        head += [row["layout"], short_label(row["exchange"])]
-        if "cannot" in row:
-            lines.append([*head, "", "", "", "", "", row["cannot"]])
-            states.append("not")
-            continue
-        took = row["seconds"]
-        lines.append(
-            [
-                *head,
-                number(took["value"], 4),
-                f"{number(took['low'])} - {number(took['high'])}",
-                f"{row['tokens_per_second_per_gpu']['value']:,.0f}",
-                f"{row['hfu']:.1%}",
-                f"{row['memory_bytes'] / 2**30:.1f}",
-                "yes" if row["fits"] else "no",
-            ]
-        )
-        best = row["fits"] and took["value"] == fastest[_group(row)]
-        states.append("best" if best else "fits" if row["fits"] else "not")
-    return heads, lines, states
+    for run, row in every:
+        if row.get("fits"):
+            group = (run, *_group(row))
+            fastest[group] = min(row["seconds"]["value"], fastest.get(group, float("inf")))
+
+    grouping = any(row.get("dp", 1) > 1 for _, row in every)
+
+    def state(pair: tuple[str, Row]) -> str:
+        run, row = pair
+        if not row.get("fits"):
+            return NOT
+        return BEST * (row["seconds"]["value"] == fastest[run, *_group(row)])
+
+    columns = [
+        Column("run" * (len(runs) > 1), lambda pair: pair[0], key="run", words=True),
+        *map(_swept_column, points),
+        _column("GPUs", _get("workers"), key="workers"),
+        *([_column("data x context", _groups, drop=3)] if grouping else []),
+        _column("", _get("cp"), key="cp"),
+        _column("layout", _get("layout"), key="layout", words=True),
+        _column("exchange", _get("exchange"), short_label, "exchange", words=True),
+        *(_column("", _get(name), key=name) for name in ("kernel", "seq", "density")),
+        _column("", _seconds("low"), key="seconds_low"),
+        _column("s / step", _seconds("value"), partial(number, digits=4), "seconds"),
+        _column("best - worst", _bounds, drop=2),
+        _column("", _seconds("high"), key="seconds_high"),
+        _column("tokens/s/GPU", _likely_rate, count, "tokens_per_second_per_gpu"),
+        _column("", _get("mfu"), key="mfu"),
+        _column("HFU", _get("hfu"), percent, "hfu", drop=1),
+        _column("GiB", _gib, fixed(1), "memory_gib"),
+        _column("fits", _fits, words=True),
+        _column("", lambda row: "cannot" not in row and row["fits"], key="fits"),
+        _column("", _get("cannot"), key="cannot"),
+    ]
+    return Table("Predicted steps", columns, every, LEGEND, "sweep", state)
 
 
-def sweep_table(rows: Sequence[Row]) -> Table:
-    """Return a table with a row per configuration. `why_not` explains impossible configurations."""
-    heads, lines, states = cells(rows)
-    table = new_table(heads, words=0)
-    for column in table.columns:
-        column.justify = "left" if column.header in WORDS else "right"
-    for row, line, state in zip(rows, lines, states, strict=True):
-        if "cannot" in row:
-            line[-1] = "impossible"
-        table.add_row(*line, style={"best": "bold", "not": "dim"}.get(state))
-    return table
+def _column(name: str, value: Callable[[Row], Any], *more: Any, **options: Any) -> Column:
+    """Return a column of (run, row) pairs. value: function of the row."""
+    return Column(name, lambda pair: value(pair[1]), *more, **{"missing": "", **options})
+
+
+def _swept_column(name: str) -> Column:
+    shown = "" if name in _AXES else name
+    return _column(shown, lambda row: row.get("point", {}).get(name), key=f"swept {name}")
+
+
+def _get(name: str) -> Callable[[Row], Any]:
+    return lambda row: row.get(name)
+
+
+def _seconds(bound: str) -> Callable[[Row], Any]:
+    return lambda row: row.get("seconds", {}).get(bound)
+
+
+def _groups(row: Row) -> str | None:
+    return f"{row['dp']} x {row['cp']}" if "dp" in row else None
+
+
+def _bounds(row: Row) -> str | None:
+    if "cannot" in row:
+        return None
+    return f"{number(row['seconds']['low'])} - {number(row['seconds']['high'])}"
+
+
+def _likely_rate(row: Row) -> float | None:
+    return None if "cannot" in row else _rate(row, "value")
+
+
+def _fits(row: Row) -> str:
+    return "impossible" if "cannot" in row else "yes" if row["fits"] else "no"
+
+
+def _gib(row: Row) -> float | None:
+    return None if "cannot" in row else row["memory_bytes"] / 2**30
 
 
 def why_not(rows: Sequence[Row]) -> list[str]:
@@ -99,38 +124,6 @@ def why_not(rows: Sequence[Row]) -> list[str]:
 
 def _group(row: Row) -> tuple:
     return (*swept_settings(row).items(), row["workers"])
-
-
-def sheet(runs: Sequence[tuple[str, Sequence[Row]]]) -> Sheet:
-    """Return sweep.csv.
-
-    runs: (name, rows) of each run.
-    """
-    swept = dict.fromkeys(name for _, rows in runs for row in rows for name in row.get("point", {}))
-    table = []
-    for run, row in ((run, row) for run, rows in runs for row in rows):
-        seconds, point = row.get("seconds", {}), row.get("point", {})
-        same = {name: row.get(name) for name in ("workers", "cp", "layout", "exchange")}
-        of_step = {name: row.get(name) for name in ("kernel", "seq", "density")}
-        impossible = "cannot" in row
-        table.append(
-            {
-                "run": run,
-                **{f"swept {name}": point.get(name) for name in swept},
-                **same,
-                **of_step,
-                "seconds_low": seconds.get("low"),
-                "seconds": seconds.get("value"),
-                "seconds_high": seconds.get("high"),
-                "tokens_per_second_per_gpu": None if impossible else _rate(row, "value"),
-                "mfu": row.get("mfu"),
-                "hfu": row.get("hfu"),
-                "memory_gib": None if impossible else row["memory_bytes"] / 2**30,
-                "fits": not impossible and row["fits"],
-                "cannot": row.get("cannot"),
-            }
-        )
-    return Sheet("sweep", table)
 
 
 # (title, value of a row at one of the bounds low, value and high, whether it ideally grows linearly
@@ -176,12 +169,7 @@ def _label_of(row: Row, with_seq: bool) -> str:
 def _view(
     labels: tuple[str, ...], rows: Sequence[Row], value: Any, *, gpus: bool, ideal: bool
 ) -> FigureView:
-    """Draw a line per layout and exchange, and a band between the bounds of the fastest line.
-
-    Args:
-        value: function of a row and a bound that returns the quantity to draw. The bound is
-            ``value`` (the prediction), ``low`` or ``high``.
-    """
+    """Draw a line per layout and exchange, and a band between the bounds of the fastest line."""
     lines = grouped(rows, lambda row: (row["layout"], row["exchange"].partition(" (")[0]))
     at = "workers" if gpus else "seq"
     exchanges = list(dict.fromkeys(exchange for _, exchange in lines))

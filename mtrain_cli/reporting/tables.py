@@ -1,74 +1,44 @@
-"""Tables of profiles and simulations in the terminal, and the cells that the page also uses."""
+"""Tables of profiles and simulations, and heat maps for the terminal."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from mtrain_cli.records.analysis import BINS, CaseAnalysis, Estimate
-from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.grouping import grouped
+from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
+from mtrain_cli.reporting.table import (
+    TOTAL,
+    Column,
+    Lines,
+    Map,
+    Part,
+    Section,
+    Table,
+    data,
+    fixed,
+    ms,
+    percent,
+    spread,
+)
 
 _LEAST = 5e-4  # smaller shares show as <0.1%
+MAPS = 3  # most heat maps in the terminal; report.html has all
 CELLS = 32  # most rows and columns of a heat map in the terminal
 SHADES = " ░▒▓█"
 _COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
 _TERMS = "late: waiting for late peers; exposed: communication without overlap"
-SPARE_OF_SHIPPED = ("waits\nms", "density")  # columns that a narrow terminal drops
-
-
-# --- cells that the terminal and the page share -----
-
-
-def ms(value: float) -> str:
-    """Format milliseconds with three significant digits, or as an integer from 100."""
-    if value == 0 or not np.isfinite(value):
-        return "0" if value == 0 else "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def fixed(value: float | None, digits: int) -> str:
-    return "-" if value is None or not np.isfinite(value) else f"{value:.{digits}f}"
-
-
-def spread(value: Estimate) -> str:
-    return f"{value.mean:.2f} ±{value.std:.2f}" if value.n > 1 else f"{value.mean:.2f}"
-
-
-def degree_cells(case: CaseAnalysis) -> list[str]:
-    """Return worker imbalance by time and by work, then step imbalance by time and by work."""
-    by_time, by_work = case.time, case.work
-    return [spread(d) for d in (by_time.worker, by_work.worker, by_time.step, by_work.step)]
-
-
-def exposed_cells(case: CaseAnalysis) -> list[str]:
-    return [f"{link} {ms(value)}" for link, value in case.exposed.items()]
-
-
-def step_cells(case: CaseAnalysis) -> list[str]:
-    """Return percentiles 50 and 95, averaged over passes, and maximum of step times, in ms."""
-    passes = case.passes.values()
-    p50, p95 = (statistics.fmean(getattr(p, name) for p in passes) for name in ("p50", "p95"))
-    return [ms(p50), ms(p95), ms(max(p.longest for p in passes))]
-
-
-def sparsity_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return recall, worst recall, density, density in the mask, slashes and columns."""
-
-    def mean(name: str) -> float:
-        return statistics.fmean(row[name] for row in rows)
-
-    worst = min(row["worst"] for row in rows)
-    return [
-        *(f"{mean('recall'):.4f}", f"{worst:.3f}", f"{mean('density'):.2%}"),
-        *(f"{mean('of_mask'):.2%}", f"{mean('slashes'):.1f}", f"{mean('columns'):.0f}"),
-    ]
+_FACTS = ("layout", "exchange", "pattern", "kernel", "seq")
+_COUNTS = ("workers", "groups", "samples", "iterations", "partial")
+_CAUSE = ("ms", "kind", "direction", "rank", "step", "text")
 
 
 def no_causes(case: CaseAnalysis) -> str:
@@ -101,130 +71,170 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
 # --- tables -----
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A case of a run, or one of its passes."""
+
+    run: str
+    case: CaseAnalysis
+    mark: str = ""
+    direction: str = "both"
+
+    @property
+    def analysis(self) -> CaseAnalysis | PassAnalysis:
+        return self.case.passes.get(self.direction, self.case)
+
+    @property
+    def passes(self) -> list[PassAnalysis]:
+        """Return the pass of the row, or all passes of the case."""
+        one = self.case.passes.get(self.direction)
+        return list(self.case.passes.values()) if one is None else [one]
+
+
+def _estimate(
+    name: str, group: str, key: str, value: Callable[[Any], Estimate], digits: int = 2
+) -> tuple[Column, Column]:
+    """Return the column of an estimate and, for the CSV file, of its standard deviation."""
+    return (
+        Column(
+            name, lambda row: value(row.analysis), partial(spread, digits=digits), key, group=group
+        ),
+        Column("", lambda row: value(row.analysis).std, key=f"{key}_std"),
+    )
+
+
+def _degree(kind: str, name: str) -> tuple[Column, Column]:
+    def value(analysis: Any) -> Estimate:
+        return getattr(getattr(analysis, kind), name)
+
+    return _estimate(kind, f"{name} imbalance", f"{kind}_{name}_id", value)
+
+
+_IMBALANCE = {(kind, name): _degree(kind, name) for kind in ("time", "work") for name in DEGREES}
+_RATIOS = (
+    *_estimate("per step", "computation ratio", "computed_step", lambda a: a.computation.step, 3),
+    *_estimate("total", "computation ratio", "computed_total", lambda a: a.computation.total, 3),
+)
+_STEP_MS = (
+    Column(
+        *("p50", lambda row: statistics.fmean(p.p50 for p in row.passes), ms, "step_ms_p50"),
+        group="step ms",
+    ),
+    Column(
+        *("p95", lambda row: statistics.fmean(p.p95 for p in row.passes), ms, "step_ms_p95"),
+        group="step ms",
+    ),
+    Column(
+        *("max", lambda row: max(p.longest for p in row.passes), ms, "step_ms_max"),
+        group="step ms",
+    ),
+)
+
+
+def _rows(cases: Sequence[CaseAnalysis], names: Sequence[str]) -> list[_Row]:
+    # If all cases are incomplete, a remark above the table says so.
+    marked = not all(case.partial for case in cases)
+    return [
+        _Row(run, case, " (partial)" * (case.partial and marked))
+        for run, case in zip(names or [""] * len(cases), cases, strict=True)
+    ]
+
+
+def _labels(names: Sequence[str]) -> list[Column]:
+    run = [Column("run", lambda row: row.run, words=True)] if names else []
+    return [*run, Column("case", lambda row: row.case.label + row.mark, words=True)]
+
+
+def balance_section(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Section:
+    """Return load balance, time breakdown and heat maps.
+
+    names: name of each case's run, if there are several runs.
+    """
+    runs = names or [""] * len(cases)
+    every = [(run, each) for run, case in zip(runs, cases, strict=True) for each in case.with_kinds]
+    shown, shown_names = [case for _, case in every], [run for run, _ in every if names]
+    maps = [(run, case) for run, case in zip(runs, cases, strict=True) if case.workers > 1]
+    more = f"showing {MAPS} of {len(maps)} heat maps; report.html has all, for both passes"
+    parts: list[Part] = [summary_table(shown, shown_names), bins_table(shown, shown_names)]
+    parts += [Map(heat_map(case, next(iter(case.passes)), name=run)) for run, case in maps[:MAPS]]
+    parts += [Lines([more], style="dim")] if len(maps) > MAPS else []
+    return Section("Load balance", parts)
+
+
+def causes_section(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Section:
+    """Return the causes of waits, the costliest first."""
+    parts = []
+    for i, case in enumerate(cases):
+        title = f"{names[i]}, {case.label}" if names else case.label
+        lines = [cause.text for cause in case.causes]
+        parts.append(
+            Lines(lines or [no_causes(case)], f"{title}: why workers wait", bool(lines), 4)
+        )
+    return Section("Why workers wait", parts)
+
+
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
     """Return a table of load balance, with a row per case.
-
-    A cell has several lines, which the heading names.
 
     names: name of each case's run, if there are several runs.
     """
     bare = " (bare)" if _bare_note(cases) else ""
-    headings = (
-        "imbalance\nof workers\ntime\nwork",
-        "imbalance\nof steps\ntime\nwork",
-        "computed\nper step\ntotal",
-        "waits ms\nlate peers\nexposed",
-        "step ms\np50, p95\nmax",
-        f"pass ms\nforward{bare}\nbackward{bare}",
-        "n",
-    )
     some = any(case.tensor is not None for case in cases)
     only = ", without messages of tensor groups" if some else ""
-    caption = (
-        f"{_imbalance_note(cases)} 1 is perfect; ms: one layer; waits: per worker and iteration"
-        f"{only}{_bare_note(cases)}"
+    note = (
+        f"{_imbalance_note(cases)} 1 is perfect; computation ratio: share of the time that "
+        f"attention kernels take; ms: one layer; waits: per worker and iteration{only}; late "
+        f"peers: waiting for them; exposed: communication without overlap{_bare_note(cases)}"
     )
-    table = _case_table("Load balance", caption, cases, names, headings)
-    for i, case in enumerate(cases):
-        worker_time, worker_work, step_time, step_work = degree_cells(case)
-        p50, p95, longest = step_cells(case)
-        ratio = case.computation
-        passes = [
-            f"{ms(case.passes[name].duration.mean)}{_bare(case, name)}"
-            if name in case.passes
-            else ""
-            for name in ("forward", "backward")
-        ]
-        table.add_row(
-            *names[i : i + 1],
-            case.label + _partial_mark(case, cases),
-            f"{worker_time}\n{worker_work}",
-            f"{step_time}\n{step_work}",
-            f"{ratio.step.mean:.3f}\n{ratio.total.mean:.3f}",
-            "\n".join([ms(case.bin_ms("late")), *(exposed_cells(case) or ["0"])]),
-            f"{p50}, {p95}\n{longest}",
-            "\n".join(passes),
-            str(case.samples),
-        )
-    return table
+    columns = [
+        *_labels(names),
+        *(_IMBALANCE[kind, name][0] for name in ("worker", "step") for kind in ("time", "work")),
+        *_RATIOS[::2],
+        Column("late peers", lambda row: row.case.bin_ms("late"), ms, group="waits ms"),
+        Column("exposed", lambda row: row.case.exposed, _links, group="waits ms"),
+        *_STEP_MS,
+        Column("forward", lambda row: _pass_ms(row.case, "forward"), group=f"pass ms{bare}"),
+        Column("backward", lambda row: _pass_ms(row.case, "backward"), group=f"pass ms{bare}"),
+        Column("n", lambda row: row.case.samples),
+    ]
+    return Table("Load balance", columns, _rows(cases, names), note)
+
+
+def _links(exposed: dict[str, float]) -> str:
+    return "\n".join(f"{link} {ms(value)}" for link, value in exposed.items()) or "0"
+
+
+def _pass_ms(case: CaseAnalysis, direction: str) -> str | None:
+    """Return the time of a pass and, in brackets, without recording, if that was measured."""
+    if direction not in case.passes:
+        return None
+    bare = case.bare_ms(direction)
+    return ms(case.passes[direction].duration.mean) + ("" if bare is None else f" ({ms(bare)})")
 
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
     """Return a table of shares: each category of `BINS`, divided by the time of all passes."""
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
-    headings = ("ms", *(name.replace(" ", "\n") for name in used))
-    caption = f"shares of all passes of an iteration, mean over workers; {_TERMS}"
-    table = _case_table("Time breakdown of attention", caption, cases, names, headings)
-    for i, case in enumerate(cases):
-        whole, shares = _shares(case)
-        cells = (
-            f"{share:.1%}" if share >= _LEAST else "<0.1%" if share else ""
-            for share in (shares[name] for name in used)
-        )
-        table.add_row(*names[i : i + 1], case.label, ms(whole), *cells)
-    return table
+    columns = [
+        *_labels(names),
+        Column("ms", lambda row: _passes_ms(row.case), ms),
+        *(Column(name, lambda row, name=name: _share(row.case, name), _part) for name in used),
+    ]
+    note = f"shares of all passes of an iteration, mean over workers; {_TERMS}"
+    return Table("Time breakdown of attention", columns, _rows(cases, names), note)
 
 
-def _case_table(
-    title: str,
-    caption: str,
-    cases: Sequence[CaseAnalysis],
-    names: Sequence[str],
-    headings: Sequence[str],
-) -> Table:
-    before = ("run", "case") if names else ("case",)
-    table = new_table((*before, *headings), len(before), title=title, caption=caption)
-    for column in table.columns:
-        column.no_wrap = column.header != "case"
-    words = (word for case in cases for word in case.label.split())
-    table.columns[len(before) - 1].min_width = max([10, *map(len, words)])
-    return table
+def _passes_ms(case: CaseAnalysis) -> float:
+    """Return the time of all passes of an iteration, averaged over ranks, in ms."""
+    return float(case.passes_ms[:, case.present].sum(0).mean())
 
 
-def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> RenderableType:
-    """Return the content of `summary_table` and `bins_table` as text that wraps.
-
-    The text replaces the tables in narrow terminals.
-    """
-    lines: list[RenderableType] = []
-    for i, case in enumerate(cases):
-        run = f"{names[i]}: " if names else ""
-        title = f"{run}{case.label}{_partial_mark(case, cases)}, {case.samples} sample"
-        lines.append(Text(title + "s" * (case.samples != 1), style="bold"))
-        worker_time, worker_work, step_time, step_work = degree_cells(case)
-        ratio = case.computation
-        passes = ", ".join(
-            f"{direction} {ms(analysis.duration.mean)}{_bare(case, direction)}"
-            for direction, analysis in case.passes.items()
-        )
-        whole, shares = _shares(case)
-        parts = ", ".join(f"{bin} {part:.1%}" for bin, part in shares.items() if part >= _LEAST)
-        lines += [
-            Text(f"  worker imbalance: time {worker_time}, work {worker_work}"),
-            Text(f"  step imbalance: time {step_time}, work {step_work}"),
-            Text(f"  pass of a layer, ms: {passes}"),
-            Text(f"  computed {ratio.step.mean:.1%} per step, {ratio.total.mean:.1%} total"),
-            Padding(f"{ms(whole)} ms per iteration: {parts}", (0, 0, 0, 2), expand=False),
-        ]
-    caption = f"{_imbalance_note(cases)} 1 is perfect; {_TERMS}{_bare_note(cases)}"
-    return Group(*lines, Text(caption, style="dim italic"))
+def _share(case: CaseAnalysis, name: str) -> float:
+    return case.bin_ms(name) / (_passes_ms(case) or 1)
 
 
-def _shares(case: CaseAnalysis) -> tuple[float, dict[str, float]]:
-    """Return the time of all passes of an iteration, and the share of each of `BINS` in this time.
-
-    The time is in ms, averaged over ranks.
-    """
-    whole = float(case.passes_ms[:, case.present].sum(0).mean())
-    return whole, {name: case.bin_ms(name) / whole if whole else 0.0 for name in BINS}
-
-
-def _partial_mark(case: CaseAnalysis, cases: Sequence[CaseAnalysis]) -> str:
-    """Return a mark if the case lacks iterations or ranks, but some other case is complete.
-
-    If all cases are incomplete, a remark above the table says so.
-    """
-    return " (partial)" if case.partial and not all(c.partial for c in cases) else ""
+def _part(share: float) -> str:
+    return percent(share) if share >= _LEAST else "<0.1%" if share > 0 else ""
 
 
 def _imbalance_note(cases: Sequence[CaseAnalysis]) -> str:
@@ -236,22 +246,88 @@ def _imbalance_note(cases: Sequence[CaseAnalysis]) -> str:
     return f"imbalance degree: max over mean, {over};"
 
 
-def _bare(case: CaseAnalysis, direction: str) -> str:
-    """Return the time of the pass without recording, in brackets, or "" if it is not measured."""
-    bare_ms = case.bare_ms(direction)
-    return "" if bare_ms is None else f" ({ms(bare_ms)})"
-
-
 def _bare_note(cases: Sequence[CaseAnalysis]) -> str:
-    there = any(_bare(case, direction) for case in cases for direction in case.passes)
+    there = any(case.bare_ms(name) is not None for case in cases for name in case.passes)
     note = "; pass ms: mean of recorded iterations; in brackets (bare): median without recording"
     return note if there else ""
 
 
-def causes_text(case: CaseAnalysis) -> RenderableType:
-    """Return a numbered list of the causes of waits, the costliest first."""
-    lines = [f"{i}. {cause.text}" for i, cause in enumerate(case.causes, 1)]
-    return Group(*map(Text, lines or [no_causes(case)]))
+def details(cases: Sequence[tuple[str, CaseAnalysis]]) -> list[Table]:
+    """Return the CSV files of the cases of runs."""
+    passes = [
+        ({"run": run, "case": case.label, "direction": name}, analysis)
+        for run, case in cases
+        for name, analysis in case.passes.items()
+    ]
+    causes = [
+        {"run": run, "case": case.label, **{name: getattr(cause, name) for name in _CAUSE}}
+        for run, case in cases
+        for cause in case.causes
+    ]
+    return [
+        _summary(cases),
+        data("steps", [row for names, analysis in passes for row in _steps(names, analysis)]),
+        data("time_by_rank", [row for run, case in cases for row in _time_by_rank(run, case)]),
+        data("layers", [row for names, analysis in passes for row in _layers(names, analysis)]),
+        data("causes", causes),
+    ]
+
+
+def _summary(cases: Sequence[tuple[str, CaseAnalysis]]) -> Table:
+    """Return summary.csv: per case, a row with the means of both passes, and a row per pass."""
+    rows = [
+        _Row(run, case, direction=direction)
+        for run, case in cases
+        for direction in ("both", *case.passes)
+    ]
+    columns = [
+        Column("", lambda row: row.run, key="run"),
+        Column("", lambda row: row.case.label, key="case"),
+        Column("", lambda row: row.direction, key="direction"),
+        *(Column("", lambda row, name=name: row.case.facts.get(name), key=name) for name in _FACTS),
+        *(Column("", lambda row, name=name: getattr(row.case, name), key=name) for name in _COUNTS),
+        *(column for pair in _IMBALANCE.values() for column in pair),
+        *_RATIOS,
+        Column("", lambda row: sum(p.duration.mean for p in row.passes), key="pass_ms"),
+        Column("", lambda row: _std_of_pass(row), key="pass_ms_std"),
+        *_STEP_MS,
+    ]
+    return Table("", columns, rows, name="summary")
+
+
+def _std_of_pass(row: _Row) -> float | None:
+    return None if row.direction == "both" else row.passes[0].duration.std
+
+
+def _steps(names: dict[str, Any], analysis: PassAnalysis) -> Iterator[dict[str, Any]]:
+    tables = {
+        "attention_ms": analysis.attention,
+        "step_ms": analysis.elapsed,
+        "late_ms": analysis.late,
+        "exposed_ms": analysis.exposed,
+        "pairs": analysis.pairs,
+        "blocks": analysis.blocks,
+    }
+    for worker, step in np.ndindex(analysis.attention.shape):
+        values = {name: float(table[worker, step]) for name, table in tables.items()}
+        yield {**names, "worker": worker, "step": step, **values}
+
+
+def _time_by_rank(run: str, case: CaseAnalysis) -> Iterator[dict[str, Any]]:
+    """Yield the time of each category per iteration, in ms: a row per direction and rank."""
+    columns = [f"{name.replace(' ', '_')}_ms" for name in BINS]
+    for d, direction in enumerate(case.directions):
+        for rank in case.present:
+            names = {"run": run, "case": case.label, "direction": direction, "rank": rank}
+            bins = dict(zip(columns, case.bins[d, rank], strict=True))
+            yield {**names, "pass_ms": case.passes_ms[d, rank], **bins}
+
+
+def _layers(names: dict[str, Any], analysis: PassAnalysis) -> Iterator[dict[str, Any]]:
+    """Yield a row per layer: pass_ms of the slowest worker, and times averaged over workers."""
+    for layer in analysis.layers:
+        means = {name: layer[name] for name in ("attention_ms", "late_ms", "exposed_ms")}
+        yield {**names, "layer": int(layer["layer"]), "pass_ms": layer["ms"], **means}
 
 
 def heat_map(
@@ -290,11 +366,7 @@ def heat_map(
 
 
 def _tensor_note(case: CaseAnalysis) -> str:
-    """Return which ranks a worker of a heat map is with tensor parallelism, else "".
-
-    Ranks of a tensor group compute other heads of the same tokens, each in a context group of its
-    own. Workers are places in these context groups.
-    """
+    """Return which ranks, of other heads, a worker of a heat map is with tensor parallelism."""
     degree = int(case.facts.get("tp") or 1)
     if degree == 1:
         return ""
@@ -328,44 +400,92 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
 
 def shipped_table(document: dict[str, Any]) -> Table:
     """Return a table of the cases of a shipped profile in the older file format."""
-    headings = (
-        *("case", "seq", "density", "forward\nms", "backward\nms", "waits\nms"),
-        *("worker\nimbalance", "step\nimbalance", "computed"),
-    )
-    title = f"{document.get('hardware', '')}, {document.get('date', '')}"
-    table = new_table(headings, title=title, caption=str(document.get("note") or ""))
-    for case in document["cases"]:
-        degrees = case.get("time") or {}
-        table.add_row(
-            str(case["label"]),
-            f"{case['seq'] // 1024}K",
-            f"{case['density']:.1%}",
-            ms(case["forward"]),
-            ms(case["backward"]),
-            ms(sum(case.get("of_wait", {}).values())) if case.get("by_kind") else "",
-            *(f"{degrees[name]:.2f}" if degrees else "" for name in ("worker", "step")),
-            fixed(case.get("computation"), 2),
+
+    def degree(name: str) -> Column:
+        return Column(
+            name, lambda case: (case.get("time") or {}).get(name), fixed(2), group="imbalance"
         )
-    return table
+
+    columns = [
+        Column("case", lambda case: case["label"], words=True),
+        Column("seq", lambda case: f"{case['seq'] // 1024}K"),
+        Column("density", lambda case: case["density"], percent, drop=2),
+        Column("forward", lambda case: case["forward"], ms, group="pass ms"),
+        Column("backward", lambda case: case["backward"], ms, group="pass ms"),
+        Column(
+            "waits ms",
+            lambda case: sum(case.get("of_wait", {}).values()) if case.get("by_kind") else None,
+            ms,
+            drop=1,
+        ),
+        *map(degree, ("worker", "step")),
+        Column("computed", lambda case: case.get("computation"), fixed(2)),
+    ]
+    title = f"{document.get('hardware', '')}, {document.get('date', '')}"
+    return Table(title, columns, document["cases"], str(document.get("note") or ""))
 
 
 def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Return a table of means over heads, with a row per layer.
+    """Return a table of means over heads, with a row per layer."""
+    layers = sorted(grouped(rows, lambda row: row["layer"]).items())
+    columns = [Column("layer", itemgetter(0)), *_measures(rows)]
+    groups = [*layers, ("all", rows)]
+    note = f"means over heads; {_measures_note(rows)}"
+    return Table(title, columns, groups, note, state=lambda row: TOTAL * (row[0] == "all"))
 
-    `density in mask` has a column only if it differs from the density.
-    """
-    masked = any(abs(r["of_mask"] - r["density"]) >= 5e-5 for r in rows)
-    headings = ["layer", "recall", "worst", "density", "density in mask", "slashes", "columns"]
-    caption = (
-        "means over heads; recall: over sampled queries that the pattern does not probe; "
-        "worst: recall of the worst query; density: computed share of all causal pairs"
-        f"{'; density in mask: computed share of the pairs inside documents' if masked else ''}"
+
+def _measures(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """Return the columns of rows whose last item is a list of records of heads."""
+
+    def mean(name: str, form: Callable[[float], str]) -> Column:
+        label = {"of_mask": "density in mask"}.get(name, name)
+        return Column(label, lambda row: statistics.fmean(head[name] for head in row[-1]), form)
+
+    share = "{:.2%}".format
+    return [
+        mean("recall", fixed(4)),
+        Column("worst", lambda row: min(head["worst"] for head in row[-1]), fixed(3)),
+        mean("density", share),
+        *([mean("of_mask", share)] if _is_masked(rows) else []),
+        mean("slashes", fixed(1)),
+        mean("columns", fixed(0)),
+    ]
+
+
+def _is_masked(rows: Sequence[dict[str, Any]]) -> bool:
+    return any(abs(row["of_mask"] - row["density"]) >= 5e-5 for row in rows)
+
+
+def _measures_note(rows: Sequence[dict[str, Any]]) -> str:
+    inside = "; density in mask: computed share of the pairs inside documents"
+    return (
+        "recall: over sampled queries that the pattern does not probe; worst: recall of the worst "
+        "query; density: computed share of all causal pairs"
+        f"{inside if _is_masked(rows) else ''}"
     )
-    kept = [i for i, name in enumerate(headings) if masked or name != "density in mask"]
-    table = new_table([headings[i] for i in kept], words=0, title=title, caption=caption)
-    layers = sorted({r["layer"] for r in rows})
-    groups = [(str(layer), [r for r in rows if r["layer"] == layer]) for layer in layers]
-    for name, mine in [*groups, ("all", rows)]:
-        cells = [name, *sparsity_cells(mine)]
-        table.add_row(*(cells[i] for i in kept), end_section=name == str(layers[-1]))
-    return table
+
+
+def sparsity_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """Return a table per pattern, for the first and the last measured step, and one of all steps.
+
+    With at most two steps, the last one says nothing new, so it is left out.
+    """
+    steps = sorted({row["step"] for row in rows}) or [0]
+    found = grouped(rows, lambda row: (row["pattern"], row["step"]))
+    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
+    tables = [
+        sparsity_table(found[pattern, step], f"{pattern}, step {step}")
+        for pattern in patterns
+        for step in dict.fromkeys((steps[0], steps[-1]))
+        if (pattern, step) in found
+    ]
+    if len(steps) > 2:
+        groups = [(p, s, found[p, s]) for p in patterns for s in steps if (p, s) in found]
+        columns = [
+            Column("pattern", itemgetter(0), words=True, once=True),
+            Column("step", itemgetter(1)),
+            *_measures(rows),
+        ]
+        note = f"means over layers and heads; {_measures_note(rows)}"
+        tables.append(Table("All steps", columns, groups, note))
+    return tables

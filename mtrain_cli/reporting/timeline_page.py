@@ -54,11 +54,7 @@ def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> 
 
 
 def _note(notes: Mapping[str, Sequence[str]]) -> str:
-    """Return the remarks as sentences.
-
-    notes: labels of cases, by the remark that applies to them. With several remarks, each sentence
-        names its cases.
-    """
+    """Return the remarks as sentences."""
     if len(notes) == 1:
         (remark,) = notes
         return f"{remark[0].upper()}{remark[1:]}."
@@ -88,11 +84,7 @@ def _layout(ranks: Sequence[int]) -> dict:
 
 @dataclass(frozen=True)
 class _Bars:
-    """Rows of records as bars.
-
-    y: vertical position of each bar.
-    start, duration: milliseconds.
-    """
+    """Rows of records as bars."""
 
     rows: Rows
     y: np.ndarray

@@ -129,13 +129,10 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
 
 
 def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
-    """Turn a slice into a kernel on a stream, which HTA expects.
-
-    HTA recognizes communication by the names of NCCL's kernels. Events other than slices of
-    computation or messages stay as they are.
-    """
+    """Turn a slice into a kernel on a stream, which HTA expects."""
     if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):
         return event
+    # HTA recognizes communication by the names of NCCL's kernels.
     name = f"ncclKernel {event['name']}" if event["cat"] == "message" else event["name"]
     return {
         **event,
@@ -200,10 +197,7 @@ def _lanes(start: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 def _arrows(rows: pandas.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield arrows from sends to arrivals.
-
-    Between two ranks, the k-th send of a shard belongs to its k-th arrival.
-    """
+    """Yield an arrow from the k-th send of a shard between two ranks to its k-th arrival."""
     key = ["case", "iteration", "micro", "layer", "direction", "payload", "shard"]
     hops = rows[rows.phase.isin([SEND, RECEIVE]) & (rows.peer >= 0)].sort_values("start_us")
     sent, received = hops[hops.phase == SEND].copy(), hops[hops.phase == RECEIVE].copy()

@@ -175,10 +175,7 @@ def _curve(
 
 
 def _marks(source: ReportSource, key: str, colour: str) -> list[Trace]:
-    """Return vertical lines at restarts of the run.
-
-    For loss, lr and grad_norm, also return lines at restarts of the learning-rate schedule.
-    """
+    """Return vertical lines at restarts of the run and, for some keys, of the learning rate."""
     rates = rate_restarts(source.metrics) if key in ("loss", "lr", "grad_norm") else []
     steps = [(step, "dot") for step in rates] + [(r.step, "dash") for r in source.restarts]
     common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
@@ -306,18 +303,8 @@ def layers_over_steps(
             continue
         table = np.array([getattr(m, key) for m in kept], float).T
         first = _first_layer(source, len(table))
-        layers = range(first, first + len(table))
-        trace = plots.heat(
-            plots.numbers(table, 4),
-            [m.step for m in kept],
-            layers,
-            unit,
-            hover,
-            zmax=float(table.max(initial=0)) or 1.0,
-        )
-        y = plots.downward("layer", **plots.whole(len(layers)))
-        shape = layout(200 + 14 * min(40, len(layers)), axis("step"), y)
-        views.append(FigureView((source.name,), [trace], shape))
+        x, y = ("step", [m.step for m in kept]), ("layer", range(first, first + len(table)))
+        views.append(plots.heat_view((source.name,), table, x, y, unit, hover))
     return Figure(name, title, ("run",), views)
 
 

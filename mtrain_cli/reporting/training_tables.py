@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.records.metrics import WARM_UP_STEPS, rate_unit, steady_steps
+from mtrain_cli.records.metrics import WARM_UP_STEPS, StepMetrics, rate_unit, steady_steps
 from mtrain_cli.records.step_remarks import nothing_left_out
 from mtrain_cli.reporting.report_source import ReportSource
-from mtrain_cli.reporting.tables import fixed
-from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.reporting.table import TOTAL, Column, Table, count, fixed, percent
 from mtrain_cli.training.evaluation import losses_by_bucket
 from mtrain_cli.training.progress import format_duration
-
-SPARE_OF_TRAINING = (
-    "targets",
-    "peak GiB",
-    "density",
-    "MFU",
-    "s / step",
-)  # a narrow terminal drops them
-
-
-def training_headings(sources: Sequence[ReportSource]) -> list[str]:
-    """Return the headings of `training_row`."""
-    rate = rate_unit([step for source in sources for step in source.metrics])
-    of_steps = ["steps", "loss, first", "last", "s / step", rate, "MFU", "HFU", "density"]
-    return [*of_steps, "targets", "peak GiB"]
 
 
 def medians_note(sources: Sequence[ReportSource]) -> str:
@@ -44,53 +26,61 @@ def medians_note(sources: Sequence[ReportSource]) -> str:
     return note
 
 
-def training_row(source: ReportSource) -> list[str]:
-    """Return a run's cells, in the order of `training_headings`."""
-    steps = source.metrics
-    rest = steady_steps(steps, [restart.step for restart in source.restarts])
-
-    def median(name: str, form: str) -> str:
-        values = [value for step in rest if (value := getattr(step, name)) is not None]
-        return format(statistics.median(values), form) if values else "-"
-
-    # A sparse run may start with dense steps, whose MFU does not describe the run.
-    dense = all(step.mfu_model is not None for step in rest)
-    # A step without labels has no loss.
-    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [None]
-    peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
-    return [
-        str(steps[-1].step),
-        fixed(losses[0], 3),
-        fixed(losses[-1], 3),
-        median("seconds", ".3g"),
-        median("tokens_per_second_per_gpu", ",.0f"),
-        median("mfu_model", ".1%") if dense else "-",
-        median("mfu_executed", ".1%"),
-        median("density", ".1%"),
-        median("targets", ",.0f"),
-        f"{max(peak):.1f}" if peak else "-",
-    ]
-
-
-def totals(source: ReportSource) -> list[str]:
-    """Return a run's tokens, and the time of its steps."""
-    seconds = sum(step.seconds or 0.0 for step in source.metrics)
-    return [f"{source.metrics[-1].tokens or 0:,}", format_duration(seconds)]
-
-
 def training_table(sources: Sequence[ReportSource]) -> Table:
     """Return a table with a row per training run."""
-    several = len(sources) > 1  # For a single run, a line above the table has the name.
-    # Break this heading at a good place. A narrow terminal would break it anywhere.
-    headings = [
-        heading.replace("tokens/s/", "tokens/s\n/") for heading in training_headings(sources)
+    rate = rate_unit([step for source in sources for step in source.metrics])
+    # For a single run, a line above the table has the name.
+    run = [Column("run", lambda source: source.name, words=True)] if len(sources) > 1 else []
+    columns = [
+        *run,
+        Column("steps", lambda source: source.metrics[-1].step),
+        # A step without labels has no loss.
+        Column("loss, first", lambda source: next(iter(_losses(source)), None), fixed(3)),
+        Column("last", lambda source: next(reversed(_losses(source)), None), fixed(3)),
+        Column("s / step", _median("seconds"), "{:.3g}".format, drop=5),
+        Column(rate, _median("tokens_per_second_per_gpu"), count),
+        Column("MFU", _mfu, percent, drop=4),
+        Column("HFU", _median("mfu_executed"), percent),
+        Column("density", _median("density"), percent, drop=3),
+        Column("targets", _median("targets"), count, drop=1),
+        Column("peak GiB", _peak, fixed(1), drop=2),
+        Column("tokens", lambda source: source.metrics[-1].tokens or 0, count, drop=6),
+        Column("took", _seconds, format_duration, drop=7),
     ]
-    if several:
-        headings.insert(0, "run")
-    table = new_table(headings, words=int(several), title="Training", caption=medians_note(sources))
-    for source in sources:
-        table.add_row(*([Text(source.name)] if several else []), *training_row(source))
-    return table
+    note = f"{medians_note(sources)}; took: all steps, no evaluations"
+    return Table("Training", columns, sources, note)
+
+
+def _losses(source: ReportSource) -> list[float]:
+    return [step.loss for step in source.metrics if step.loss is not None]
+
+
+def _steady(source: ReportSource) -> list[StepMetrics]:
+    return steady_steps(source.metrics, [restart.step for restart in source.restarts])
+
+
+def _median(name: str) -> Callable[[ReportSource], float | None]:
+    def median(source: ReportSource) -> float | None:
+        values = [getattr(step, name) for step in _steady(source)]
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
+    return median
+
+
+def _mfu(source: ReportSource) -> float | None:
+    """Return the median MFU; None for a sparse run, which may start with dense steps."""
+    dense = all(step.mfu_model is not None for step in _steady(source))
+    return _median("mfu_model")(source) if dense else None
+
+
+def _peak(source: ReportSource) -> float | None:
+    known = (step.peak_memory_gib for step in source.metrics)
+    return max((gib for gib in known if gib is not None), default=None)
+
+
+def _seconds(source: ReportSource) -> float:
+    return sum(step.seconds or 0.0 for step in source.metrics)
 
 
 def positions_table(sources: Sequence[ReportSource]) -> Table | None:
@@ -106,23 +96,33 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
     if len(evaluated) == 1 and len(evaluated[0].evaluations) > 1:
         shown.insert(0, (evaluated[0].name, evaluated[0].evaluations[0]))
     evaluations = [evaluation for _, evaluation in shown]
-    headings = [
-        "\n".join([*([name] if len(sources) > 1 else []), f"step {e.step}", e.attention])
-        for name, e in shown
-    ]
     last = evaluations[-1]
-    table = new_table(
-        ("earlier tokens", "tokens", *headings),
-        words=0,
-        title="Held-out loss by context",
-        caption=f"nats per token, over {last.sequences} sequences not in the training data",
-    )
     tokens = {(b.begin, b.end): b.tokens for b in last.buckets}
-    for begin, end, losses in losses_by_bucket(evaluations):
-        table.add_row(
-            f"{format_size(begin)} to {format_size(end)}",
-            f"{tokens.get((begin, end), 0):,}",
-            *(fixed(loss, 4) for loss in losses),
-        )
-    table.add_row("all", f"{last.tokens:,}", *(fixed(e.loss, 4) for e in evaluations), style="bold")
-    return table
+    # (begin, end, loss in each evaluation); None for all contexts together
+    rows: list[tuple[int | None, int, Sequence[float | None]]] = [
+        *losses_by_bucket(evaluations), (None, 0, [e.loss for e in evaluations])
+    ]  # fmt: skip
+
+    def context(row: tuple[int | None, int, Any]) -> str:
+        begin, end, _ = row
+        return "all" if begin is None else f"{format_size(begin)} to {format_size(end)}"
+
+    columns = [
+        Column("earlier tokens", context),
+        Column(
+            "tokens",
+            lambda row: last.tokens if row[0] is None else tokens.get(row[:2], 0),
+            count,
+        ),
+        *(
+            Column(
+                "\n".join([*([name] if len(sources) > 1 else []), f"step {e.step}", e.attention]),
+                lambda row, i=i: row[2][i],
+                fixed(4),
+            )
+            for i, (name, e) in enumerate(shown)
+        ),
+    ]
+    note = f"nats per token, over {last.sequences} sequences not in the training data"
+    title = "Held-out loss by context"
+    return Table(title, columns, rows, note, state=lambda row: TOTAL * (row[0] is None))

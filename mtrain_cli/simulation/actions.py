@@ -14,24 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.arrangements import Arrange
+from mtrain_cli.parallel.operations import AddColumns, Merge
 from mtrain_cli.parallel.program import (
-    AddColumns,
-    Arrange,
     Begin,
     Compute,
     ComputeColumns,
-    Merge,
-    Operation,
+    Copy,
     Post,
     Program,
-    Reduce,
     Wait,
 )
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, FORWARD, GAP, INDEX, MERGE
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 
 FloatArray = NDArray[np.float64]
-Copy = Arrange | Merge | Reduce | AddColumns
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,13 +166,13 @@ def actions(program: Program, spmd: SpmdSchedule, prices: Prices) -> Iterator[Ac
             case Merge():
                 us = np.where(computing[op.step], prices.copy(op), 0.0)
                 yield Spend(MERGE, op.step, us)
-            case Arrange() | Reduce() | AddColumns():
+            case Copy():
                 yield Spend(_kind(op), op.step, everyone * prices.copy(op))
             case _:
                 raise AssertionError(op)
 
 
-def _kind(op: Operation) -> str:
+def _kind(op: Copy) -> str:
     if isinstance(op, AddColumns):
         return COLUMNS
     return ARRANGE if isinstance(op, Arrange) and op.timed else GAP

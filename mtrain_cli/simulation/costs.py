@@ -22,11 +22,11 @@ import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.cluster import Cluster, Constant, Gpu, Link
-from mtrain_cli.parallel.program import Post, ShardSizes, Size
+from mtrain_cli.parallel.program import Copy, Post, ShardSizes, Size
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, SUM
 from mtrain_cli.simulation import calibration
-from mtrain_cli.simulation.actions import Copy, FloatArray, PricedMessage, Prices
+from mtrain_cli.simulation.actions import FloatArray, PricedMessage, Prices
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE, KernelCurves
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork

@@ -35,7 +35,7 @@ def estimate_step(plan: RunPlan) -> StepEstimate:
     problem = ""
     if cluster is None:
         nodes = "several nodes of " * (plan.environment.nodes > 1)
-        problem = f"no cluster of mtrain has {nodes}{plan.gpu_name}; give topology.cluster=FILE"
+        problem = f"no cluster of mtrain has {nodes}{plan.hardware.gpu}; give topology.cluster=FILE"
     elif plan.dtype != "bfloat16":
         problem = f"kernels were measured in bfloat16, not in {plan.dtype}"
     elif plan.dims.cp > MOST_CONTEXT:
@@ -55,6 +55,6 @@ def _cluster_of(plan: RunPlan) -> Cluster | None:
     given, nodes = plan.config.topology.cluster, plan.environment.nodes
     for name in ([] if given == "auto" else [given]) + list(shipped()):
         cluster = load_cluster(name)
-        if cluster.gpu.name == plan.gpu_name and (nodes == 1 or cluster.outer is not None):
+        if cluster.gpu.name == plan.hardware.gpu and (nodes == 1 or cluster.outer is not None):
             return cluster
     return None

@@ -18,7 +18,7 @@ import numpy as np
 from mtrain_cli.config.cluster import Constant
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.simulation.router_loads import ExpertLoads
-from mtrain_cli.training.expert_rows import copied_rows, summed_gradients
+from mtrain_cli.training.expert_traffic import copied_rows, summed_gradients
 
 _BFLOAT16 = 2  # bytes
 _GUESS = "; not measured"
@@ -54,11 +54,41 @@ class GroupedProduct:
 
 
 @dataclass(frozen=True)
-class ExpertWork:
-    """The work of one pass: products and bytes of element-wise kernels."""
+class ComputeCost:
+    """The work of one part of a step.
 
-    products: tuple[GroupedProduct, ...]
-    moved: float
+    flop: FLOP of matrix products.
+    moved: number of bytes that element-wise kernels read and write.
+    launches: number of kernels that the host launches.
+    products: products of routers and experts, which are not in ``flop``.
+    """
+
+    flop: float = 0.0
+    moved: float = 0.0
+    launches: float = 0.0
+    products: tuple[GroupedProduct, ...] = ()
+
+    def __add__(self, other: ComputeCost) -> ComputeCost:
+        return ComputeCost(
+            self.flop + other.flop,
+            self.moved + other.moved,
+            self.launches + other.launches,
+            self.products + other.products,
+        )
+
+    def scaled(self, share: float) -> ComputeCost:
+        """Return a share of this work."""
+        return ComputeCost(
+            self.flop * share,
+            self.moved * share,
+            self.launches * share,
+            tuple(replace(each, times=each.times * share) for each in self.products),
+        )
+
+    @property
+    def every_flop(self) -> float:
+        """FLOP of all products, those of experts, too."""
+        return self.flop + sum(each.flop * each.times for each in self.products)
 
 
 @dataclass(frozen=True)
@@ -90,7 +120,7 @@ class LayerExperts:
         """The number of parts of all chunks."""
         return self.chunks * self.parts
 
-    def work(self) -> tuple[ExpertWork, ExpertWork, ExpertWork]:
+    def work(self) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
         """Return the work of router and experts: forward, recomputed and backward.
 
         With expert parallelism, the products are the mean over the workers. Recomputation repeats
@@ -124,13 +154,19 @@ class LayerExperts:
         if self.compile:
             combined = float(e) * (chosen + tokens) * hidden
         inside = [float(size) for size in self.moved(np.array(chosen))]
-        forward = ExpertWork(
-            (router, *into, *out), read + scores + order + combined + inside[0] + 3.0 * shared
+        kernels = EXPERT_LAUNCHES.value * self.units
+        forward = ComputeCost(
+            moved=read + scores + order + combined + inside[0] + 3.0 * shared,
+            launches=kernels,
+            products=(router, *into, *out),
         )
-        again = ExpertWork((router, *into), read + scores + 3.0 * shared)
-        backward = ExpertWork(
-            (back, back, *into, *into, *out, *out),
-            2 * read + scores + combined + inside[1] + 5.0 * shared,
+        again = ComputeCost(
+            moved=read + scores + 3.0 * shared, launches=kernels, products=(router, *into)
+        )
+        backward = ComputeCost(
+            moved=2 * read + scores + combined + inside[1] + 5.0 * shared,
+            launches=2 * kernels,
+            products=(back, back, *into, *into, *out, *out),
         )
         return forward, again, backward
 
@@ -145,7 +181,7 @@ class LayerExperts:
         e, moe = self.e, self.model.moe
         forward, backward = (3.0 * e, 6.0 * e) if self.compile else (7.0 * e + 8, 24.0 * e + 32)
         forward, backward = forward * moe.expert_size, backward * moe.expert_size
-        copied = copied_rows(self.degree, "full" if self.recompute else "none")
+        copied = copied_rows(self.degree, recomputes=self.recompute)
         forward += copied[0] * e * self.model.hidden_size
         backward += copied[1] * e * self.model.hidden_size
         weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size

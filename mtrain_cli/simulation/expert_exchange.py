@@ -1,35 +1,28 @@
 """Price the rows that travel to experts: how long the workers of an expert group wait for them.
 
-The parts of a layer's experts run in the order of `tensor_group.staggered`, as in training. Each
-part follows its program (`training.expert_rows`) on the clocks of all workers of the group, and on
-that of their links. An all-to-all begins when the last worker starts it, and takes as long as that
-of the worker with the most bytes. So workers also wait for those with popular experts.
+An all-to-all begins when the last worker starts it, and takes as long as that of the worker with
+the most bytes. So workers also wait for those with popular experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mtrain_cli.config.cluster import Cluster, Constant
-from mtrain_cli.model.tiling import expert_chunks, expert_parts
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.expert_cost import GROUPED, LayerExperts, moved
 from mtrain_cli.simulation.router_loads import ExpertLoads
-from mtrain_cli.training.expert_clock import GroupClocks, MessageCost
-from mtrain_cli.training.expert_rows import (
-    FORWARD_CHUNK,
-    HOST_WAIT_US,
-    backward_chunk,
-    message_bytes,
-    travelling,
-)
+from mtrain_cli.step.interpreters import MessageCost, PassTime, time, work
+from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
+from mtrain_cli.step.program import Program
+from mtrain_cli.training.expert_traffic import HOST_WAIT_US, chunks_and_parts, message_bytes
 from mtrain_cli.training.flops import own_tiles
 from mtrain_cli.training.run_plan import RunPlan
 
 _COUNT = 8  # bytes of a number of rows
+_PRODUCTS = {EXPERTS_IN: 2, EXPERTS_OUT: 1}  # relative size of the products
 WAIT_FOR_NUMBERS = Constant(
     HOST_WAIT_US, "measured",
     "us per layer and micro-batch without work for the GPU, as the host waits for numbers of rows, "
@@ -38,40 +31,14 @@ WAIT_FOR_NUMBERS = Constant(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RowWait:
-    """The rows of one pass of a layer. Times are in microseconds, means over the layers.
-
-    exposed: time for which the worker with the most work waits for rows.
-    late: time for which a worker waits, in the mean, for the worker with the most work.
-    hidden: time of messages that overlaps with computation.
-    span: time of the pass through the experts, without the wait for numbers of rows.
-    busy: time for which the messages occupy the link.
-    size: number of bytes of rows that a worker receives, in the mean over the workers.
-    """
-
-    exposed: float
-    late: float
-    hidden: float
-    span: float
-    busy: float
-    size: float
-
-
 def layer_experts(plan: RunPlan, loads: ExpertLoads) -> LayerExperts:
     """Return the experts of a layer of a plan."""
     config, e = plan.config, plan.dtype_bytes
     own, _ = own_tiles(config, plan.layout, e)
     degree = dealt_over(plan)
-    chunks = expert_chunks(
-        own, config.model.hidden_size, config.model.moe, e, config.train.tile_mib << 20,
-        degree=degree, chunks=config.topology.expert_chunks,
-    )  # fmt: skip
+    chunks, parts = chunks_and_parts(config, own, e, degree)
     recompute = config.train.activation_checkpoint != "none"
     compiled = config.train.compile != False  # noqa: E712 - auto compiles on GPUs
-    parts = 1
-    if degree > 1:
-        parts = expert_parts(own, config.model.moe.experts // degree, chunks)
     return LayerExperts(config.model, own, e, loads, degree, chunks, parts, recompute, compiled)
 
 
@@ -91,7 +58,6 @@ class RowExchange:
     experts: LayerExperts
     costs: Costs
     per_node: int
-    checkpoint: str
     slower: float = 1.0
 
     @staticmethod
@@ -105,37 +71,45 @@ class RowExchange:
         if dealt_over(plan) == 1:
             return None
         per_node = min(cluster.gpus_per_node, plan.dims.workers)
-        kind = plan.config.train.activation_checkpoint
-        return RowExchange(layer_experts(plan, loads), costs, per_node, kind, slower)
+        return RowExchange(layer_experts(plan, loads), costs, per_node, slower)
 
     @property
     def outer(self) -> bool:
         """Whether rows cross nodes."""
         return self.experts.degree > self.per_node
 
-    def forward(self) -> RowWait:
-        """Return the waits of a layer's forward pass.
+    def forward(self) -> PassTime:
+        """Return the time of the experts in a forward pass, in the mean over the layers.
 
         Before the rows, the workers exchange their numbers, and the host waits for them. Both
-        overlap with nothing.
+        overlap with nothing, and are only in `PassTime.exposed`.
         """
         experts, degree = self.experts, self.experts.degree
         counted = _COUNT * experts.chunks * experts.model.moe.experts * (degree - 1)
         counts, _ = self._message(counted, to_all=False)
-        forward, _ = self._computing()
-        return self._pass(FORWARD_CHUNK, forward, counts + self.costs.burden(WAIT_FOR_NUMBERS))
+        waits = counts + self.costs.burden(WAIT_FOR_NUMBERS)
+        found = self._pass(self._layer.forward(), 0)
+        return found._replace(exposed=found.exposed + waits)
 
-    def backward(self) -> RowWait:
-        """Return the waits of a layer's backward pass, with its recomputation."""
-        _, backward = self._computing()
-        return self._pass(backward_chunk(self.checkpoint), backward, 0.0)
+    def backward(self) -> PassTime:
+        """Return the time of a backward pass with its recomputation, as in `forward`."""
+        return self._pass(self._layer.backward(), 1)
+
+    @property
+    def _layer(self) -> Layer:
+        experts = self.experts
+        return Layer(experts=True, checkpointed=experts.recompute, units=experts.units)
 
     def _loads(self) -> np.ndarray:
         experts, moe = self.experts, self.experts.model.moe
         sizes = experts.tokens, moe.experts, moe.top_k, experts.degree
         return experts.loads.dealt(*sizes, self.costs.bound)
 
-    def _computing(self) -> tuple[np.ndarray, np.ndarray]:
+    def _computing(self, program: Program, elements: int) -> np.ndarray:
+        """Return the time of each worker's experts, [layers, ranks].
+
+        elements: which of `LayerExperts.moved` lies between the products.
+        """
         experts, costs, gpu = self.experts, self.costs, self.costs.cluster.gpu
         rows_LPN = self._loads() * experts.degree
         hidden, width = experts.model.hidden_size, experts.model.moe.expert_size
@@ -149,44 +123,40 @@ class RowExchange:
             return experts.chunks * us.sum(-1)
 
         into, out = products_us(hidden, 2 * width), products_us(width, hidden)
-        between = [size / memory for size in experts.moved(rows_LPN.sum(-1))]
-        again = into if experts.recompute else 0.0
-        return (
-            self.slower * (into + out + between[0]),
-            self.slower * (2 * (into + out) + again + between[1]),
-        )
+        products = work(program, {EXPERTS_IN: into, EXPERTS_OUT: out})
+        between = experts.moved(rows_LPN.sum(-1))[elements] / memory
+        return self.slower * (sum(products.values()) + between)
 
     def _message(self, size: float, *, to_all: bool = True) -> tuple[float, float]:
         """Return the time of a message, and the time for which it occupies the link."""
         degree = self.experts.degree
         return self.costs.collective(to_all, degree, min(degree, self.per_node), int(size))
 
-    def _pass(self, program: Sequence[str], computing_LP: np.ndarray, before: float) -> RowWait:
-        """Return the mean of the layers. before: time that the pass waits at its beginning."""
-        degree = self.experts.degree
-        found = []
-        for loads_PN, computing_P in zip(self._loads(), computing_LP, strict=True):
-            of_all = np.tile(loads_PN.flatten(), (degree, 1))
-            there, back = travelling(of_all)
-            messages = self._messages(there, back)
-            played = GroupClocks(program, self.experts.units, messages, computing_P)
-            late, exposed = computing_P.max() - computing_P.mean(), played.exposed + before
-            found.append((exposed, late, played.hidden, played.span, played.busy, played.size))
-        return RowWait(*np.mean(found, axis=0).tolist())
+    def _pass(self, program: Program, elements: int) -> PassTime:
+        """Return the mean of the layers. elements: as in `_computing`."""
+        layers = zip(self._loads(), self._computing(program, elements), strict=True)
+        return PassTime.mean([self._time(program, *layer) for layer in layers])
 
-    def _messages(self, there: np.ndarray, back: np.ndarray) -> dict[str, MessageCost]:
-        """Return the cost of each kind of message of a part.
-
-        Args:
-            there, back: number of pairs that each worker receives for its experts, and for its own
-                tokens.
-        """
+    def _time(self, program: Program, loads_PN: np.ndarray, computing_P: np.ndarray) -> PassTime:
         experts = self.experts
-        sizes = message_bytes(experts.model.hidden_size, experts.e)
+        there, back = travelling(np.tile(loads_PN.flatten(), (experts.degree, 1)))
         # What is received on one way is sent on the other.
-        most = max(there.max(), back.max()) / experts.units
-        mean = there.mean() / experts.units
-        return {
-            word: MessageCost(*self._message(most * size), mean * size)
-            for word, size in sizes.items()
+        most, mean = max(there.max(), back.max()) / experts.units, there.mean() / experts.units
+        costs = {
+            message: MessageCost(*self._message(most * size), mean * size)
+            for message, size in message_bytes(experts.model.hidden_size, experts.e).items()
         }
+        return time(program, _PRODUCTS, lambda post: costs.get(post.message), computing_P)
+
+
+def travelling(pairs_PE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many rows each worker of a group receives from others: as experts, and back.
+
+    Args:
+        pairs_PE: pairs of each worker's tokens by expert, [workers, experts]. Each worker holds an
+            equal, consecutive part of the experts.
+    """
+    workers = len(pairs_PE)
+    from_to = pairs_PE.reshape(workers, workers, -1).sum(-1)
+    own = from_to.diagonal()
+    return from_to.sum(0) - own, from_to.sum(1) - own

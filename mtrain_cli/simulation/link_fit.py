@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class LinkTime:
         if not measured.
     """
 
+    derived: ClassVar = ("gbps",)
     link: str
     what: str
     size: int

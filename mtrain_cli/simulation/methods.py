@@ -24,9 +24,9 @@ from mtrain_cli.config.exchanges import ULYSSES, exchange_name
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.parallel.layout import Joined
+from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import BYTES, largest_states
-from mtrain_cli.training.tensor_traffic import forward_messages, message_bytes
 
 Planner = Callable[[Config], RunPlan]
 _RING = exchange_name(gathers=False, hierarchical=False)
@@ -197,11 +197,7 @@ def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
     """Return what a plan costs the worker with the largest shards."""
     config, e = plan.config, plan.dtype_bytes
     states = largest_states(config, plan.dims.workers, plan.micro_batches, e)
-    pipeline, received = plan.pipeline, plan.received
-    layers = len(states.numbers)
-    of_layer = (
-        received.forward + received.backward + received.tensor_forward + received.tensor_backward
-    )
+    pipeline, layers = plan.pipeline, len(states.numbers)
     hops = 0 if pipeline is None else pipeline.received
     return MethodCost(
         name=name,
@@ -211,7 +207,7 @@ def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
         gradients=states.gradients(layers),
         optimizer=states.optimizer,
         activations=max(moment.activations for moment in plan.memory.moments),
-        received=plan.micro_batches * layers * of_layer + received.weights + hops,
+        received=sum(plan.received.in_step(plan.micro_batches * layers)) + hops,
         idle=0.0 if pipeline is None else pipeline.played.bubble,
         imbalance=_imbalance(plan),
     )
@@ -257,7 +253,7 @@ def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
     # Each message brings the rows of the other workers, which every worker now keeps, too: the
     # input of the layer, and without checkpointing also the one of the MLP.
     more = layers * message * (1 if recomputes else 2)
-    messages = 2 * forward_messages(config.model) + 2 * recomputes * layers
+    messages = 2 * tensor_messages(config)[0] + 2 * recomputes * layers
     return replace(
         base,
         activations=base.activations + more,

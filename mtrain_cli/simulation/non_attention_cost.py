@@ -7,22 +7,26 @@ fused kernels, as with ``torch.compile``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 from mtrain_cli.config.cluster import Constant, Gpu
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.parallel.recording import BACKWARD, FORWARD
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.expert_cost import EXPERT_LAUNCHES, GroupedProduct
+from mtrain_cli.simulation.expert_cost import ComputeCost, LayerExperts
 from mtrain_cli.simulation.expert_exchange import dealt_over, layer_experts
 from mtrain_cli.simulation.router_loads import ExpertLoads
+from mtrain_cli.step.interpreters import work
+from mtrain_cli.step.layer import layers
+from mtrain_cli.step.program import Message, Repeat
 from mtrain_cli.training.flops import (
     layer_kinds,
-    layer_matmul,
-    layer_recomputed,
-    matrix_elements,
+    layer_shapes,
     own_tiles,
 )
 from mtrain_cli.training.memory import MIB
@@ -51,76 +55,6 @@ BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}
 # Float32 bytes that AdamW moves per number of a shard: it reads and writes the parameter and two
 # states, and reads the gradient.
 _ADAMW = 28
-
-
-@dataclass(frozen=True)
-class ComputeCost:
-    """The work of one part of a step.
-
-    flop: FLOP of matrix products.
-    moved: number of bytes that element-wise kernels read and write.
-    launches: number of kernels that the host launches.
-    products: products of routers and experts, which are not in ``flop``.
-    """
-
-    flop: float = 0.0
-    moved: float = 0.0
-    launches: float = 0.0
-    products: tuple[GroupedProduct, ...] = ()
-
-    def __add__(self, other: ComputeCost) -> ComputeCost:
-        return ComputeCost(
-            self.flop + other.flop,
-            self.moved + other.moved,
-            self.launches + other.launches,
-            self.products + other.products,
-        )
-
-    def scaled(self, share: float) -> ComputeCost:
-        """Return a share of this work."""
-        return ComputeCost(
-            self.flop * share,
-            self.moved * share,
-            self.launches * share,
-            tuple(replace(each, times=each.times * share) for each in self.products),
-        )
-
-    @property
-    def every_flop(self) -> float:
-        """FLOP of all products, those of experts, too."""
-        return self.flop + sum(each.flop * each.times for each in self.products)
-
-
-@dataclass(frozen=True)
-class MicroBatchRound:
-    """Micro-batches of a step with the same FSDP communication.
-
-    forward, backward: whether this pass gathers weights.
-    reduced: whether gradients are reduce-scattered.
-    """
-
-    times: int
-    forward: bool
-    backward: bool
-    reduced: bool
-
-
-def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
-    """Group the micro-batches of a step by their communication, which ``train.shard`` determines.
-
-    `fsdp.begin_micro_batch` decides on the same communication in a run.
-    """
-    if shard == "full":
-        return [MicroBatchRound(micro_batches, True, True, True)]
-    each = shard == "gradients"
-    if micro_batches == 1:
-        return [MicroBatchRound(1, True, False, True)]
-    found = [
-        MicroBatchRound(1, True, False, each),
-        MicroBatchRound(micro_batches - 2, False, False, each),
-        MicroBatchRound(1, False, False, True),
-    ]
-    return [one for one in found if one.times]
 
 
 @dataclass(frozen=True)
@@ -184,22 +118,28 @@ def _loss_cost(plan: RunPlan, tokens: int) -> ComputeCost:
     )
 
 
+class Collective(NamedTuple):
+    """A gather of weights or a reduction of gradients. Sizes are in bytes.
+
+    copied: what copies before and after it read and write.
+    received: what a rank receives.
+    dealt: what a rank receives of experts with expert parallelism, not in ``received``.
+    """
+
+    copied: float
+    received: float
+    dealt: float = 0.0
+
+
 @dataclass(frozen=True)
 class NonAttentionCost:
     """The work of one rank, by part of a step.
 
     forward, recomputed, backward: work of a layer per micro-batch.
     loss: work of LM head, loss, embedding and last norm per micro-batch, in both directions.
-    gathered: copies before and after the all-gather of a layer's weights.
-    reduced: copies before and after the reduce-scatter of a layer's gradients.
-    root_gathered, root_reduced: the same copies for the weights outside the layers.
     added: accumulation of a layer's unsharded gradients.
     optimizer: work of gradient norm, clipping and AdamW per step.
-    gather, reduce: number of bytes that a rank receives in the all-gather of a layer's weights and
-        in the reduce-scatter of its gradients.
-    dealt_gather, dealt_reduce: the same numbers for experts with expert parallelism, which are not
-        in ``gather`` and ``reduce``.
-    root_gather, root_reduce: the same numbers for the weights outside the layers.
+    of_layer, of_root: collectives of a layer, and of the weights outside the layers.
     tokens: number of tokens in a micro-batch with which the worker's layers compute, with padding.
     rows: number of these tokens in a tile of the MLP.
     """
@@ -208,19 +148,11 @@ class NonAttentionCost:
     recomputed: ComputeCost
     backward: ComputeCost
     loss: ComputeCost
-    gathered: ComputeCost
-    reduced: ComputeCost
-    root_gathered: ComputeCost
-    root_reduced: ComputeCost
     added: ComputeCost
     optimizer: ComputeCost
     host: HostTraffic
-    gather: float
-    reduce: float
-    dealt_gather: float
-    dealt_reduce: float
-    root_gather: float
-    root_reduce: float
+    of_layer: dict[Message, Collective]
+    of_root: dict[Message, Collective]
     tokens: int
     rows: int
 
@@ -253,19 +185,19 @@ class NonAttentionCost:
         tokens = plan.layout.tokens_per_worker * train.micro_batch
         own, own_rows = own_tiles(config, plan.layout, e)
         states = StateMemory(config, plan.dims.workers, plan.micro_batches, e, part)
-        layers = len(states.numbers)
-        layer, root = states.weights_of(states.numbers) / layers, states.root_weights
+        number_of_layers = len(states.numbers)
+        layer, root = states.weights_of(states.numbers) / number_of_layers, states.root_weights
         # The shards of dealt experts, and what this worker computes with.
-        dealt = sum(states.dealt[model.has_experts(n)] for n in states.numbers) / layers
+        dealt = sum(states.dealt[model.has_experts(n)] for n in states.numbers) / number_of_layers
         sharing = workers // dealt_over(plan)
         experts = dealt * sharing
         layer_shard = (layer - experts) / layer_workers + dealt
         shard, r = states.shard, states.r
         forward, recomputed, backward = ComputeCost(), ComputeCost(), ComputeCost()
         for kind, number in layer_kinds(model, states.numbers).items():
-            found = _with_experts(plan, loads or ExpertLoads()) if kind else _with_mlp(plan)
+            found = _layer_work(plan, layer_experts(plan, loads or ExpertLoads()) if kind else None)
             forward, recomputed, backward = (
-                total + each.scaled(number / layers)
+                total + each.scaled(number / number_of_layers)
                 for total, each in zip((forward, recomputed, backward), found, strict=True)
             )
         # Weights are cast, gathered and copied out; gradients are copied in and added to the shard.
@@ -275,116 +207,90 @@ class NonAttentionCost:
         clipped = shard * (4 + (8 if optim.clip_norm else 0))
         stepped = 0 if optim.offload else _ADAMW * shard
         share, layer_share, dealt_share = ((n - 1) / n for n in (workers, layer_workers, sharing))
+        gather = Collective(
+            out * layer + out_of_shard * layer_shard,
+            e * (layer - experts) * layer_share,
+            e * experts * dealt_share,
+        )
         return NonAttentionCost(
             forward=forward,
             recomputed=recomputed,
             backward=backward,
             loss=_loss_cost(plan, own) if part is None or part.last else ComputeCost(),
-            gathered=ComputeCost(moved=out * layer + out_of_shard * layer_shard),
-            reduced=ComputeCost(moved=back * layer + to_shard * layer_shard),
-            root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
-            root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
             added=ComputeCost(moved=added),
             optimizer=ComputeCost(moved=float(clipped + stepped), launches=50.0),
             host=HostTraffic.of(plan, states),
-            gather=e * (layer - experts) * layer_share,
-            reduce=r * (layer - experts) * layer_share,
-            dealt_gather=e * experts * dealt_share,
-            dealt_reduce=r * experts * dealt_share,
-            root_gather=e * root * share,
-            root_reduce=r * root * share,
+            of_layer={
+                Message.GATHER: gather,
+                Message.GATHER_AGAIN: gather,
+                Message.REDUCE: Collective(
+                    back * layer + to_shard * layer_shard,
+                    r * (layer - experts) * layer_share,
+                    r * experts * dealt_share,
+                ),
+            },
+            of_root={
+                Message.GATHER: Collective(
+                    out * root + out_of_shard * root / workers, e * root * share
+                ),
+                Message.REDUCE: Collective(
+                    back * root + to_shard * root / workers, r * root * share
+                ),
+            },
             tokens=tokens,
             rows=min(tokens, own_rows * plan.dims.tp),
         )
 
 
-def _with_mlp(plan: RunPlan) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
-    # With tensor parallelism, the worker's part of each layer has the tokens of its tensor group,
-    # and its residual stream has its own tokens.
+def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[ComputeCost]:
+    """Yield the forward, the recomputed and the backward work of a layer.
+
+    With tensor parallelism, the worker's part of attention and of the MLP has the tokens of its
+    tensor group. Its residual stream, router, experts and shared MLP have its own tokens.
+
+    experts: those of the layer; None if it has an MLP.
+    """
     config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
-    e = plan.dtype_bytes
-    tokens = plan.layout.tokens_per_worker * train.micro_batch
+    e, tokens = plan.dtype_bytes, plan.layout.tokens_per_worker * train.micro_batch
     own, own_rows = own_tiles(config, plan.layout, e)
+    tiles, again = -(-own // own_rows), train.activation_checkpoint != "none"
+    kinds = layers(
+        model, checkpointed=again, tiled=tiles > 1 or plan.dims.tp > 1, keep_mlp=train.keep_mlp
+    )
+    alike = [(n, layer) for n, layer in kinds if layer.experts == (experts is not None)]
+    shapes = layer_shapes(model, experts=experts is not None)
+    rows = {name: own if name.startswith("shared ") else tokens for name in shapes}
+    # `LayerExperts.work` has the products of router and experts.
+    flop = work(
+        [Repeat(n, [*layer.forward(), *layer.backward()]) for n, layer in alike],
+        {n: 2.0 * prod(s) * rows[n] for n, s in shapes.items() if len(s) == 2 and n != "router"},
+    )
     stream, wide = own * model.hidden_size, tokens * model.intermediate_size
     rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    matmul = layer_matmul(model, experts=False)
-    eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
-    whole = train.activation_checkpoint != "none"
-    tiles = -(-own // own_rows)
-    by_hand = tiles > 1 or plan.dims.tp > 1
-    without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
-    again = layer_recomputed(
-        model, experts=False, recomputed=whole, tiled=by_hand, without_products=without
-    )
-    once_more = 6 * stream + rotated if whole else 4 * stream
-    # With several tiles the weight gradients accumulate in float32.
-    width = model.num_heads * model.head_dim
-    of_tiles = model.hidden_size * (3 * model.intermediate_size + width)
-    sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
-    launches = LAUNCHES.value
-    return (
-        ComputeCost(
-            2.0 * matmul * tokens,
-            eager * e * (9 * stream + rotated + 3 * wide),
-            launches + (tiles - 1) * _TILE_LAUNCHES[0],
-        ),
-        ComputeCost(
-            2.0 * again * tokens,
-            eager * e * (once_more + 3 * wide * without) if again else 0.0,
-            launches if whole else 0.0,
-        ),
-        ComputeCost(
-            4.0 * matmul * tokens,
-            eager * e * (15 * stream + rotated + 5 * wide) + sums,
-            2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
-        ),
-    )
-
-
-def _with_experts(
-    plan: RunPlan, loads: ExpertLoads
-) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
-    """Return the forward, recomputed and backward work of a layer with experts.
-
-    With tensor parallelism, attention has the worker's heads and the tokens of its tensor group.
-    Router, experts and the shared MLP have the worker's own tokens.
-    """
-    model, train, e = plan.config.of_worker.model, plan.config.train, plan.dtype_bytes
-    tokens = plan.layout.tokens_per_worker * train.micro_batch
-    experts = layer_experts(plan, loads)
-    own = experts.tokens
-    stream = own * model.hidden_size
-    rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
-    dense = matrix_elements(model, experts=True)  # attention and the shared MLP
-    products = sum(
-        size * (own if name.startswith("shared ") else tokens) for name, size in dense.items()
-    )
-    forward, second, backward = experts.work()
-    kernels = LAUNCHES.value + EXPERT_LAUNCHES.value * experts.units
-    recomputed = ComputeCost()
-    if train.activation_checkpoint != "none":
-        recomputed = ComputeCost(
-            2.0 * products,
-            eager * e * (6 * stream + rotated) + second.moved,
-            kernels,
-            second.products,
+    eager = e * (1.0 if train.compile != False else EAGER.value)  # noqa: E712 - auto compiles
+    if experts is None:
+        # With several tiles the weight gradients accumulate in float32.
+        of_tiles = model.hidden_size * (
+            3 * model.intermediate_size + model.num_heads * model.head_dim
         )
-    return (
-        ComputeCost(
-            2.0 * products,
-            eager * e * (9 * stream + rotated) + forward.moved,
-            kernels,
-            forward.products,
-        ),
-        recomputed,
-        ComputeCost(
-            4.0 * products,
-            eager * e * (15 * stream + rotated) + backward.moved,
-            2 * kernels,
-            backward.products,
-        ),
-    )
+        sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
+        without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
+        of_forward, of_backward = ((tiles - 1) * number for number in _TILE_LAUNCHES)
+        inside = [
+            ComputeCost(moved=eager * 3 * wide, launches=of_forward),
+            ComputeCost(moved=eager * 3 * wide * without),
+            ComputeCost(moved=eager * 5 * wide + sums, launches=of_backward),
+        ]
+    else:
+        inside = list(experts.work())
+    for direction, narrow, launches, of_mlp in (
+        (FORWARD, 9 * stream + rotated, 1, inside[0]),
+        (RECOMPUTE, 6 * stream + rotated if again else 4 * stream, again, inside[1]),
+        (BACKWARD, 15 * stream + rotated, 2, inside[2]),
+    ):
+        of_layer = flop[direction] / sum(n for n, _ in alike)
+        around = ComputeCost(of_layer, eager * narrow, launches * LAUNCHES.value)
+        yield around + of_mlp if of_layer else ComputeCost()
 
 
 @dataclass(frozen=True)
@@ -420,14 +326,14 @@ def longer_than_expected(
     if measured is None or measured.dtype != dtype:
         return {}
     found = {}
-    for part, work in (
+    for part, cost in (
         (FORWARD, non_attention.forward),
         (BACKWARD, non_attention.backward + non_attention.recomputed),
         (LOSS, non_attention.loss),
     ):
         # Layers with experts were not measured.
-        if part in measured.parts and work != ComputeCost() and not work.products:
-            us = expected_us(work.flop, work.moved, gpu)
+        if part in measured.parts and cost != ComputeCost() and not cost.products:
+            us = expected_us(cost.flop, cost.moved, gpu)
             us = us * non_attention.size(part) / non_attention.tokens
             share, inside = measured.share(
                 part, us, lambda point: expected_us(point.flop, point.moved, gpu)

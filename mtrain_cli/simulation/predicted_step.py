@@ -25,14 +25,17 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.expert_exchange import RowExchange, RowWait, dealt_over
-from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
+from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
+from mtrain_cli.simulation.non_attention_cost import Collective, ComputeCost, NonAttentionCost
 from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
+from mtrain_cli.step.interpreters import MessageCost, PassTime
+from mtrain_cli.step.program import Message, Post
+from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
     causal_pairs,
@@ -257,7 +260,7 @@ class _StepEstimate:
         self.exchange = RowExchange.of(plan, loads or ExpertLoads(), cluster, costs, slowest)
         kinds = layer_kinds(plan.config.model, part.every_layer)
         self.with_experts = kinds.get(True, 0) / self.layers
-        self.row_waits: dict[str, RowWait] = {}
+        self.row_waits: dict[str, PassTime] = {}
         self.rows = ExpertRows()
         if self.messages is None:
             del self.us[TENSOR]
@@ -269,9 +272,9 @@ class _StepEstimate:
         self.backward = 0.0  # microseconds of one micro-batch's layers
         self.pipeline: TimedPipeline | None = None
         self.times = 1
-        for one in non_attention_cost.rounds(plan.config.train.shard, plan.micro_batches):
-            self.times = one.times
-            self._micro_batch(one)
+        for group in weight_messages(plan.config.train.shard, plan.micro_batches):
+            self.times = group.times
+            self._micro_batch({op.message for op in group.body if isinstance(op, Post)})
         self.times = 1
         self._add(non_attention.optimizer, 1, "optimizer", "optimizer")
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
@@ -279,48 +282,43 @@ class _StepEstimate:
             self.us[TENSOR] += self._summed_copies(kinds)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
-    def _micro_batch(self, one: MicroBatchRound) -> None:
+    def _micro_batch(self, messages: set[Message]) -> None:
+        """Add a micro-batch. messages: the collectives of each layer (`step.weights`)."""
         non_attention, layers, began = self.non_attention, self.layers, self.total
-        nothing = ComputeCost()
-        gather, reduce = self._layer_transfers()
-        copied = non_attention.gathered if one.forward else nothing
+        in_forward = {Message.GATHER} & messages
+        gathers, again, reduces = (
+            self._transfers(message) if message in messages else []
+            for message in (Message.GATHER, Message.GATHER_AGAIN, Message.REDUCE)
+        )
+        copied = copies(non_attention.of_layer, in_forward)
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         behind = forward / layers, self._carried(FORWARD)
         if FORWARD in self.row_waits:
             behind = self._behind_rows(self.row_waits[FORWARD])
-        self._weights(*behind, gather * one.forward, layers - 1)
+        self._weights(*behind, gathers, layers - 1)
         forward_ended = self.total
-        again = self.plan.recompute is not Recompute.NOTHING
-        passes = [RECOMPUTE, BACKWARD] if again else [BACKWARD]
-        copied = (
-            (non_attention.gathered if one.backward else nothing)
-            + (non_attention.reduced if one.reduced else nothing)
-            + non_attention.added
-        )
+        recomputes = self.plan.recompute is not Recompute.NOTHING
+        passes = [RECOMPUTE, BACKWARD] if recomputes else [BACKWARD]
+        copied = copies(non_attention.of_layer, messages - in_forward) + non_attention.added
         self.backward = backward = self._layers(
             passes, non_attention.backward, layers, non_attention.recomputed, copied=copied
         )
         carried = self._carried(*passes)
         # Backward starts with the last layer, which has no earlier gradients to scatter. The first
         # layer has no further weights to gather.
-        gathers, reduces = gather * one.backward, reduce * one.reduced
         if layers > 1:
-            for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
+            for transfers, times in ((again, 1), (again + reduces, layers - 2), (reduces, 1)):
                 self._weights(backward / layers, carried, transfers, times)
         # These collectives overlap with nothing: the weights outside the layers, the first weights
         # of each pass, and the last gradients.
-        alone = (
-            [self._transfer(non_attention.root_gather), *gather] * one.forward
-            + gathers
-            + [*reduce, self._transfer(non_attention.root_reduce)] * one.reduced
-        )
+        root = non_attention.of_root.items()
+        alone = [self._transfer(found.received) for message, found in root if message in messages]
+        alone += gathers + again + reduces
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
         backward_ended = self.total
-        outside = non_attention.root_gathered if one.forward else nothing
-        outside += non_attention.root_reduced if one.reduced else nothing
         self._add(non_attention.loss, 1, "loss", "loss", LOSS)
-        self._add(outside, 1, "loss", "loss")
+        self._add(copies(non_attention.of_root, messages), 1, "loss", "loss")
         for name, us in (
             ("forward", forward_ended - began),
             ("backward", backward_ended - forward_ended),
@@ -384,7 +382,7 @@ class _StepEstimate:
                 found[self.exchange.outer] += rows
         return found[0], found[1]
 
-    def _behind_rows(self, rows: RowWait) -> tuple[float, tuple[float, float]]:
+    def _behind_rows(self, rows: PassTime) -> tuple[float, tuple[float, float]]:
         """Return what a forward pass hides gathers of weights behind, if rows travel.
 
         The host waits for the numbers of rows before it starts the experts of a layer. So the
@@ -426,30 +424,31 @@ class _StepEstimate:
 
     def _tensor_waits(self, computing: float, layers: int, *, forward: bool) -> None:
         """Add the waits for messages of tensor parallelism."""
-        if self.messages is None:
-            return
-        of_pass = self.messages.forward if forward else self.messages.backward
-        found = of_pass(computing, self._tensor_message)
-        share = self.costs.burden(self.cluster.inner.gpu_share)
-        times = self.times * layers
-        self.us[TENSOR] += times * (found.exposed + share * found.hidden)
-        self.hidden_states += times * found.size
+        if self.messages is not None:
+            of_pass = self.messages.forward if forward else self.messages.backward
+            found = of_pass(computing, self._tensor_message)
+            self._wait(TENSOR, found, self.times * layers, outer=False)
+            self.hidden_states += self.times * layers * found.size
 
     def _row_waits(self, direction: str, layers: int) -> None:
-        exchange = self.exchange
+        exchange, rows = self.exchange, self.rows
         if exchange is None or not self.with_experts:
             return
         found = exchange.forward() if direction == FORWARD else exchange.backward()
         self.row_waits[direction] = found
-        share = self.costs.burden(self.cluster.link(outer=exchange.outer).gpu_share)
         times = self.times * layers * self.with_experts
-        self.us[EXPERTS] += times * (found.exposed + share * found.hidden)
-        self.us["late"] += times * found.late
-        rows = self.rows
-        rows.exposed += times * (found.exposed + share * found.hidden) / 1e6
+        rows.exposed += self._wait(EXPERTS, found, times, outer=exchange.outer) / 1e6
         rows.hidden += times * found.hidden / 1e6
         rows.late += times * found.late / 1e6
         rows.size += times * found.size
+
+    def _wait(self, part: str, found: PassTime, times: float, *, outer: bool) -> float:
+        """Add the waits of a pass. Hidden messages take a share of the GPU. Return their time."""
+        share = self.costs.burden(self.cluster.link(outer=outer).gpu_share)
+        exposed = times * (found.exposed + share * found.hidden)
+        self.us[part] += exposed
+        self.us["late"] += times * found.late
+        return exposed
 
     def _summed_copies(self, kinds: Mapping[bool, int]) -> float:
         """Return the time to add up gradients that all workers of a tensor group hold, in us."""
@@ -523,37 +522,31 @@ class _StepEstimate:
         self.us[elements] += spent.elements * times * self.slowest
         self.us["host"] += spent.host * times
 
-    def _layer_transfers(self) -> tuple[list[WeightTransfer], list[WeightTransfer]]:
-        """Return the gathers of a layer's weights, and the reduce-scatters of its gradients."""
-        sizes, degree = self.non_attention, dealt_over(self.plan)
-        found = (
-            [self._transfer(sizes.gather, self.plan.dims.tp)],
-            [self._transfer(sizes.reduce, self.plan.dims.tp)],
-        )
-        if degree > 1 and sizes.dealt_gather:
-            for transfers, size in zip(
-                found, (sizes.dealt_gather, sizes.dealt_reduce), strict=True
-            ):
-                transfers.append(self._transfer(size, degree))
+    def _transfers(self, message: Message) -> list[MessageCost]:
+        """Return the collectives of a layer: of the weights, and of dealt experts."""
+        of_layer, degree = self.non_attention.of_layer[message], dealt_over(self.plan)
+        found = [self._transfer(of_layer.received, self.plan.dims.tp)]
+        if degree > 1 and of_layer.dealt:
+            found.append(self._transfer(of_layer.dealt, degree))
         return found
 
-    def _transfer(self, size: float, degree: int = 1) -> WeightTransfer:
+    def _transfer(self, size: float, degree: int = 1) -> MessageCost:
         """Return a collective among the workers of a stage that share the same weights.
 
         degree: number of consecutive workers that hold different weights.
         """
         workers = self.plan.dims.workers // self.plan.dims.pp // degree
         if workers == 1:
-            return WeightTransfer(0.0, 0.0, False)
+            return MessageCost(0.0, 0.0)
         members = min(workers, max(1, self.cluster.gpus_per_node // degree))
         us, busy = self.costs.collective(False, workers, members, int(size))
-        return WeightTransfer(us, busy, members < workers, size)
+        return MessageCost(us, busy, size, members < workers)
 
     def _weights(
         self,
         computing: float,
         carried: tuple[float, float],
-        transfers: Sequence[WeightTransfer],
+        transfers: Sequence[MessageCost],
         times: int,
     ) -> None:
         """Add the exposed time of the collectives that run while layers compute.
@@ -577,24 +570,14 @@ class _StepEstimate:
         self.hidden += times * hidden / 1e6
 
 
-@dataclass(frozen=True)
-class WeightTransfer:
-    """A collective that moves weights or gradients.
-
-    us: duration in microseconds without other messages.
-    busy: time in microseconds for which the collective occupies the link.
-    outer: whether the collective crosses nodes.
-    size: number of bytes that each rank receives.
-    """
-
-    us: float
-    busy: float
-    outer: bool
-    size: float = 0.0
+def copies(collectives: Mapping[Message, Collective], messages: set[Message]) -> ComputeCost:
+    """Return the copies before and after those collectives whose messages are sent."""
+    sent = (found for message, found in collectives.items() if message in messages)
+    return ComputeCost(moved=sum(found.copied for found in sent))
 
 
 def overlapped_us(
-    transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
+    transfers: Sequence[MessageCost], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
     """Return the total time of successive collectives that start with a computation.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.config.cluster import Cluster, Gpu
+from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
@@ -301,8 +302,9 @@ def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | 
         return []
     kind = "" if isinstance(first, VerticalSlash) else " and a bitmap of blocks"
     by = f"number of heads{'' if here else ' and the memory bandwidth'}"
+    measured_for = f"{VerticalSlashSettings.name} with {INDEX_HEADS} heads"
     return [
-        f"estimating an index was measured for vertical_slash with {INDEX_HEADS} heads on "
+        f"estimating an index was measured for {measured_for} on "
         f"{INDEX_DEVICE}, not for {heads} heads{kind} on {cluster.gpu.name}: the time per token is "
         f"scaled by {index_scale(cluster.gpu, heads):.3g} for the {by}"
         f"{'' if measured else ', and bounds are wider'}"

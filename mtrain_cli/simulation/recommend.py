@@ -25,6 +25,7 @@ from typing import Any
 
 from mtrain_cli.config.cluster import Cluster, Constant
 from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
+from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.program import Recompute
@@ -43,7 +44,10 @@ from mtrain_cli.simulation.search_groups import Groups, groupings
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, with_setting
+from mtrain_cli.training.memory_remedies import SHORTEST_SEQ
+from mtrain_cli.training.memory_search import KEPT
+from mtrain_cli.training.memory_setting import CHOICES, format_value, get_setting
+from mtrain_cli.training.run_plan import USABLE, RunPlan
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
@@ -118,12 +122,12 @@ def label(plan: RunPlan) -> str:
 
 def memory_settings(config: Config) -> dict[str, str]:
     """Return the memory settings that differ from their defaults, except for recomputation."""
-    keys = [key for key in memory_search.CHOICES if key != "train.activation_checkpoint"]
-    settings = {key: memory_search.get_setting(config, key) for key in keys}
+    keys = [key for key in CHOICES if key != "train.activation_checkpoint"]
+    settings = {key: get_setting(config, key) for key in keys}
     if config.train.activation_checkpoint != "sequence_selective":
         del settings["train.checkpoint_keep"]
-    changed = {k: value for k, value in settings.items() if value != memory_search.CHOICES[k][0]}
-    return {key: memory_search.format_value(value) for key, value in changed.items()}
+    changed = {k: value for k, value in settings.items() if value != CHOICES[k][0]}
+    return {key: format_value(value) for key, value in changed.items()}
 
 
 def recommend(
@@ -229,12 +233,12 @@ class _Space:
             if not scenario.sets("train.keep_mlp"):
                 for plan in good:
                     if (setting := memory_search.with_products(plan)) is not None:
-                        yield with_setting(plan, setting)
+                        yield replace(plan, config=setting.config)
             return
         allowed = CHECKPOINTS if anything else self.recomputations
         for setting in memory_search.search(plan_with() if anything else plans[0]).settings:
             if setting.fits and setting.config.train.activation_checkpoint in allowed:
-                yield with_setting(plan_with(), setting)
+                yield replace(plan_with(), config=setting.config)
                 return
 
 
@@ -363,7 +367,7 @@ def _why(error: Exception, exchange: str) -> str:
 
 def usable(plan: RunPlan) -> float:
     """Return how much of a GPU's memory a plan may use, in GiB."""
-    return USABLE * (plan.capacity or 0) / GIB
+    return USABLE * plan.hardware.memory / GIB
 
 
 def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
@@ -371,12 +375,11 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
 
     plans: the plan that recomputes the most, for each layout, exchange and context size.
     """
-    saving = [
-        with_setting(
-            plan, memory_search.nearest_to_fitting(plan, memory_search.search(plan).settings)
-        )
-        for plan in plans
-    ]
+    saving = []
+    for plan in plans:
+        settings = memory_search.search(plan).settings
+        least = memory_search.nearest_to_fitting(plan, settings)
+        saving.append(replace(plan, config=least.config))
     return min(saving, key=lambda plan: plan.memory.total, default=None)
 
 
@@ -434,7 +437,7 @@ def _needed(space: _Space) -> Iterator[str]:
     seq = asked // 2
     while seq >= SHORTEST_SEQ:
         shorter = replace(space.scenario, config=replace(config, seq=seq))
-        allowed = not any(config.mask.problems(seq, config.sparsity.pattern))
+        allowed = not any(mask_problems(config.mask, seq, config.sparsity.pattern))
         if allowed and (plan := fitting(scenario=shorter)) is not None:
             yield f"seq={format_size(seq)} instead of {format_size(asked)}: {_with_memory(plan)}"
             break

@@ -11,8 +11,8 @@ import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
-from mtrain_cli.config.cluster import Cluster, uneven_nodes
-from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
+from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
@@ -27,17 +27,16 @@ from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.first_masks import first_masks
+from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.initial_weights import beyond_reach
-from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.resolution import given_memory
-from mtrain_cli.training.run_plan import RunPlan, plan_for
+from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.run_plan import RunPlan
 
 DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
-_LEAST_COLUMNS = 8  # the smallest number of columns that vertical_slash allows
+_LEAST_COLUMNS = 8  # the smallest number of columns of a configuration with slashes and columns
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,8 @@ class PairSource:
             columns = f"sparsity.columns={self.columns}"
             return ["sparsity=fixed", f"sparsity.density={self.density:g}", columns]
         fewest = [f"sparsity.min_columns={self.columns}"] if self.columns < 64 else []
-        return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
+        pattern = f"sparsity={VerticalSlashSettings.name}"
+        return [pattern, f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
         """Return the workload of one micro-batch, for all heads of the model.
@@ -348,23 +348,10 @@ def plan_on(
         )
     if config.topology.device == "cpu":
         raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
-    per_node = config.topology.gpus_per_node
-    if per_node == "auto" and (why := uneven_nodes(cluster, workers)):
-        raise ConfigError(f"topology.workers={workers}: {why}")
-    if per_node == "auto":
-        per_node = min(cluster.gpus_per_node, workers)
-    config = config.changed(topology={"workers": workers, "gpus_per_node": per_node, **topology})
-
-    plan = plan_for(
-        config,
-        gpu=cluster.gpu.name,
-        capability=cluster.gpu.capability,
-        capacity=given_memory(config) or round(cluster.gpu.hbm_gib.value * GIB),
-        host=round(cluster.gpu.host_gib.value * GIB),
-        kernel=kernel,
+    config = config.changed(
+        topology={"workers": workers, **topology}, train={"kernel": kernel or config.train.kernel}
     )
-    require_experts_fit(config, plan.dims, plan.dtype_bytes, plan.environment.device)
-    return plan.dealt
+    return make_plan(config, Hardware.of_cluster(cluster)).dealt
 
 
 def setup_of(plan: RunPlan) -> ReplaySetup:

@@ -222,7 +222,7 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
         "memory_bytes": plan.memory.total,
         "memory_parts": plan.memory.peak.parts,
         "memory_reserve_bytes": plan.memory.reserve,
-        "capacity_bytes": plan.capacity,
+        "capacity_bytes": plan.hardware.memory,
         "fits": step.fits,
         "parts_s": {name: float(f"{value:.6g}") for name, value in step.parts.items()},
         "hidden_weights_s": step.hidden,

@@ -11,10 +11,10 @@ from mtrain_cli.sparsity.pattern import Pattern
 def make_pattern(settings: PatternSettings, seed: int) -> Pattern | None:
     """Return the pattern of a run; None for dense attention.
 
-    Call `make_pattern` of this package's module that has the pattern's name.
+    Call `make_pattern` of the module that the settings name.
     """
     if settings.pattern == "dense":
         return None
-    module = importlib.import_module(f"mtrain_cli.sparsity.{settings.pattern}")
+    module = importlib.import_module(settings.module or f"mtrain_cli.sparsity.{settings.pattern}")
     pattern: Pattern = module.make_pattern(settings, seed)
     return pattern

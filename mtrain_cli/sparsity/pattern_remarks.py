@@ -6,11 +6,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 
-# Patterns that, in all layers of a small model, found fewer needles than dense attention (tier a of
-# `mtrain study learning`). With dense attention in the last two of eight layers, vertical_slash
-# found as many.
-_LOSES_IN_ALL_LAYERS = ("vertical_slash", "moba", "xattention")
-_DENSE_SHARE = 4  # one layer in four
+_DENSE_SHARE = 4  # one layer in four; with the last two of eight dense, small models lost nothing
 
 
 def computes_everything(config: Config) -> str | None:
@@ -37,7 +33,7 @@ def remarks(config: Config) -> list[str]:
     if (remark := sparsity.packed_documents_remark) and config.data.document_mask:
         notes.append(remark)
     layers = config.model.num_layers
-    if sparsity.pattern in _LOSES_IN_ALL_LAYERS and not sparsity.dense_layers and layers > 1:
+    if sparsity.loses_in_all_layers and not sparsity.dense_layers and layers > 1:
         dense = max(1, layers // _DENSE_SHARE)
         last = "the last layer" if dense == 1 else f"the last {dense} layers"
         notes.append(

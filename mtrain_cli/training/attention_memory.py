@@ -15,10 +15,12 @@ from mtrain_cli.attention.block_lists import mask_list_bytes
 from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.mask_words import BLOCK, most_partial_blocks, word_bytes
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.attention.named_masks import CAUSAL
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.pattern_settings import DenseSettings
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.data.open_dataset import most_intervals
+from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Striped, Zigzag
@@ -93,12 +95,12 @@ class AttentionMemory:
         """
         circulates = self.exchange.circulates_among(self.layout.workers)
         foreign = circulates and not self.exchange.queries_travel
-        return _saved(*self._program, self.sizes)["kv"] if foreign else 0
+        return _saved(*self._program, self.sizes)[Kind.KV] if foreign else 0
 
     @cached_property
     def gathered_columns(self) -> int:
         """Bytes of the columns that a ring gathers in forward and keeps for backward."""
-        return _saved(*self._program, self.sizes).get("columns", 0)
+        return _saved(*self._program, self.sizes).get(Kind.COLUMNS, 0)
 
     @cached_property
     def mask_tables(self) -> int:
@@ -186,7 +188,7 @@ def _casts(
     options: ScheduleOptions,
     layout: Layout,
     block: int | None,
-    mask: MaskConfig,
+    mask: MaskSettings,
     documents: bool,
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest shares of rows that group casts move under a mask; () without them.
@@ -215,11 +217,11 @@ def _pool(exchange: str, options: ScheduleOptions, traits: Traits, sizes: ShardS
 @cache
 def _saved(
     exchange: str, options: ScheduleOptions, traits: Traits, sizes: ShardSizes
-) -> dict[str, int]:
-    """Return the size of each buffer that forward saves, by the first word of the buffer's name."""
+) -> dict[Kind, int]:
+    """Return the size of each buffer that forward saves."""
     forward, _ = _programs(exchange, options, traits)
-    buffers = {name.partition(" ")[0]: forward.buffers[name] for name in forward.saved}
-    return {word: int(b.size.of(sizes, forward.sharing)) for word, b in buffers.items()}
+    saved = {buffer.kind: forward.sizes[buffer] for buffer in forward.saved}
+    return {kind: int(size.of(sizes, forward.sharing)) for kind, size in saved.items()}
 
 
 @cache
@@ -240,7 +242,7 @@ def _peak_of_backward(
 
 
 @cache
-def _mask_tables(mask: MaskConfig, layout: Layout, heads: int, keys: int, sequences: int) -> int:
+def _mask_tables(mask: MaskSettings, layout: Layout, heads: int, keys: int, sequences: int) -> int:
     """Return the bytes of the tables of one mask (`AttentionMemory.mask_tables`).
 
     Args:

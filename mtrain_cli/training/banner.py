@@ -11,12 +11,13 @@ from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.config.unused_settings import unused_after_auto
-from mtrain_cli.console import two_columns
+from mtrain_cli.console import grid
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
+from mtrain_cli.training.memory import size
 from mtrain_cli.training.optimizer import LearningRateSchedule
 from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
-from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.step_estimate import StepEstimate
 
 
@@ -74,11 +75,11 @@ def banner(
             for line in (*_unused_cluster(plan), *_unused_after_auto(plan, run_dir))
         ),
     ]
-    return Group(Text(f"mtrain {__version__}", style="bold"), two_columns(rows))
+    return Group(Text(f"mtrain {__version__}", style="bold"), grid(rows))
 
 
 def _memory(plan: RunPlan) -> str:
-    total, capacity = plan.memory.total, plan.capacity
+    total, capacity = plan.memory.total, plan.hardware.memory
     share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
     text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
     if plan.config.data.mask_key is not None:
@@ -95,10 +96,7 @@ def _unused_cluster(plan: RunPlan) -> list[str]:
 
 
 def _unused_after_auto(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return warnings about settings that the exchange and layout chosen by auto do not read.
-
-    Warn only about settings on the run's command line.
-    """
+    """Return warnings about overrides that the exchange and layout chosen by auto do not read."""
     try:
         overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:

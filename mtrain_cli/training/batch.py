@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.router_batches import RouterBatches
 
 
@@ -60,23 +61,18 @@ class HostBatch:
         order. For a GPU, the tensor is in pinned memory.
     earlier: int64 [batch, tokens of this worker]: number of earlier tokens in each token's context,
         that is its document or the sequence (`MaskRule.starts`).
-    plan: what this worker's attention computes.
-    full_plan: the same for the layers that see all earlier tokens instead of a window, or that are
-        dense in a sparse run; None if all layers are alike.
+    plans: what this worker's attention computes, by the setup of each kind of layers.
     valid: number of labels that count toward the loss, in the whole sequences.
     lengths: number of tokens of each sequence, without padding. Empty if the model has no experts.
-    maker: the `BatchMaker` that made this batch.
     """
 
     layout: Layout
     samples: Sequence[PackedSample]
     numbers: torch.Tensor
     earlier: IntArray
-    plan: Plan
-    full_plan: Plan | None
+    plans: dict[AttentionSetup, Plan]
     valid: int
     lengths: tuple[int, ...]
-    maker: BatchMaker
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,79 @@ class MixedAttention:
         return len(self.full_layers) / self.layers
 
 
-class BatchMaker:
+@dataclass(frozen=True, eq=False)
+class AttentionSetup:
+    """How the layers of one kind attend.
+
+    mask: function that makes the mask of a sequence from its documents.
+    pattern: method that estimates a dynamic index. None for dense attention.
+    keep: share of this worker's queries whose attention output is saved for backward; see
+        `Plan.make`.
+    layers: numbers of these layers, if other layers are of another kind that comes first.
+    """
+
+    kernel: Kernel
+    mask: MaskRule
+    pattern: Pattern | None = None
+    keep: float = 0.0
+    layers: frozenset[int] = frozenset()
+
+    def by_kind(
+        self,
+        layers: int,
+        dense_layers: frozenset[int] = frozenset(),
+        dense_kernel: Kernel | None = None,
+    ) -> dict[str, AttentionSetup]:
+        """Return the setups of a model's layers by kind: this one, and that of full layers if any.
+
+        layers: number of layers of the model.
+        dense_layers: numbers of the layers without index.
+        dense_kernel: kernel of these layers; None for `kernel`.
+        """
+        if self.mask.mask.is_mixed:
+            rule = MaskRule(self.mask.document_mask)
+            full = frozenset(filter(self.mask.mask.is_full, range(layers)))
+            return {"window": self, "full": replace(self, mask=rule, pattern=None, layers=full)}
+        if self.pattern is None or not dense_layers:
+            return {"": self}
+        kernel = dense_kernel or self.kernel
+        return {"": self, "dense": replace(self, kernel=kernel, pattern=None, layers=dense_layers)}
+
+
+def attention_setups(
+    config: Config, choices: ResolvedRun, *, mask: MaskRule | None = None, keep: float = 0.0
+) -> dict[str, AttentionSetup]:
+    """Return how the layers of a run attend, by kind. mask: None for the configured mask."""
+    setup = AttentionSetup(choices.kernel, mask or MaskRule.of(config), choices.pattern, keep)
+    layers, dense = config.model.num_layers, choices.dense_kernel
+    return setup.by_kind(layers, config.sparsity.dense_of(layers), dense and dense[0])
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts of batches: that of the exchange, or those that a balancer makes."""
+
+    exchange: Exchange
+    balancer: Balancer | None = None
+    # Layouts of sequences that are one document, keyed by batch size.
+    _undivided: dict[int, Layout] = field(default_factory=dict)
+
+    def of(self, masks: Sequence[Sequence[SequenceMask]], *, undivided: bool) -> Layout:
+        """Return the layout of a batch. Batches of undivided sequences share one layout.
+
+        masks: the masks of each kind of layer, one per sequence.
+        undivided: whether each sequence is one document.
+        """
+        if self.balancer is None:
+            return self.exchange.layout
+        batch = len(masks[0])
+        if undivided and batch in self._undivided:
+            return self._undivided[batch]
+        layout = self.balancer.layout(masks)
+        return self._undivided.setdefault(batch, layout) if undivided else layout
+
+
+class Batches:
     """Makes micro-batches: cuts this worker's tokens out of whole sequences, in layout order.
 
     Activations keep the layout order through the whole model.
@@ -166,78 +234,57 @@ class BatchMaker:
 
     def __init__(
         self,
-        exchange: Exchange,
-        kernel: Kernel,
+        layouts: Layouts,
+        setups: Mapping[str, AttentionSetup],
         device: torch.device,
         *,
-        mask: MaskRule,
-        pattern: Pattern | None = None,
-        dense_layers: frozenset[int] = frozenset(),
-        dense_kernel: Kernel | None = None,
-        keep: float = 0.0,
-        offload: ActivationOffload | None = None,
         layers: int = 0,
-        balancer: Balancer | None = None,
+        offload: ActivationOffload | None = None,
         tensor: TensorGroup | None = None,
         router: RouterBatches | None = None,
     ) -> None:
         """Prepare to make batches.
 
         Args:
-            mask: function that makes the mask of a sequence from its documents.
-            pattern: method that estimates a dynamic index. None for dense attention.
-            dense_layers: numbers of the layers without index. Needs a pattern.
-            dense_kernel: kernel of these layers; None for ``kernel``.
-            keep: share of this worker's queries whose attention output is saved for backward; see
-                `Plan.make`.
+            setups: how the layers attend, by kind (`AttentionSetup.by_kind`).
+            layers: number of layers of the model. Needed only if there are two kinds.
             offload: moves saved tensors to the host; see `ContextAttention`.
-            layers: number of layers of the model. Needed only if they have different masks.
-            balancer: makes the layout of each batch. None for the layout of ``exchange``.
             tensor: the workers that share each layer; None if this worker computes whole layers.
             router: describes batches to routers; None if the model has no experts.
         """
-        self.layers, self.router = layers, router
-        self.full: BatchMaker | None = None
-        self.full_layers = dense_layers
-        self.kind = ""
-        if mask.mask.is_mixed:
-            self.kind = "window"
-            self.full_layers = frozenset(filter(mask.mask.is_full, range(layers)))
-            rule = MaskRule(mask.document_mask)
-            self.full = BatchMaker(exchange, kernel, device, mask=rule, keep=keep, offload=offload)
-            self.full.kind = "full"
-        elif dense_layers:
-            dense = dense_kernel or kernel
-            self.full = BatchMaker(exchange, dense, device, mask=mask, keep=keep, offload=offload)
-        self.exchange = exchange
-        self.kernel = kernel
-        self.device = device
-        self.mask = mask
-        self.pattern = pattern
-        self.keep, self.offload = keep, offload
-        self.balancer = balancer
-        self.tensor = tensor
-        # Layout, plan and attention of sequences that are one document, keyed by batch size.
-        self._undivided_layout: dict[int, Layout] = {}
-        self._undivided: dict[int, Plan] = {}
-        self._undivided_attention: dict[int, ContextAttention] = {}
+        self.layouts, self.exchange = layouts, layouts.exchange
+        self.setups, self.device, self.layers = setups, device, layers
+        self.offload, self.tensor, self.router = offload, tensor, router
+        self._first = next(iter(setups.values()))
+        # Plan and attention of sequences that are one document, by setup and batch size.
+        self._undivided: dict[tuple[AttentionSetup, int], Plan] = {}
+        self._undivided_attention: dict[tuple[AttentionSetup, int], ContextAttention] = {}
+
+    @property
+    def pattern(self) -> Pattern | None:
+        return self._first.pattern
 
     def __call__(self, samples: Sequence[PackedSample]) -> Batch:
         return self.to_device(self.on_host(samples))
 
     def on_host(self, samples: Sequence[PackedSample]) -> HostBatch:
         """Prepare a batch. Thread-safe: uses neither the device nor other workers."""
-        masks = self._masks(samples)
-        full_masks = self.full._masks(samples) if self.full else None
-        # Dense layers of a sparse run have the same masks, which a layout needs only once.
-        other_masks = full_masks if self.pattern is None else None
-        layout = self._layout(masks, other_masks)
-        held = layout.positions(self.exchange.group.rank)
-        targets = [unseen_labels(s.labels, mask) for s, mask in zip(samples, masks, strict=True)]
+        seq, padded = self.exchange.layout.seq, self.exchange.layout.padded_seq
+        # Dense layers of a sparse run have the same rule as the others.
+        masks = {
+            rule: [rule(s.documents, seq, padded, s.slices) for s in samples]
+            for rule in {setup.mask: None for setup in self.setups.values()}
+        }
+        undivided = all(self._are_undivided(*item) for item in masks.items())
+        layout = self.layouts.of(list(masks.values()), undivided=undivided)
+        held, rule = layout.positions(self.exchange.group.rank), self._first.mask
         padded = layout.padded_seq
+        targets = [
+            unseen_labels(s.labels, mask) for s, mask in zip(samples, masks[rule], strict=True)
+        ]
         tokens = np.stack([_padded(s.tokens, padded, 0)[held] for s in samples])
         labels = np.stack([_padded(each, padded, IGNORED)[held] for each in targets])
-        starts = np.stack([self.mask.starts(s.documents, padded) for s in samples])
+        starts = np.stack([rule.starts(s.documents, padded) for s in samples])
         positions = np.stack(
             [
                 held if s.positions is None else _padded(s.positions, padded, 0)[held]
@@ -249,87 +296,69 @@ class BatchMaker:
         # Memory is pinned for the current device, which in a new thread is device 0.
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
             numbers = numbers.pin_memory() if on_gpu else numbers
-            plan, full_plan = self._plan(masks, layout), None
-            if self.full is not None and full_masks is not None:
-                full_plan = self.full._plan(full_masks, layout)
+            plans = {s: self._plan(s, masks[s.mask], layout) for s in self.setups.values()}
         valid = sum(int((each != IGNORED).sum()) for each in targets)
         earlier = held - starts[:, held]
         lengths: tuple[int, ...] = ()
         if self.router is not None:
             lengths = tuple(layout.seq if s.real is None else s.real for s in samples)
-        return HostBatch(layout, samples, numbers, earlier, plan, full_plan, valid, lengths, self)
+        return HostBatch(layout, samples, numbers, earlier, plans, valid, lengths)
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
-        # After `train.dense_steps`, the run changes to another maker, whose plans differ. Plan
-        # again what the previous maker has prepared.
-        plan = host.plan if host.maker is self else self._plan(host.plan.masks, host.layout)
         tokens, positions, labels = host.numbers.to(self.device, non_blocking=True)
         if self.tensor is not None:
             tokens, labels = self.tensor.own(tokens, 0), self.tensor.own(labels, IGNORED)
-        attend, mixed = self._attention(plan), None
-        if self.full is not None:
-            full_plan = host.full_plan
-            if full_plan is None or host.maker is not self:
-                assert self.pattern is not None, "only sparse runs change to another maker"
-                full_plan = self.full._plan(host.plan.masks, host.layout)
-            full = self.full._attention(full_plan)
-            mixed = MixedAttention(attend, full, self.full_layers, self.layers)
+        attend, *others = (self._attention(kind, host) for kind in self.setups)
+        mixed = None
+        if others:
+            *_, full = self.setups.values()
+            mixed = MixedAttention(attend, others[0], full.layers, self.layers)
         routing = None
         if self.router is not None:
             routing = self.router.of(host.layout, host.lengths, self.device)
         return Batch(tokens, positions, labels, attend, host.valid, mixed, routing)
 
-    def _masks(self, samples: Sequence[PackedSample]) -> list[SequenceMask]:
-        layout = self.exchange.layout
-        return [self.mask(s.documents, layout.seq, layout.padded_seq, s.slices) for s in samples]
-
-    def _undivided_only(self, masks: Sequence[SequenceMask]) -> bool:
+    def _are_undivided(self, rule: MaskRule, masks: Sequence[SequenceMask]) -> bool:
         """Return whether every sequence is a single document, so that all have the same mask."""
         layout = self.exchange.layout
-        undivided = self.mask.undivided(layout.seq, layout.padded_seq)
+        undivided = rule.undivided(layout.seq, layout.padded_seq)
         return all(mask.same_as(undivided) for mask in masks)
 
-    def _layout(
-        self, masks: Sequence[SequenceMask], full_masks: Sequence[SequenceMask] | None
-    ) -> Layout:
-        """Return the layout of a batch. Batches with equal masks share one layout."""
-        if self.balancer is None:
-            return self.exchange.layout
-        shared, batch = self._undivided_only(masks), len(masks)
-        if self.full is not None and full_masks is not None:
-            shared = shared and self.full._undivided_only(full_masks)
-        if shared and batch in self._undivided_layout:
-            return self._undivided_layout[batch]
-        layout = self.balancer.layout([masks, full_masks] if full_masks else [masks])
-        return self._undivided_layout.setdefault(batch, layout) if shared else layout
-
-    def _plan(self, masks: Sequence[SequenceMask], layout: Layout) -> Plan:
+    def _plan(self, setup: AttentionSetup, masks: Sequence[SequenceMask], layout: Layout) -> Plan:
         """Return the plan of a batch. Batches with equal masks and layout share one plan."""
-        shared, batch = self._undivided_only(masks), len(masks)
-        if batch in self._undivided:
-            shared = shared and self._undivided[batch].placement.layout == layout
+        key, shared = (setup, len(masks)), self._are_undivided(setup.mask, masks)
+        if shared and (plan := self._undivided.get(key)) is not None:
+            shared = plan.placement.layout == layout
             if shared:
-                return self._undivided[batch]
-        request = None if self.pattern is None else self.pattern.request()
-        plan = Plan.make(self.exchange, masks, request, layout=layout, keep=self.keep)
+                return plan
+        request = None if setup.pattern is None else setup.pattern.request()
+        plan = Plan.make(self.exchange, masks, request, layout=layout, keep=setup.keep)
         plan = plan.pinned() if self.device.type == "cuda" else plan
-        return self._undivided.setdefault(batch, plan) if shared else plan
+        return self._undivided.setdefault(key, plan) if shared else plan
 
-    def _attention(self, plan: Plan) -> ContextAttention:
-        batch = len(plan.masks)
-        if plan is not self._undivided.get(batch):
-            return self._wrap(plan)
-        if batch not in self._undivided_attention:
-            self._undivided_attention[batch] = self._wrap(plan)
-        return self._undivided_attention[batch].for_next_batch()
+    def _attention(self, kind: str, host: HostBatch) -> ContextAttention:
+        """Return the attention of a kind of layers."""
+        setup = self.setups[kind]
+        plan = host.plans.get(setup)
+        if plan is None:
+            # After `sparsity.dense_steps`, the run changes to other setups with the same masks.
+            # Plan again what was prepared for the previous ones.
+            masks = next(p.masks for s, p in host.plans.items() if s.mask == setup.mask)
+            plan = self._plan(setup, masks, host.layout)
+        key = setup, len(plan.masks)
+        if plan is not self._undivided.get(key):
+            return self._wrap(kind, plan)
+        if key not in self._undivided_attention:
+            self._undivided_attention[key] = self._wrap(kind, plan)
+        return self._undivided_attention[key].for_next_batch()
 
-    def _wrap(self, plan: Plan) -> ContextAttention:
-        on_device = plan.to(self.device)
+    def _wrap(self, kind: str, plan: Plan) -> ContextAttention:
+        setup, on_device = self.setups[kind], plan.to(self.device)
         attend = ContextAttention.of(
-            self.exchange, self.kernel, on_device, self.pattern, self.offload
+            self.exchange, setup.kernel, on_device, setup.pattern, self.offload
         )
-        return replace(attend, kind=self.kind)
+        return replace(attend, kind="" if kind == "dense" else kind)
 
 
 def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:

@@ -221,10 +221,7 @@ def _is_entry(entry: object) -> bool:
 
 
 def _covers(entry: TensorStorageMetadata) -> bool:
-    """Return whether the chunks cover the whole tensor, each element once.
-
-    mtrain cuts tensors into a grid: tensor parallelism cuts one dimension, FSDP dimension 0.
-    """
+    """Return whether the chunks, which form a grid, cover each element of the tensor once."""
     filled = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if c.sizes.numel()]
     return _tiles(filled, tuple(entry.size)) or not entry.size.numel()
 

@@ -273,10 +273,7 @@ class Checkpointer:
         return failure
 
     def _commit(self, step: int, partial: Path, written: Any, trainer: dict[str, Any]) -> None:
-        """Wait until DCP has written the files. Collect checksums. Let rank 0 rename the folder.
-
-        Run in a background thread. Record a failure for the main thread.
-        """
+        """Wait in a thread for DCP's files, collect checksums, and let rank 0 rename the folder."""
 
         def own_files() -> dict[str, dict[str, int]]:
             written.result()
@@ -339,11 +336,7 @@ class Checkpointer:
         self._on_all_ranks(lambda: action() if self._rank == 0 else None)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank. Return all results in rank order.
-
-        Raises:
-            _Failed: on all ranks, if the action failed on any rank.
-        """
+        """Return the results of an action by rank. If it fails on any rank, all raise _Failed."""
         result: T | None = None
         failure = None
         try:
@@ -359,10 +352,7 @@ class Checkpointer:
         return [result for result, _ in answers]
 
     def _reason(self, error: BaseException) -> str:
-        """Return one line that names the failed rank and its error.
-
-        DCP's `CheckpointException` holds the errors of all ranks. Name the lowest failed rank.
-        """
+        """Return one line that names the lowest failed rank and its error."""
         rank = self._rank
         if isinstance(error, CheckpointException) and error.failures:
             rank, (error, _) = min(error.failures.items())
@@ -447,10 +437,7 @@ class _Failed(Exception):
 
 
 class _CheckpointWriter(dcp.FileSystemWriter):
-    """DCP's writer, except that a full disk raises OSError.
-
-    DCP alone raises an error of torch.save about an unexpected file position.
-    """
+    """DCP's writer, but a full disk raises OSError, not an error about a file position."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -467,15 +454,8 @@ class _CheckpointWriter(dcp.FileSystemWriter):
 def _read(
     folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None
 ) -> list[str]:
-    """Fill this rank's part of `tensors` from a checkpoint.
-
-    Return the names of model tensors that the checkpoint holds but `tensors` lacks. Every rank
-    reads on its own, because ranks exchange pickles in DCP's collective load.
-
-    Raises:
-        ForeignFileError: a file holds data that DCP does not write.
-        Exception: any error of DCP, for example for a tensor of a different size.
-    """
+    """Fill this rank's part of `tensors`. Return the model's tensors that `tensors` lacks."""
+    # Every rank reads on its own, because ranks exchange pickles in DCP's collective load.
     reader, planner = reader or CheckpointReader(folder), checkpoint_files.CheckpointPlanner()
     _silence_single_process_warning()
     try:
@@ -489,13 +469,7 @@ def _read(
 
 
 def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tensor]:
-    """Return the model of a checkpoint by parameter name: see `load_model_state`.
-
-    DCP reads one tensor at a time into memory.
-
-    Raises:
-        ForeignFileError: a file holds data that DCP does not write.
-    """
+    """Return the model of a checkpoint by parameter name, as `load_model_state`."""
     reader, prefix = CheckpointReader(folder), _MODEL
     found = checkpoint_files.tensors_of(reader.metadata, prefix).items()
     if targets is None:

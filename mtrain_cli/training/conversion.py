@@ -211,10 +211,7 @@ def _recorded_begin(config: Config, run: Path) -> Begin | None:
 
 
 def _begin(config: Config) -> Begin | None:
-    """Return what the documents of a run start with: of several stores, if any of them do.
-
-    None means what the tokenizer prescribes.
-    """
+    """Return what the documents of a run start with; None for what the tokenizer prescribes."""
     data = config.data
     if data.kind in ("text", "stdlib") and data.bos is True:
         tokenizer = open_tokenizer(data.tokenizer)
@@ -226,10 +223,7 @@ def _begin(config: Config) -> Begin | None:
 
 
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
-    """Return the tokenizer that `data.tokenizer` names.
-
-    Include the files next to its tokenizer.json, such as a chat template.
-    """
+    """Return the tokenizer that `data.tokenizer` names, with files such as a chat template."""
     if choice == "bytes":
         return _bytes()
     path, eos = Path(choice), _eos_id(choice)
@@ -237,11 +231,7 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
 
 
 def _eos_id(choice: str) -> int | None:
-    """Return the end-of-document id of a tokenizer, or None if the tokenizer has no such id.
-
-    Also return None if the tokenizer cannot be opened, for example because the tokenizers package
-    is not installed.
-    """
+    """Return the end-of-document id; None without one, or if the tokenizer does not open."""
     try:
         return open_tokenizer(choice).eos
     except ConfigError:

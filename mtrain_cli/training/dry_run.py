@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -15,9 +14,8 @@ from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
-from mtrain_cli.console import two_columns
+from mtrain_cli.console import grid
 from mtrain_cli.data.open_dataset import most_intervals
-from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.huggingface import SINGLE, has_weights
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
@@ -29,16 +27,17 @@ from mtrain_cli.parallel.traffic import count_traffic
 from mtrain_cli.sparsity.pattern import display_name
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
-from mtrain_cli.training import initial_weights, run_plan
+from mtrain_cli.training import initial_weights
 from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.layout_choice import layout_advice, make_balancer
-from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_remedies import longest_seq, refusal
-from mtrain_cli.training.memory_search import search
+from mtrain_cli.training.memory import GIB, size
+from mtrain_cli.training.memory_remedies import SHORTEST_SEQ, longest_seq, refusal
+from mtrain_cli.training.memory_search import KEPT, search
 from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
+from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.resolution import compiles
-from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.run_plan import FITS, USABLE, RunPlan
 from mtrain_cli.training.step_estimate import StepEstimate
 
 # Memory of common GPUs in GiB, as CUDA reports it, smallest first. A plan for absent GPUs names the
@@ -64,7 +63,7 @@ FEW_LABELS = 0.1  # share of the labels below which a plan warns
 
 def dry_run(config: Config) -> RenderableType:
     """Plan a run. Return the rendered plan, which needs a terminal of at least 80 columns."""
-    return render(run_plan.make_plan(config))
+    return render(make_plan(config))
 
 
 def render(
@@ -115,7 +114,7 @@ def render(
         f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained", style="bold"
     )
     return Group(
-        title, two_columns(rows), Text(""), memory_table(plan), *search_rows(plan), *verdict(plan)
+        title, grid(rows), Text(""), memory_table(plan), *search_rows(plan), *verdict(plan)
     )
 
 
@@ -156,8 +155,8 @@ def verdict(plan: RunPlan) -> list[RenderableType]:
         return [Text(line, style="red") for line in lines]
     requested = plan.requested.train.keep_mlp if plan.requested is not None else True
     chosen = plan.search is not None and plan.config.train.keep_mlp and not requested
-    kept = f"; {run_plan.KEPT}" if chosen else ""
-    return [*_gpu_verdict(plan), Text(f"{run_plan.FITS}{kept}.", style="dim")]
+    kept = f"; {KEPT}" if chosen else ""
+    return [*_gpu_verdict(plan), Text(f"{FITS}{kept}.", style="dim")]
 
 
 def fits(plan: RunPlan) -> bool:
@@ -175,7 +174,7 @@ def _gpu_verdict(plan: RunPlan) -> list[RenderableType]:
     if plan.search is None:
         config = plan.config.changed(train={"memory": "auto"})
         automatic = _longest(dataclasses.replace(plan, config=config))
-        on = f"on {plan.gpu_name}" if plan.elsewhere else "here"
+        on = f"on {plan.hardware.gpu}" if plan.hardware.absent else "here"
         lengths = f"{_longest(plan)} with these settings, {automatic} with train.memory=auto"
         lines.append(Text(f"Longest sequence that fits {on}: {lengths}.", style="dim"))
     elif not lines:
@@ -341,9 +340,8 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str,
     inside = ", inside each document" if config.data.document_mask else ""
     share = _of_causal(mask.pairs, config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share}")]
-    if (config.mask.chunk or 0) >= config.seq:
-        chunk = f"mask.chunk={config.mask.chunk} is not below seq={config.seq}"
-        rows.append(("note", f"{chunk}, so mask=chunked is a causal mask; give a smaller chunk"))
+    if remark := config.mask.remark(config.seq):
+        rows.append(("note", remark))
     # Token ids may hold one document per sequence, such as a video.
     if config.mask.counts_from_start and config.data.document_mask and config.data.kind != "tokens":
         rows.append(("warning", _PACKED))
@@ -362,25 +360,27 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str,
 
 
 def _few_labels(config: Config, share: float) -> str:
-    sizes = {"block_causal": "block", "block_window": "block", "prefix_lm": "prefix"}
-    key = sizes.get(config.mask.kind)
-    remedy = "another mask" if key is None else f"a smaller mask.{key}"
+    key = config.mask.size_that_hides_labels
+    remedy = f"a smaller mask.{key}" if key else "another mask"
     return f"only {share:.2%} of the labels count, so a step trains on few tokens; give {remedy}"
 
 
 def memory_table(plan: RunPlan) -> RenderableType:
     """Render the peak memory of a worker by part, its fit, and the memory at other moments."""
     memory, peak = plan.memory, plan.memory.peak
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    for name, part in (*peak.parts.items(), ("CUDA and NCCL", memory.reserve)):
-        if part:
-            bar = Text("█" * round(30 * part / memory.total), style="cyan")
-            table.add_row(name.replace("_", " "), size(part), bar)
-    total = Text("total", style="bold not dim"), Text(size(memory.total), style="bold")
-    table.add_row(*total, describe_fit(plan))
+    parts = {**peak.parts, "CUDA and NCCL": memory.reserve}
+    width = max(len(size(part)) for part in (*parts.values(), memory.total))
+    rows = [
+        (
+            name.replace("_", " "),
+            size(part).rjust(width),
+            Text("█" * round(30 * part / memory.total), style="cyan"),
+        )
+        for name, part in parts.items()
+        if part
+    ]
+    total = Text("total", style="bold not dim")
+    last = total, Text(size(memory.total).rjust(width), style="bold"), describe_fit(plan)
     moments = [f"{m.name} {size(m.allocated)}" for m in memory.moments if m is not peak]
     choices = [f"{name} {size(total)}" for name, total in totals_by_recomputation(plan).items()]
     workers = plan.environment.local_workers
@@ -391,7 +391,7 @@ def memory_table(plan: RunPlan) -> RenderableType:
     note = " (while a checkpoint is written)" if copies else ""
     return Group(
         Text.assemble(("Peak memory of a worker", "bold"), f", at the {peak.name}"),
-        table,
+        grid([*rows, last], ("dim", "", "")),
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
         *([Text(f"Offloaded: {offloaded}.")] if memory.host else []),
         *([Text(f"While a checkpoint is written: {saving}.")] if memory.saving else []),
@@ -436,17 +436,17 @@ def describe_fit(plan: RunPlan) -> Text:
     if plan.environment.device == "cpu":
         if not plan.fits:
             return Text(word, style=style)  # the verdict below has the numbers
-        workers = with_count(plan.environment.local_workers, "worker")
-        need = (
-            f"{workers} need{'s' * (plan.environment.local_workers == 1)} {size(plan.host_bytes)}"
-        )
-        return Text(f"{word}: {need} of {host_memory() / GIB:,.0f} GiB", style=style)
-    if plan.capacity is not None:
-        share = plan.memory.total / plan.capacity
-        of = f"{size(plan.capacity)} of {plan.gpu or 'a GPU'}"
+        workers = plan.environment.local_workers
+        need = f"{with_count(workers, 'worker')} need{'s' * (workers == 1)} {size(plan.host_bytes)}"
+        available = plan.hardware.host_memory
+        return Text(f"{word}: {need} of {available / GIB:,.0f} GiB", style=style)
+    if plan.knows_memory:
+        share = plan.memory.total / plan.hardware.memory
+        gpu = "a GPU" if plan.hardware.is_guess else plan.hardware.gpu
+        of = f"{size(plan.hardware.memory)} of {gpu}"
         return Text(f"{word}: {share:.0%} of the {of}", style=style)
     total = plan.memory.total
-    large_enough = [name for name, gib in GPU_MEMORY if total <= run_plan.USABLE * gib * GIB]
+    large_enough = [name for name, gib in GPU_MEMORY if total <= USABLE * gib * GIB]
     if not large_enough:
         return Text("fits no current GPU", style="red")
     if not plan.has_room_for(plan.memory, float("inf")):
@@ -460,11 +460,11 @@ def advice(plan: RunPlan) -> str:
     helps = [
         f"train.activation_checkpoint={kind}"
         for kind, total in totals_by_recomputation(plan).items()
-        if total * plan.environment.local_workers <= host_memory()
+        if total * plan.environment.local_workers <= plan.hardware.host_memory
     ][:1]
     config = plan.config
     seq = _largest_that_fits(
-        plan, config.seq, run_plan.SHORTEST_SEQ, lambda n: dataclasses.replace(config, seq=n)
+        plan, config.seq, SHORTEST_SEQ, lambda n: dataclasses.replace(config, seq=n)
     )
     if seq is not None:
         helps.append(f"seq={format_size(seq)}")
@@ -476,19 +476,16 @@ def advice(plan: RunPlan) -> str:
     gpus = given if isinstance(given, int) and workers > 1 else 8
     elsewhere = f"To plan for {gpus} GPUs instead, add topology.device=cuda topology.workers={gpus}"
     need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)}"
-    return f"{need} {run_plan.needed_here(plan)}; {would}. {elsewhere}."
+    return f"{need} {plan.needed_here}; {would}. {elsewhere}."
 
 
 def _largest_that_fits(
     plan: RunPlan, number: int, least: int, config_with: Callable[[int], Config]
 ) -> int | None:
-    """Halve ``number`` until the configuration with it fits. Return None below ``least``.
-
-    Skip numbers that the configuration does not allow.
-    """
+    """Halve ``number`` until an allowed configuration with it fits. Return None below ``least``."""
     while (number := number // 2) >= least:
         with contextlib.suppress(ConfigError):
-            if plan.replan(config_with(number)).fits:
+            if plan.with_config(config_with(number)).fits:
                 return number
     return None
 
@@ -541,10 +538,12 @@ def describe_workers(plan: RunPlan) -> str:
     environment, dims = plan.environment, plan.dims
     unit = "GPU" if environment.device == "cuda" else "CPU process"
     plural = "" if dims.workers == 1 else "s" if environment.device == "cuda" else "es"
-    text = f"{dims.workers} {f'x {plan.gpu}' if plan.gpu else unit + plural} = {dims}"
+    hardware = plan.hardware
+    named = environment.device == "cuda" and not hardware.is_guess
+    text = f"{dims.workers} {f'x {hardware.gpu}' if named else unit + plural} = {dims}"
     if environment.nodes > 1:
         text += f", {environment.nodes} nodes of {environment.workers_per_node}"
-    if plan.elsewhere and plan.config.topology.workers == "auto":
+    if hardware.absent and plan.config.topology.workers == "auto":
         text += ", assumed; set topology.workers to your number of GPUs"
     return text
 

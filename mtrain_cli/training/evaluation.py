@@ -155,10 +155,7 @@ def _finite_mean(total: float, count: float) -> float | None:
 
 
 def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
-    """Return the bucket number of each token of this worker, int64 [batch * tokens].
-
-    A token without a label gets the number after the last bucket.
-    """
+    """Return the bucket of each token, int64 [batch * tokens]; the last is for those unlabelled."""
     labels = host.numbers[2].numpy()
     places = np.searchsorted(bounds, host.earlier, side="right") - 1
     return torch.from_numpy(np.where(labels < 0, len(bounds) - 1, places).ravel())

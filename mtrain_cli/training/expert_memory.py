@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts
+from mtrain_cli.model.tiling import ONE_ADDITION
+from mtrain_cli.training.expert_traffic import chunks_and_parts
 
 _INT64 = 8
 _HIGH = 4  # bytes of float32, the dtype of the router
@@ -54,16 +55,11 @@ class ExpertMemory:
 
         `topology.expert_parallel=auto` counts as 1.
         """
-        model, train, topology = config.model, config.train, config.topology
-        given = topology.expert_parallel
+        train, given = config.train, config.topology.expert_parallel
         degree = given if isinstance(given, int) else 1
-        chunks = expert_chunks(
-            tokens, model.hidden_size, model.moe, e, train.tile_mib << 20,
-            degree=degree, chunks=topology.expert_chunks,
-        )  # fmt: skip
-        parts = 1 if degree == 1 else expert_parts(tokens, model.moe.experts // degree, chunks)
+        chunks, parts = chunks_and_parts(config, tokens, e, degree)
         return ExpertMemory(
-            model, tokens, train.micro_batch, e, degree, chunks, parts,
+            config.model, tokens, train.micro_batch, e, degree, chunks, parts,
             recompute=train.activation_checkpoint != "none", z_loss=bool(train.router_z_loss),
         )  # fmt: skip
 

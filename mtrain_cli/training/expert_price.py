@@ -1,35 +1,34 @@
 """Price expert-parallel degrees in seconds; `topology.expert_parallel=auto` takes the cheapest.
 
 The price of a degree is the time of a step in one layer with experts: its computation, what waits
-for rows or weights, copies of rows and weights, and the wait for numbers of rows. Rows follow the
-programs and clocks that the simulator plays (`expert_clock`), for equal loads. Only counts and
-constants enter, no measurements, so all ranks choose the same degree.
+for rows or weights, copies of rows and weights, and the wait for numbers of rows. Loads are equal.
+Only counts and constants enter, no measurements, so all ranks choose the same degree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.model.tiling import expert_chunks, expert_parts
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.rates import Rates
-from mtrain_cli.training.expert_clock import GroupClocks, MessageCost
-from mtrain_cli.training.expert_rows import (
-    FORWARD_CHUNK,
+from mtrain_cli.step.interpreters import MessageCost, time, traffic
+from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
+from mtrain_cli.step.program import Message, Post
+from mtrain_cli.step.weights import weight_messages
+from mtrain_cli.training.expert_traffic import (
     HOST_WAIT_US,
-    backward_chunk,
+    ExpertTraffic,
+    chunks_and_parts,
     copied_rows,
+    degrees_in_a_node,
+    expert_traffic,
     message_bytes,
     summed_gradients,
 )
-from mtrain_cli.training.expert_traffic import ExpertTraffic, degrees_in_a_node, expert_traffic
-from mtrain_cli.training.flops import assumed_density, causal_pairs, training_flops
+from mtrain_cli.training.flops import assumed_density, causal_pairs, own_tiles, training_flops
 from mtrain_cli.training.state_memory import BYTES
 
 # A larger degree must take less than this share of the time of a smaller one: prices are not exact.
@@ -53,8 +52,8 @@ class ExpertPrice:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A run whose degree is not yet known.
+class ExpertRun:
+    """A run whose expert-parallel degree may be open.
 
     e: bytes of the compute dtype.
     per_node: number of workers of a node.
@@ -67,14 +66,45 @@ class _Run:
     per_node: int
 
     @property
-    def tokens(self) -> int:
-        """Own tokens of a worker in a micro-batch."""
-        return -(-self.layout.tokens_per_worker * self.config.train.micro_batch // self.dims.tp)
+    def degree(self) -> int:
+        """The expert-parallel degree (`require_experts_fit`).
 
-    @property
-    def workers(self) -> int:
-        """Number of workers of a stage."""
-        return self.dims.dp * self.dims.cp * self.dims.tp
+        `auto` takes the cheapest degree, among those that stay in a node. A plan with
+        `train.memory=auto` has chosen a number before (`memory_search`).
+        """
+        given = self.config.topology.expert_parallel
+        if not self.config.model.moe.experts:
+            return 1
+        return given if isinstance(given, int) else self.cheapest().degree
+
+    def cheapest(self) -> ExpertPrice:
+        """Return the price of the cheapest degree, or of a smaller one that costs as much."""
+        found = self.prices()
+        least = min(each.seconds for each in found)
+        return next(each for each in found if _WORTH_IT * each.seconds <= least)
+
+    def prices(self) -> list[ExpertPrice]:
+        """Return the prices of the degrees whose groups stay in a node, smallest degree first."""
+        degrees = degrees_in_a_node(self.config, self.dims, self.per_node)
+        return [self.price(degree) for degree in degrees]
+
+    def price(self, degree: int) -> ExpertPrice:
+        """Return the price of an expert-parallel degree."""
+        computing = self.computing()
+        rows, experts = self.rows(degree)
+        # The host waits for numbers of rows, so weights of the next layer are gathered only behind
+        # the experts of the forward pass.
+        forward = computing / 4 if degree == 1 else experts
+        beyond = rows + self.weights(degree, forward, computing * 3 / 4)
+        traffic = expert_traffic(self.config, self.dims, self.layout, self.e, degree)
+        return ExpertPrice(self.micro_batches * (computing + beyond), traffic)
+
+    def row_seconds(self) -> float:
+        """Return the seconds that rows cost a step in one layer; 0 if the degree is open."""
+        degree = self.config.topology.expert_parallel
+        if not self.config.model.moe.experts or not isinstance(degree, int):
+            return 0.0
+        return self.micro_batches * self.rows(degree)[0]
 
     @property
     def micro_batches(self) -> int:
@@ -88,15 +118,6 @@ class _Run:
         cluster = None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
         return Rates.on(cluster)
 
-    def chunks_and_parts(self, degree: int) -> tuple[int, int]:
-        """Return the number of chunks of tokens, and of parts of a worker's experts."""
-        model, train = self.config.model, self.config.train
-        chunks = expert_chunks(
-            self.tokens, model.hidden_size, model.moe, self.e, train.tile_mib << 20,
-            degree=degree, chunks=self.config.topology.expert_chunks,
-        )  # fmt: skip
-        return chunks, expert_parts(self.tokens, model.moe.experts // degree, chunks)
-
     def computing(self) -> float:
         """Return the seconds of computation of a layer in a micro-batch, in all passes."""
         config = self.config
@@ -105,147 +126,71 @@ class _Run:
         tokens = config.seq * config.train.micro_batch / (self.dims.cp * self.dims.tp)
         return flop.executed * tokens / config.model.num_layers / self.rates.flops
 
+    def rows(self, degree: int) -> tuple[float, float]:
+        """Return the seconds that rows cost a layer in a micro-batch, and those of a forward pass.
 
-def price(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int, degree: int
-) -> ExpertPrice:
-    """Return the price of an expert-parallel degree.
+        The second number is that of the experts alone.
+        """
+        if degree == 1:
+            return 0.0, 0.0
+        config, model, rates = self.config, self.config.model, self.rates
+        recomputes = config.train.activation_checkpoint != "none"
+        tokens, _ = own_tiles(config, self.layout, self.e)
+        pairs = tokens * model.moe.top_k
+        chunks, parts = chunks_and_parts(config, tokens, self.e, degree)
+        latency, bandwidth, share = rates.collective(outer=self.per_node % degree > 0)
+        leave = pairs * (degree - 1) / degree
+        sizes = message_bytes(model.hidden_size, self.e)
 
-    Args:
-        per_node: number of workers of a node.
-    """
-    run = _Run(config, dims, layout, dtype_bytes, per_node)
-    computing = run.computing()
-    rows, experts = _rows(run, degree)
-    # The host waits for numbers of rows, so weights of the next layer are gathered only behind the
-    # experts of the forward pass.
-    forward = computing / 4 if degree == 1 else experts
-    beyond = rows + _weights(run, degree, forward, computing * 3 / 4)
-    traffic = expert_traffic(config, dims, layout, dtype_bytes, degree)
-    return ExpertPrice(run.micro_batches * (computing + beyond), traffic)
+        def cost(post: Post) -> MessageCost | None:
+            if post.message not in sizes:
+                return None
+            size = leave * post.rows * sizes[post.message]
+            us = 1e6 * (latency + size / bandwidth)
+            return MessageCost(us, us, size)
 
+        layer = Layer(experts=True, checkpointed=recomputes, units=chunks * parts)
+        product = 2e6 * pairs * model.hidden_size * model.moe.expert_size / rates.flops  # us
+        products = {EXPERTS_IN: 2 * product, EXPERTS_OUT: product}
+        found = [time(program, products, cost) for program in (layer.forward(), layer.backward())]
+        copies = (
+            sum(copied_rows(degree, recomputes=recomputes)) * pairs * model.hidden_size * self.e
+        )
+        copies += summed_gradients(self._elements(degree), self.e, chunks, parts)
+        waits = HOST_WAIT_US + sum(each.exposed + share * each.hidden for each in found)
+        return 1e-6 * waits + copies / rates.memory, 1e-6 * found[0].span
 
-def row_seconds(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
-) -> float:
-    """Return the seconds that rows cost a step in one layer, with the degree of ``config``."""
-    degree, run = config.topology.expert_parallel, _Run(config, dims, layout, dtype_bytes, per_node)
-    if not config.model.moe.experts or not isinstance(degree, int):
-        return 0.0
-    return run.micro_batches * _rows(run, degree)[0]
+    def weights(self, degree: int, forward: float, backward: float) -> float:
+        """Return the seconds that gathers and reductions of experts cost a layer in a micro-batch.
 
+        Args:
+            forward, backward: seconds of computation with which they overlap in each pass.
+        """
+        train, rates, e = self.config.train, self.rates, self.e
+        elements, r = self._elements(degree), BYTES[train.reduce_dtype]
+        workers = self.dims.dp * self.dims.cp * self.dims.tp  # of a stage
+        messages = weight_messages(train.shard, self.micro_batches)
+        gathers, again, reductions = (
+            traffic(messages, {message: 1 / self.micro_batches})
+            for message in (Message.GATHER, Message.GATHER_AGAIN, Message.REDUCE)
+        )
+        copies = elements * (2 * e * (gathers + again) + (e + r) * reductions) / rates.memory
+        if workers == degree:
+            return copies
+        latency, bandwidth, share = rates.collective(outer=workers > self.per_node)
+        others = elements * (1 - degree / workers)
 
-def _rows(run: _Run, degree: int) -> tuple[float, float]:
-    """Return the seconds that rows cost a layer in a micro-batch, and those of a forward pass.
+        def waits(messages: float, size: float, overlapping: float) -> float:
+            seconds = messages * latency + size / bandwidth
+            return max(0.0, seconds - overlapping) + share * min(seconds, overlapping)
 
-    The second number is that of the experts alone.
-    """
-    if degree == 1:
-        return 0.0, 0.0
-    model, rates = run.config.model, run.rates
-    kind = run.config.train.activation_checkpoint
-    pairs = run.tokens * model.moe.top_k
-    chunks, parts = run.chunks_and_parts(degree)
-    units = chunks * parts
-    inside = run.per_node % degree == 0
-    latency = rates.inner_latency if inside else rates.outer_latency
-    bandwidth = rates.inner if inside else rates.outer
-    share = rates.inner_share if inside else rates.outer_share
-    leave = pairs * (degree - 1) / degree / units
+        return (
+            copies
+            + waits(gathers, gathers * e * others, forward)
+            + waits(again + reductions, (again * e + reductions * r) * others, backward)
+        )
 
-    def message(size: int) -> MessageCost:
-        us = 1e6 * (latency + leave * size / bandwidth)
-        return MessageCost(us, us, leave * size)
-
-    messages = {
-        word: message(size) for word, size in message_bytes(model.hidden_size, run.e).items()
-    }
-    product = 2e6 * pairs * model.hidden_size * model.moe.expert_size / rates.flops  # us
-    found = []
-    passes: tuple[tuple[Sequence[str], int], ...] = (
-        (FORWARD_CHUNK, 3),
-        (backward_chunk(kind), 6 if kind == "none" else 8),
-    )
-    for program, products in passes:
-        computing = np.full(degree, products * product)
-        found.append(GroupClocks(program, units, messages, computing))
-    copies = sum(copied_rows(degree, kind)) * pairs * model.hidden_size * run.e
-    copies += summed_gradients(_weights_of(run, degree), run.e, chunks, parts)
-    waits = HOST_WAIT_US + sum(each.exposed + share * each.hidden for each in found)
-    return 1e-6 * waits + copies / rates.memory, 1e-6 * found[0].span
-
-
-def _weights(run: _Run, degree: int, forward: float, backward: float) -> float:
-    """Return the seconds that gathers and reductions of experts cost a layer in a micro-batch.
-
-    Args:
-        forward, backward: seconds of computation with which they overlap in each pass.
-    """
-    train, rates = run.config.train, run.rates
-    weights, r = _weights_of(run, degree), BYTES[train.reduce_dtype]
-    sharing = run.workers // degree
-    micro_batches = run.micro_batches
-    gathers = (1, 1) if train.shard == "full" else (1 / micro_batches, 0)
-    reductions = 1 if train.shard != "optimizer" else 1 / micro_batches
-    copies = weights * (2 * run.e * sum(gathers) + (run.e + r) * reductions) / rates.memory
-    if sharing == 1:
-        return copies
-    inside = run.workers <= run.per_node
-    latency = rates.inner_latency if inside else rates.outer_latency
-    bandwidth = rates.inner if inside else rates.outer
-    share = rates.inner_share if inside else rates.outer_share
-    others = weights * (1 - 1 / sharing)
-
-    def waits(messages: float, size: float, overlapping: float) -> float:
-        seconds = messages * latency + size / bandwidth
-        return max(0.0, seconds - overlapping) + share * min(seconds, overlapping)
-
-    return (
-        copies
-        + waits(gathers[0], gathers[0] * run.e * others, forward)
-        + waits(gathers[1] + reductions, (gathers[1] * run.e + reductions * r) * others, backward)
-    )
-
-
-def _weights_of(run: _Run, degree: int) -> float:
-    """Return the number of elements of the experts of a layer that a worker computes with."""
-    moe = run.config.model.moe
-    return 3 * moe.experts // degree * moe.expert_size * run.config.model.hidden_size
-
-
-def expert_degree(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
-) -> int:
-    """Return the expert-parallel degree of a run (`require_experts_fit`).
-
-    `auto` takes the cheapest degree, among those that stay in a node. A plan with
-    `train.memory=auto` has chosen a number before (`memory_search`).
-
-    Args:
-        per_node: number of workers of a node.
-    """
-    given = config.topology.expert_parallel
-    if not config.model.moe.experts:
-        return 1
-    if isinstance(given, int):
-        return given
-    return cheapest(config, dims, layout, dtype_bytes, per_node).degree
-
-
-def cheapest(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
-) -> ExpertPrice:
-    """Return the price of the cheapest degree in a node, or of a smaller one that costs as much."""
-    found = prices(config, dims, layout, dtype_bytes, per_node)
-    least = min(each.seconds for each in found)
-    return next(each for each in found if _WORTH_IT * each.seconds <= least)
-
-
-def prices(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
-) -> list[ExpertPrice]:
-    """Return the prices of the degrees whose groups stay in a node, the smallest degree first."""
-    return [
-        price(config, dims, layout, dtype_bytes, per_node, degree)
-        for degree in degrees_in_a_node(config, dims, per_node)
-    ]
+    def _elements(self, degree: int) -> float:
+        """Return the number of elements of the experts of a layer that a worker computes with."""
+        moe = self.config.model.moe
+        return 3 * moe.experts // degree * moe.expert_size * self.config.model.hidden_size

@@ -11,12 +11,22 @@ from dataclasses import dataclass
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts, scored_row
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.training.expert_rows import pair_bytes
+from mtrain_cli.step.interpreters import traffic
+from mtrain_cli.step.layer import Layer
+from mtrain_cli.step.program import Message
+from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.state_memory import BYTES
 
 _ROW = 16  # bytes: grouped products on a GPU need widths that are a multiple of this
+# Time per layer and micro-batch that a degree above 1 takes beyond products, rows, copies and
+# messages, in microseconds. In the forward pass of each layer the host waits for the numbers of
+# rows, so it cannot queue work ahead. Two H100s of one host, 8 layers of Qwen3-30B-A3B, degree 2
+# against 1 (profiles/notes.md, 2026-11-26): 2.2 ms at 32K and 5.7 ms at 8K, where less computation
+# hides the host. This is their mean.
+HOST_WAIT_US = 4000.0
 
 
 @dataclass(frozen=True)
@@ -52,14 +62,16 @@ def expert_traffic(
     workers = dims.dp * dims.cp * dims.tp
     micro_batches = train.global_batch // (train.micro_batch * dims.dp)
     tokens = train.micro_batch * layout.tokens_per_worker / dims.tp
-    row = pair_bytes(model.hidden_size, dtype_bytes, train.activation_checkpoint)
-    rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * row
+    layer = Layer(experts=True, checkpointed=train.activation_checkpoint != "none")
+    row = message_bytes(model.hidden_size, dtype_bytes)
+    pair = traffic(layer.forward(), row) + traffic(layer.backward(), row)
+    rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * pair
     whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
     copies = dims.tp if degree == 1 else 1
     others = 1 - degree * copies / workers
-    gathers = 2 * micro_batches if train.shard == "full" else 1
-    reductions = 1 if train.shard == "optimizer" else micro_batches
-    bytes_each = gathers * dtype_bytes + reductions * BYTES[train.reduce_dtype]
+    e, r = dtype_bytes, BYTES[train.reduce_dtype]
+    sizes = {Message.GATHER: e, Message.GATHER_AGAIN: e, Message.REDUCE: r}
+    bytes_each = traffic(weight_messages(train.shard, micro_batches), sizes)
     summed = summed_bytes(whole, copies, workers)
     return ExpertTraffic(degree, round(rows), round(whole * others * bytes_each + summed))
 
@@ -142,3 +154,56 @@ def grouped_problem(config: Config, dtype_bytes: int) -> str | None:
         if size * dtype_bytes % _ROW:
             return f"{key}={size}: grouped products need a multiple of {_ROW // dtype_bytes}"
     return None
+
+
+def message_bytes(hidden: int, dtype_bytes: int) -> dict[Message, int]:
+    """Return the bytes of a pair in each kind of message.
+
+    hidden: size of a hidden state.
+    """
+    row, scored = hidden * dtype_bytes, scored_row(hidden, dtype_bytes) * dtype_bytes
+    sizes = {Message.ROWS: row, Message.ROWS_BACK: row}
+    return sizes | {Message.SCORED: scored, Message.SCORED_BACK: scored}
+
+
+def copied_rows(degree: int, *, recomputes: bool) -> tuple[float, float]:
+    """Return how often a pair's row is read or written because rows travel: forward, backward.
+
+    Rows that leave, and those that return, are copied before their message; rows of own experts are
+    copied to where others return.
+
+    recomputes: whether layers are checkpointed. Then rows travel twice in backward.
+    """
+    if degree == 1:
+        return 0.0, 0.0
+    leave = (degree - 1) / degree
+    return 2 * leave + 2, 2 * leave * (1 + recomputes) + 2
+
+
+def summed_gradients(weights: float, e: int, chunks: int, parts: int) -> float:
+    """Return the bytes that adding up the gradients of experts reads and writes.
+
+    Args:
+        weights: number of elements of the worker's experts.
+        e: bytes of the compute dtype.
+        chunks: number of chunks of tokens. More than two are added up in float32.
+        parts: number of parts of the experts, whose gradients move to one tensor.
+    """
+    if chunks > ONE_ADDITION:
+        return weights * ((8 + 2 * e) * chunks + 4 + e)
+    return weights * e * (3 * (chunks > 1) + 2 * (parts > 1))
+
+
+def chunks_and_parts(config: Config, tokens: int, e: int, degree: int) -> tuple[int, int]:
+    """Return the number of chunks of tokens, and of parts of a worker's experts.
+
+    Args:
+        tokens: number of own tokens of a worker.
+        e: bytes of the compute dtype.
+    """
+    model, topology = config.model, config.topology
+    chunks = expert_chunks(
+        tokens, model.hidden_size, model.moe, e, config.train.tile_mib << 20,
+        degree=degree, chunks=topology.expert_chunks,
+    )  # fmt: skip
+    return chunks, 1 if degree == 1 else expert_parts(tokens, model.moe.experts // degree, chunks)

@@ -18,12 +18,15 @@ import numpy as np
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
 from mtrain_cli.config.sizes import count
-from mtrain_cli.model.tiling import layers_with_products, shared_tile_rows
+from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.layout import Joined, Layout, early_queries
 from mtrain_cli.parallel.program import Recompute
+from mtrain_cli.parallel.recording import RECOMPUTE
+from mtrain_cli.step.interpreters import work
+from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, layers
+from mtrain_cli.step.program import Repeat
 
 Shape = tuple[int, ...]
-EXPERTS_IN, EXPERTS_OUT = "experts gate and up", "experts down"
 # Share of causal pairs that a pattern is assumed to compute if the share depends on the data.
 ASSUMED_DENSITY = 0.1
 
@@ -330,7 +333,9 @@ def flops_per_token(
     number = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
     heads = model.num_layers * model.num_heads * model.head_dim
-    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
+    kinds = layers(model, checkpointed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
+    matrices = _matrices(model, False) | _matrices(model, True)
+    again = work([Repeat(n, layer.backward()) for n, layer in kinds], matrices)[RECOMPUTE]
     again += number.embedding if recomputed_logits else 0
     products = 14 + 4 * pairs_again
     return FlopsPerToken(
@@ -375,50 +380,6 @@ def own_tiles(config: Config, layout: Layout, dtype_bytes: int) -> tuple[int, in
     own = -(-layout.tokens_per_worker * train.micro_batch // degree)
     sizes = model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20
     return own, shared_tile_rows(own, *sizes, degree, config.topology.tensor_chunks)
-
-
-def recomputed_matmul(
-    model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False
-) -> int:
-    """Count the elements of the weight matrices whose products the backward pass recomputes.
-
-    Activation checkpointing recomputes q, k, v, o, gate and up, but not down: backward needs only
-    the input of down. Without checkpointing, a layer computed in tiles recomputes o, gate and up. A
-    layer that keeps its MLP products (`keep_mlp`) does not recompute o, gate and up. A layer with
-    experts recomputes the router and the whole shared MLP, too; its chunks repeat no product.
-    """
-    found = 0
-    for experts, layers in layer_kinds(model).items():
-        attention, mlp = _recomputed(model, experts, recomputed=recomputed, tiled=tiled)
-        found += attention * layers + mlp * (layers - layers_with_products(keep_mlp, layers))
-    return found
-
-
-def layer_recomputed(
-    model: ModelConfig, *, experts: bool, recomputed: bool, tiled: bool, without_products: float
-) -> float:
-    """Return the part of `recomputed_matmul` in one layer.
-
-    without_products: share of the layers that do not keep their MLP products.
-    """
-    before, after = _recomputed(model, experts, recomputed=recomputed, tiled=tiled)
-    return before + after * without_products
-
-
-def matrix_elements(model: ModelConfig, *, experts: bool) -> dict[str, int]:
-    """Return the number of elements of a layer's matrices, except the router's and the experts'."""
-    found = _matrices(model, experts)
-    return {n: size for n, size in found.items() if n not in ("router", EXPERTS_IN, EXPERTS_OUT)}
-
-
-def _recomputed(
-    model: ModelConfig, experts: bool, *, recomputed: bool, tiled: bool
-) -> tuple[int, int]:
-    """Count the elements of a layer's recomputed matrices: before attention, and after it."""
-    matrices = _matrices(model, experts)
-    before = sum(matrices[name] for name in ("q", "k", "v"))
-    after = sum(matrices.values()) - before - matrices.get("down", 0) - matrices.get(EXPERTS_OUT, 0)
-    return before * recomputed, after * (recomputed or (tiled and not experts))
 
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets. If a sheet prints

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.keys import show
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.rope_settings import RopeConfig
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
@@ -74,7 +75,7 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
     return ["differs from its folder: " + ", ".join(differences)] if differences else []
 
 
-def _mask_difference(config: Config, theirs: MaskConfig | None) -> list[str]:
+def _mask_difference(config: Config, theirs: MaskSettings | None) -> list[str]:
     """Return a line if the run's mask is not that of the folder's layers."""
     theirs = theirs or CAUSAL
     # A window that holds the whole sequence is no window.

@@ -8,9 +8,10 @@ from functools import lru_cache
 import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_name
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
 from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
@@ -131,23 +132,23 @@ def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> 
 
 
 @lru_cache(maxsize=64)
-def _static_dispatch(balancer: Balancer, mask: MaskConfig) -> Dispatch:
+def _static_dispatch(balancer: Balancer, mask: MaskSettings) -> Dispatch:
     """Return the dispatch of sequences that are one document."""
     return balancer.dispatch(_undivided(mask, balancer.seq, balancer.padded_seq))
 
 
-def _undivided(mask: MaskConfig, length: int, padded: int) -> LayerMasks:
+def _undivided(mask: MaskSettings, length: int, padded: int) -> LayerMasks:
     kinds = [mask, CAUSAL] if mask.is_mixed else [mask]
     return [[MaskRule(False, kind).undivided(length, padded)] for kind in kinds]
 
 
-def _static_layout(balancer: Balancer, mask: MaskConfig) -> Balanced:
+def _static_layout(balancer: Balancer, mask: MaskSettings) -> Balanced:
     return balancer.layout_of(_static_dispatch(balancer, mask))
 
 
 @lru_cache(maxsize=64)  # a search for the longest sequence tries about 20, twice
 def _static_costs(
-    balancer: Balancer, mask: MaskConfig, layout: Layout, *, by_mask: bool
+    balancer: Balancer, mask: MaskSettings, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
     """Return the `_costs` of sequences that are one document."""
     masks = _undivided(mask, layout.seq, layout.padded_seq)

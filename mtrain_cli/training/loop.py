@@ -16,7 +16,7 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.restart import read_restarts
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics
@@ -61,7 +61,7 @@ def train(
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
-        trainer.check_data(resumed=resume)
+        trainer.data.check(resumed=resume)
         reports: list[str] = []
         checkpointer = Checkpointer(
             run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
@@ -182,13 +182,11 @@ def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) 
 
 
 def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
-    """Return the label and command of each use of the newest checkpoint. Empty if there is none.
-
-    A study itself goes on after a finished run, and deletes the checkpoint.
-    """
+    """Return the label and command of each use of the newest checkpoint. Empty if there is none."""
     step = run_dir.last_step()
     if step is None:
         return []
+    # A study goes on by itself after a finished run, and deletes the checkpoint.
     if study_command(run_dir.path):
         return [("resume", run_dir.resume_command)] if step < config.train.steps else []
     longer = f" train.steps={2 * config.train.steps}" if step >= config.train.steps else ""
@@ -265,7 +263,7 @@ def _let_save_finish(
         remedy = "Try a lower optim.lr or more optim.warmup_steps."
         fallback = checkpointer.describe_fallback()
         raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
-    if trainer.lacks_data:
+    if trainer.data.lacking:
         _wait(checkpointer, progress)
 
 

@@ -505,3 +505,8 @@ class _StepMemory:
     def host(self) -> int:
         """Return how many bytes of host memory offloaded activations take."""
         return self._sum_of("on_host", range(self.layers_on_host))
+
+
+def size(number: int) -> str:
+    """Format bytes as GiB, or as MiB below 0.1 GiB."""
+    return f"{number / GIB:,.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"

@@ -5,26 +5,27 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.training.memory_search import (
+    nearest_to_fitting,
+    search,
+    variants_of_plan,
+    with_fewest_offloaded,
+)
+from mtrain_cli.training.memory_setting import (
     CHOICES,
     MemorySearch,
     as_overrides,
     get_setting,
     in_gib,
-    nearest_to_fitting,
-    variants_of_plan,
-    with_fewest_offloaded,
     with_values,
 )
-
-if TYPE_CHECKING:
-    from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.run_plan import RunPlan
 
 # The alternative that needs the least memory, whatever the other keys have. A value of another key
 # may need less device memory and more host memory, or less in only some of the moments of a step.
@@ -36,7 +37,22 @@ LEAST: dict[str, Any] = {
 }
 # Advice on a run that the CPU of a machine refuses.
 PLAN_FOR_GPUS = "topology=h200_1x8 to plan for eight GPUs"
+SHORTEST_SEQ = 1024  # shortest sequence to propose
+# A run that needs more than this share of a GPU is refused. Estimates err by up to 5 %.
+CERTAIN = 1.05
 NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
+
+
+def require_fit(plan: RunPlan) -> None:
+    """Refuse to start a run that certainly does not fit the memory.
+
+    Raises:
+        ConfigError: the run does not fit. The message is one line that says what would fit.
+    """
+    if plan.search is not None and plan.search.chosen is None:
+        raise ConfigError(refusal(plan, plan.search))
+    if plan.environment.device == "cuda" and not plan.has_room_for(plan.memory, CERTAIN):
+        raise ConfigError(refusal(plan, search(plan)))
 
 
 def refusal(plan: RunPlan, result: MemorySearch) -> str:
@@ -74,7 +90,7 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
     if exchange := _other_exchange(plan):
         changes.append(exchange)
     without_saving = with_values(plan.requested or plan.config, NO_CHECKPOINTS)
-    if plan.memory.saving and _can_fit(plan.replan(without_saving)):
+    if plan.memory.saving and _can_fit(plan.with_config(without_saving)):
         changes.append(as_overrides(NO_CHECKPOINTS))
     if seq := longest_seq(plan):
         changes.append(f"seq={format_size(seq)}")
@@ -84,10 +100,7 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 
 
 def _other_exchange(plan: RunPlan) -> str | None:
-    """Return overrides of `topology` that make the run fit, or None if no such override exists.
-
-    The overrides raise `topology.chunks`, or switch to a ring or an all-gather.
-    """
+    """Return `topology.chunks`, or a ring or an all-gather, if one of these makes the run fit."""
     config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
     if plan.environment.device == "cpu":
         return None
@@ -102,7 +115,7 @@ def _other_exchange(plan: RunPlan) -> str | None:
         candidates.append({"circulates": "auto"})
     for change in candidates:
         with contextlib.suppress(ConfigError):
-            if _can_fit(plan.replan(config.changed(topology=change))):
+            if _can_fit(plan.with_config(config.changed(topology=change))):
                 return " ".join(f"topology.{key}={value}" for key, value in change.items())
     return None
 
@@ -110,17 +123,15 @@ def _other_exchange(plan: RunPlan) -> str | None:
 def _exchange_change(
     topology: TopologyConfig, exchange: ExchangeChoice, *, gathers: bool
 ) -> dict[str, Any]:
-    """Return the new values of `topology` for an all-gather or a ring.
-
-    Reset the key that only the other exchange reads.
-    """
+    """Return the new values of `topology` for an all-gather or a ring."""
     name = exchange_name(gathers=gathers, hierarchical=exchange.traits.hierarchical)
+    # Only the other exchange reads this key.
     unused = "circulates" if gathers else "chunks"
     reset = {unused: "auto"} if getattr(topology, unused) != "auto" else {}
     return {"exchange": name, **reset}
 
 
-def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
+def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 << 27) -> int | None:
     """Return the longest sequence that fits, in tokens. Return None if none was found.
 
     Double `shortest` while the run fits. Then bisect the seven evenly spaced lengths below the
@@ -138,7 +149,7 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
     def fits(seq: int) -> bool:
         try:
-            other = plan.replan(replace(config, seq=seq))
+            other = plan.with_config(replace(config, seq=seq))
         except ConfigError:
             return False
         return _can_fit(other)
@@ -155,17 +166,14 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """Return a larger number of workers with which the run fits.
-
-    Double the planned number until the run fits. Return None if no number up to `most` fits.
-    """
+    """Double the planned workers until the run fits. Return None if `most` do not fit, either."""
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None
     workers = 2 * environment.dims.workers
     while workers <= most:
         try:
-            other = plan.replan(config.changed(topology={"workers": workers}))
+            other = plan.with_config(config.changed(topology={"workers": workers}))
         except ConfigError:
             return None
         if _can_fit(other):

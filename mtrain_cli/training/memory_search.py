@@ -25,15 +25,15 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
 from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training.expert_price import row_seconds
+from mtrain_cli.training.expert_price import ExpertRun
 from mtrain_cli.training.expert_traffic import degrees_in_a_node
 from mtrain_cli.training.flops import (
     assumed_density,
@@ -42,12 +42,20 @@ from mtrain_cli.training.flops import (
     peak_flops,
     training_flops,
 )
-from mtrain_cli.training.memory import GIB, MemoryEstimate
+from mtrain_cli.training.hardware import ASSUMED_GPU
+from mtrain_cli.training.memory import MemoryEstimate
+from mtrain_cli.training.memory_setting import (
+    CHOICES,
+    DEGREE,
+    MemorySearch,
+    MemorySetting,
+    Variant,
+    get_setting,
+    with_values,
+)
+from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
+from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import BYTES, largest_states
-from mtrain_cli.training.tensor_traffic import backward_messages, forward_messages, message_bytes
-
-if TYPE_CHECKING:
-    from mtrain_cli.training.run_plan import RunPlan
 
 # Share of peak FLOP/s in whole steps, measured on one and four H200s with 128K to 2M tokens:
 # matrices reach 0.6, attention 0.4 to 0.6.
@@ -62,93 +70,15 @@ HIDDEN_COST = 0.1  # share of an overlapped transfer that still costs time
 TILE_SECONDS = 0.5e-3  # per MLP tile and pass, or chunk of the loss, in addition to its products
 # Share of a GPU that may be full with optional tensors. Gaps take 5 to 6 GiB, measured.
 ROOMY = 0.9
-
-_AS_FAST = "equally fast"
-
-# Keys that `auto` may change, with the default first, then the alternatives. If the user set a key
-# to another value than the default, `auto` leaves it. `auto` offloads the activations of as few
-# layers as necessary, and keeps the MLP products of as many layers as there is room for.
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "train.activation_checkpoint": ("selective", "none", "sequence_selective", "full"),
-    "train.checkpoint_keep": (0.5, 0.75, 0.25),
-    "train.offload_activations": (False, True),
-    "train.keep_mlp": (False, True),
-    "train.tile_mib": (4096, 1024, 256),
-    "train.loss_chunk_mib": (2048, 512, 128),
-    "train.shard": ("full", "gradients", "optimizer"),
-    "optim.offload": (False, True),
-    "optim.offload_gradients": (False, True),
-}
-DEGREE = "topology.expert_parallel"  # chosen by `auto` together with the memory setting
-# A configuration, and its `MemorySetting.changes`.
-Variant = tuple[Config, dict[str, Any]]
+# How `train.memory=auto` chooses train.keep_mlp.
+KEPT = f"train.keep_mlp was chosen to leave {1 - ROOMY:.0%} of a GPU free"
 
 
-@dataclass(frozen=True)
-class MemorySetting:
-    """A configuration with its estimated memory and step time.
-
-    changes: new values by key, for the keys of `CHOICES` that the setting changes, and the degree
-        that ``topology.expert_parallel=auto`` takes.
-    memory: estimated memory of one worker.
-    seconds: estimated duration of an optimizer step.
-    fits: whether the worker has room for `memory`.
-    """
-
-    config: Config
-    changes: dict[str, Any]
-    memory: MemoryEstimate
-    seconds: float
-    fits: bool
-
-    @property
-    def overrides(self) -> str:
-        """The changes as command-line overrides."""
-        return as_overrides(self.changes)
-
-
-@dataclass(frozen=True)
-class MemorySearch:
-    """The result of a search.
-
-    settings: all settings, fastest first.
-    chosen: the fastest setting that fits. None if no setting fits.
-    """
-
-    settings: tuple[MemorySetting, ...]
-    chosen: MemorySetting | None
-
-    def rejected(self) -> list[tuple[str, str]]:
-        """Return a label and the reason of the rejection for settings that were not chosen.
-
-        Return only the fastest such setting for each value of train.activation_checkpoint. Leave
-        out settings that fit and, as displayed, take as long as the chosen one. Of every other
-        expert-parallel degree, return only the setting that would be chosen for it.
-        """
-        assert self.chosen is not None
-        best = self.chosen.seconds
-        rows: dict[str, tuple[str, str]] = {}
-        by_degree = self._by_degree()
-        for setting in by_degree.pop(_degree(self.chosen.config)):
-            kind, memory = setting.config.train.activation_checkpoint, setting.memory
-            reason = _compared(setting.seconds, best)
-            equal = setting.fits and reason == _AS_FAST
-            if setting is self.chosen or equal or kind in rows:
-                continue
-            if not setting.fits:
-                reason += f", but needs {in_gib(memory.total)}"
-                if memory.host_peak:
-                    reason += f" and {in_gib(memory.host_peak)} of host memory"
-            rows[kind] = (_label(setting.config, self.chosen.config), reason)
-        others = (next((s for s in each if s.fits), each[0]) for each in by_degree.values())
-        return [*rows.values(), *((_label_of_degree(s), _figures(s, best)) for s in others)]
-
-    def _by_degree(self) -> dict[int | str, list[MemorySetting]]:
-        """Return the settings of each expert-parallel degree, fastest first."""
-        found: dict[int | str, list[MemorySetting]] = {}
-        for setting in self.settings:
-            found.setdefault(_degree(setting.config), []).append(setting)
-        return dict(sorted(found.items()))
+def with_auto_memory(plan: RunPlan) -> RunPlan:
+    """Apply `train.memory=auto`: the fastest setting that fits, or else the closest to fitting."""
+    result = search(plan)
+    setting = result.chosen or nearest_to_fitting(plan, result.settings)
+    return replace(plan, config=setting.config, search=result, requested=plan.config)
 
 
 def search(plan: RunPlan) -> MemorySearch:
@@ -165,7 +95,7 @@ def search(plan: RunPlan) -> MemorySearch:
 def variants_of_plan(plan: RunPlan) -> Iterator[Variant]:
     """Yield every sensible combination of the alternatives in `CHOICES`, for each degree."""
     config, dims = plan.config, plan.dims
-    if not config.model.moe.experts or _degree(config) != "auto":
+    if not config.model.moe.experts or config.topology.expert_parallel != "auto":
         yield from _variants_of(plan, config)
         return
     for degree in degrees_in_a_node(config, dims, plan.environment.workers_per_node):
@@ -201,10 +131,7 @@ def _variants_of(plan: RunPlan, config: Config) -> Iterator[Variant]:
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
-    """Return whether a setting offloads or recomputes the output of attention.
-
-    Such a setting has no room for MLP products, which are ten times as large as that output.
-    """
+    """Return whether a setting moves the output of attention, a tenth of the MLP products."""
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
@@ -275,7 +202,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     """
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     layers = config.model.num_layers
-    peak = peak_flops(plan.gpu_name) or 100e12
+    peak = peak_flops(plan.hardware.gpu or ASSUMED_GPU) or 100e12
     pairs = assumed_density(config) * causal_pairs(config.seq)
     flop = training_flops(
         config, plan.layout, sharing=plan.exchange.heads, dtype_bytes=e, pairs=pairs
@@ -291,7 +218,8 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     shape = plan.dims, plan.layout, e, environment.workers_per_node
-    seconds += row_seconds(config, *shape) * config.model.expert_layers / environment.dims.pp
+    rows = ExpertRun(config, *shape).row_seconds()
+    seconds += rows * config.model.expert_layers / environment.dims.pp
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
         overlapping = compute * layers_on_host(train.offload_activations, layers) / layers
@@ -302,7 +230,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         seconds += shard * sharing / HOST_MEMORY + e * states.shard / HOST_LINK
     else:
         seconds += shard / GPU_MEMORY
-    messages = forward_messages(config.model) + backward_messages(config)
+    messages = sum(tensor_messages(config))
     share = layers / config.model.num_layers
     seconds += n * share * messages * message_bytes(config, plan.layout, e) / NODE_LINK
     tokens, rows = own_tiles(config, plan.layout, e)
@@ -313,10 +241,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
 
 
 def _exposed(transfer: float, overlapping: float) -> float:
-    """Return the cost in seconds of a transfer that overlaps with compute.
-
-    transfer, overlapping: duration of the transfer and of the compute, in seconds.
-    """
+    """Return the cost in seconds of a transfer that overlaps with compute."""
     return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
 
@@ -334,77 +259,3 @@ def nearest_to_fitting(plan: RunPlan, settings: Sequence[MemorySetting]) -> Memo
         return not holds, memory.host_peak if holds else plan.device_bytes(memory)
 
     return min(settings, key=shortfall)
-
-
-def _label(config: Config, chosen: Config) -> str:
-    """Return overrides: how a setting keeps activations, and how it differs from the chosen one."""
-    values = {key: get_setting(config, key) for key in CHOICES}
-    kind, share = "train.activation_checkpoint", "train.checkpoint_keep"
-    always = {kind, share} if values[kind] == "sequence_selective" else {kind}
-    if values[kind] != "sequence_selective":
-        del values[share]  # has no effect
-    return as_overrides(
-        {k: v for k, v in values.items() if k in always or v != get_setting(chosen, k)}
-    )
-
-
-def _label_of_degree(setting: MemorySetting) -> str:
-    """Return a setting of another expert-parallel degree as overrides."""
-    kind = "train.activation_checkpoint"
-    changes = {DEGREE: _degree(setting.config), kind: get_setting(setting.config, kind)}
-    return as_overrides(changes | setting.changes)
-
-
-def _figures(setting: MemorySetting, best: float) -> str:
-    """Return a setting's step time, compared with ``best`` seconds, and its memory."""
-    word = "and" if setting.fits else "but needs"
-    return f"{_compared(setting.seconds, best)} {word} {in_gib(setting.memory.total)}"
-
-
-def _compared(seconds: float, best: float) -> str:
-    """Compare an estimated step time with that of the chosen setting, in whole percent.
-
-    Plans show no other time of this estimate: `simulation.estimate` predicts the time of a step.
-    """
-    if not (more := round(100 * (seconds / best - 1))):
-        return _AS_FAST
-    return f"steps take {abs(more)}% {'longer' if more > 0 else 'less time'}"
-
-
-def _degree(config: Config) -> int | str:
-    return config.topology.expert_parallel
-
-
-def get_setting(config: Config, key: str) -> Any:
-    """Return the value of a key such as "train.shard"."""
-    group, _, name = key.partition(".")
-    return getattr(getattr(config, group), name)
-
-
-def with_values(config: Config, changes: dict[str, Any]) -> Config:
-    """Return `config` with other values of keys such as "train.shard"."""
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        group, _, name = key.partition(".")
-        groups.setdefault(group, {})[name] = value
-    return config.changed(**groups)
-
-
-def as_overrides(changes: dict[str, Any]) -> str:
-    """Return changes as command-line overrides."""
-    return " ".join(f"{key}={format_value(value)}" for key, value in changes.items())
-
-
-def format_value(value: Any) -> str:
-    """Format a setting's value as in an override: true, 0.5, full."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def in_gib(number: int) -> str:
-    return f"{number / GIB:,.1f} GiB"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds, for example as 41 s, 9.2 min or 2.5 h."""
-    unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
-    return f"{seconds / scale:,.3g} {unit}"

@@ -99,12 +99,7 @@ class OffloadedOptimizer:
         on_reduced_gradients(decoder, self._add)
 
     def _add(self, number: int, packed: Tensor) -> None:
-        """Accumulate a unit's reduced gradients over micro-batches, in float32.
-
-        Args:
-            number: number of the unit.
-            packed: the unit's reduced gradients of one micro-batch.
-        """
+        """Add the reduced gradients of a unit in one micro-batch, in float32."""
         # FSDP2 frees `packed` after this hook. Without this line, new data could overwrite it
         # before the current stream has read it.
         self._link.record_use(packed)
@@ -195,10 +190,7 @@ class OffloadedOptimizer:
         self._link.end()
 
     def _fetch_gradients(self, number: int) -> torch.cuda.Event | None:
-        """Start to copy a unit's gradients to the host, unless backward has started the copy.
-
-        Return the event that completes when the gradients are on the host. Return None on a CPU.
-        """
+        """Return the event of a unit's copy to the host, started here or in backward."""
         if self._gradients is not None:
             return self._offload_events[number]
         packed = self._reduced[number]

@@ -36,7 +36,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training import garbage_collection
-from mtrain_cli.training.run_plan import size
+from mtrain_cli.training.memory import size
 
 if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
-
-from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.config import validate
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.training import resolution
-from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
+from mtrain_cli.training.expert_price import ExpertPrice, ExpertRun
 from mtrain_cli.training.flops import ASSUMED_DENSITY
-from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.memory import size
+from mtrain_cli.training.resolution import resolve_run
+from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.stage_choice import named_on
 
 
@@ -26,43 +24,27 @@ def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
     width = f"{part.intermediate_size:,} of {whole.intermediate_size:,} columns of the MLP"
     rows = [("tensor", f"a worker computes {heads} and {width}")]
     if (alone := _context_alone(plan)) is not None:
-        rows.append(("", _compared(_Step.of(plan), _Step.of(alone))))
+        rows.append(("", _compared(plan, alone)))
     return rows
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Bytes that reach one worker in a step, those of a pipeline's messages left out."""
-
-    keys: int
-    hidden: int
-    weights: int
-
-    @staticmethod
-    def of(plan: RunPlan) -> _Step:
-        """Return the bytes of a worker of the stage with the most layers."""
-        layers, stages, received = plan.config.model.num_layers, plan.dims.pp, plan.received
-        if plan.pipeline is not None:
-            layers = max(sum(plan.pipeline.layers[stage::stages]) for stage in range(stages))
-        passes = layers * plan.micro_batches
-        return _Step(
-            passes * (received.forward + received.backward),
-            passes * (received.tensor_forward + received.tensor_backward),
-            received.weights,
-        )
-
-    @property
-    def total(self) -> int:
-        return self.keys + self.hidden + self.weights
+def _in_step(plan: RunPlan) -> tuple[int, int, int]:
+    """Return `ReceivedBytes.in_step` for a worker of the stage with the most layers."""
+    layers, stages = plan.config.model.num_layers, plan.dims.pp
+    if plan.pipeline is not None:
+        layers = max(sum(plan.pipeline.layers[stage::stages]) for stage in range(stages))
+    return plan.received.in_step(layers * plan.micro_batches)
 
 
-def _compared(own: _Step, alone: _Step) -> str:
+def _compared(plan: RunPlan, alone: RunPlan) -> str:
     """Compare the bytes of a run with those of context parallelism alone on the same workers."""
+    own, other = _in_step(plan), _in_step(alone)
+    keys, hidden, weights = map(size, own)
     return (
-        f"a worker receives {size(own.total)} per step, {own.total / alone.total:.3g} times the "
-        f"bytes of context parallelism alone ({size(alone.total)}): hidden states "
-        f"{size(own.hidden)}, keys and values {size(own.keys)} instead of {size(alone.keys)}, "
-        f"weights and gradients {size(own.weights)} instead of {size(alone.weights)}"
+        f"a worker receives {size(sum(own))} per step, {sum(own) / sum(other):.3g} times the "
+        f"bytes of context parallelism alone ({size(sum(other))}): hidden states {hidden}, keys "
+        f"and values {keys} instead of {size(other[0])}, weights and gradients {weights} instead "
+        f"of {size(other[2])}"
     )
 
 
@@ -78,17 +60,10 @@ def _context_alone(plan: RunPlan) -> RunPlan | None:
     dims = ParallelDims.of(dims.workers, pp=dims.pp, cp=context, tp=1)
     environment = replace(plan.environment, dims=dims)
     try:
-        chosen = resolution.context_layout(config, environment)
-        dtype, kernel = getattr(torch, plan.dtype), make_kernel(plan.kernel)
-        needs = resolution.exchange_needs(
-            config, environment, chosen.layout, dtype, kernel, plan.capacity
-        )
-        exchange = resolution.run_exchange(chosen, config, needs, environment.device)
+        choices = resolve_run(config, environment, plan.hardware)
     except ConfigError:
         return None
-    return replace(
-        plan, config=config, environment=environment, layout=chosen.layout, exchange=exchange
-    )
+    return RunPlan.of(config, environment, plan.hardware, choices)
 
 
 def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -116,15 +91,13 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
     config, dims = plan.config, plan.dims
     if not config.model.moe.experts:
         return []
-    shape = config, dims, plan.layout, plan.dtype_bytes
     per_node = plan.environment.workers_per_node
-    degree = expert_degree(*shape, per_node)
+    run = ExpertRun(config, dims, plan.layout, plan.dtype_bytes, per_node)
+    degree = run.degree
     held = f"a worker computes {config.model.moe.experts // degree} of {config.model.moe.experts}"
     if dims.dp * dims.cp * dims.tp == 1:
         return [("experts", held)]
-    best = cheapest(*shape, per_node)
-    own = price(*shape, per_node, degree)
-    considered = prices(*shape, per_node)
+    best, own, considered = run.cheapest(), run.price(degree), run.prices()
     others = [each for each in considered if (each.degree == 1) != (degree == 1)]
     other = min(others, key=lambda each: each.seconds, default=None)
     costs = ", ".join(_cost(each) for each in (own, other) if each is not None)

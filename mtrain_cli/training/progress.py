@@ -16,11 +16,10 @@ import rich.console
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from mtrain_cli.console import Console
-from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.console import Console, full_width
+from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.printable import one_line
 from mtrain_cli.records.metrics import (
     WARM_UP_STEPS,
@@ -277,13 +276,9 @@ class TrainingProgress:
         """Render the live display for a terminal of `width` columns."""
         done = self.last.step if self.last is not None else self.start_step
         left = format_duration(self.seconds_left())
-        top = Table.grid(padding=(0, 1), expand=True)
-        top.add_column(no_wrap=True)
-        top.add_column(ratio=1)
-        top.add_column(no_wrap=True, justify="right")
         share = f"{done / max(1, self.total_steps):4.0%}"
         since = format_duration(self._clock() - self._started)
-        top.add_row(
+        top = full_width(
             Text(f"step {done}/{self.total_steps}", style="bold"),
             ProgressBar(total=max(1, self.total_steps), completed=done),
             Text.assemble(share, ("  elapsed ", "dim"), since, ("  left ", "dim"), left),
@@ -360,21 +355,14 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
-    """Return "MFU" and its value, or "HFU" and its value for a step with a dynamic index.
-
-    The value is a share of the peak FLOP/s, or None if unknown.
-    """
+    """Return "MFU", or "HFU" with a dynamic index, and its share of the peak, None if unknown."""
     if metrics.mfu_model is None:
         return "HFU", metrics.mfu_executed
     return "MFU", metrics.mfu_model
 
 
 def _special_parts(metrics: StepMetrics) -> list[str]:
-    """Return the number of targets, and what not every step has.
-
-    These are utilization and memory if a GPU measured them, the density of a sparse step, and the
-    largest load of an expert.
-    """
+    """Return the number of targets, and what only steps on GPUs or with index or experts have."""
     name, share = _utilization(metrics)
     parts = [] if metrics.targets is None else [f"targets {metrics.targets:,}"]
     if share is not None:

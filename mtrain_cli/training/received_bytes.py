@@ -11,10 +11,12 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.step.interpreters import traffic
+from mtrain_cli.step.layer import layers
+from mtrain_cli.step.program import Message
 from mtrain_cli.training.attention_memory import shard_sizes
-from mtrain_cli.training.flops import recomputed_attention
+from mtrain_cli.training.flops import own_tiles, recomputed_attention
 from mtrain_cli.training.state_memory import largest_states
-from mtrain_cli.training.tensor_traffic import backward_messages, forward_messages, message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,14 @@ class ReceivedBytes:
     host: int = 0
     tensor_forward: int = 0
     tensor_backward: int = 0
+
+    def in_step(self, passes: int) -> tuple[int, int, int]:
+        """Return bytes of keys, of hidden states and of weights in a step, with their gradients.
+
+        passes: number of layers, times micro-batches.
+        """
+        keys, hidden = self.forward + self.backward, self.tensor_forward + self.tensor_backward
+        return passes * keys, passes * hidden, self.weights
 
 
 def received_bytes(
@@ -65,12 +75,30 @@ def received_bytes(
     forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
     again = forward.recomputed(recomputed_attention(config.train, layout, exchange.heads))
     states = largest_states(config, workers, micro_batches, dtype_bytes)
-    message, layers = message_bytes(config, layout, dtype_bytes), config.model.num_layers
+    message, number = message_bytes(config, layout, dtype_bytes), config.model.num_layers
+    tensor_forward, tensor_backward = tensor_messages(config)
     return ReceivedBytes(
         forward=int(forward.sent(sizes)),
         backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
         weights=states.sent(),
         host=states.over_host_link(),
-        tensor_forward=forward_messages(config.model) * message // layers,
-        tensor_backward=backward_messages(config) * message // layers,
+        tensor_forward=tensor_forward * message // number,
+        tensor_backward=tensor_backward * message // number,
     )
+
+
+def tensor_messages(config: Config) -> tuple[int, int]:
+    """Return the messages of hidden states in each pass of all layers, if each has one tile."""
+    train, row = config.train, {Message.HIDDEN: 1}
+    checkpointed = train.activation_checkpoint != "none"
+    kinds = layers(config.model, checkpointed=checkpointed, tiled=True, keep_mlp=train.keep_mlp)
+    return (
+        sum(number * traffic(layer.forward(), row) for number, layer in kinds),
+        sum(number * traffic(layer.backward(), row) for number, layer in kinds),
+    )
+
+
+def message_bytes(config: Config, layout: Layout, dtype_bytes: int) -> int:
+    """Return the bytes of such a message that reach one worker."""
+    own, _ = own_tiles(config, layout, dtype_bytes)
+    return own * (config.topology.tensor_parallel - 1) * config.model.hidden_size * dtype_bytes

@@ -1,14 +1,16 @@
-"""Resolve the `auto` settings of a run on its machine: kernel, exchange, layout, dtype, compile."""
+"""Resolve the `auto` settings of a run: kernel, exchange, layout, dtype, compile."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
-from mtrain_cli.attention.kernel_registry import choose
-from mtrain_cli.config.schema import Config
+from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey_with_all_packages
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.dispatch import Balancer
@@ -17,7 +19,8 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern
-from mtrain_cli.training.layout_choice import LayoutChoice, choose_layout
+from mtrain_cli.training.hardware import ASSUMED_GPU, Hardware
+from mtrain_cli.training.layout_choice import choose_layout
 from mtrain_cli.training.stage_choice import choose_staged_exchange
 
 
@@ -60,67 +63,6 @@ def compiles(config: Config, device: str) -> bool:
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
-def run_exchange(
-    chosen: LayoutChoice, config: Config, needs: ExchangeNeeds, device: str
-) -> ExchangeChoice:
-    """Choose the exchange of a run on cuda or cpu, after its layout.
-
-    Raises:
-        ConfigError: the settings do not fit the model, the nodes or the pattern.
-    """
-    if chosen.exchange is None:
-        return choose_staged_exchange(config, chosen.layout, needs, device)
-    reason = "moves the rows that a balanced layout leaves with other workers"
-    return choose_staged_exchange(config, chosen.layout, needs, device, (chosen.exchange, reason))
-
-
-def context_layout(config: Config, environment: Environment) -> LayoutChoice:
-    """Choose the layout of the run's context groups."""
-    return choose_layout(config.of_worker, environment.dims.cp, environment.context_per_node)
-
-
-def exchange_needs(
-    config: Config,
-    environment: Environment,
-    layout: Layout,
-    dtype: torch.dtype,
-    kernel: Kernel,
-    device_memory: int | None,
-) -> ExchangeNeeds:
-    """Return the facts on which the choice of an exchange depends.
-
-    Args:
-        device_memory: bytes of one GPU's memory. None on a CPU.
-    """
-    model, sparsity = config.of_worker.model, config.sparsity
-    pattern = make_pattern(sparsity, config.seed)
-    return ExchangeNeeds(
-        workers=environment.dims.cp,
-        per_node=environment.context_per_node,
-        tokens=layout.padded_seq * config.train.micro_batch,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype_bytes=dtype.itemsize,
-        device_memory=device_memory,
-        index=None if pattern is None else pattern.request(),
-        columns=sparsity.column_bound,
-        needs_out=kernel.needs_out,
-    )
-
-
-def given_memory(config: Config) -> int | None:
-    """Return `topology.gpu_memory_gib` in bytes; None for auto."""
-    gib = config.topology.gpu_memory_gib
-    return None if isinstance(gib, str) else round(gib * 2**30)
-
-
-def given_host_memory(config: Config) -> int | None:
-    """Return `topology.host_memory_gib` in bytes; None for auto."""
-    gib = config.topology.host_memory_gib
-    return None if isinstance(gib, str) else round(gib * 2**30)
-
-
 def kernel_request(
     config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> KernelRequest:
@@ -142,34 +84,45 @@ def kernel_request(
     )
 
 
-def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
+def resolve_run(
+    config: Config, environment: Environment, hardware: Hardware | None = None
+) -> ResolvedRun:
     """Resolve the `auto` settings of a run.
+
+    hardware: the devices of the run; None for those of this machine.
 
     Raises:
         ConfigError: the configured kernel or exchange does not support the run.
     """
-    chosen = context_layout(config, environment)
-    layout = chosen.layout
+    hardware = (hardware or Hardware.here(environment.device)).limited(config.topology)
+    model, dims = config.of_worker.model, environment.dims
+    chosen = choose_layout(config.of_worker, dims.cp, environment.context_per_node)
     dtype = compute_dtype(config, environment.device)
-    memory = capability = None
-    if environment.device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        memory = given_memory(config) or properties.total_memory
-        capability = (properties.major, properties.minor)
     pattern = make_pattern(config.sparsity, config.seed)
-    dims = environment.dims
     if isinstance(pattern, FixedPattern):
         pattern = replace(pattern, part=(dims.coordinate("tp", environment.rank), dims.tp))
+    request = kernel_request(config, environment.device, dtype, hardware.capability)
     (kernel, kernel_reason), dense_kernel = choose_kernels(
-        config, kernel_request(config, environment.device, dtype, capability), pattern
+        config, request, pattern, partial(_assume, hardware) if hardware.absent else choose
     )
-    needs = exchange_needs(config, environment, layout, dtype, kernel, memory)
-    exchange = run_exchange(chosen, config, needs, environment.device)
+    needs = ExchangeNeeds(
+        workers=dims.cp,
+        per_node=environment.context_per_node,
+        tokens=chosen.layout.padded_seq * config.train.micro_batch,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype.itemsize,
+        device_memory=hardware.memory or None,
+        index=None if pattern is None else pattern.request(),
+        columns=config.sparsity.column_bound,
+        needs_out=kernel.needs_out,
+    )
     return ResolvedRun(
-        layout=layout,
+        layout=chosen.layout,
         layout_reason=chosen.reason,
         balancer=chosen.balancer,
-        exchange=exchange,
+        exchange=choose_staged_exchange(config, chosen, needs, environment.device),
         kernel=kernel,
         kernel_reason=kernel_reason,
         dtype=dtype,
@@ -186,7 +139,10 @@ def require_cpu_kernel(config: Config) -> None:
 
 
 def choose_kernels(
-    config: Config, request: KernelRequest, pattern: Pattern | None
+    config: Config,
+    request: KernelRequest,
+    pattern: Pattern | None,
+    choose: Callable[[str, KernelRequest], tuple[Kernel, str]] = choose,
 ) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
     """Return the kernel of a run, and the kernel of dense first steps or layers of a sparse run.
 
@@ -194,32 +150,33 @@ def choose_kernels(
     neither.
 
     request: what the run needs from a kernel for dense attention.
+    choose: returns a kernel by its name or auto, with the reason.
 
     Raises:
         ConfigError: the configured kernel does not support the run.
     """
+    name, sparsity = config.train.kernel, config.sparsity
     if pattern is None:
-        return choose(config.train.kernel, request), None
-    dense_kernel = choose_dense_kernel(config, request)
-    return choose(config.train.kernel, replace(request, index=pattern.request())), dense_kernel
+        return choose(name, request), None
+    sparse = choose(name, replace(request, index=pattern.request()))
+    if not sparsity.dense_steps and not sparsity.dense_layers:
+        return sparse, None
+    # Without an index, other kernels may be faster than Triton's.
+    return sparse, choose("auto" if name == "triton" else name, request)
 
 
-def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
-    """Return the kernel for dense first steps or dense layers of a sparse run, and the reason.
-
-    Return None if the run has no such steps or layers.
-
-    Args:
-        request: what the run needs for dense attention.
-
-    Raises:
-        ConfigError: no kernel supports these steps or layers.
-    """
-    if not config.sparsity.dense_steps and not config.sparsity.dense_layers:
-        return None
-    return choose(dense_kernel_asked(config.train.kernel), request)
-
-
-def dense_kernel_asked(kernel: str) -> str:
-    """Return a kernel's name, or "auto" for triton: without an index, others may be faster."""
-    return "auto" if kernel == "triton" else kernel
+def _assume(hardware: Hardware, name: str, request: KernelRequest) -> tuple[Kernel, str]:
+    """Choose a kernel for absent GPUs, on which all packages are taken to be installed."""
+    reasons = dict(survey_with_all_packages(request))
+    possible = [kernel for kernel, reason in reasons.items() if reason is None]
+    if name in possible:
+        return make_kernel(name), "as configured; no GPU here to check that it is supported"
+    if name != "auto" and (reason := reasons.get(name)) is not None:
+        allowed = ", ".join(["auto", *possible])
+        raise ConfigError(f"train.kernel={name}: {reason}; allowed on {hardware.gpu}: {allowed}")
+    if name != "auto" or possible[0] == "reference":
+        return choose(name, request)
+    others = f", else {possible[1]}" if possible[1] != "reference" else ""
+    on = "Hopper" if hardware.gpu == ASSUMED_GPU else hardware.gpu
+    reason = f"assumed without a GPU: on {on} with all packages, auto takes this kernel{others}"
+    return make_kernel(possible[0]), reason

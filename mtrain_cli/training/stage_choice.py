@@ -15,36 +15,31 @@ from mtrain_cli.parallel.rates import Rates
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.parallel.stage_prices import attention_seconds
+from mtrain_cli.training.layout_choice import LayoutChoice
 
 # auto takes more than one stage only if attention then takes less than this share of its time.
 _WORTH_IT = 0.98
 
 
 def choose_staged_exchange(
-    config: Config,
-    layout: Layout,
-    needs: ExchangeNeeds,
-    device: str,
-    chosen: tuple[str, str] | None = None,
+    config: Config, chosen: LayoutChoice, needs: ExchangeNeeds, device: str
 ) -> ExchangeChoice:
-    """Choose the exchange of a run, with the stages of a group cast.
+    """Choose the exchange of a run after its layout, with the stages of a group cast.
 
     For dense attention, ``topology.stages=auto`` compares the time of attention in 1, 2 and 3
     stages (`mtrain_cli.parallel.stage_prices`), for sequences that are one document.
 
-    layout: the layout of sequences that are one document.
     device: of the run, cuda or cpu.
-    chosen: the exchange that the choice of the layout made, and its reason; None if it made none.
 
     Raises:
         ConfigError: the settings do not fit the model, the nodes or the pattern.
     """
     topology = config.topology
-    if chosen is not None:
-        topology = replace(topology, exchange=chosen[0])
+    if chosen.exchange is not None:
+        topology = replace(topology, exchange=chosen.exchange)
     one = choose_exchange(topology, needs)
-    if chosen is not None:
-        one = replace(one, reason=chosen[1])
+    if chosen.exchange is not None:
+        one = replace(one, reason="moves the rows that a balanced layout leaves with other workers")
     dense = config.sparsity.pattern == "dense"
     if topology.stages != "auto" or not one.traits.by_mask or not dense:
         return one
@@ -63,7 +58,7 @@ def choose_staged_exchange(
         stages: _seconds(
             choice.name,
             choice.options(needs.workers),
-            layout,
+            chosen.layout,
             rules,
             config.train.micro_batch,
             replace(needs, device_memory=None),

@@ -18,6 +18,9 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from mtrain_cli.config.schema import Config
+from mtrain_cli.step.interpreters import traffic
+from mtrain_cli.step.program import Message
+from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.flops import Shape, layer_kinds, layer_shapes
 from mtrain_cli.training.model_part import ModelPart, model_parts
 
@@ -192,16 +195,16 @@ class StateMemory:
 
     def sent(self) -> int:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
-        n, full = self.micro_batches, self.shard_kind == "full"
-        reduced = self.r * (1 if self.shard_kind == "optimizer" else n)
+        messages = weight_messages(self.shard_kind, self.micro_batches)
+        root = {Message.GATHER: self.e, Message.REDUCE: self.r}
+        each = traffic(messages, root | {Message.GATHER_AGAIN: self.e})
         dealt = sum(
             self.dealt[kind] * n for kind, n in layer_kinds(self.model, self.numbers).items()
         )
-        each = self.e * (2 * n if full else 1) + reduced
         experts = (self.workers // self.degree - 1) * each * dealt
         layers = each * (self.of_layers - dealt)
-        root = (self.e * (n if full else 1) + reduced) * self.root_shard
-        return experts + (self.layer_workers - 1) * layers + (self.workers - 1) * root
+        outside = (self.workers - 1) * traffic(messages, root) * self.root_shard
+        return int(experts + (self.layer_workers - 1) * layers + outside)
 
     def over_host_link(self) -> int:
         """Return the bytes that an offloaded optimizer moves between device and host per step.

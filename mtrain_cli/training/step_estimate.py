@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain_cli.training.memory_search import duration
+from mtrain_cli.training.memory_setting import duration
 
 
 @dataclass(frozen=True)

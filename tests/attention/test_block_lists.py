@@ -18,7 +18,7 @@ from mtrain_cli.attention.block_lists import (
 )
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 
 BLOCK = 16
 
@@ -172,7 +172,7 @@ def test_lists_of_spans_equal_the_mask(seed, slices):
 
 
 def test_some_lists_of_several_intervals_have_full_blocks():
-    mask = MaskRule(False, MaskConfig(kind="dilated", block=16, stride=2, count=3))(None, 96, 96)
+    mask = MaskRule(False, MASKS["dilated"](block=16, stride=2, count=3))(None, 96, 96)
     tiles = Tiles.make([mask.spans(np.arange(96), np.arange(96))])
     lists, _ = lists_of_spans(tiles.low, tiles.high, 96, 8)
     assert lists["full_count"][0, 0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]

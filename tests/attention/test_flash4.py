@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
+from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.mask import KeySpans, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 
 SCALE = 0.3
 
@@ -49,7 +50,9 @@ def calls(monkeypatch) -> list[str]:
 
     def backward(dout, q, k, v, out, lse, delta, causal, scale):
         names.append("causal" if causal else "full")
-        return oracle.backward(dout, q, k, v, out, lse, delta, rectangle(q, k, causal), scale)
+        return oracle.backward(
+            dout, Saved(q, k, v, out, lse, delta), rectangle(q, k, causal), scale
+        )
 
     def spans_forward(q, k, v, spans, lists, scale, words):
         names.append("lists")
@@ -61,7 +64,9 @@ def calls(monkeypatch) -> list[str]:
         names.append("lists")
         listed(k.shape[1], lists)
         assert words[1].any()
-        return oracle.backward(dout, q, k, v, out, lse, delta, tiles_of(*spans, k.shape[1]), scale)
+        return oracle.backward(
+            dout, Saved(q, k, v, out, lse, delta), tiles_of(*spans, k.shape[1]), scale
+        )
 
     for function in (forward, backward, spans_forward, spans_backward):
         setattr(fake, function.__name__, function)
@@ -80,8 +85,8 @@ def spans_of(name: str) -> list[KeySpans]:
     second = np.arange(30, 60)
     zigzag = np.r_[0:15, 45:60]
 
-    def named(**keys) -> list[KeySpans]:
-        mask = MaskRule(False, MaskConfig(**keys))(None, 60, 60)
+    def named(kind: str, **keys) -> list[KeySpans]:
+        mask = MaskRule(False, MASKS[kind](**keys))(None, 60, 60)
         return [mask.spans(everywhere, everywhere)] * 2
 
     return {
@@ -97,14 +102,14 @@ def spans_of(name: str) -> list[KeySpans]:
             causal.spans(everywhere, everywhere),
             documents.spans(everywhere, everywhere),
         ],
-        "window": named(kind="sliding_window", window=9, global_tokens=0),
-        "prefix": named(kind="prefix_lm", prefix=20),
-        "blocks": named(kind="block_causal", block=6),
-        "full": named(kind="full"),
-        "global tokens": named(kind="sliding_window", window=9, global_tokens=5),
-        "dilated": named(kind="dilated", block=4, stride=3, count=3),
-        "few rectangles that share queries": named(kind="dilated", block=20, stride=2, count=2),
-        "video": named(kind="video", frames=3, height=4, width=5, window=(2, 2, 3)),
+        "window": named("sliding_window", window=9, global_tokens=0),
+        "prefix": named("prefix_lm", prefix=20),
+        "blocks": named("block_causal", block=6),
+        "full": named("full"),
+        "global tokens": named("sliding_window", window=9, global_tokens=5),
+        "dilated": named("dilated", block=4, stride=3, count=3),
+        "few rectangles that share queries": named("dilated", block=20, stride=2, count=2),
+        "video": named("video", frames=3, height=4, width=5, window=(2, 2, 3)),
         "striped": [causal.spans(np.r_[0:4, 8:12, 16:20, 24:28, 32:36, 40:44], everywhere)] * 2,
     }[name]
 
@@ -145,11 +150,11 @@ def test_calls_give_the_oracle_result(calls, name, expected):
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-6, rtol=0)
     assert calls == expected
     final = want_lse + 0.5  # as in a ring, where other workers contribute to the row
-    want = oracle.backward(dout, q, k, v, want_out, final, None, tiles, SCALE)
+    want = oracle.backward(dout, Saved(q, k, v, want_out, final, None), tiles, SCALE)
     # Queries from another worker arrive with delta, without out.
     for whole_out, delta in ((want_out, None), (None, row_delta(want_out, dout))):
         calls.clear()
-        got = kernel.backward(dout, q, k, v, whole_out, final, delta, tiles, SCALE)
+        got = kernel.backward(dout, Saved(q, k, v, whole_out, final, delta), tiles, SCALE)
         for part, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=part)
         assert calls == expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention.sparse_problems import Problem, make_problem
 
-from mtrain_cli.attention.kernel import DefinitionColumns, Kernel, KernelRequest
+from mtrain_cli.attention.kernel import DefinitionColumns, Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.shared_columns import SharedColumns
@@ -63,7 +63,7 @@ def test_gradients_of_columns_alone_equal_the_oracle():
     oracle, kernel = ReferenceKernel(), DefinitionColumns()
     out, lse = kernel.forward_columns(p.q, packed, columns, SCALE, None)
     torch.testing.assert_close(out, oracle.forward(p.q, p.k, p.v, p.tiles, SCALE)[0])
-    want = oracle.backward(p.dout, p.q, p.k, p.v, out, lse, None, p.tiles, SCALE)
+    want = oracle.backward(p.dout, Saved(p.q, p.k, p.v, out, lse, None), p.tiles, SCALE)
     delta = (out * p.dout).sum(-1).transpose(1, 2)
     dq, gradients = kernel.backward_columns(p.dout, p.q, packed, lse, delta, columns, SCALE)
     dk, dv = torch.zeros_like(p.k), torch.zeros_like(p.v)

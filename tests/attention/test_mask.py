@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.mask_settings import MOST_INTERVALS, MaskConfig
+from mtrain_cli.config.mask_settings import MASKS, MOST_INTERVALS
 
 
 @st.composite
@@ -248,7 +248,7 @@ def test_a_label_counts_only_if_no_earlier_query_sees_past_it(problem):
 
 def test_a_sliding_window_is_one_causal_slice_and_one_band():
     positions = np.arange(1 << 17)
-    mask = MaskRule(False, MaskConfig(kind="sliding_window", window=4096, global_tokens=0))(
+    mask = MaskRule(False, MASKS["sliding_window"](window=4096, global_tokens=0))(
         None, len(positions), len(positions)
     )
     assert mask.spans(positions, positions).slices == (

@@ -7,8 +7,8 @@ import pytest
 
 from mtrain_cli.attention.mask import SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
+from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.mask_settings import CAUSAL
 
 DOCUMENTS = np.array([0] * 5 + [1] * 7)
 WINDOW = ["mask=sliding_window", "mask.window=16", "mask.full_every=3"]

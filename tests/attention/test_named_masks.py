@@ -9,9 +9,8 @@ from attention.mask_definitions import cells, predicate
 
 from mtrain_cli.attention.mask import KeySlice, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.attention.named_masks import slices_of
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.mask_settings import MASKS, MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.schema import ConfigError
 
 CASES = [
@@ -60,9 +59,9 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "seq", "keys"), CASES)
 def test_a_named_mask_equals_its_predicate(kind, seq, keys):
-    mask = MaskConfig(kind=kind, **keys)
-    assert list(mask.problems(seq, "dense")) == []
-    table = slices_of(mask, seq)
+    mask = MASKS[kind](**keys)
+    assert list(mask.problems(seq)) == []
+    table = mask.slices(seq)
     wanted = predicate(kind, seq, **keys)
     made = MaskRule(False, mask)(None, seq, seq + 3)
     everywhere = np.arange(seq)
@@ -81,7 +80,7 @@ def test_documents_cut_every_mask(kind, document):
     case = next((seq, keys) for name, seq, keys in CASES[::-1] if name == kind)
     seq, keys = case
     ids = np.arange(seq) // document
-    rule = MaskRule(True, MaskConfig(kind=kind, **keys))
+    rule = MaskRule(True, MASKS[kind](**keys))
     wanted = predicate(kind, seq, ids, **keys) & (ids[:, None] == ids)
     everywhere = np.arange(seq)
     made = rule(ids, seq, seq + 2)
@@ -111,7 +110,7 @@ def test_chunked_is_the_mask_of_llama_4_in_transformers(seq, chunk):
         )
         return (mask[0, 0] == 0).numpy()
 
-    rule, everywhere = MaskRule(True, MaskConfig(kind="chunked", chunk=chunk)), np.arange(seq)
+    rule, everywhere = MaskRule(True, MASKS["chunked"](chunk=chunk)), np.arange(seq)
     found = rule(None, seq, seq).spans(everywhere, everywhere).seen()
     assert (found == theirs(seq)).all()
     ids = np.sort(np.arange(seq) % 3)
@@ -122,13 +121,13 @@ def test_chunked_is_the_mask_of_llama_4_in_transformers(seq, chunk):
 
 
 def test_a_sequence_of_one_document_has_the_same_mask_object():
-    rule = MaskRule(True, MaskConfig(kind="prefix_lm", prefix=3))
+    rule = MaskRule(True, MASKS["prefix_lm"](prefix=3))
     assert rule(np.zeros(9, int), 9, 12) is rule(None, 9, 12) is rule.undivided(9, 12)
 
 
 def test_contexts_start_with_their_document():
     ids = np.array([0, 0, 3, 3, 3])
-    window = MaskConfig(kind="sliding_window", window=1, global_tokens=0)
+    window = MASKS["sliding_window"](window=1, global_tokens=0)
     assert MaskRule(True, window).starts(ids, 6).tolist() == [0, 0, 2, 2, 2, 2]
     assert MaskRule(False, window).starts(ids, 6).tolist() == [0] * 6
 

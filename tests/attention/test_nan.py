@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention.sparse_problems import Problem, make_problem
 
+from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
@@ -73,7 +74,9 @@ def test_triton_is_nan_where_the_oracle_is(kind, documents):
     # but not fewer.
     assert bool(has_nan[rows].all())
     assert not (has_nan & ~expected).any()
-    dq, dk, dv = TritonKernel().backward(p.dout, p.q, p.k, p.v, out, lse, None, p.tiles, SCALE)
+    dq, dk, dv = TritonKernel().backward(
+        p.dout, Saved(p.q, p.k, p.v, out, lse, None), p.tiles, SCALE
+    )
     assert bool(dq.isnan().any(-1).transpose(1, 2)[rows].all())
     assert dk.isnan().flatten(1).any(1).tolist() == [True, True, True]
     assert dv.isnan().flatten(1).any(1).tolist() == [True, True, False]

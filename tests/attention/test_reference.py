@@ -7,6 +7,7 @@ import torch
 from attention.dense_problems import SCALE, make_dense_problem
 from attention.sparse_problems import make_problem
 
+from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 
@@ -36,7 +37,7 @@ def test_dense_attention_equals_softmax_and_its_gradients(seed):
     # delta may be given instead of out.
     delta = (out * dout).sum(-1).transpose(1, 2)
     for arguments in ((out, lse, None), (None, lse, delta)):
-        gradients = ReferenceKernel().backward(dout, q, k, v, *arguments, tiles, SCALE)
+        gradients = ReferenceKernel().backward(dout, Saved(q, k, v, *arguments), tiles, SCALE)
         for got, leaf in zip(gradients, inputs, strict=True):
             torch.testing.assert_close(got, leaf.grad)
 
@@ -54,7 +55,9 @@ def test_a_pair_that_the_index_leaves_out_does_not_count(kind):
     want.backward(p.dout.double())
     out, lse = ReferenceKernel().forward(p.q, p.k, p.v, p.tiles, SCALE)
     torch.testing.assert_close(out, want.detach().float())
-    gradients = ReferenceKernel().backward(p.dout, p.q, p.k, p.v, out, lse, None, p.tiles, SCALE)
+    gradients = ReferenceKernel().backward(
+        p.dout, Saved(p.q, p.k, p.v, out, lse, None), p.tiles, SCALE
+    )
     for got, leaf in zip(gradients, inputs, strict=True):
         torch.testing.assert_close(got, leaf.grad.float(), atol=1e-5, rtol=1e-4)
 
@@ -68,7 +71,7 @@ def test_results_are_rounded_once_to_the_dtype_of_the_inputs():
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(out, want.bfloat16())
     assert torch.equal(lse, want_lse.float())
-    got = kernel.backward(dout, q, k, v, want, want_lse, None, tiles, SCALE)
-    expected = kernel.backward(dout.double(), *exact, want, want_lse, None, tiles, SCALE)
+    got = kernel.backward(dout, Saved(q, k, v, want, want_lse, None), tiles, SCALE)
+    expected = kernel.backward(dout.double(), Saved(*exact, want, want_lse, None), tiles, SCALE)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b.bfloat16())

@@ -11,6 +11,7 @@ from attention.dense_problems import SCALE, make_dense_problem
 from attention.mask_definitions import cells
 
 import mtrain_cli.attention.sdpa as sdpa
+from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask, SliceKind
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -38,10 +39,10 @@ def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, see
     out, lse = SdpaKernel().forward(q, k, v, tiles, SCALE)
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=1e-10, rtol=0)
-    want = ReferenceKernel().backward(dout, q, k, v, want_out, want_lse, None, tiles, SCALE)
+    want = ReferenceKernel().backward(dout, Saved(q, k, v, want_out, want_lse, None), tiles, SCALE)
     # Queries from another worker arrive with delta, without out.
     for whole_out, delta in ((out, None), (None, row_delta(out, dout))):
-        got = SdpaKernel().backward(dout, q, k, v, whole_out, lse, delta, tiles, SCALE)
+        got = SdpaKernel().backward(dout, Saved(q, k, v, whole_out, lse, delta), tiles, SCALE)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=0, msg=name)
 
@@ -61,10 +62,12 @@ def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_head
     )
     exact = [t.double() for t in (q, k, v)]
     want_out, want_lse = ReferenceKernel().forward(*exact, tiles, 0.125)
-    want = ReferenceKernel().backward(dout.double(), *exact, want_out, want_lse, None, tiles, 0.125)
+    want = ReferenceKernel().backward(
+        dout.double(), Saved(*exact, want_out, want_lse, None), tiles, 0.125
+    )
     out, lse = SdpaKernel().forward(q, k, v, tiles, 0.125)
     for whole_out, delta in ((out, None), (None, row_delta(out, dout))):
-        got = SdpaKernel().backward(dout, q, k, v, whole_out, lse, delta, tiles, 0.125)
+        got = SdpaKernel().backward(dout, Saved(q, k, v, whole_out, lse, delta), tiles, 0.125)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             error = ((a.bfloat16().double() - b).norm() / b.norm()).item()
             assert error < 2.2e-3, (name, error)
@@ -203,8 +206,8 @@ def gpu(monkeypatch):
         return out[0], lse[0]
 
     def backward(dout, q, k, v, out, lse, kind, scale):
-        batch = (t[None] for t in (dout, q, k, v, out, lse))
-        found = ReferenceKernel().backward(*batch, None, tiles_of(q, k, kind), scale)
+        saved = Saved(*(t[None] for t in (q, k, v, out, lse)), None)
+        found = ReferenceKernel().backward(dout[None], saved, tiles_of(q, k, kind), scale)
         return tuple(t[0] for t in found)
 
     monkeypatch.setattr(sdpa, "_on_gpu", lambda _: True)
@@ -221,7 +224,7 @@ def test_on_gpus_the_slices_of_a_query_are_merged(gpu, seed, slices):  # noqa: A
     out, lse = SdpaKernel().forward(q, k, v, tiles, SCALE)
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=0)
-    want = ReferenceKernel().backward(dout, q, k, v, want_out, want_lse, None, tiles, SCALE)
-    got = SdpaKernel().backward(dout, q, k, v, out, lse, None, tiles, SCALE)
+    want = ReferenceKernel().backward(dout, Saved(q, k, v, want_out, want_lse, None), tiles, SCALE)
+    got = SdpaKernel().backward(dout, Saved(q, k, v, out, lse, None), tiles, SCALE)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0, msg=name)

@@ -14,7 +14,7 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
-from mtrain_cli.parallel.program import WHOLE_SEQUENCE
+from mtrain_cli.parallel.program import Whole
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 
@@ -75,7 +75,7 @@ def test_every_rank_packs_its_columns_and_receives_their_gradients(name, part):
             )
             owners += shared.slots[0] >= 0
             # This rank's queries against the whole sequence, under the index of these heads.
-            assert shared.tiles is narrowed.for_pair(exchange.own, WHOLE_SEQUENCE, part)
+            assert shared.tiles is narrowed.for_pair(exchange.own, Whole(), part)
             assert shared.tiles.num_keys == layout.padded_seq
             whole = torch.zeros(len(heads), len(own), layout.padded_seq, dtype=torch.bool)
             for at_head, head in enumerate(heads):

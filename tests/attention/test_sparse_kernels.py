@@ -12,6 +12,7 @@ from attention.sparse_problems import Problem, as_view_among_nan, make_problem
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
+from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.packed_columns import pack_columns
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -36,9 +37,11 @@ def check(kernel, problem, tolerance: float) -> None:
     # As in a ring, where other workers contribute: the final lse exceeds that of these keys.
     final = want_lse + 0.5
     delta = (want_out * dout).sum(-1).transpose(1, 2)
-    want = ReferenceKernel().backward(dout, q, k, v, want_out, final, delta, p.tiles, SCALE)
+    want = ReferenceKernel().backward(dout, Saved(q, k, v, want_out, final, delta), p.tiles, SCALE)
     # Queries from another worker arrive with delta, without out.
-    got = kernel.backward(p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, SCALE)
+    got = kernel.backward(
+        p.dout, Saved(p.q, p.k, p.v, None, final.float(), delta.float()), p.tiles, SCALE
+    )
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(
             a.double(), b, atol=5 * tolerance, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
@@ -164,7 +167,7 @@ def test_query_gates_are_exact(name, kind, where):
     want = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
     got = kernel.forward(q, k, v, p.tiles, SCALE)
     gradients = [
-        some.backward(dout, q, k, v, *want, None, p.tiles, SCALE)
+        some.backward(dout, Saved(q, k, v, *want, None), p.tiles, SCALE)
         for some in (kernel, ReferenceKernel())
     ]
     for a, b in zip((*got, *gradients[0]), (*want, *gradients[1]), strict=True):
@@ -197,10 +200,12 @@ def test_triton_computes_delta_if_none_is_given():
     q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
     out, lse = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
     got = TritonKernel().backward(
-        p.dout, p.q, p.k, p.v, out.float(), lse.float(), None, p.tiles, SCALE
+        p.dout, Saved(p.q, p.k, p.v, out.float(), lse.float(), None), p.tiles, SCALE
     )
     for a, b in zip(
-        got, ReferenceKernel().backward(dout, q, k, v, out, lse, None, p.tiles, SCALE), strict=True
+        got,
+        ReferenceKernel().backward(dout, Saved(q, k, v, out, lse, None), p.tiles, SCALE),
+        strict=True,
     ):
         torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=0)
 
@@ -218,8 +223,8 @@ def test_triton_accepts_strided_heads(kind, given):
     for a, b in zip(kernel.forward(q, k, v, p.tiles, SCALE), (out, lse), strict=True):
         assert torch.equal(a, b)
     delta = (out * p.dout).sum(-1).transpose(1, 2) if given else None
-    want = kernel.backward(p.dout, p.q, p.k, p.v, out, lse, delta, p.tiles, SCALE)
-    got = kernel.backward(dout, q, k, v, as_view_among_nan(out), lse, delta, p.tiles, SCALE)
+    want = kernel.backward(p.dout, Saved(p.q, p.k, p.v, out, lse, delta), p.tiles, SCALE)
+    got = kernel.backward(dout, Saved(q, k, v, as_view_among_nan(out), lse, delta), p.tiles, SCALE)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
@@ -304,7 +309,7 @@ def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, 
         return [
             t.contiguous()
             for t in ReferenceKernel().backward(
-                dout, q, k, v, out, lse, delta, blocks_of_lists(lists, True), scale
+                dout, Saved(q, k, v, out, lse, delta), blocks_of_lists(lists, True), scale
             )
         ]
 

@@ -46,7 +46,7 @@ def test_help_opens_with_three_examples_that_parse():
 def test_the_example_of_a_plan_for_several_nodes_plans_several_nodes_and_fits():
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.training.dry_run import fits
-    from mtrain_cli.training.run_plan import make_plan
+    from mtrain_cli.training.planning import make_plan
 
     lines = run("--help").stdout.splitlines()
     (example,) = (line.split()[2:] for line in lines if line.strip().endswith("--dry-run"))

@@ -11,9 +11,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from mtrain_cli.commands import entry_points
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.report import FolderReport
+from mtrain_cli.config import plugins
 
 
 def install(folder: Path, name: str, version: str, **project: Any) -> None:
@@ -37,7 +37,7 @@ def mtrain_with(folder: Path, *words: str, first: str = "") -> subprocess.Comple
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -62,16 +62,16 @@ def test_a_package_that_cannot_be_used_costs_a_line(tmp_path):
         "train": "sound:several",
         "several": "sound:several",
     }
-    install(tmp_path, "others", "1.0", **{"entry-points": {entry_points.COMMANDS: entries}})
+    install(tmp_path, "others", "1.0", **{"entry-points": {plugins.COMMANDS: entries}})
     found = mtrain_with(tmp_path, "several", "two")
     assert (found.returncode, found.stdout) == (0, "two\n")
-    begin, lines = f"mtrain: warning: {entry_points.COMMANDS}: ", found.stderr.splitlines()
+    begin, lines = f"mtrain: warning: {plugins.COMMANDS}: ", found.stderr.splitlines()
     assert all(line.startswith(begin) for line in lines), found.stderr
     told = {line.removeprefix(begin).split()[0]: line for line in lines}
     assert sorted(told) == sorted(name for name in entries if name != "several")
     assert len(lines) == len(told)
     assert told["broken"].endswith(
-        "broken = broken:command cannot be loaded, so it is left out "
+        "broken = broken:command of others 1.0 cannot be loaded, so it is left out "
         "(ModuleNotFoundError: No module named 'no_such_module')"
     )
     for name in ("train", "study"):
@@ -79,13 +79,30 @@ def test_a_package_that_cannot_be_used_costs_a_line(tmp_path):
 
 
 def test_an_installation_without_the_studies_says_so(tmp_path):
-    none = "from importlib import metadata; metadata.entry_points = lambda **_: ()"
+    none = (
+        "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"
+    )
     found = mtrain_with(tmp_path, "--version", first=none)
     assert (found.returncode, found.stdout[:7]) == (0, "mtrain ")
     assert found.stderr == (
         "mtrain: warning: study: this installation lacks the command, or is older than the code; "
         "reinstall mtrain\n"
+        "mtrain: warning: eval lm-eval: this installation lacks the command, or is older than the "
+        "code; reinstall mtrain\n"
     )
+
+
+def test_an_installation_without_the_studies_measures_patterns(tmp_path):
+    none = (
+        "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"
+    )
+    words = ("seq=256", "sparsity.block=16", "topology.device=cpu", "--rows", "8", "--steps", "1")
+    out = tmp_path / "heads.parquet"
+    found = mtrain_with(tmp_path, "profile", "sparsity", *words, "--out", str(out), first=none)
+    assert found.returncode == 0, found.stderr
+    assert out.is_file()
+    refused = mtrain_with(tmp_path, "profile", "sparsity", "--maps", "0:0", first=none)
+    assert "No such option: --maps" in refused.stderr
 
 
 def own_folder(folder: Path) -> FolderReport | None:
@@ -96,8 +113,8 @@ def own_folder(folder: Path) -> FolderReport | None:
 
 
 def test_a_package_shows_its_folders_in_a_report(tmp_path, monkeypatch):
-    entry = metadata.EntryPoint("book", f"{__name__}:own_folder", entry_points.REPORTS)
-    monkeypatch.setattr(metadata, "entry_points", lambda **_: [entry])
+    entry = metadata.EntryPoint("book", f"{__name__}:own_folder", plugins.REPORTS)
+    monkeypatch.setattr(plugins, "_all_installed", lambda: metadata.EntryPoints([entry]))
     folder = tmp_path / "book"
     folder.mkdir()
     run = CliRunner().invoke

@@ -24,7 +24,10 @@ def test_every_configuration_is_one_row_at_any_width(tmp_path, monkeypatch):
         "one --layout zigzag,striped --exchange ring,hierarchical_all_gather",
         "--workers 2,4 --per-node 2",
     ]
-    for columns in (40, 80, 300):
+    narrow = run(*words, columns=30)
+    assert max(map(len, narrow.stdout.splitlines())) <= 30
+    assert narrow.stdout.count("hierarchical_all_gather") == 8, "a row is a block of lines"
+    for columns in (80, 300):
         result = run(*words, columns=columns)
         assert (result.exit_code, result.stderr) == (0, "")
         # A row with a bar; a title may begin like one.

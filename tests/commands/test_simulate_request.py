@@ -17,7 +17,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.pattern_settings import SparseSettings
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 
 @pytest.fixture(autouse=True)

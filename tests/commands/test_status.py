@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch import progress_record, run_dir, run_state
+from mtrain_cli.launch import progress_record, run_dir, run_status
 from mtrain_cli.launch.restart import Restart, _append
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_lock import RunLock
-from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.launch.run_status import StateReporter
 
 WORKERS = ["node7, GPU 0 (NVIDIA H200)", "node7, GPU 1 (NVIDIA H200)", "node8, GPU 0 (NVIDIA H200)"]
 
@@ -125,7 +125,7 @@ def test_other_machines_rely_on_the_heartbeat():
     lock = run.path / ".lock"
     lock.write_text("process 12 on node7\n")
     assert found()["what"] == "running"
-    long_ago = time.time() - 2 * run_state.SILENT_S
+    long_ago = time.time() - 2 * run_status.SILENT_S
     os.utime(lock, (long_ago, long_ago))
     assert found()["what"] == "lost"
 
@@ -181,7 +181,7 @@ def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
     progress_record.begin_step(13)
     progress_record.note("ring, layer 3, forward, step 2 of 3")
     later = time.time() + 70
-    monkeypatch.setattr(run_state, "SILENT_S", 1000.0)
+    monkeypatch.setattr(run_status, "SILENT_S", 1000.0)
     monkeypatch.setattr(time, "time", lambda: later)
     shown = found()
     assert (shown["what"], shown["detail"], shown["alive"]) == (
@@ -200,7 +200,7 @@ def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
 def test_the_final_state_is_the_last_one_written(phase, what):
     run = begun()
     stepped(run)
-    run_state.set_phase(run, phase, "rank 1 was killed")
+    run_status.set_phase(run, phase, "rank 1 was killed")
     shown = found("first")
     assert (shown["what"], shown["alive"], shown["step"]) == (what, False, 12)
 
@@ -227,16 +227,16 @@ def test_watch_ends_with_the_run(monkeypatch):
     (run.path / ".lock").write_text("process 12 on node7\n")
     monkeypatch.setattr("mtrain_cli.commands.status.WATCH_S", 0.01)
     looks = []
-    look = run_state.check_liveness
+    look = run_status.check_liveness
 
     def counted(one, now):
         looks.append(now)
         if len(looks) == 4:
-            run_state.set_phase(run, "finished")
+            run_status.set_phase(run, "finished")
             os.utime(run.path / ".lock", (1, 1))
         return look(one, now)
 
-    monkeypatch.setattr(run_state, "check_liveness", counted)
+    monkeypatch.setattr(run_status, "check_liveness", counted)
     result = status("first", "--watch", "--json")
     assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + [
         "finished"
@@ -247,7 +247,7 @@ def test_watch_ends_with_the_run(monkeypatch):
 def test_watching_a_finished_run_prints_it_once(words, monkeypatch):
     run = begun()
     stepped(run)
-    run_state.set_phase(run, "finished")
+    run_status.set_phase(run, "finished")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)  # both print the same age
     assert status(*words, "--watch").stdout == status(*words).stdout

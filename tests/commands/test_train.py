@@ -18,7 +18,7 @@ from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.launch import environment, local, study_folder
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import RunState, write_state
+from mtrain_cli.launch.run_status import RunState, write_state
 
 
 @pytest.fixture(autouse=True)

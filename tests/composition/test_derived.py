@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.composition.derived import folder_of
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.tokenizer_files import exported_bytes
@@ -238,9 +238,9 @@ QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_wind
 def test_the_folder_gives_the_window_of_its_layers(tmp_path: Path) -> None:
     folder = write(tmp_path / "windowed", QWEN | {"max_window_layers": 0})
     words = [f"train.init_from={folder}"]
-    assert compose(words).mask == MaskConfig.sliding(96)
+    assert compose(words).mask == SlidingWindow(96)
     save(compose(words), tmp_path / "resolved.yaml")
-    assert load(tmp_path / "resolved.yaml").mask == MaskConfig.sliding(96)
+    assert load(tmp_path / "resolved.yaml").mask == SlidingWindow(96)
     for own in (["mask=causal"], ["mask.kind=causal"]):
         assert compose([*words, *own]).mask.kind == "causal"
     assert compose([*words, "mask=prefix_lm"]).mask.prefix == 1024
@@ -250,7 +250,7 @@ def test_the_folder_gives_the_window_of_its_layers(tmp_path: Path) -> None:
 
 def test_the_folder_may_have_full_layers_first(tmp_path: Path) -> None:
     folder = write(tmp_path / "mixed", QWEN | {"max_window_layers": 1})
-    assert compose([f"train.init_from={folder}"]).mask == MaskConfig.sliding(96, full_first=1)
+    assert compose([f"train.init_from={folder}"]).mask == SlidingWindow(96, full_first=1)
 
 
 def test_a_window_other_than_the_folders_is_refused_with_both_values(tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ def test_a_window_other_than_the_folders_is_refused_with_both_values(tmp_path: P
         "mask.window=96; leave out mask.window to keep that, or add mask=sliding_window to train "
         "with another window",
     ]
-    assert compose([*words, "mask=sliding_window"]).mask == MaskConfig.sliding(64)
-    assert compose([words[0], "mask.window=96"]).mask == MaskConfig.sliding(96)
+    assert compose([*words, "mask=sliding_window"]).mask == SlidingWindow(64)
+    assert compose([words[0], "mask.window=96"]).mask == SlidingWindow(96)
     (line,) = complaints(words[0], "mask.window=wide")
     assert line.startswith("mask.window=wide: ")
     (line,) = complaints(*words, "mask.full_every=2")

@@ -13,10 +13,10 @@ from mtrain_cli import resource_dir
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import survey
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose, replaced_recipe_keys, resume
 from mtrain_cli.config.groups import open_groups
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
 
@@ -202,7 +202,7 @@ def test_the_sliding_window_recipe_has_a_full_layer_in_every_six() -> None:
         compose([f"recipe={name}"], plan=True)
         for name in ("sliding_window_qwen3b_512k", "qwen3b_512k")
     )
-    assert (config.seq, config.mask) == (524288, MaskConfig.sliding(4096, full_every=6))
+    assert (config.seq, config.mask) == (524288, SlidingWindow(4096, full_every=6))
     assert [layer for layer in range(36) if config.mask.is_full(layer)] == [5, 11, 17, 23, 29, 35]
     assert (config.topology.exchange, config.topology.layout) == ("group_cast", "zigzag")
     assert config.sparsity.pattern == "dense"

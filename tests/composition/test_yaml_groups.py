@@ -10,7 +10,7 @@ from composition.test_compose import complaints, write
 from mtrain_cli import resource_dir
 from mtrain_cli.composition import yaml_groups
 from mtrain_cli.composition.compose import compose, replaced_recipe_keys, resume
-from mtrain_cli.config.groups import TOP, open_groups, summary
+from mtrain_cli.config.groups import TOP, Groups, open_groups, summary
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
 
@@ -153,10 +153,10 @@ def test_equal_choices_share_the_work_but_not_the_values():
 
 def test_changed_files_are_composed_again(tmp_path):
     shutil.copytree(resource_dir("conf"), tmp_path, dirs_exist_ok=True)
-    assert yaml_groups._compose([tmp_path], [])["seed"] == 0
+    assert yaml_groups._compose(Groups((tmp_path,)), [])["seed"] == 0
     top = tmp_path / TOP
     top.write_text(top.read_text().replace("seed: 0", "seed: 41"))
-    assert yaml_groups._compose([tmp_path], [])["seed"] == 41
+    assert yaml_groups._compose(Groups((tmp_path,)), [])["seed"] == 41
 
 
 GLOBAL = "# @package _global_\n# A stranger's.\n"

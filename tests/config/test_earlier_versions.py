@@ -24,15 +24,21 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
     assert completed({"sparsity.pattern": "moba"})["sparsity.gate"] == "block"
     assert "sparsity.gate" not in completed({"sparsity.pattern": "dense"})
     for kind, full_first in (("sliding_window", 0), ("prefix_lm", None)):
-        assert completed({"mask.kind": kind})["mask.full_first"] == full_first
+        assert completed({"mask.kind": kind}).get("mask.full_first") == full_first
+
+
+def test_masks_of_earlier_versions_lack_keys():
+    assert completed({"mask.kind": "video"})["mask.causal"] is None
+    old = completed({"mask.kind": "sliding_window", "mask.window": 64})
+    assert (old["mask.window"], old["mask.global_tokens"], old["mask.full_every"]) == (64, 0, 0)
 
 
 def test_chunks_that_saw_earlier_chunks_are_called_block_window():
     old = completed({"mask.kind": "chunked", "mask.chunk": 64, "mask.back": 2})
-    found = {key: old[f"mask.{key}"] for key in ("kind", "block", "chunk", "back")}
+    found = {key: old.get(f"mask.{key}") for key in ("kind", "block", "chunk", "back")}
     assert found == {"kind": "block_window", "block": 64, "chunk": None, "back": 2}
     new = completed({"mask.kind": "chunked", "mask.chunk": 64})
-    assert (new["mask.kind"], new["mask.chunk"], new["mask.block"]) == ("chunked", 64, None)
+    assert (new["mask.kind"], new["mask.chunk"], new.get("mask.block")) == ("chunked", 64, None)
 
 
 def test_only_existing_keys_have_a_value_for_older_files():

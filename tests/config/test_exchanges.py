@@ -22,7 +22,7 @@ def test_auto_takes_the_same_exchange_if_others_with_its_traits_come_first(name,
 
 
 def test_only_hierarchical_exchanges_have_a_flat_partner(monkeypatch):
-    monkeypatch.setitem(EXCHANGE_TRAITS, "mirrored_ring", EXCHANGE_TRAITS["ring"])
+    monkeypatch.setitem(EXCHANGE_TRAITS._all, "mirrored_ring", EXCHANGE_TRAITS["ring"])
     assert flat_name("mirrored_ring") == "mirrored_ring"
     assert flat_name("hierarchical_ring") == "ring"
     assert flat_name("hierarchical_all_gather") == "all_gather"
@@ -33,8 +33,8 @@ def test_only_hierarchical_exchanges_have_a_flat_partner(monkeypatch):
 def test_only_the_modules_that_define_exchanges_spell_their_names():
     named = {*EXCHANGE_TRAITS, *HEAD_SHARING}
     root = Path(exchanges.__file__).parents[2]
-    # Collectives of `parallel.executor` are called all_gather, too.
-    modules = "schedule", "gather_schedules", "ring_schedules", "schedule_registry", "executor"
+    # Collectives of `parallel.operations` are called all_gather, too.
+    modules = "schedule", "gather_schedules", "ring_schedules", "schedule_registry", "operations"
     package = root / "mtrain_cli"
     definitions = [package / "config/exchanges.py"]
     definitions += [package / f"parallel/{name}.py" for name in modules]

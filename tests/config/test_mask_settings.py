@@ -6,51 +6,63 @@ import dataclasses
 
 import pytest
 
-from mtrain_cli.config.mask_settings import CAUSAL, MASKS, MOST_INTERVALS, MaskConfig
+from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
+from mtrain_cli.config import sparsity_checks
+from mtrain_cli.config.keys import all_keys
+from mtrain_cli.config.mask_settings import MASKS, MOST_INTERVALS, MaskSettings, mask_problems
 
 SEQ = 4096
-VIDEO = MaskConfig(kind="video", frames=16, height=16, width=16, window=(4, 16, 16), causal=False)
-DILATED = MaskConfig(kind="dilated", block=64, stride=2, count=8)
+VIDEO = MASKS["video"](frames=16, height=16, width=16, window=(4, 16, 16), causal=False)
+DILATED = MASKS["dilated"](block=64, stride=2, count=8)
 
 
-def lines(mask: MaskConfig, pattern: str = "dense") -> list[str]:
-    return list(mask.problems(SEQ, pattern))
+def lines(mask: MaskSettings, pattern: str = "dense") -> list[str]:
+    return list(mask_problems(mask, SEQ, pattern))
 
 
-def test_every_key_belongs_to_a_mask():
-    keys = {field.name for field in dataclasses.fields(MaskConfig)} - {"kind"}
-    assert keys == {key for own in MASKS.values() for key in own}
+def keys_of(kind: str, **given) -> list[str]:
+    """Return the lines on keys that the mask lacks, and on keys of other masks."""
+    leaves = {**dict.fromkeys(all_keys()), "sparsity.pattern": "dense", "mask.kind": kind}
+    found = sparsity_checks.variant_keys({**leaves, **{f"mask.{key}": given[key] for key in given}})
+    return [line for line in found if "mask" in line]
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_each_missing_key_is_one_line(kind):
-    found = lines(MaskConfig(kind=kind))
-    assert [line.partition("=")[0] for line in found] == [
-        f"mask.{field.name}"
-        for field in dataclasses.fields(MaskConfig)
-        if field.name in MASKS[kind]
-    ]
-    assert all(
-        f"=null: mask.kind={kind} needs a value; mask={kind} gives a" in line for line in found
-    )
+def test_missing_keys_are_one_line(kind):
+    own = MASKS[kind].own_keys()
+    if len(own) < 2:
+        lines = [f"mask.{k}=null: mask.kind={kind} needs a value; mask={kind} gives" for k in own]
+    else:
+        lines = [f"mask.kind={kind}: needs {', '.join(f'mask.{key}' for key in own)}; give mask="]
+    found = keys_of(kind)
+    assert [line[: len(lines[0])] for line in found] == lines
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (
+            keys_of("causal", window=4),
+            "mask.window=4: is not a key of mask.kind=causal; allowed with mask=sliding_window, "
+            "mask=video",
+        ),
+        (
+            keys_of("full", causal=True),
+            "mask.causal=true: is not a key of mask.kind=full; allowed with mask=video",
+        ),
+    ],
+)
+def test_a_key_of_other_masks_is_refused(found, line):
+    assert found == [line]
 
 
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
         (
-            dataclasses.replace(MaskConfig.sliding(2), window=(2, 3, 4)),
+            dataclasses.replace(SlidingWindow(2), window=(2, 3, 4)),
             "mask.window=[2,3,4]: mask.kind=sliding_window needs one number, such as 4k; three are "
             "for mask=video",
-        ),
-        (
-            MaskConfig(kind="causal", window=4),
-            "mask.window=4: is not a key of mask.kind=causal; allowed with mask=sliding_window, "
-            "mask=video",
-        ),
-        (
-            MaskConfig(kind="full", causal=True),
-            "mask.causal=true: is not a key of mask.kind=full; allowed with mask=video",
         ),
         (
             dataclasses.replace(VIDEO, window=4),
@@ -74,11 +86,11 @@ def test_each_missing_key_is_one_line(kind):
             "mask.count=17: a query sees 17 separate blocks; at most 16 are allowed",
         ),
         (
-            dataclasses.replace(MaskConfig.sliding(8), global_tokens=SEQ + 1),
+            dataclasses.replace(SlidingWindow(8), global_tokens=SEQ + 1),
             "mask.global_tokens=4097: must be at most seq=4096",
         ),
         (
-            MaskConfig(kind="prefix_lm", prefix=SEQ + 1),
+            MASKS["prefix_lm"](prefix=SEQ + 1),
             "mask.prefix=4097: must be at most seq=4096",
         ),
     ],
@@ -124,13 +136,13 @@ def test_advice_for_a_video_widens_the_window_if_it_can():
 
 
 def test_a_prefix_and_global_tokens_end_at_the_sequence():
-    assert lines(MaskConfig(kind="prefix_lm", prefix=SEQ)) == []
-    assert lines(dataclasses.replace(MaskConfig.sliding(8), global_tokens=SEQ)) == []
+    assert lines(MASKS["prefix_lm"](prefix=SEQ)) == []
+    assert lines(dataclasses.replace(SlidingWindow(8), global_tokens=SEQ)) == []
 
 
 @pytest.mark.parametrize(("window", "intervals"), [(SEQ - 4, 1), (SEQ - 5, 2)])
 def test_global_tokens_beside_a_window_join_it(window, intervals):
-    mask = dataclasses.replace(MaskConfig.sliding(window), global_tokens=4)
+    mask = dataclasses.replace(SlidingWindow(window), global_tokens=4)
     assert mask.intervals(SEQ) == intervals
 
 
@@ -138,9 +150,9 @@ def test_global_tokens_beside_a_window_join_it(window, intervals):
     ("mask", "intervals"),
     [
         (CAUSAL, 1),
-        (MaskConfig.sliding(64), 1),
-        (dataclasses.replace(MaskConfig.sliding(64), global_tokens=4), 2),
-        (dataclasses.replace(MaskConfig.sliding(SEQ), global_tokens=4), 1),
+        (SlidingWindow(64), 1),
+        (dataclasses.replace(SlidingWindow(64), global_tokens=4), 2),
+        (dataclasses.replace(SlidingWindow(SEQ), global_tokens=4), 1),
         (VIDEO, 1),
         (dataclasses.replace(VIDEO, window=(4, 15, 16)), 4),
         (dataclasses.replace(VIDEO, window=(2, 3, 15)), 6),
@@ -157,46 +169,46 @@ def test_intervals_join_where_keys_are_adjacent(mask, intervals):
 @pytest.mark.parametrize(
     ("mask", "key"),
     [
-        (MaskConfig.sliding(64, full_every=2), "mask.full_every=2"),
-        (MaskConfig.sliding(64, full_first=2), "mask.full_first=2"),
-        (dataclasses.replace(MaskConfig.sliding(64), global_tokens=4), "mask.global_tokens=4"),
-        (MaskConfig(kind="full"), "mask.kind=full"),
+        (SlidingWindow(64, full_every=2), "mask.full_every=2"),
+        (SlidingWindow(64, full_first=2), "mask.full_first=2"),
+        (dataclasses.replace(SlidingWindow(64), global_tokens=4), "mask.global_tokens=4"),
+        (MASKS["full"](), "mask.kind=full"),
     ],
 )
 def test_sparse_patterns_refuse_other_masks(mask, key):
     (line,) = lines(mask, "moba")
     assert line.startswith(f"{key}: ")
     assert "sparsity.pattern=moba" in line
-    assert lines(MaskConfig.sliding(64), "moba") == lines(CAUSAL, "moba") == []
+    assert lines(SlidingWindow(64), "moba") == lines(CAUSAL, "moba") == []
 
 
 def test_the_text_leaves_out_what_is_off():
     assert CAUSAL.describe() == "causal"
-    assert MaskConfig.sliding(4096).describe() == "sliding_window, window 4,096"
-    assert MaskConfig.sliding(64, 6).describe() == "sliding_window, window 64, full_every 6"
+    assert SlidingWindow(4096).describe() == "sliding_window, window 4,096"
+    assert SlidingWindow(64, full_every=6).describe() == "sliding_window, window 64, full_every 6"
     video = dataclasses.replace(VIDEO, causal=True).describe()
     assert video == "video, frames 16, height 16, width 16, window 4x16x16, causal"
 
 
 def test_every_nth_layer_is_full():
-    mask = MaskConfig.sliding(64, full_every=3)
+    mask = SlidingWindow(64, full_every=3)
     assert [layer for layer in range(7) if mask.is_full(layer)] == [2, 5]
-    assert not any(map(MaskConfig.sliding(64).is_full, range(7)))
+    assert not any(map(SlidingWindow(64).is_full, range(7)))
     assert mask.is_mixed
-    assert not MaskConfig.sliding(64).is_mixed
+    assert not SlidingWindow(64).is_mixed
 
 
 def test_the_first_layers_are_full():
-    mask = MaskConfig.sliding(64, full_first=3)
+    mask = SlidingWindow(64, full_first=3)
     assert [layer for layer in range(7) if mask.is_full(layer)] == [0, 1, 2]
     assert mask.is_mixed
-    both = MaskConfig.sliding(64, full_every=3, full_first=1)
+    both = SlidingWindow(64, full_every=3, full_first=1)
     assert [layer for layer in range(7) if both.is_full(layer)] == [0, 2, 5]
-    assert both.of_window_layers == mask.of_window_layers == MaskConfig.sliding(64)
+    assert both.of_window_layers == mask.of_window_layers == SlidingWindow(64)
     assert CAUSAL.of_window_layers == CAUSAL
     assert mask.describe() == "sliding_window, window 64, full_first 3"
 
 
 def test_plain_windows():
-    mask = MaskConfig.sliding(64, full_every=3)
+    mask = SlidingWindow(64, full_every=3)
     assert (mask.plain_window, CAUSAL.plain_window, VIDEO.plain_window) == (64, None, None)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands.typed_line import run
 
+from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.tensor_parallel import require_degree_1
 from mtrain_cli.model.huggingface_config import config_json

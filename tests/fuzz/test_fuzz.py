@@ -15,7 +15,7 @@ from fuzz.words import Words
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import run_state
+from mtrain_cli.launch import run_status
 from mtrain_cli.launch.run_dir import RunDir
 
 SEED, LINES, DAMAGES, COMMANDS = 20, 250, 120, 30
@@ -97,9 +97,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run_dir / "metrics.jsonl").write_text(
         "".join(json.dumps({**step, "step": n}) + "\n" for n in range(1, 4))
     )
-    run_state.write_state(
+    run_status.write_state(
         RunDir(run_dir),
-        run_state.RunState(
+        run_status.RunState(
             phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),)
         ),
     )

@@ -155,7 +155,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def memory(words: Sequence[str]) -> dict[str, Any]:
     """Return the exact bytes that `mtrain train WORDS --dry-run` prints rounded."""
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.training.run_plan import make_plan
+    from mtrain_cli.training.planning import make_plan
 
     result = make_plan(compose(list(words), plan=True))
     estimate, exchange = result.memory, result.exchange

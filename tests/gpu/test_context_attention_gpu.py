@@ -18,7 +18,7 @@ from gpu import through_host
 from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -127,7 +127,7 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
         out, lse = ReferenceKernel().forward(*exact, whole, scale)
         expected = (
             out,
-            *ReferenceKernel().backward(dout.double(), *exact, out, lse, None, whole, scale),
+            *ReferenceKernel().backward(dout.double(), Saved(*exact, out, lse, None), whole, scale),
         )
         del exact, lse
         for layout_name in ("zigzag", "striped"):

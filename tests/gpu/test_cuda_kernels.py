@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.attention.kernel import Kernel, KernelRequest
+from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.parallel.layout import make_layout
 
 pytestmark = [
@@ -67,11 +67,13 @@ def check(kernel: Kernel, tiles: Tiles, heads: int, kv_heads: int, head_dim: int
     rounded = want[0].to(q.dtype)
     delta = (rounded.double() * dout.double()).sum(-1).transpose(1, 2).contiguous()
     expected = ReferenceKernel().backward(
-        dout.double(), *exact, want[0], final, delta, tiles, scale
+        dout.double(), Saved(*exact, want[0], final, delta), tiles, scale
     )
     # Queries from another worker arrive with delta, without out.
     for whole_out, whole_delta in ((rounded, None), (None, delta.float())):
-        grads = kernel.backward(dout, q, k, v, whole_out, final.float(), whole_delta, tiles, scale)
+        grads = kernel.backward(
+            dout, Saved(q, k, v, whole_out, final.float(), whole_delta), tiles, scale
+        )
         for part, got, precise in zip(("dq", "dk", "dv"), grads, expected, strict=True):
             assert error(got, precise) < 8e-3, part
         assert bool(grads[0].transpose(1, 2)[~seen].eq(0).all())
@@ -98,11 +100,11 @@ def test_a_rank_computes_what_the_oracle_computes(
 
 
 MASKS = {
-    "window": MaskConfig(kind="sliding_window", window=300, global_tokens=0),
-    "global tokens": MaskConfig(kind="sliding_window", window=300, global_tokens=40),
-    "blocks": MaskConfig(kind="block_causal", block=150),
-    "video": MaskConfig(kind="video", frames=19, height=10, width=10, window=(3, 3, 5)),
-    "dilated": MaskConfig(kind="dilated", block=100, stride=3, count=4),
+    "window": NAMED["sliding_window"](window=300, global_tokens=0),
+    "global tokens": NAMED["sliding_window"](window=300, global_tokens=40),
+    "blocks": NAMED["block_causal"](block=150),
+    "video": NAMED["video"](frames=19, height=10, width=10, window=(3, 3, 5)),
+    "dilated": NAMED["dilated"](block=100, stride=3, count=4),
 }
 
 
@@ -125,12 +127,14 @@ def test_masks_equal_the_oracle(name, kind, layout_name, heads, kv_heads, head_d
 
 def test_triton_repeats_the_bits_under_a_mask():
     kernel = make_kernel("triton", 16, 2, 128, 9)
-    sequence = MaskRule(document_mask=False, mask=MASKS["video"])(None, SEQ, SEQ)
+    sequence = MaskRule(document_mask=False, mask=NAMED["video"])(None, SEQ, SEQ)
     tiles = Tiles.make([sequence.spans(np.arange(SEQ), np.arange(SEQ))], "cuda")
     torch.manual_seed(0)
     q, k, v, dout = (
         torch.randn(1, SEQ, h, 128, device="cuda", dtype=torch.bfloat16) for h in (16, 2, 2, 16)
     )
     out, lse = kernel.forward(q, k, v, tiles, 0.1)
-    first, second = (kernel.backward(dout, q, k, v, out, lse, None, tiles, 0.1) for _ in range(2))
+    first, second = (
+        kernel.backward(dout, Saved(q, k, v, out, lse, None), tiles, 0.1) for _ in range(2)
+    )
     assert all(map(torch.equal, first, second))

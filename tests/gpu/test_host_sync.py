@@ -66,7 +66,7 @@ def make(*overrides: str) -> Trainer:
 def test_the_host_does_not_wait_in_the_loop_over_micro_batches(overrides):
     trainer = make(*overrides)
     trainer.train_step(False)  # allocate lasting tables and buffers, compile kernels
-    compute = trainer.forward_backward
+    compute = trainer.run_step.forward_backward
 
     def watched(*args):
         torch.cuda.set_sync_debug_mode("error")
@@ -75,7 +75,7 @@ def test_the_host_does_not_wait_in_the_loop_over_micro_batches(overrides):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    trainer.forward_backward = watched  # type: ignore[method-assign]
+    trainer.run_step.forward_backward = watched  # type: ignore[method-assign]
     losses = [trainer.train_step(False).loss for _ in range(2)]
     assert all(0 < loss < 20 for loss in losses)
 
@@ -128,14 +128,14 @@ def test_offloaded_gradients_are_off_the_gpu_after_backward():
         before = torch.cuda.memory_allocated()
         trainer = make(*overrides, *more)
         losses.append([trainer.train_step(False).loss for _ in range(3)])
-        compute = trainer.forward_backward
+        compute = trainer.run_step.forward_backward
 
         def watched(*args, compute=compute, before=before):
             loss = compute(*args)
             held.append(torch.cuda.memory_allocated() - before)
             return loss
 
-        trainer.forward_backward = watched  # type: ignore[method-assign]
+        trainer.run_step.forward_backward = watched  # type: ignore[method-assign]
         trainer.train_step(False)
         layers = [
             parameter for name, parameter in trainer.decoder.named_parameters() if "layers" in name

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention.sparse_problems import as_view_among_nan, make_problem
 
-from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.reference import ReferenceKernel
 
@@ -56,23 +56,27 @@ def errors(
     assert bool(out.transpose(1, 2)[~seen].eq(0).all()), "and out 0"
     final = want_lse + 0.5  # as in a ring, where other workers contribute to the row
     rounded = want.to(p.q.dtype)
-    grads = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
+    grads = kernel.backward(
+        p.dout, Saved(p.q, p.k, p.v, rounded, final.float(), None), p.tiles, scale
+    )
     delta = (rounded.double() * dout).sum(-1).transpose(1, 2)
-    expected = ReferenceKernel().backward(dout, q, k, v, want, final, delta, p.tiles, scale)
+    expected = ReferenceKernel().backward(dout, Saved(q, k, v, want, final, delta), p.tiles, scale)
     relative_errors = {
         "out": error(out, want),
         "lse": (lse.double()[seen] - want_lse[seen]).abs().max().item() if seen.any() else 0.0,
     }
     # Queries from another worker arrive with delta, without out.
     by_delta = kernel.backward(
-        p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, scale
+        p.dout, Saved(p.q, p.k, p.v, None, final.float(), delta.float()), p.tiles, scale
     )
     relative_errors |= {
         f"{part} by delta": error(got, exact)
         for part, got, exact in zip(("dq", "dk", "dv"), by_delta, expected, strict=True)
     }
     if name == "triton":
-        again = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
+        again = kernel.backward(
+            p.dout, Saved(p.q, p.k, p.v, rounded, final.float(), None), p.tiles, scale
+        )
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), (
             "gradients are bitwise repeatable"
         )
@@ -149,8 +153,8 @@ def test_strided_heads_are_accepted(name, kind):
     q, k, v, dout = (as_view_among_nan(t) for t in (p.q, p.k, p.v, p.dout))
     for a, b in zip(kernel.forward(q, k, v, p.tiles, 0.1), (out, lse), strict=True):
         assert torch.equal(a, b)
-    want = kernel.backward(p.dout, p.q, p.k, p.v, out, lse, None, p.tiles, 0.1)
-    got = kernel.backward(dout, q, p.k, p.v, as_view_among_nan(out), lse, None, p.tiles, 0.1)
+    want = kernel.backward(p.dout, Saved(p.q, p.k, p.v, out, lse, None), p.tiles, 0.1)
+    got = kernel.backward(dout, Saved(q, p.k, p.v, as_view_among_nan(out), lse, None), p.tiles, 0.1)
     for a, b in zip(got, want, strict=True):
         assert error(a, b) < 1e-3  # FlashAttention-4 adds dq in any order
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.kernel import Kernel
+from mtrain_cli.attention.kernel import Kernel, Saved
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -103,7 +103,8 @@ def one_call(device: torch.device) -> list[str]:
         delta = row_delta(out, dout)
         gradients, times = [], []
         for given in ((out, None), (None, delta)):
-            arguments = dout, q, k, v, given[0], lse, given[1], tiles, head_dim**-0.5
+            saved = Saved(q, k, v, given[0], lse, given[1])
+            arguments = dout, saved, tiles, head_dim**-0.5
             gradients.append(kernel.backward(*arguments))
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             for _ in range(5):

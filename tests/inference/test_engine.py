@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as functional
 from inference.small_models import engine, source, tokens, write_hf, write_run
 
-from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.cache import KvCache
 from mtrain_cli.inference.decode_step import DecodeStep
@@ -25,7 +24,7 @@ from mtrain_cli.model.layer_parts import own_part
 from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.resolution import resolve_run
 
 LENGTHS = (1, 127, 128, 129, 1000)
@@ -331,9 +330,7 @@ def training_hidden(found: Engine, ids: list[int], words: tuple[str, ...]) -> to
     config = type(config)(**{**vars(config), "seq": len(ids)})
     choices = resolve_run(config, found.environment)
     exchange = make_exchange(choices.exchange.name, choices.layout, ContextGroup.alone())
-    make = BatchMaker(
-        exchange, choices.kernel, found.device, mask=MaskRule.of(config), pattern=choices.pattern
-    )
+    make = Batches(Layouts(exchange), attention_setups(config, choices), found.device)
     arrays = np.array(ids, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.int32)
     batch = make([_Prompt(*arrays)])
     set_execution(found.decoder, config.train)

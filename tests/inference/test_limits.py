@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from inference.small_models import POSITIONS, source, tokens, write_hf, write_run
 
+from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.composition import compose
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.limits import (
     GIB,
@@ -74,16 +75,16 @@ def test_positions_of_a_run_follow_its_length_and_yarn(tmp_path):
 @pytest.mark.parametrize(
     ("mask", "prompt", "part"),
     [
-        (MaskConfig.sliding(64), 60, "window ends after 64 tokens"),
-        (dataclasses.replace(MaskConfig.sliding(64), global_tokens=4), 60, "after 64 tokens"),
+        (SlidingWindow(64), 60, "window ends after 64 tokens"),
+        (dataclasses.replace(SlidingWindow(64), global_tokens=4), 60, "after 64 tokens"),
         (
-            MaskConfig(kind="full"),
+            MASKS["full"](),
             5,
             "mask full: a new token sees the whole cache, but under this model's mask a token sees "
             "later tokens, too. Generate with a run that has mask=causal, prefix_lm or sliding_wi",
         ),
         (
-            MaskConfig(kind="dilated", block=4, stride=2, count=3),
+            MASKS["dilated"](block=4, stride=2, count=3),
             5,
             "a token does not see all earlier tokens. Generate with",
         ),
@@ -98,9 +99,9 @@ def test_masks_that_hide_the_cache_are_refused(model, mask, prompt, part):
 
 
 def test_losses_need_a_mask_without_later_tokens(model):
-    for mask in (CAUSAL, MaskConfig.sliding(4)):
+    for mask in (CAUSAL, SlidingWindow(4)):
         require_hidden_labels(dataclasses.replace(model.config, mask=mask), "perplexity")
-    prefix = MaskConfig(kind="prefix_lm", prefix=5)
+    prefix = MASKS["prefix_lm"](prefix=5)
     require_prompts(
         dataclasses.replace(model, config=dataclasses.replace(model.config, mask=prefix)),
         [tokens(9)],

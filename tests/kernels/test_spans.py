@@ -10,12 +10,13 @@ from attention.sparse_problems import as_view_among_nan
 from mtrain_cli.kernels.triton import spans
 
 import mtrain_cli.attention.triton_kernel as triton_kernel
+from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonKernel, make_span_plans
-from mtrain_cli.config.mask_settings import MASKS, MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 
 LENGTH, PADDED = 60, 70  # neither is a multiple of the block
 DOCUMENTS = np.repeat([0, 1, 2], [7, 30, 23])
@@ -49,9 +50,9 @@ def check(tiles: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout:
     torch.testing.assert_close(lse.double()[seen], want_lse[seen], atol=1e-5, rtol=0)
     final = want_lse + 0.5  # as in a ring, where other workers contribute to the row
     delta = (want_out * dout.double()).sum(-1).transpose(1, 2)
-    want = oracle.backward(dout.double(), *exact, want_out, final, delta, tiles, SCALE)
+    want = oracle.backward(dout.double(), Saved(*exact, want_out, final, delta), tiles, SCALE)
     for whole_out, given in ((None, delta.float()), (want_out.float(), None)):
-        got = kernel.backward(dout, q, k, v, whole_out, final.float(), given, tiles, SCALE)
+        got = kernel.backward(dout, Saved(q, k, v, whole_out, final.float(), given), tiles, SCALE)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             torch.testing.assert_close(a.double(), b, atol=3e-5, rtol=0, msg=name)
 
@@ -70,7 +71,7 @@ def test_every_named_mask_is_here():
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("striped", [False, True])
 def test_named_masks_equal_the_oracle(kind, documents, striped):
-    mask = MaskRule(True, MaskConfig(kind=kind, **KEYS[kind]))(documents, LENGTH, PADDED)
+    mask = MaskRule(True, MASKS[kind](**KEYS[kind]))(documents, LENGTH, PADDED)
     everywhere = np.arange(PADDED)
     own = everywhere[everywhere // 8 % 2 == 1] if striped else everywhere
     tiles = Tiles.make([mask.spans(own, own if striped else everywhere)])
@@ -98,11 +99,11 @@ def test_strided_inputs_and_repeated_calls_give_the_same_bits():
     spans_, q, k, v, dout = make_dense_problem(5, 4, 2, torch.float32, slices=8)
     tiles, kernel = Tiles.make(spans_), TritonKernel()
     out, lse = kernel.forward(q, k, v, tiles, SCALE)
-    want = kernel.backward(dout, q, k, v, out, lse, None, tiles, SCALE)
+    want = kernel.backward(dout, Saved(q, k, v, out, lse, None), tiles, SCALE)
     views = [as_view_among_nan(t) for t in (q, k, v)]
     for a, b in zip(kernel.forward(*views, tiles, SCALE), (out, lse), strict=True):
         assert torch.equal(a, b)
-    again = kernel.backward(as_view_among_nan(dout), *views, out, lse, None, tiles, SCALE)
+    again = kernel.backward(as_view_among_nan(dout), Saved(*views, out, lse, None), tiles, SCALE)
     assert all(map(torch.equal, again, want))
 
 

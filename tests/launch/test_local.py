@@ -19,13 +19,12 @@ import pytest
 import torch
 import warm
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import mtrain_cli
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import local, run_dir, run_lock, run_state, stop_request
+from mtrain_cli.launch import local, run_dir, run_lock, run_status, stop_request, supervisor
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
@@ -87,13 +86,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 @pytest.fixture(autouse=True)
 def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork workers from this process, so that they import nothing anew."""
-    monkeypatch.setattr(subprocess_handler, "Popen", warm.ForkedWorker)
+    monkeypatch.setattr(supervisor, "Popen", warm.ForkedWorker)
 
 
 @pytest.fixture
 def new_programs(_forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start workers as users do, as new programs."""
-    monkeypatch.setattr(subprocess_handler, "Popen", subprocess.Popen)
+    monkeypatch.setattr(supervisor, "Popen", subprocess.Popen)
 
 
 def launched(run: RunDir, target: str, resume: bool = False) -> int:
@@ -229,8 +228,8 @@ def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_runs_on(run, ca
 
 @pytest.mark.slow
 def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, capfd, monkeypatch):
-    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_S", 1.0)
-    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_CHECK_S", 0.2)
+    monkeypatch.setattr("mtrain_cli.launch.supervisor.OVERDUE_S", 1.0)
+    monkeypatch.setattr("mtrain_cli.launch.supervisor.OVERDUE_CHECK_S", 0.2)
     assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith(
@@ -247,18 +246,18 @@ def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
     def lasts_long(*_: object) -> None:
         os.utime(lock, (1, 1))
         wait_for(lambda: lock.stat().st_mtime > 1, 20)
-        seen.append(run_state.check_liveness(run, time.time()).alive)
+        seen.append(run_status.check_liveness(run, time.time()).alive)
 
     def probed(_: object, _failure: Failure, environment: Environment) -> RestartDecision:
         lasts_long()
         return RestartDecision(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
 
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
-    monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(run_status, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(local._Workers, "run", lambda *_: next(outcomes))
     monkeypatch.setattr(local.restart.RestartPolicy, "after", probed)
-    monkeypatch.setattr(local.run_state, "set_phase", lasts_long)  # before the wait
+    monkeypatch.setattr(local.run_status, "set_phase", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0
     assert seen == [True] * 3, "after the failure, while GPUs are asked, before the restart"
 
@@ -348,7 +347,7 @@ def test_requests_from_before_the_workers_are_kept(run, monkeypatch):
 def test_a_signal_to_a_worker_that_starts_is_kept(run, number):
     """As if the signal came during the imports of the worker."""
     sent: list[int] = []
-    start = subprocess_handler.Popen._execute_child
+    start = supervisor.Popen._execute_child
 
     def start_and_signal(self, *arguments, **options):
         start(self, *arguments, **options)
@@ -363,7 +362,7 @@ def test_a_signal_to_a_worker_that_starts_is_kept(run, number):
         wait_for((run.path / "saved-1").exists)
         os.kill(os.getpid(), signal.SIGUSR2)
 
-    subprocess_handler.Popen = Signalled  # restored by `_forked_workers`
+    supervisor.Popen = Signalled  # restored by `_forked_workers`
     if number == signal.SIGUSR1:
         threading.Thread(target=stop).start()
     assert launched(run, "steps_until_stopped") == local.WARNED

@@ -1,5 +1,13 @@
-"""`mtrain status` on files that a crash or another program left damaged."""
+"""The state of a run, whether the run is alive, and `mtrain status` on files that are damaged.
 
+A run writes its state whole and at a limited rate. Its lock shows whether it is alive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,8 +16,125 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.resolved_file import save
-from mtrain_cli.launch import restart
+from mtrain_cli.launch import restart, run_status
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_lock import LOCK, RunLock
+from mtrain_cli.launch.run_status import (
+    SILENT_S,
+    WARNINGS,
+    RunState,
+    StateReporter,
+    check_liveness,
+    read_state,
+    set_phase,
+    write_state,
+)
+
+
+def reporter(run: RunDir) -> StateReporter:
+    return StateReporter(run, launcher="mtrain", steps=9, step=0, workers=["a, cpu"], records="")
+
+
+def test_a_state_is_read_back_without_keys_of_other_versions(tmp_path):
+    run = RunDir(tmp_path)
+    assert read_state(run) is None
+    state = RunState(phase="training", time=2.0, began=1.0, step=3, warnings=((1.5, "slow"),))
+    write_state(run, state)
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"], "no partial file is left"
+    run.state.write_text(json.dumps(json.loads(run.state.read_text()) | {"colour": "red"}))
+    assert read_state(run) == state
+    run.state.write_text("{")
+    assert read_state(run) is None
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path):
+    run = RunDir(tmp_path)
+    bad = {"loss": float("nan"), "expert_load": float("inf")}
+    write_state(run, RunState(phase="training", time=2.0, began=1.0, step=3, **bad))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(run.state.read_text(), parse_constant=refuse)
+    assert (read_state(run).step, read_state(run).loss) == (3, None)
+    run.state.write_text(run.state.read_text().replace("null", "NaN"))
+    assert (read_state(run).step, read_state(run).expert_load) == (3, None), "an earlier version"
+
+
+def test_a_resumed_run_keeps_the_metrics_of_its_last_step(tmp_path):
+    run = RunDir(tmp_path)
+    metrics = {"loss": 2.5, "grad_norm": 0.5, "tokens": 64, "seconds": 0.25}
+    reporter(run).step(last=True, step=7, **metrics)
+    stepped = read_state(run).stepped
+    StateReporter(run, steps=7, step=7).end("finished")
+    state = read_state(run)
+    assert {name: getattr(state, name) for name in metrics} == metrics
+    assert (state.phase, state.stepped) == ("finished", stepped)
+    StateReporter(run, steps=9, step=5)  # resumed from an earlier checkpoint
+    assert (read_state(run).loss, read_state(run).stepped) == (None, None)
+
+
+def test_steps_are_written_at_most_once_a_second_but_the_last_always(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(run_status.time, "monotonic", lambda: now[0])
+    run = RunDir(tmp_path)
+    report = reporter(run)
+
+    def after(step: int, seconds: float, last: bool = False) -> int:
+        now[0] += seconds
+        report.step(last=last, step=step)
+        state = read_state(run)
+        assert state is not None
+        return state.step
+
+    assert [after(1, 0.4), after(2, 0.4), after(3, 0.4), after(4, 0.1)] == [0, 0, 3, 3]
+    assert after(9, 0.0, last=True) == 9
+
+
+def test_the_latest_warnings_are_kept_and_survive_a_restart(tmp_path):
+    run = RunDir(tmp_path)
+    report = reporter(run)
+    for number in range(WARNINGS + 5):
+        report.warn(f"warning {number}")
+    reporter(run)
+    state = read_state(run)
+    assert state is not None
+    assert [text for _, text in state.warnings] == [f"warning {n}" for n in range(5, WARNINGS + 5)]
+
+
+def test_a_phase_is_written_with_or_without_an_earlier_state(tmp_path):
+    run = RunDir(tmp_path)
+    set_phase(run, "failed", "a reason")
+    state = read_state(run)
+    assert (state.phase, state.reason, state.host) == ("failed", "a reason", socket.gethostname())
+    reporter(run).step(last=True, step=4)
+    set_phase(run, "restarting")
+    state = read_state(run)
+    assert (state.phase, state.reason, state.step) == ("restarting", "", 4)
+
+
+def test_the_lock_decides_on_its_own_machine(tmp_path):
+    run, lock = RunDir(tmp_path), RunLock(tmp_path)
+    renewed = (tmp_path / LOCK).stat().st_mtime
+    assert check_liveness(run, renewed + 2 * SILENT_S).alive
+    lock.release()
+    life = check_liveness(run, renewed + 7)
+    assert not life.alive
+    assert life.holder == f"process {os.getpid()} on {socket.gethostname()}"
+    assert life.silent == pytest.approx(7)
+
+
+@pytest.mark.parametrize(("silent", "alive"), [(SILENT_S - 1, True), (SILENT_S + 1, False)])
+def test_the_time_stamp_decides_on_other_machines(tmp_path, silent, alive):
+    lock = tmp_path / LOCK
+    lock.write_text("process 7 on another-machine\n")
+    assert check_liveness(RunDir(tmp_path), lock.stat().st_mtime + silent).alive is alive
+
+
+def test_without_a_lock_file_nothing_is_alive(tmp_path):
+    life = check_liveness(RunDir(tmp_path), 0.0)
+    assert (life.alive, life.holder, life.silent) == (False, "", None)
+
 
 GOOD = (
     '{"time": 1.7e9, "reason": "rank 1 died", "rank": 1, "reached": 2, "step": 2, "workers": 2}\n'

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from mtrain_cli.composition import compose
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.rendezvous import open_store
 from mtrain_cli.launch.safe_pickle import MessageUnpickler, RefusedError
+from mtrain_cli.launch.worker import open_store
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.checkpointer import Checkpointer
 

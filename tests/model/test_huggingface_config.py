@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_models import LLAMA3, PLAIN, SEQ, YARN, edit_config, export, tiny_model
 
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.config.expert_settings import MoeConfig
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.schema import FAMILIES, ConfigError
 from mtrain_cli.model.huggingface_config import read_config, read_mask, remarks
 
@@ -248,7 +249,7 @@ def test_a_sliding_window_is_written_and_read(tmp_path, family, full):
     transformers = pytest.importorskip("transformers")
     export(tmp_path / "hf", tiny_model(family))
     assert read_mask(tmp_path / "hf") is None
-    mask = MaskConfig.sliding(9, **full)
+    mask = SlidingWindow(9, **full)
     export(tmp_path / "windowed", tiny_model(family), mask=mask)
     assert read_mask(tmp_path / "windowed") == mask
     read_config(tmp_path / "windowed")
@@ -258,14 +259,14 @@ def test_a_sliding_window_is_written_and_read(tmp_path, family, full):
     if family == "mixtral":  # transformers' default is no window
         return
     edit_config(tmp_path / "windowed", sliding_window=...)
-    of_transformers = MaskConfig.sliding(4096, **full)
+    of_transformers = SlidingWindow(4096, **full)
     assert read_mask(tmp_path / "windowed") == of_transformers, "the default of transformers"
 
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_layers_below_max_window_layers_are_full_in_transformers_too(tmp_path, first):
     transformers = pytest.importorskip("transformers")
-    mask = MaskConfig.sliding(9, full_first=first)
+    mask = SlidingWindow(9, full_first=first)
     export(tmp_path / "hf", tiny_model("qwen2"), mask=mask)
     types = transformers.AutoConfig.from_pretrained(tmp_path / "hf").layer_types
     # Versions of transformers without layer_types read max_window_layers alone.
@@ -278,13 +279,13 @@ def test_layers_below_max_window_layers_are_full_in_transformers_too(tmp_path, f
 
 
 def test_a_window_of_no_layer_is_no_window(tmp_path):
-    export(tmp_path / "hf", tiny_model("qwen2"), mask=MaskConfig.sliding(9))
+    export(tmp_path / "hf", tiny_model("qwen2"), mask=SlidingWindow(9))
     edit_config(tmp_path / "hf", layer_types=..., max_window_layers=3)
     assert read_mask(tmp_path / "hf") is None
 
 
 def test_a_wrong_window_or_layer_type_is_one_line(tmp_path):
-    export(tmp_path / "hf", tiny_model("qwen2"), mask=MaskConfig.sliding(9, full_every=2))
+    export(tmp_path / "hf", tiny_model("qwen2"), mask=SlidingWindow(9, full_every=2))
     types = ["sliding_attention", "full_attention", "full_attention"]
     edit_config(tmp_path / "hf", sliding_window=0, layer_types=types)
     with pytest.raises(ConfigError, match=r"sliding_window=0: must be a positive integer$"):
@@ -296,12 +297,12 @@ def test_a_wrong_window_or_layer_type_is_one_line(tmp_path):
 
 def test_windows_that_a_family_lacks_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"mask.window=9: a llama model .*family=mistral"):
-        export(tmp_path / "hf", tiny_model("llama"), mask=MaskConfig.sliding(9))
+        export(tmp_path / "hf", tiny_model("llama"), mask=SlidingWindow(9))
     with pytest.raises(ConfigError, match=r"mask.full_every=2: all layers of a mistral model"):
-        export(tmp_path / "hf", tiny_model("mistral"), mask=MaskConfig.sliding(9, 2))
+        export(tmp_path / "hf", tiny_model("mistral"), mask=SlidingWindow(9, full_every=2))
     with pytest.raises(ConfigError, match=r"mask.full_first=1: all layers of a mistral model"):
-        export(tmp_path / "hf", tiny_model("mistral"), mask=MaskConfig.sliding(9, full_first=1))
-    export(tmp_path / "hf", tiny_model("llama"), mask=MaskConfig(kind="full"))
+        export(tmp_path / "hf", tiny_model("mistral"), mask=SlidingWindow(9, full_first=1))
+    export(tmp_path / "hf", tiny_model("llama"), mask=MASKS["full"]())
 
 
 def test_dropout_and_code_in_a_folder_give_remarks(tmp_path):

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from mtrain_cli.parallel.program import Arrange, Post, Program, ShardSizes, Wait
+from typing import TypeVar
 
+from mtrain_cli.parallel import arrangements
+from mtrain_cli.parallel.arrangements import Arrange, ArrangePart, ArrangeShards
+from mtrain_cli.parallel.buffers import Buffer
+from mtrain_cli.parallel.program import Copy, Post, Program, ShardSizes, Wait
+
+Copying = TypeVar("Copying", bound=Copy)
+ARRANGEMENTS = {
+    kind
+    for kind in vars(arrangements).values()
+    if isinstance(kind, type) and issubclass(kind, Arrange)
+} - {Arrange, ArrangePart, ArrangeShards}
 SIZES = ShardSizes(tokens=64, heads=48, kv_heads=24, head_dim=8, dtype_bytes=2)
 # 640 elements of queries, and 320 of keys and values.
 FEW = ShardSizes(tokens=10, heads=8, kv_heads=2, head_dim=8, dtype_bytes=2)
@@ -13,7 +24,7 @@ def play(program: Program) -> None:
     """Raise AssertionError if a buffer is used before it is written, or after it is freed."""
     there, freed = set(program.inputs), set()
     posted: dict[int, Post] = {}
-    under_way: dict[str, int] = {}
+    under_way: dict[Buffer, int] = {}
     for op in program.operations:
         for name in op.reads:
             assert name in there, f"{op} reads what is not there"
@@ -44,5 +55,5 @@ def play(program: Program) -> None:
     assert sorted(waits) == sorted(posted)
 
 
-def copies(program: Program, what: str) -> list[Arrange]:
-    return [op for op in program.operations if isinstance(op, Arrange) and op.what == what]
+def copies(program: Program, kind: type[Copying]) -> list[Copying]:
+    return [op for op in program.operations if isinstance(op, kind)]

@@ -35,7 +35,8 @@ class OnePartEach:
     def forward(self, q, k, v, tiles, scale):  # noqa: ARG002
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):  # noqa: ARG002
+    def backward(self, dout, saved, tiles, scale):  # noqa: ARG002
+        q, k, v = saved[:3]
         self.calls += 1
         return (
             torch.full_like(q, TINY if self.calls > 1 else 1.0),

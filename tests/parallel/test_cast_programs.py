@@ -7,9 +7,10 @@ from fractions import Fraction
 
 from parallel.programs import FEW, copies
 
-from mtrain_cli.parallel.arrangements import MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
+from mtrain_cli.parallel.arrangements import MergeRows, OwnRows, SplitRows
+from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Reduce
+from mtrain_cli.parallel.operations import ReduceRows
 from mtrain_cli.parallel.schedule import DKV, KV, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 
@@ -22,11 +23,11 @@ TREE = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2))
 def test_the_cast_inside_a_node_forwards_rows_of_the_cast_across_nodes():
     program = lower(TREE, 1)
     assert [(p.reads, p.writes, p.cast, p.transfer.payload) for p in program.posts] == [
-        (("kv 1",), ("gathered 0", "leaving 0"), 0, KV),
-        (("kv 1", "gathered 0"), ("gathered 1", "leaving 1"), 1, KV),
+        ((Kind.KV.of(1),), (Kind.GATHERED.at(0), Kind.LEAVING.at(0)), 0, KV),
+        ((Kind.KV.of(1), Kind.GATHERED.at(0)), (Kind.GATHERED.at(1), Kind.LEAVING.at(1)), 1, KV),
     ]
-    (merge,) = copies(program, MERGE_ROWS)
-    assert merge.reads == ("kv 1", "gathered 0", "gathered 1")
+    (merge,) = copies(program, MergeRows)
+    assert merge.reads == (Kind.KV.of(1), Kind.GATHERED.at(0), Kind.GATHERED.at(1))
     # 320 elements in 2 bytes, read and written
     assert merge.moves.of(CAST) == 2 * 2 * 320 * (1 + 0.5 + 3)
 
@@ -36,13 +37,13 @@ def test_gradients_of_rows_return_in_the_reverse_order():
     inner, outer = (p for p in program.posts if p.transfer.payload == DKV)
     assert (inner.cast, outer.cast) == (1, 0)
     # Before the rows of the first cast return, this rank adds what returned for them.
-    assert outer.reads == ("rows 0", *inner.writes)
+    assert outer.reads == (Kind.ROWS.at(0), *inner.writes)
     assert inner.sends.of(CAST) == 4 * 320 * 3
     assert outer.sends.of(CAST) == 4 * 320 / 2
-    (reduce,) = (op for op in program.operations if isinstance(op, Reduce))
-    assert (reduce.reads, reduce.writes, reduce.cast) == (outer.writes, ("rows 0",), 0)
-    (split,) = copies(program, SPLIT_ROWS)
-    (own,) = copies(program, OWN_ROWS)
+    (reduce,) = (op for op in program.operations if isinstance(op, ReduceRows))
+    assert (reduce.reads, reduce.writes, reduce.cast) == (outer.writes, (Kind.ROWS.at(0),), 0)
+    (split,) = copies(program, SplitRows)
+    (own,) = copies(program, OwnRows)
     assert split.moves.of(CAST) == (2 + 4) * 320 * 4.5
     assert split.scratch.of(CAST) == 2 * 320 * 4.5 / 2
     assert own.moves.of(CAST) == 2 * 4 * 320

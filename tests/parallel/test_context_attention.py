@@ -11,13 +11,13 @@ from parallel.ways import Way
 
 from mtrain_cli.attention.document_slices import causal_slices, cut_slices
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.kernel import IndexRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import _Attend
 from mtrain_cli.parallel.dispatch import Balancer
@@ -111,7 +111,7 @@ def masks(name: str, padded: int) -> list[SequenceMask]:
     if kind == "data":
         rule, ids = MaskRule(True), document_ids(length)
         return [rule(i, length, padded, data_slices(n)) for n, i in enumerate(ids)]
-    rule = MaskRule(documents, MaskConfig(kind=kind, **keys))
+    rule = MaskRule(documents, NAMED[kind](**keys))
     return [rule(ids, length, padded) for ids in document_ids(length)]
 
 
@@ -508,6 +508,6 @@ def test_the_reference_kernel_is_the_derivative_of_its_forward():
         @staticmethod
         def backward(ctx, dout):
             q, k, v, out, lse = ctx.saved_tensors
-            return ReferenceKernel().backward(dout, q, k, v, out, lse, None, tiles, 0.5)
+            return ReferenceKernel().backward(dout, Saved(q, k, v, out, lse, None), tiles, 0.5)
 
     assert torch.autograd.gradcheck(Call.apply, [t.requires_grad_() for t in (q, k, v)])

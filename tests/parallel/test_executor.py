@@ -10,21 +10,23 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from parallel.programs import ARRANGEMENTS
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.arrangements import ORDER, SHARDS
+from mtrain_cli.parallel.arrangements import Arrange, Order, Shards
+from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.executor import _ARRANGE, _RUN, Executor
+from mtrain_cli.parallel.executor import Executor
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.placement import Placement
-from mtrain_cli.parallel.program import Arrange, Operation, Post, Recompute, ShardSizes
+from mtrain_cli.parallel.program import Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.running_attention import RunningAttention
 from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions
@@ -81,7 +83,7 @@ def watched(
                 found = self.tensors[buffer]
                 casts = () if self.tiles.rows is None else self.tiles.rows.shares
                 moved = replace(sizes, casts=casts)
-                size = self.program.buffers[buffer].size.of(moved, heads)
+                size = self.program.sizes[buffer].of(moved, heads)
                 # A size of 0 stands for a view. The running output starts in the compute dtype.
                 if size and not isinstance(found, RunningAttention):
                     assert nbytes(found) == size, (op, buffer)
@@ -117,7 +119,7 @@ def test_the_executor_holds_the_buffers_of_the_program(name, heads, options, kv_
         assert min(seen) > 5
 
 
-def test_the_executor_can_do_every_copy_in_programs_and_no_other():
+def test_these_programs_run_every_arrangement():
     named = set()
     for (name, heads, options), workers in product(WAYS, (1, WORLD)):
         heads = min(heads, workers)
@@ -125,8 +127,8 @@ def test_the_executor_can_do_every_copy_in_programs_and_no_other():
         for backward, columns in product((False, True), repeat=2):
             traits = Traits(columns=columns and not schedule.gathers)
             operations = lower(schedule, 0, backward=backward, traits=traits).operations
-            named |= {op.what for op in operations if isinstance(op, Arrange)}
-    assert named == set(_ARRANGE)
+            named |= {type(op) for op in operations if isinstance(op, Arrange)}
+    assert named == ARRANGEMENTS
 
 
 KEPT = (None, 1.0, 0.5, 0.0)  # shares of out; None: without checkpointing
@@ -137,11 +139,11 @@ def posted(
 ) -> dict[float | None, list[int]]:
     """Count the transfers of each pass of a layer, by the share of out that checkpointing keeps."""
     passes: list[int] = []
-    post, transport = _RUN[Post], Exchange._transport
+    run, transport = Executor.run, Exchange._transport
 
-    def counting(run: Executor, op: Post) -> None:
-        passes[-1] += 1
-        post(run, op)
+    def counting(self: Executor, operations: Iterable[Operation]) -> None:
+        passes[-1] += sum(isinstance(op, Post) for op in operations)
+        run(self, operations)
 
     def beginning(*args) -> Any:
         passes.append(0)
@@ -155,7 +157,7 @@ def posted(
     masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_RUN, Post, counting)
+        patch.setattr(Executor, "run", counting)
         patch.setattr(Exchange, "_transport", beginning)
         for keep in KEPT:
             passes.clear()
@@ -192,17 +194,21 @@ def test_shards_travel_in_the_order_of_nodes_and_return_in_the_order_of_ranks(am
     layout = make_layout("striped", 6, 96, 4)
     dk, dv = torch.rand(2, 1, 96, 2, 4)
     run = object.__new__(Executor)
-    run.tiles, run._high = ShardTiles({}, Placement(layout)), torch.float32
-    run.tensors = {"made": (dk, dv)}
-    cut = Arrange(step=0, reads=("made",), writes=("shards",), what=SHARDS, among=among)
-    (shards,) = _ARRANGE[SHARDS](run, cut)
+    run.tiles, run.high = ShardTiles({}, Placement(layout)), torch.float32
+    made, cut_up, gathered, keys = (
+        Kind.DKEYS.at(0),
+        Kind.SHARDS.at(0),
+        Kind.GATHERED.at(0),
+        Kind.KEYS.at(0),
+    )
+    run.tensors = {made: (dk, dv)}
+    (shards,) = Shards(step=0, reads=(made,), writes=(cut_up,), among=among).copy(run)
     for rank in range(6):
         # [ranks of the node, nodes, ...] if ranks exchange within their nodes first.
         found = shards[rank % among, rank // among] if among else shards[rank]
         held = layout.positions(rank)
         assert found.equal(torch.stack([dk[:, held], dv[:, held]]))
-    run.tensors = {"gathered": shards}
-    order = Arrange(step=0, reads=("gathered",), writes=("keys",), what=ORDER, among=among)
-    (keys,) = _ARRANGE[ORDER](run, order)
+    run.tensors = {gathered: shards}
+    (keys,) = Order(step=0, reads=(gathered,), writes=(keys,), among=among).copy(run)
     assert keys[0].equal(dk)
     assert keys[1].equal(dv)

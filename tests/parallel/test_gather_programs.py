@@ -9,7 +9,8 @@ import torch
 from parallel.programs import FEW, copies
 from training.allocations import LiveBytes
 
-from mtrain_cli.parallel.arrangements import ADD_HEADS, CUT, JOIN, SHARDS
+from mtrain_cli.parallel.arrangements import AddHeads, Cut, Join, Shards
+from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.layout import Joined, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import ShardSizes
@@ -23,11 +24,11 @@ def test_one_part_of_the_heads_is_scattered_at_a_time(name):
     """The shards of a part take over the memory of the part before."""
     schedule = make_schedule(name, ScheduleOptions(4, 2, chunks=4))
     program = lower(schedule, 0, backward=True)
-    live: set[str] = set()
+    live: set[Buffer] = set()
     most = 0
     for op in program.operations:
         live.update(op.writes)
-        most = max(most, sum(name.startswith("shards ") for name in live))
+        most = max(most, sum(buffer.kind is Kind.SHARDS for buffer in live))
         live.difference_update(op.frees)
     assert most == 1
 
@@ -43,7 +44,7 @@ def test_shards_need_copies_in_another_order(chunks, heads, zigzag):
     """
     options, traits = ScheduleOptions(8, 4, chunks=chunks, heads=heads), Traits(zigzag=zigzag)
     flat, tree = (
-        copies(lower(make_schedule(name, options), 0, backward=True, traits=traits), SHARDS)
+        copies(lower(make_schedule(name, options), 0, backward=True, traits=traits), Shards)
         for name in ("all_gather", "hierarchical_all_gather")
     )
     keys = 320 * (8 // heads) // chunks
@@ -59,7 +60,7 @@ def test_shards_need_copies_in_another_order(chunks, heads, zigzag):
 def test_cutting_shards_allocates_the_scratch_of_the_program(name, heads):
     schedule = make_schedule("all_gather", ScheduleOptions(4, 4, heads=heads))
     traits = Traits(zigzag=name == "zigzag")
-    (op,) = copies(lower(schedule, 0, backward=True, traits=traits), SHARDS)
+    (op,) = copies(lower(schedule, 0, backward=True, traits=traits), Shards)
     sizes = ShardSizes(tokens=8, heads=4, kv_heads=4, head_dim=16, dtype_bytes=2)
     base = make_layout(name, 4, 32, 4)
     layout = base if heads == 1 else Joined.of(base, heads)
@@ -79,7 +80,7 @@ def test_the_gradients_of_a_kernel_stay_until_the_reduce_scatter_has_started():
         for step in (0, 1):
             posts = [p for p in program.posts if p.step == step and p.transfer.payload == "dkv"]
             assert len(posts) == sent
-            assert [f"dkeys {step}" in post.frees for post in posts] == [False] * (sent - 1) + [
+            assert [Kind.DKEYS.at(step) in post.frees for post in posts] == [False] * (sent - 1) + [
                 True
             ]
 
@@ -97,7 +98,7 @@ def test_the_gradients_of_a_kernel_stay_until_the_reduce_scatter_has_started():
 def test_a_kernel_that_copies_parts_is_charged_for_each(workers, chunks, copying, moved):
     schedule = make_schedule("all_gather", ScheduleOptions(workers, 4, chunks=chunks))
     program = lower(schedule, 0, backward=True, traits=Traits(copies_parts=copying))
-    assert [op.moves.of(FEW) for op in copies(program, CUT)] == moved
+    assert [op.moves.of(FEW) for op in copies(program, Cut)] == moved
     # out and dout in 2 bytes per element, lse in 4 bytes
     copied = (4 * 640 + 4 * 80) / chunks if copying and chunks > 1 else 0
     assert [op.scratch.of(FEW) for op in program.computes] == [copied] * chunks
@@ -107,10 +108,10 @@ def test_a_kernel_that_copies_parts_is_charged_for_each(workers, chunks, copying
     ("chunks", "heads", "moved"),
     [
         # Keys: reads 4 bytes per element and writes 2. Several parts of dq: reads 2 and writes 2.
-        (1, 1, {JOIN: [6 * 320], ADD_HEADS: []}),
-        (2, 1, {JOIN: [6 * 320 + 4 * 640], ADD_HEADS: []}),
-        (1, 2, {JOIN: [0], ADD_HEADS: [6 * 320]}),
-        (4, 2, {JOIN: [0], ADD_HEADS: [6 * 320 + 4 * 640]}),
+        (1, 1, {Join: [6 * 320], AddHeads: []}),
+        (2, 1, {Join: [6 * 320 + 4 * 640], AddHeads: []}),
+        (1, 2, {Join: [0], AddHeads: [6 * 320]}),
+        (4, 2, {Join: [0], AddHeads: [6 * 320 + 4 * 640]}),
     ],
 )
 def test_one_operation_is_charged_for_joining_the_gradients(chunks, heads, moved):

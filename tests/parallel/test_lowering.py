@@ -10,15 +10,17 @@ import pytest
 from parallel.programs import SIZES, copies, play
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.arrangements import ADD_HEADS
+from mtrain_cli.parallel.arrangements import AddHeads
+from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.operations import MergeBackward
 from mtrain_cli.parallel.program import (
-    WHOLE_SEQUENCE,
     Compute,
-    Merge,
     Operation,
     Post,
-    keys_of_stage,
+    Shard,
+    Stage,
+    Whole,
 )
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions
@@ -48,10 +50,10 @@ def check(schedule: Schedule, rank: int) -> None:
         computed = [step for step in steps if step.keys]
         for op, step in zip(program.computes, computed, strict=True):
             at = op.step
-            assert (op.queries, op.part) == ((step.queries[0] // heads,), step.part)
-            keys = WHOLE_SEQUENCE if schedule.gathers else (step.keys[0] // heads,)
+            assert (op.queries, op.part) == (Shard(step.queries[0] // heads), step.part)
+            keys = Whole() if schedule.gathers else Shard(step.keys[0] // heads)
             if step.stage is not None:
-                keys = keys_of_stage(step.stage) if step.stage else op.queries
+                keys = Stage(step.stage) if step.stage else op.queries
             assert op.keys == keys
             assert step is steps[at]
         assert [op.step for op in program.operations] == sorted(
@@ -79,8 +81,8 @@ def alike(mine: Operation, theirs: Operation) -> bool:
         )
     plain = {"reads": (), "writes": (), "frees": ()}
     if isinstance(mine, Compute) and isinstance(theirs, Compute):
-        plain |= {"queries": (), "keys": (), "part": (0, 1)}
-    elif isinstance(mine, Merge) and isinstance(theirs, Merge):
+        plain |= {"queries": Shard(0), "keys": Whole(), "part": (0, 1)}
+    elif isinstance(mine, MergeBackward) and isinstance(theirs, MergeBackward):
         plain |= {"begins": ()}
     return replace(mine, **plain) == replace(theirs, **plain)
 
@@ -118,6 +120,6 @@ def test_all_ranks_have_the_same_program(exchange, options, backward):
 def test_traded_tokens_live_until_their_views_are_copied(backward):
     schedule = make_schedule("ring", ScheduleOptions(4, 4, heads=2))
     program = lower(schedule, 0, backward=backward)
-    (op,) = copies(program, ADD_HEADS)
+    (op,) = copies(program, AddHeads)
     assert op == program.operations[-1]
-    assert "traded tokens" in op.frees
+    assert Buffer(Kind.TRADED_TOKENS) in op.frees

@@ -12,8 +12,8 @@ from parallel.test_recording import HEAD_DIM, HEADS, KV_HEADS, SEQ
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -21,7 +21,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import Recorder
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 
 
 class Domain:
@@ -78,8 +78,9 @@ def test_layers_with_different_masks_have_a_range_of_their_kind(monkeypatch):
     monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
-    mask = MaskRule(False, MaskConfig.sliding(3, full_every=2))
-    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=mask, layers=3)
+    mask = MaskRule(False, SlidingWindow(3, full_every=2))
+    setups = AttentionSetup(SdpaKernel(), mask).by_kind(3)
+    make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=3)
     attend = make([Sample(*np.zeros((3, SEQ), np.int32))]).attention
     q, k, v = (
         torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)

@@ -8,13 +8,21 @@ from dataclasses import replace
 import pytest
 from parallel.programs import FEW, SIZES
 
-from mtrain_cli.parallel.arrangements import FROM_HEADS, FROM_TOKENS, OWN, TO_HEADS, TO_TOKENS
+from mtrain_cli.parallel import buffers
+from mtrain_cli.parallel.arrangements import (
+    Arrange,
+    FromHeads,
+    FromTokens,
+    Rename,
+    ToHeads,
+    ToTokens,
+)
+from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
     HIGH,
     LOW,
     MADE,
-    Arrange,
     Begin,
     Compute,
     Recompute,
@@ -127,13 +135,13 @@ def test_the_copies_of_a_head_trade_move_what_the_trade_carries(backward):
     schedule = make_schedule("all_gather", ScheduleOptions(8, 8, heads=heads))
     program = lower(schedule, 0, backward=backward)
     moved = {
-        op.what: op.moves.of(SIZES, heads) for op in program.operations if isinstance(op, Arrange)
+        type(op): op.moves.of(SIZES, heads) for op in program.operations if isinstance(op, Arrange)
     }
     rows = SIZES.tokens * SIZES.heads * SIZES.head_dim * SIZES.dtype_bytes
     keys = 2 * SIZES.tokens * SIZES.kv_heads * SIZES.head_dim * SIZES.dtype_bytes
     there, back = (rows, rows + keys) if backward else (rows + keys, rows)
-    assert moved[TO_HEADS] == moved[FROM_TOKENS] == 3 * there
-    assert moved[TO_TOKENS] == moved[FROM_HEADS] == 3 * back
+    assert moved[ToHeads] == moved[FromTokens] == 3 * there
+    assert moved[ToTokens] == moved[FromHeads] == 3 * back
 
 
 def test_gradients_of_a_kernel_have_the_compute_dtype_unless_the_kernel_says_more():
@@ -146,17 +154,15 @@ def test_gradients_of_a_kernel_have_the_compute_dtype_unless_the_kernel_says_mor
 def test_a_renamed_buffer_is_not_held_twice():
     """Without other ranks, dk and dv are the gradients that the rank has summed."""
     program = lower(make_schedule("all_gather", ScheduleOptions(1, 1)), 0, backward=True)
-    (held,) = (
-        set(live) for op, live in program.live() if isinstance(op, Arrange) and op.what == OWN
-    )
-    assert held == {"dq", "dk", "dv"}
+    (held,) = (set(live) for op, live in program.live() if isinstance(op, Rename))
+    assert held == {buffers.DQ, buffers.DK, buffers.DV}
 
 
 def test_the_pool_leaves_out_what_forward_saves():
     """Of the three shards that arrive at a rank, the last one stays for backward."""
     forward = lower(make_schedule("ring", ScheduleOptions(4, 4)), 1)
-    assert forward.pooled == {"kv 0", "kv 3", "kv 2"}
-    assert forward.saved[1] == "kv 2"
+    assert forward.pooled == {Kind.KV.of(0), Kind.KV.of(3), Kind.KV.of(2)}
+    assert forward.saved[1] == Kind.KV.of(2)
     assert list(forward.pooled_at_once(FEW).values()) == [2]
 
 
@@ -195,14 +201,14 @@ def test_leaving_out_equal_steps_changes_no_peak_and_no_pool(name, circulates, b
     traits = Traits(columns=columns, copies_parts=True)
     program = lower(make_schedule(name, options), 3, traits=traits, backward=backward)
     sizes = replace(SIZES, columns=6, column_width=128, casts=((1, 2),))
-    saved = {name for name in program.saved if program.buffers[name].pooled}
-    kept = Counter(program.buffers[name].size.shape(sizes) for name in saved)
+    saved = program.pooled & set(program.saved)
+    kept = Counter(program.sizes[buffer].shape(sizes) for buffer in saved)
     peak, pooled = 0, Counter()
     for op, live in program.live():
         apart = live - set(program.inputs) - program.pooled
-        held = [op.scratch, *(program.buffers[name].size for name in apart)]
+        held = [op.scratch, *(program.sizes[buffer] for buffer in apart)]
         peak = max(peak, sum(s.of(sizes) for s in held) + 1000 * isinstance(op, Compute))
-        shapes = (program.buffers[name].size.shape(sizes) for name in live & program.pooled)
+        shapes = (program.sizes[buffer].shape(sizes) for buffer in live & program.pooled)
         pooled |= Counter(shapes) - kept
     assert program.peak_bytes(sizes, call=1000) == peak > 1000
     assert program.pooled_at_once(sizes) == pooled

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from parallel.programs import FEW, SIZES, copies
 
-from mtrain_cli.parallel import schedule
-from mtrain_cli.parallel.arrangements import DELTA
+from mtrain_cli.parallel import buffers, schedule
+from mtrain_cli.parallel.arrangements import Delta
+from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import AddColumns, Begin, Merge, Reduce, pool_bytes
+from mtrain_cli.parallel.operations import AddColumns, Merge, Reduce
+from mtrain_cli.parallel.program import Begin, Shard, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -20,14 +22,14 @@ def test_a_ring_of_keys_step_by_step():
     """The second of four ranks receives its predecessors' keys, one hop ahead."""
     program = lower(make_schedule("ring", ScheduleOptions(4, 4)), 1)
     kinds = [type(op).__name__ for op in program.operations if op.step == 1]
-    assert kinds == ["Begin", "Post", "Wait", "Compute", "Merge"]
-    assert [op.keys for op in program.computes] == [(1,), (0,), (3,), (2,)]
+    assert kinds == ["Begin", "PostHop", "Wait", "ComputeForward", "MergeForward"]
+    assert [op.keys for op in program.computes] == [Shard(1), Shard(0), Shard(3), Shard(2)]
     assert [(p.reads, p.writes) for p in program.posts] == [
-        (("kv 1",), ("kv 0",)),
-        (("kv 0",), ("kv 3",)),
-        (("kv 3",), ("kv 2",)),
+        ((Kind.KV.of(1),), (Kind.KV.of(0),)),
+        ((Kind.KV.of(0),), (Kind.KV.of(3),)),
+        ((Kind.KV.of(3),), (Kind.KV.of(2),)),
     ]
-    assert program.saved == ("q", "kv 2", "out", "lse")
+    assert program.saved == (buffers.Q, Kind.KV.of(2), buffers.OUT, buffers.LSE)
     # One shard leaves, one is computed and one arrives. The last one is saved, not pooled; the
     # first one is not pooled, either.
     assert pool_bytes([program], SIZES) == 2 * 2 * 64 * 24 * 8 * 2
@@ -45,12 +47,12 @@ def test_a_ring_frees_the_shards_of_a_step_at_its_end(name, per_node, circulates
         program = lower(schedule, 1, backward=backward)
         begins = [at for at, op in enumerate(program.operations) if isinstance(op, Begin)]
         last = {after - 1 for after in begins[1:]}
-        word = "queries" if backward and circulates == "queries" else "kv"
+        kind = Kind.QUERIES if backward and circulates == "queries" else Kind.KV
         found = [
             at
             for at, op in enumerate(program.operations)
-            for name in op.frees
-            if name.startswith(f"{word} ")
+            for buffer in op.frees
+            if buffer.kind is kind
         ]
         assert len(found) >= 5
         # After the last step the pass casts its results.
@@ -66,11 +68,15 @@ def test_the_ring_step_in_the_docstring_is_the_program():
         1, "p2p", "kv", "context", sends=(2,), receives=(1,), to=1, source=2, after=0
     )
     lines = (schedule.__doc__ or "").splitlines()
-    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation  reads"))
-    table = [line[4:34] for line in lines[start + 1 : lines.index("", start)]]
-    shown = [(row[:11].strip(), row[11:23].strip(), row[23:].strip()) for row in table]
+    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation "))
+    table = [line[4:38] for line in lines[start + 1 : lines.index("", start)]]
+    shown = [(row[:16].strip(), row[16:28].strip(), row[28:].strip()) for row in table]
     assert shown == [
-        (type(op).__name__, ", ".join(op.reads) or "-", ", ".join(op.writes) or "-")
+        (
+            type(op).__name__,
+            ", ".join(map(str, op.reads)) or "-",
+            ", ".join(map(str, op.writes)) or "-",
+        )
         for op in lower(schedule_, 0).operations
         if op.step == 1
     ]
@@ -82,13 +88,13 @@ def test_gradients_of_queries_come_home():
     )
     hops = [p for p in program.posts if p.transfer.payload == DQ]
     assert [(p.reads, p.writes) for p in hops] == [
-        (("dqueries 2",), ("dqueries 1 by 2",)),
-        (("dqueries 1",), ("dqueries 0 by 3",)),
+        ((Kind.DQUERIES.of(2),), (Buffer(Kind.DQUERIES, 1, 2),)),
+        ((Kind.DQUERIES.of(1),), (Buffer(Kind.DQUERIES, 0, 3),)),
     ]
     assert [op.writes for op in program.operations if isinstance(op, Reduce)] == [
-        ("dqueries 1",),
-        ("dqueries 0",),
-        ("dq_sum",),
+        (Kind.DQUERIES.of(1),),
+        (Kind.DQUERIES.of(0),),
+        (buffers.DQ_SUM,),
     ]
     begins = [op.computes for op in program.operations if isinstance(op, Begin)]
     assert begins == [True, True, True, False]
@@ -111,7 +117,7 @@ def test_backward_of_queries_is_charged_for_the_message():
     """
     for circulates, each in (("kv", 2 * 2 + 4), ("queries", 2 * 2 + 4 + 4 * 2)):
         schedule = make_schedule("ring", ScheduleOptions(4, 4, circulates=circulates))
-        (delta,) = copies(lower(schedule, 1, backward=True), DELTA)
+        (delta,) = copies(lower(schedule, 1, backward=True), Delta)
         assert delta.moves.of(FEW) == each * 640
 
 

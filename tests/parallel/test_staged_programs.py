@@ -8,9 +8,12 @@ from fractions import Fraction
 import pytest
 from parallel.programs import FEW, copies
 
-from mtrain_cli.parallel.arrangements import ADD_DQ, MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
+from mtrain_cli.parallel import buffers
+from mtrain_cli.parallel.arrangements import AddDq, MergeStage, OwnRows, SplitRows
+from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Compute, Post, Program, Reduce, Wait, keys_of_stage
+from mtrain_cli.parallel.operations import ReduceRows
+from mtrain_cli.parallel.program import Compute, Post, Program, Shard, Stage, Wait
 from mtrain_cli.parallel.schedule import DKV, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 
@@ -25,7 +28,7 @@ def order(program: Program, *kinds: type) -> list[str]:
         if not isinstance(op, kinds):
             continue
         if isinstance(op, Compute):
-            names.append("own" if op.keys[0] >= 0 else "received")
+            names.append("own" if isinstance(op.keys, Shard) else "received")
         elif isinstance(op, Post):
             names.append(f"post {op.transfer.number}")
         elif isinstance(op, Wait):
@@ -60,7 +63,7 @@ def test_the_next_part_of_the_heads_is_cast_during_a_part():
 def test_three_stages_compute_own_keys_then_the_node_then_other_nodes():
     schedule = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2, stages=3))
     program = lower(schedule, 1)
-    assert [op.keys for op in program.computes] == [(1,), keys_of_stage(1), keys_of_stage(2)]
+    assert [op.keys for op in program.computes] == [Shard(1), Stage(1), Stage(2)]
     posts = {post.cast: post for post in program.posts}
     assert posts[0].transfer.peers == (1, 3)
     assert [(posts[n].transfer.peers, posts[n].transfer.sends) for n in (1, 2)] == [
@@ -68,34 +71,37 @@ def test_three_stages_compute_own_keys_then_the_node_then_other_nodes():
         ((0, 1), (3,)),
     ]
     assert [post.reads for post in program.posts] == [
-        ("kv 1",),
-        ("kv 1",),
-        ("kv 1", "gathered 0"),
+        (Kind.KV.of(1),),
+        (Kind.KV.of(1),),
+        (Kind.KV.of(1), Kind.GATHERED.at(0)),
     ]
-    merged = copies(program, MERGE_ROWS)
-    assert [op.reads for op in merged] == [("gathered 1",), ("gathered 0", "gathered 2")]
+    merged = copies(program, MergeStage)
+    assert [op.reads for op in merged] == [
+        (Kind.GATHERED.at(1),),
+        (Kind.GATHERED.at(0), Kind.GATHERED.at(2)),
+    ]
     assert [op.moves.of(CASTS) for op in merged] == [2 * 2 * 320 * 2, 2 * 2 * 320 * (1 + 3)]
 
 
 def test_gradients_of_other_nodes_leave_first():
     schedule = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2, stages=3))
     program = lower(schedule, 1, backward=True)
-    assert [op.keys for op in program.computes] == [keys_of_stage(2), keys_of_stage(1), (1,)]
+    assert [op.keys for op in program.computes] == [Stage(2), Stage(1), Shard(1)]
     posts = [post for post in program.posts if post.transfer.payload == DKV]
     assert [(post.cast, post.reads) for post in posts] == [
-        (2, ("rows 0",)),
-        (0, ("rows 0", "returned 3")),
-        (1, ("rows 0",)),
+        (2, (Kind.ROWS.at(0),)),
+        (0, (Kind.ROWS.at(0), Kind.RETURNED.at(3))),
+        (1, (Kind.ROWS.at(0),)),
     ]
-    reduces = [op for op in program.operations if isinstance(op, Reduce)]
+    reduces = [op for op in program.operations if isinstance(op, ReduceRows)]
     assert sorted((op.cast, op.reads) for op in reduces) == [
-        (0, ("returned 4",)),
-        (1, ("returned 5",)),
+        (0, (Kind.RETURNED.at(4),)),
+        (1, (Kind.RETURNED.at(5),)),
     ]
-    (added,) = copies(program, ADD_DQ)
-    assert added.reads == ("q", "dq 0", "dq 1", "dq 2")
-    (own,) = copies(program, OWN_ROWS)
-    assert own.reads == ("rows 0", "dkeys 2")
+    (added,) = copies(program, AddDq)
+    assert added.reads == (buffers.Q, Kind.DQ.at(0), Kind.DQ.at(1), Kind.DQ.at(2))
+    (own,) = copies(program, OwnRows)
+    assert own.reads == (Kind.ROWS.at(0), Kind.DKEYS.at(2))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -103,9 +109,9 @@ def test_each_stage_is_charged_for_its_own_rows(chunks):
     schedule = make_schedule("group_cast", ScheduleOptions(4, 4, chunks=chunks, stages=2))
     sizes = replace(CASTS, casts=CASTS.casts[2:])
     program = lower(schedule, 1, backward=True)
-    split = copies(program, SPLIT_ROWS)
+    split = copies(program, SplitRows)
     assert [op.moves.of(sizes) for op in split] == [(2 + 4) * 320 * 3 / chunks] * chunks
     # Gradients of received rows, and of own rows for their sum
-    assert program.buffers["rows 0"].size.of(sizes) == 4 * 320 * (1 + 3) / chunks
-    assert program.buffers["dkeys 0"].size.of(sizes) == 2 * 320 * 3 / chunks
-    assert program.buffers["dkeys 1"].size.of(sizes) == 2 * 320 / chunks
+    assert program.sizes[Kind.ROWS.at(0)].of(sizes) == 4 * 320 * (1 + 3) / chunks
+    assert program.sizes[Kind.DKEYS.at(0)].of(sizes) == 2 * 320 * 3 / chunks
+    assert program.sizes[Kind.DKEYS.at(1)].of(sizes) == 2 * 320 / chunks

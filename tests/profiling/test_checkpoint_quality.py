@@ -11,17 +11,18 @@ import torch
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling import checkpoint_quality
-from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer, Place
-from mtrain_cli.profiling.attention_request import AttentionRequest
-from mtrain_cli.profiling.checkpoint_quality import Choices, profile_checkpoints
-from mtrain_cli.profiling.pattern_quality import worker_alone
-from mtrain_cli.records.attention_files import COLUMNS, KEYS, SLASHES
+from mtrain_cli.profiling.checkpoint_quality import profile_checkpoints
+from mtrain_cli.profiling.pattern_quality import Place, worker_alone
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import Pattern
-from mtrain_cli.sparsity.top_keys import TopKeys
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.training.checkpointer import write_model_state
+from mtrain_studies.attention import choices as attention_choices
+from mtrain_studies.attention.analysis import AttentionAnalyzer
+from mtrain_studies.attention.choices import Choices
+from mtrain_studies.attention.files import COLUMNS, KEYS, SLASHES
+from mtrain_studies.attention.request import AttentionRequest
+from mtrain_studies.attention.top_keys import TopKeys
 
 SMALL = [
     "seq=128",
@@ -72,10 +73,11 @@ def run(tmp_path_factory):
 
 def profile(run, samples: int, **wanted):
     config, folders, _ = run
-    analyzer, seen = AttentionAnalyzer(AttentionRequest(**wanted)), []
+    analyzer, seen = AttentionAnalyzer(AttentionRequest(**wanted, compares=True)), []
     records = profile_checkpoints(
         config, folders, PATTERNS, samples, 30, lambda *at: seen.append(at), analyzer
     )
+    analyzer.finish()
     return records, analyzer.files, dict(seen)
 
 
@@ -127,7 +129,7 @@ def test_too_many_samples_are_refused(run):
 
 
 def test_largest_keys_that_do_not_fit_the_host_are_refused(run, monkeypatch):
-    monkeypatch.setattr(checkpoint_quality, "host_memory", lambda: 1 << 14)
+    monkeypatch.setattr(attention_choices, "host_memory", lambda: 1 << 14)
     with pytest.raises(ConfigError, match="--rows 30: the 16 largest keys of 30 queries take"):
         profile(run, 1, top_k=(4, 16))
     profile(run, 1)

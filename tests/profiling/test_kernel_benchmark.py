@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.profiling import kernel_benchmark
+from mtrain_cli.profiling import timing
 from mtrain_cli.profiling.kernel_benchmark import (
     KernelBench,
     KernelCase,
     KernelTime,
-    median_ms,
     profile_kernels,
-    save_times,
 )
+from mtrain_cli.profiling.timing import ResultFile, median_ms
 from mtrain_cli.simulation.calibration import load_calibration
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16, density=0.5, columns=4)
@@ -32,14 +31,16 @@ def test_the_time_of_a_call_is_the_median_after_two_warm_ups(monkeypatch):
     def call() -> None:
         now[0] += next(took) / 1e3
 
-    monkeypatch.setattr(kernel_benchmark.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     assert median_ms(call, "cpu", 3) == pytest.approx(3.0)
 
 
 def test_throughput_counts_two_products_forward_and_five_backward():
-    kernel = SimpleNamespace(name="k", skips=True)
-    dense = KernelTime.make(kernel, CASE.dense, (4.0, 10.0), (2_000_000, 0, 0))
-    sparse = KernelTime.make(kernel, CASE, (1.0, 5.0), (500_000, 3, 7), dense=dense)
+    dense = KernelTime(
+        kernel="k", case=CASE.dense, pairs=2_000_000, forward_ms=4.0, backward_ms=10.0
+    )
+    sparse = KernelTime(kernel="k", case=CASE, pairs=500_000, forward_ms=1.0, backward_ms=5.0)
+    sparse = sparse.compared(dense)
     assert dense.forward_ratio is dense.backward_ratio is None
     assert (sparse.forward_ratio, sparse.backward_ratio) == (4.0, 2.0)
     assert sparse.forward_tflops == pytest.approx(2 * 2 * 16 * 500_000 / 1e-3 / 1e12)
@@ -54,7 +55,7 @@ def test_a_case_and_its_dense_attention_are_counted_and_saved(tmp_path):
     assert whole.pairs == whole.mask_pairs == 4 * 64 * 65 // 2
     assert 0 < sparse.pairs < whole.pairs == sparse.mask_pairs
     path = tmp_path / "folder" / "mine.json"
-    save_times(path, times, "a command", torch.float32, "cpu", seed=3)
+    ResultFile("kernels", "cpu", torch.float32, {"seed": 3}).save(path, times, "a command")
     document = json.loads(path.read_text())
     assert (document["command"], document["dtype"], document["seed"]) == ("a command", "float32", 3)
     assert load_calibration(path).device == document["device"]
@@ -67,10 +68,9 @@ class Watching(SimpleNamespace):
         self.tiles.append(rest[2])
         return q, torch.zeros(q.shape[:-1]).transpose(1, 2)
 
-    def backward(self, *arguments):
-        *_, delta, tiles, _ = arguments
+    def backward(self, _dout, saved, tiles, _scale):
         self.tiles.append(tiles)
-        self.delta.append(delta)
+        self.delta.append(saved.delta)
 
 
 def test_dense_attention_is_timed_once_and_sparse_calls_get_the_index(monkeypatch):
@@ -93,8 +93,7 @@ def test_delta_is_computed_before_the_timed_calls_unless_the_kernel_derives_it(
     kernel = Watching(needs_out=needs_out, tiles=[], delta=[])
     bench, whole = KernelBench([], torch.float32, "cpu", 1), np.arange(CASE.seq)
     tiles = bench.tiles(SequenceMask.causal(CASE.seq, CASE.seq), whole, whole, CASE.dense)
-    inputs = bench.inputs(CASE, CASE.seq, CASE.seq)
-    bench.time_passes(kernel, CASE, tiles, inputs, with_delta=with_delta)  # type: ignore[arg-type]
+    bench.time_passes(kernel, CASE, tiles, with_delta=with_delta)  # type: ignore[arg-type]
     assert {delta is not None for delta in kernel.delta} == {given}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mtrain_cli.profiling import link_benchmark as measuring
+from mtrain_cli.profiling import timing
 from mtrain_cli.simulation.link_fit import (
     HOP,
     INNER,
@@ -38,7 +39,7 @@ def test_a_launch_takes_the_median_time(monkeypatch):
             now[0] += next(took) * 200 / 1e6
         return now[0]
 
-    monkeypatch.setattr(measuring.time, "perf_counter", clock)
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
     low, middle, high = measuring._launch_us(torch.device("cpu"))
     assert (low, middle, high) == (pytest.approx(1.9), pytest.approx(5.5), pytest.approx(9.1))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention.mask_definitions import predicate as definition
 
-from mtrain_cli.profiling import mask_benchmark
+from mtrain_cli.profiling import kernel_benchmark, mask_benchmark
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
 from mtrain_cli.profiling.mask_benchmark import MASKS, documents, make_mask, profile_masks
 
@@ -87,7 +87,9 @@ def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch
 
     monkeypatch.setattr(mask_benchmark, "FlexAttention", Flex)
     ticks = iter(range(1, 100))
-    monkeypatch.setattr(KernelBench, "median_ms", lambda _, call: (call(), float(next(ticks)))[1])
+    monkeypatch.setattr(
+        kernel_benchmark, "median_ms", lambda call, *_: (call(), float(next(ticks)))[1]
+    )
     bench = KernelBench(["sdpa", "reference"], torch.float32, "cpu", 1)
     times = list(profile_masks(bench, ["documents"], [CASE], flex=True))
     assert [t.kernel for t in times] == ["flex", "sdpa", "reference"]

@@ -18,7 +18,7 @@ from mtrain_cli.profiling import non_attention_benchmark as measuring
 from mtrain_cli.profiling.non_attention_benchmark import (
     NonAttentionTime,
     profile_non_attention,
-    save_non_attention,
+    result_file,
 )
 from mtrain_cli.simulation.calibration import (
     LOSS,
@@ -59,9 +59,7 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
             with FlopCounterMode(display=False) as counter:
                 found = super().layer(tokens, repeats)
             seen.append(
-                counter.get_total_flops()
-                / len(self.decoder.layers)
-                / (repeats + measuring._WARM_UP)
+                counter.get_total_flops() / len(self.decoder.layers) / (repeats + measuring.WARM_UP)
             )
             return found
 
@@ -176,7 +174,7 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
         )
         for n in (100, 200, 400)
     ]
-    save_non_attention(times, path, "mtrain profile non-attention", configs[0], "cpu")
+    result_file(configs[0], "cpu").save(path, times, "mtrain profile non-attention")
     found = load_calibration(path)
     assert found.curves == ()
     assert found.non_attention is not None

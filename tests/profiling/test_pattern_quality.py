@@ -9,15 +9,15 @@ import torch
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer, Place
-from mtrain_cli.profiling.attention_request import AttentionRequest
-from mtrain_cli.profiling.pattern_quality import _heads, profile_sparsity, sampled_rows
+from mtrain_cli.profiling.pattern_quality import Place, _heads, profile_sparsity, sampled_rows
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.training.trainer import Trainer
+from mtrain_studies.attention.analysis import AttentionAnalyzer
+from mtrain_studies.attention.request import AttentionRequest
 
 SEQ, BLOCK, HEADS = 100, 16, 4
 

@@ -8,14 +8,14 @@ import torch
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling.recorded_work import Estimated, estimated, own_work
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 
 SEQ, BLOCK, HEADS = 64, 16, 2
 
@@ -59,8 +59,9 @@ def test_every_layer_of_every_micro_batch_has_its_own_work():
 def test_each_kind_of_layer_has_the_work_of_its_masks():
     layout = make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
-    rule = MaskRule(True, MaskConfig.sliding(5, full_every=3))
-    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=rule, layers=7)
+    rule = MaskRule(True, SlidingWindow(5, full_every=3))
+    setups = AttentionSetup(SdpaKernel(), rule).by_kind(7)
+    make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=7)
     documents = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
     tokens = np.zeros(SEQ, np.int32)
     batches = [make([Sample(tokens, tokens, of)]) for of in (documents, np.zeros_like(documents))]

@@ -15,8 +15,8 @@ from mtrain_cli.profiling.kernel_benchmark import (
     KernelBench,
     KernelCase,
     KernelTime,
-    save_times,
 )
+from mtrain_cli.profiling.timing import ResultFile
 from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup
@@ -77,7 +77,7 @@ def test_counts_match_the_tiles(timed):
 
 def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
     path = tmp_path / "mine.json"
-    save_times(path, [found for found, _ in timed], "test", torch.float32, "cpu")
+    ResultFile("kernels", "cpu", torch.float32).save(path, [found for found, _ in timed], "test")
     calibration = load_calibration(path)
     forms = {curve.form for curve in calibration.curves}
     assert forms == {DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS}
@@ -98,7 +98,7 @@ def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
 def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(timed, tmp_path):
     """sdpa computes all pairs of the mask at any density, but only the gathered columns."""
     path = tmp_path / "mine.json"
-    save_times(path, [found for found, _ in timed], "test", torch.float32, "cpu")
+    ResultFile("kernels", "cpu", torch.float32).save(path, [found for found, _ in timed], "test")
     calibration = load_calibration(path)
     made = RecordedSetup(
         seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4,

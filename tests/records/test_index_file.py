@@ -15,7 +15,7 @@ from attention.equal_indices import same_index
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import KeySlice, SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.attention.named_masks import Dilated, SlidingWindow
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.records.index_file import RecordedSetup, load_indices, save_indices
 
@@ -72,7 +72,7 @@ def test_indices_round_trip(tmp_path):
 
 
 def test_every_mask_round_trips(tmp_path):
-    whole = MaskRule(True, MaskConfig(kind="dilated", block=3, stride=2, count=4))
+    whole = MaskRule(True, Dilated(block=3, stride=2, count=4))
     ids = np.sort(np.random.default_rng(0).integers(0, 4, 61))
     near = SequenceMask.from_first(np.maximum(np.arange(64) - 6, 0), 61)
     masks = (whole(None, 61, 64), whole(ids, 61, 64), near, near.intersect(MASKS[1]))
@@ -84,7 +84,7 @@ def test_every_mask_round_trips(tmp_path):
 
 
 def test_the_masks_of_full_layers_round_trip(tmp_path):
-    rule = MaskRule(True, MaskConfig.sliding(7))
+    rule = MaskRule(True, SlidingWindow(7))
     windows = [rule.undivided(mask.length, 64) for mask in MASKS]
     path = tmp_path / "index.npz"
     indices = [("dense", layer, None) for layer in range(4)]

@@ -8,10 +8,11 @@ import math
 
 import numpy as np
 import pytest
+from reporting.test_tables import printed
 from reporting.training_runs import trained
-from rich.console import Console
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
+from mtrain_cli.console import Console
 from mtrain_cli.reporting.comparison import compare_table, comparison, incomparable
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.terminal import show_sources
@@ -45,9 +46,7 @@ def test_only_differences_beyond_noise_are_shown(tmp_path):
     assert found["b", "forward ms"].difference == "within noise"
     assert found["c", "forward ms"].difference.startswith("+")
     assert found["c", "worker imbalance, work"].ratio == 1
-    file = io.StringIO()
-    Console(file=file, width=100).print(compare_table([first, same, slower]))
-    text = file.getvalue()
+    text = printed(compare_table([first, same, slower]))
     assert "within noise" in text
     assert max(map(len, text.splitlines())) <= 100
 

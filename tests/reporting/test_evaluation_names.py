@@ -38,8 +38,13 @@ def test_a_column_has_one_setting_also_if_lengths_or_steps_differ():
         two = dataclasses.replace(TWO, **other)
         assert names(ONE, two) == ["dense, seed 1", "dense, seed 2"]
     (lengths, _) = evaluation_tables([ONE, dataclasses.replace(TWO, length=1024)])
-    assert lengths.heads == ("length", "dense, seed 1", "dense, seed 2", "samples")
-    assert [row[1:3] for row in lengths.rows] == [["50.0 ± 1.0", "-"], ["-", "70.0 ± 1.0"]]
+    assert [column.name for column in lengths.shown] == [
+        "length",
+        "dense, seed 1",
+        "dense, seed 2",
+        "samples",
+    ]
+    assert [row[1:3] for row in lengths.cells()] == [["50.0 ± 1.0", "-"], ["-", "70.0 ± 1.0"]]
     unknown = dataclasses.replace(ONE, length=1024, settings=())
     assert names(ONE, unknown) == ["dense", "dense, settings not recorded"]
 
@@ -133,9 +138,18 @@ def test_shots_of_lm_eval_tell_results_apart():
 
 def test_tables_and_figures_show_both_results():
     lengths, depths = evaluation_tables([ONE, TWO])
-    assert lengths.heads == ("length", "dense, seed 1", "dense, seed 2", "samples")
-    assert lengths.rows[0][1:3] == ["50.0 ± 1.0", "70.0 ± 1.0"]
-    assert depths.heads == ("depth", "512\ndense, seed 1", "512\ndense, seed 2")
+    assert [column.name for column in lengths.shown] == [
+        "length",
+        "dense, seed 1",
+        "dense, seed 2",
+        "samples",
+    ]
+    assert lengths.cells()[0][1:3] == ["50.0 ± 1.0", "70.0 ± 1.0"]
+    assert [column.name for column in depths.shown] == [
+        "depth",
+        "512\ndense, seed 1",
+        "512\ndense, seed 2",
+    ]
     maps, *_ = evaluation_figures([("run", [ONE, TWO])])
     assert [view.labels for view in maps.views] == [
         ("niah, dense, seed 1, step 4",),

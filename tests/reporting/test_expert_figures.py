@@ -33,7 +33,7 @@ def test_heat_maps_show_shares_by_layer_step_and_rank(tmp_path):
     steps = drawn([source], "experts-steps")
     assert [view.labels[1] for view in steps.views] == ["0", "1"]
     assert np.array(steps.views[0].data[0]["z"]).T[0] == pytest.approx(first[0])
-    assert steps.views[0].data[0]["x"] == [1, 5]
+    assert steps.views[0].data[0]["x"] == ["1", "5"]
     ranks = drawn([source], "experts-ranks")
     assert ranks.views[0].data[0]["z"][0] == pytest.approx([5.5, 1.5, 2.5, 2.5])
 

@@ -15,16 +15,10 @@ from synthetic_records import Play, facts_of, ring, rows_of, write
 from mtrain_cli.console import Console
 from mtrain_cli.records.expert_loads import LOADS
 from mtrain_cli.reporting.comparison import comparison
-from mtrain_cli.reporting.expert_tables import (
-    HEADS,
-    ROUTING_HEADS,
-    expert_cells,
-    routing_cells,
-    share_map,
-)
+from mtrain_cli.reporting.expert_tables import expert_table, routing_table, share_map
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.sheets import sheets
+from mtrain_cli.reporting.sections import files
 from mtrain_cli.reporting.terminal import show_sources
 
 
@@ -53,12 +47,13 @@ def shown(folder: Path, sources: list[ReportSource], width: int = 140) -> str:
 
 
 def rows(sources: list[ReportSource], name: str) -> list[dict]:
-    return [row for sheet in sheets(sources) if sheet.name == name for row in sheet.rows]
+    return [row for table in files(sources) if table.name == name for row in table.records()]
 
 
 def test_the_table_has_degrees_times_and_the_what_if(tmp_path):
-    (cells,) = expert_cells([open_source(profile(tmp_path, loads(), loads(step=2)))])
-    assert dict(zip(HEADS, cells, strict=True)) == {
+    table = expert_table([open_source(profile(tmp_path, loads(), loads(step=2)))])
+    (row,) = table.cells()
+    assert dict(zip([column.heading for column in table.shown], row, strict=True)) == {
         "case": "one",
         "ep": "1",
         "worker imbalance": "1.00 ±0.00",
@@ -73,10 +68,12 @@ def test_the_table_has_degrees_times_and_the_what_if(tmp_path):
 
 
 def test_the_routing_of_a_run_is_its_first_and_last_step(tmp_path):
-    (cells,) = routing_cells([with_experts("run", tmp_path), trained("dense", tmp_path)])
-    assert len(cells) == len(ROUTING_HEADS)
-    assert cells[:7] == ["run", "1.010", "1.200", "2.01", "2.20", "1.300", "1.300"]
-    assert cells[7:] == ["1.386", "4.000", "10"], "even: the logarithm of 4"
+    table = routing_table([with_experts("run", tmp_path), trained("dense", tmp_path)])
+    (row,) = table.cells()
+    assert row[:7] == ["run", "1.010", "1.200", "2.01", "2.20", "1.300", "1.300"]
+    assert row[7:] == ["1.386", "4.000", "10"], "even: the logarithm of 4"
+    headings = [column.heading for column in table.shown]
+    assert headings[1:3] == ["balance loss, first", "balance loss, last"]
 
 
 def test_terminal_shows_tables_and_a_heat_map(tmp_path):

@@ -49,7 +49,7 @@ def test_names_of_evaluations_have_a_legend(tmp_path):
     text = write_page(
         tmp_path / "report.html", [ReportSource("run", tmp_path, results=(ONE, TWO))]
     ).read_text()
-    assert "<dt>niah: dense, seed 2</dt><dd>needles 3; seed 2</dd>" in text
+    assert "<li>niah: dense, seed 2: needles 3; seed 2</li>" in text
     alone = write_page(tmp_path / "report.html", [ReportSource("run", tmp_path, results=(ONE,))])
     assert "Names in these tables" not in alone.read_text()
 
@@ -181,6 +181,9 @@ def recorded_step() -> dict:
     }
     top = [{"name": BAD, "part": BAD, "calls": 2, "ms": 6.0}]
     return {
+        "settings": dict.fromkeys(("model", "pattern", "layout", "exchange", "kernel"), BAD)
+        | {"seq": 1024},
+        **{"steps": 1, "warmup": 2},
         "ranks": [{**rank, "rank": 0}, {**rank, "rank": 1}],
         "gpu": False,
         "workers": 2,

@@ -10,12 +10,12 @@ import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.reporting.mask_svg import inline, svg
 from mtrain_cli.reporting.mask_view import density
 
 RUN = re.compile(r"M(\d+) (\d+)h(\d+)v1h-(\d+)z")
-CHUNKED = MaskRule(False, MaskConfig(kind="block_window", block=20, back=1)).undivided(320, 320)
+CHUNKED = MaskRule(False, MASKS["block_window"](block=20, back=1)).undivided(320, 320)
 
 
 def painted(text: str, kind: str) -> np.ndarray:

@@ -10,8 +10,8 @@ from attention.dense_problems import random_slices
 
 from mtrain_cli.attention.mask import SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.dispatch import RowPrices
@@ -19,7 +19,7 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.reporting.mask_view import LayoutShare, MaskView, density, holders, share_of, views
 from mtrain_cli.training.layout_choice import make_balancer
 
-WINDOW = MaskRule(False, MaskConfig.sliding(300))
+WINDOW = MaskRule(False, SlidingWindow(300))
 WINDOW_WORDS = ("mask=sliding_window", "mask.window=300")
 
 

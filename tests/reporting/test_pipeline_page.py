@@ -18,14 +18,9 @@ from mtrain_cli.records.pipeline_times import prediction_entry
 from mtrain_cli.reporting import pipeline_page
 from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.html import write_page
-from mtrain_cli.reporting.pipeline_page import (
-    describe,
-    pipeline_cells,
-    pipeline_figure,
-    pipeline_table,
-)
+from mtrain_cli.reporting.pipeline_page import describe, pipeline_figure, pipeline_table
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.sheets import sheets
+from mtrain_cli.reporting.sections import files
 from mtrain_cli.reporting.terminal import show_sources
 
 
@@ -46,7 +41,7 @@ def simulated(folder: Path, timed: TimedPipeline = TIMED, label: str = "two") ->
 
 
 def test_the_table_compares_measured_idle_time_with_formula_and_prediction(tmp_path):
-    found = pipeline_cells([measured(tmp_path / "a"), simulated(tmp_path / "b")])
+    found = pipeline_table([measured(tmp_path / "a"), simulated(tmp_path / "b")]).cells()
     bubble = f"{TIMED.played.bubble:.1%}"
     schedule = "interleaved, 2 x 2 virtual stages, 4 micro-batches"
     assert found[0][:7] == ["a: one", schedule, "39", bubble, bubble, "11.1%", "1.20"]
@@ -86,10 +81,9 @@ def test_the_same_figure_shows_recorded_played_and_predicted_passes(tmp_path):
 
 def test_a_report_without_a_pipeline_shows_nothing(tmp_path):
     source = open_source(write(tmp_path, [rows_of(Play(ring(2)))], [facts_of(ring(2))]))
-    assert pipeline_table([source]) is None
-    assert pipeline_cells([source]) == []
+    assert pipeline_table([source]).rows == []
     assert "pipeline" not in {figure.name for figure in figures([source])}
-    assert "pipeline" not in {sheet.name for sheet in sheets([source])}
+    assert "pipeline" not in {table.name for table in files([source])}
 
 
 def test_too_many_passes_are_not_drawn(tmp_path, monkeypatch):
@@ -105,13 +99,13 @@ def test_a_prediction_of_a_foreign_file_is_left_out(tmp_path):
     summary = json.loads((tmp_path / "b/summary.json").read_text())
     summary["predicted"] = [1, None, {"label": 1, "pipeline": {"stages": "2"}}]
     (tmp_path / "b/summary.json").write_text(json.dumps(summary))
-    assert pipeline_cells([open_source(tmp_path / "b")]) == []
+    assert pipeline_table([open_source(tmp_path / "b")]).rows == []
 
 
 def test_page_terminal_and_csv_show_the_pipeline_with_escaped_names(tmp_path):
     source = measured(tmp_path / "a", label="<b>one</b>")
     text = write_page(tmp_path / "report.html", [source]).read_text()
-    assert "<h2>Pipeline</h2>" in text
+    assert "<h2>Pipeline, one step</h2>" in text
     assert "&lt;b&gt;one&lt;/b&gt;" in text
     assert "<b>one" not in text
     (figure,) = (f for f in figures([source]) if f.name == "pipeline")
@@ -121,7 +115,7 @@ def test_page_terminal_and_csv_show_the_pipeline_with_escaped_names(tmp_path):
     shown = (tmp_path / "out").read_text()
     assert "Pipeline, one step" in shown
     assert "interleaved, 2 x 2 virtual stages, 4 micro-batches" in shown
-    (sheet,) = (sheet for sheet in sheets([source]) if sheet.name == "pipeline")
+    (sheet,) = (table for table in files([source]) if table.name == "pipeline")
     assert [row["stage"] for row in sheet.rows] == [0, 1]
     assert [row["work_ms"] for row in sheet.rows] == pytest.approx([24, 36])
     assert [row["late_ms"] for row in sheet.rows] == pytest.approx([0, 1])
@@ -134,5 +128,5 @@ def test_one_micro_batch_is_singular():
 
 def test_many_stages_are_listed_by_their_range(tmp_path):
     timed = TimedPipeline(Pipeline("1f1b", 9, 1, 1), tuple(range(1, 10)), tuple(range(1, 10)))
-    (row,) = pipeline_cells([simulated(tmp_path, timed)])
+    (row,) = pipeline_table([simulated(tmp_path, timed)]).cells()
     assert row[7] == "0.002, ..., from 0.002 to 0.018"

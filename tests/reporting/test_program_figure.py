@@ -97,7 +97,7 @@ def test_held_bytes_and_messages_follow_the_program(name, tmp_path):
         lanes, begins = place(programs, exchange.sizes)
         for program, lane in zip(programs, lanes, strict=True):
             held = [
-                sum(program.buffers[b].size.of(exchange.sizes, program.sharing) for b in live)
+                sum(program.sizes[b].of(exchange.sizes, program.sharing) for b in live)
                 for _, live in program.live()
             ]
             assert [sum(p.held.values()) for p in lane] == pytest.approx(held)
@@ -163,8 +163,8 @@ def test_the_terminal_lists_what_rank_0_sends_while_it_computes(tmp_path):
     source = source_of(tmp_path, "ring")
     table = program_table(source, source.cases[0])
     assert table is not None
-    columns = [list(column.cells) for column in table.columns]
-    assert columns[2] == [f"keys of {shard}" for shard in (0, 3, 2, 1, 1, 2, 3, 0)]
+    columns = list(zip(*table.cells(), strict=True))
+    assert list(columns[2]) == [f"keys of {shard}" for shard in (0, 3, 2, 1, 1, 2, 3, 0)]
     assert columns[3][0] == "send kv 0, 1.0 MiB, to rank 1"
     assert columns[3][3] == ""
     large = ring(16)

@@ -14,7 +14,7 @@ from mtrain_cli.config.resolved_file import save
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import RunState, StateReporter, write_state
+from mtrain_cli.launch.run_status import RunState, StateReporter, write_state
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.report_source import (
     ReportSource,

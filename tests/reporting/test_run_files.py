@@ -11,7 +11,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.resolved_file import save
 from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import StateReporter, read_state, write_state
+from mtrain_cli.launch.run_status import StateReporter, read_state, write_state
 from mtrain_cli.reporting.run_files import read_run_files
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain_cli.reporting.plots import FigureView
-from mtrain_cli.reporting.sweeps import Row, cells, scaling_figure, sheet
+from mtrain_cli.reporting.sweeps import Row, scaling_figure, sweep_table, why_not
 
 
 def row(
@@ -40,15 +40,17 @@ ROWS = [
 
 
 def test_the_fastest_that_fits_of_each_number_of_gpus_is_the_best():
-    heads, lines, states = cells(ROWS)
-    assert heads[:3] == ["GPUs", "layout", "exchange"]
-    assert states == ["not", "best", "fits", "best", "fits", "best", "not"]
+    table = sweep_table([("", ROWS)])
+    lines = table.cells()
+    assert [column.name for column in table.shown][:3] == ["GPUs", "layout", "exchange"]
+    assert list(map(table.state, table.rows)) == ["not", "best", "", "best", "", "best", "not"]
     assert [line[-1] for line in lines[:2]] == ["no", "yes"]
-    assert lines[-1][-1] == "too many GPUs"
-    assert all(len(line) == len(heads) for line in lines)
-    table = sheet([("one", ROWS), ("two", [row(8, "striped", 3, seq_="x")])])
-    assert all(list(line) == list(table.rows[0]) for line in table.rows)
-    assert [line["run"] for line in table.rows] == ["one"] * 7 + ["two"]
+    assert lines[-1][-1] == "impossible"
+    assert why_not(ROWS) == ["too many GPUs"]
+    both = sweep_table([("one", ROWS), ("two", [row(8, "striped", 3, seq_="x")])])
+    assert [line["run"] for line in both.records()] == ["one"] * 7 + ["two"]
+    assert both.records()[6]["cannot"] == "too many GPUs"
+    assert list(map(both.state, both.rows))[-1] == "best", "runs do not compete"
 
 
 def views_of(rows: list[Row]) -> list[FigureView]:
@@ -99,15 +101,15 @@ def test_length_is_the_axis_if_the_number_of_gpus_is_fixed():
 def test_units_agree_in_table_sheet_and_figure():
     """GiB are 2^30 bytes everywhere, and throughput is the likely value."""
     mine = [row(8, "striped", 16), row(16, "striped", 8)]
-    heads, lines, _ = cells(mine)
-    shown = dict(zip(heads, lines[0], strict=True))
+    table = sweep_table([("one", mine)])
+    shown = dict(zip([column.name for column in table.shown], table.cells()[0], strict=True))
     assert (shown["GiB"], shown["tokens/s/GPU"], shown["best - worst"], shown["HFU"]) == (
         "30.0",
         "4,096",
         "8 - 32",
         "20.0%",
     )
-    line = sheet([("one", mine)]).rows[0]
+    line = table.records()[0]
     assert (line["memory_gib"], line["tokens_per_second_per_gpu"]) == (30, 4096)
     assert (line["seconds_low"], line["seconds"], line["seconds_high"]) == (8, 16, 32)
     views = {view.labels[-1]: view.data for view in views_of(mine)}

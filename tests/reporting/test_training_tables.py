@@ -9,20 +9,14 @@ from pathlib import Path
 import pytest
 from reporting.test_tables import cells, printed
 from reporting.training_runs import step
-from rich.console import Console
 
+from mtrain_cli.console import Console
 from mtrain_cli.launch.restart import Restart
-from mtrain_cli.reporting.html import _trained
+from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.sheets import sheets
+from mtrain_cli.reporting.sections import files
 from mtrain_cli.reporting.training_figures import training_figure
-from mtrain_cli.reporting.training_tables import (
-    medians_note,
-    totals,
-    training_headings,
-    training_row,
-    training_table,
-)
+from mtrain_cli.reporting.training_tables import medians_note, training_table
 from mtrain_cli.training.progress import TrainingProgress
 
 
@@ -30,9 +24,9 @@ def test_a_median_leaves_out_steps_without_a_rate():
     rates = [1.0, 1.0, 30.0, None, 20.0]
     metrics = [step(n, tokens_per_second_per_gpu=rate) for n, rate in enumerate(rates, 1)]
     source = ReportSource("odd", Path(), metrics=tuple(metrics))
-    assert training_row(source)[4] == "25"
+    assert cells(training_table([source]))["tokens/s/worker"] == ["25"]
     unknown = ReportSource("odd", Path(), metrics=(step(1, tokens_per_second_per_gpu=None),))
-    assert training_row(unknown)[4] == "-"
+    assert cells(training_table([unknown]))["tokens/s/worker"] == ["-"]
 
 
 def test_sparse_trainings_show_hfu_without_mfu(tmp_path):
@@ -63,7 +57,7 @@ def test_sparse_trainings_show_hfu_without_mfu(tmp_path):
     shown = cells(training_table(sources))
     assert (shown["MFU"], shown["HFU"]) == (["48.0%", "-"], ["54.0%", "53.0%"])
     assert max(map(len, printed(training_table(sources), width=80).splitlines())) <= 80
-    (utilization,) = [sheet.rows for sheet in sheets(sources) if sheet.name == "training"]
+    (utilization,) = [table.records() for table in files(sources) if table.name == "training"]
     assert [(row["mfu_model"], row["mfu_executed"]) for row in utilization[2:4]] == [
         (0.48, 0.54),
         (None, 0.53),
@@ -91,7 +85,7 @@ def test_throughput_has_the_same_figure_and_unit_in_training_and_in_its_report(t
     assert f"throughput  450 tokens/s/{unit}, median of 4 steps" in out.getvalue()
     restart = Restart(0.0, "killed", 1, 4, 4, 2)
     source = ReportSource("a", tmp_path, metrics=tuple(steps), restarts=(restart,))
-    assert cells(training_table([source]))[f"tokens/s /{unit}"] == ["450"]
+    assert cells(training_table([source]))[f"tokens/s/{unit}"] == ["450"]
     assert f"tokens/s/{unit}" in [view.labels[0] for view in training_figure([source]).views]
 
 
@@ -110,27 +104,27 @@ def test_a_page_shows_the_tokens_of_a_run_and_the_time_of_all_its_steps(tmp_path
     steps = [step(n, seconds=time, tokens=4096 * n) for n, time in enumerate(times, 1)]
     restart = Restart(0.0, "killed", 1, 2, 2, 2)
     source = ReportSource("a", tmp_path, metrics=tuple(steps), restarts=(restart,))
-    assert totals(source) == ["16,384", "1:31"]
-    page = _trained([source])
-    assert "took" in page
-    assert "<td>16,384</td><td>1:31</td>" in page.replace("\n", "")
+    shown = cells(training_table([source]))
+    assert (shown["tokens"], shown["took"]) == (["16,384"], ["1:31"])
+    page = write_page(tmp_path / "report.html", [source]).read_text()
+    assert "<td>16,384</td><td>1:31</td>" in page
 
 
 def test_headings_of_the_training_table_break_between_words():
-    said = printed(training_table([]), width=80)
+    runs = [ReportSource("a-long-name", Path(), metrics=(step(1, tokens=10**12),))] * 2
+    said = printed(training_table(runs), width=80)
     assert "tokens/s" in said
-    assert "/GPU" in said
-    assert "tokens/s/GPU" not in said
+    assert "/worker" in said
+    assert "tokens/s/worker" not in said
 
 
 def test_targets_and_a_density_of_all_pairs_are_shown():
     steps = [step(n, targets=530, dense_density=1.0) for n in (1, 2, 3)]
     source = ReportSource("odd", Path(), metrics=tuple(steps))
-    row = dict(zip(training_headings([source]), training_row(source), strict=True))
-    assert row["targets"] == "530"
+    assert cells(training_table([source]))["targets"] == ["530"]
     assert medians_note([source]).endswith(
         "; density 100%: the pattern leaves nothing out at this length"
     )
     other = ReportSource("b", Path(), metrics=(step(1),))
     assert "; odd: density 100%: " in medians_note([source, other])
-    assert dict(zip(training_headings([other]), training_row(other), strict=True))["targets"] == "-"
+    assert cells(training_table([other]))["targets"] == ["-"]

@@ -6,17 +6,10 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.parallel.arrangements import Arrange
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import (
-    AddColumns,
-    Arrange,
-    Begin,
-    Compute,
-    ComputeColumns,
-    Post,
-    Reduce,
-    Wait,
-)
+from mtrain_cli.parallel.operations import AddColumns, Reduce
+from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Post, Wait
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions

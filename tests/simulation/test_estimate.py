@@ -19,7 +19,7 @@ from mtrain_cli.simulation.estimate import MOST_CONTEXT, estimate_step
 from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 ON_H200 = ["model=qwen3b", "seq=256k", "topology=h200_1x8"]
 SPARSE = "sparsity=vertical_slash"

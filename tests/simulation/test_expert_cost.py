@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.simulation.expert_cost import ExpertWork, LayerExperts
+from mtrain_cli.simulation.expert_cost import ComputeCost, LayerExperts
 from mtrain_cli.simulation.router_loads import ExpertLoads
-from mtrain_cli.training.flops import EXPERTS_IN, EXPERTS_OUT, layer_shapes
+from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT
+from mtrain_cli.training.flops import layer_shapes
 
 QWEN = compose(["model=qwen3_30b_a3b"]).model
 
@@ -37,7 +38,7 @@ def test_uneven_loads_take_longer_where_experts_have_few_tokens():
     assert seconds(ExpertLoads(1.0), 2**20) < 1.01 * seconds(ExpertLoads(), 2**20)
 
 
-def flop(work: ExpertWork) -> float:
+def flop(work: ComputeCost) -> float:
     return sum(each.flop * each.times for each in work.products)
 
 

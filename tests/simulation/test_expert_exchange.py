@@ -12,7 +12,7 @@ from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation import expert_exchange
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
-from mtrain_cli.simulation.expert_exchange import RowExchange, RowWait, dealt_over
+from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
 from mtrain_cli.simulation.predicted_step import EXPERTS, _StepEstimate
 from mtrain_cli.simulation.router_loads import ExpertLoads
@@ -23,6 +23,7 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     predict_training,
 )
+from mtrain_cli.step.interpreters import PassTime
 from mtrain_cli.training.expert_traffic import expert_traffic
 from mtrain_cli.training.flops import layer_kinds
 
@@ -83,12 +84,17 @@ def test_a_worker_alone_has_no_rows():
     assert "every worker computes with all experts" in " ".join(found.remarks)
 
 
+def computing(one: RowExchange) -> tuple[np.ndarray, np.ndarray]:
+    layer = one._layer
+    return one._computing(layer.forward(), 0), one._computing(layer.backward(), 1)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
     """Equal loads: all workers compute alike, and messages of two parts hide behind products."""
-    monkeypatch.setattr(expert_exchange, "expert_parts", lambda *_: 1)
+    monkeypatch.setattr(expert_exchange, "chunks_and_parts", lambda *_: (1, 1))
     one = exchange(ExpertLoads(), "train.activation_checkpoint=none", "topology.expert_chunks=1")
-    forward, backward = one._computing()
+    forward, backward = computing(one)
     assert np.ptp(forward) == np.ptp(backward) == 0
     rows, scored = (one._message(4096 * 8 * 7 / 8 * (2048 * 2 + n))[0] for n in (0, 16))
     counts = one._message(8 * 128 * 7, to_all=False)[0] + expert_exchange.WAIT_FOR_NUMBERS.value
@@ -102,7 +108,7 @@ def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
     assert back.exposed == pytest.approx(rows + scored - hidden)
     assert back.late == found.late == 0
     if parts > 1:
-        monkeypatch.setattr(expert_exchange, "expert_parts", lambda *_: parts)
+        monkeypatch.setattr(expert_exchange, "chunks_and_parts", lambda *_: (1, parts))
         two = exchange(ExpertLoads(), "train.activation_checkpoint=none")
         assert two.forward().hidden > 0
         assert two.forward().exposed < found.exposed
@@ -111,7 +117,7 @@ def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
 
 def test_the_mean_of_the_workers_is_what_the_step_counts():
     one = exchange(UNEVEN, "topology.expert_chunks=3")
-    forward, backward = one._computing()
+    forward, backward = computing(one)
     work = one.experts.work()
     costs, moved = one.costs, one.experts.moved(np.array(4096.0 * 8))
     router = work[0].products[0]
@@ -174,7 +180,7 @@ def test_in_forward_weights_hide_behind_the_experts_only(monkeypatch):
     assert seen[0] == one_pass(2).span
 
 
-def one_pass(degree: int) -> RowWait:
+def one_pass(degree: int) -> PassTime:
     found = dealt(degree)
     costs = found.attention.costs[VALUE]
     result = RowExchange.of(found.plan, ExpertLoads(), CLUSTER, costs, 1.0)

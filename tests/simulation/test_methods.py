@@ -94,14 +94,14 @@ def counted(rank: int, world: int) -> dict[str, tuple[int, MethodCost]]:
         tp, pp = topology.tensor_parallel, topology.pipeline_parallel
         place = gloo.environment(rank, world, int(topology.context_parallel), None, tp, pp)
         trainer, counter = Trainer(config, place), Counter()
-        compute = trainer.forward_backward
+        compute = trainer.run_step.forward_backward
 
         def measured(*args, compute=compute, counter=counter):
             with pytest.MonkeyPatch.context() as patch:
                 counter.patch(patch)
                 return compute(*args)
 
-        trainer.forward_backward = measured  # type: ignore[method-assign]
+        trainer.run_step.forward_backward = measured  # type: ignore[method-assign]
         trainer.train_step(False)
         found[method.name] = counter.bytes, cost_of(trainer.plan)
         trainer.close()

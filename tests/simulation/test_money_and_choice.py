@@ -71,7 +71,8 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
         seconds = dataclasses.replace(
             step.seconds, value=step.seconds.low if name == faster else step.seconds.high
         )
-        plan = dataclasses.replace(plan, capacity=1) if name == small else plan
+        if name == small:
+            plan = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory=1))
         return dataclasses.replace(
             made[name], plan=plan, step=dataclasses.replace(step, plan=plan, seconds=seconds)
         )

@@ -14,7 +14,7 @@ from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost, priced
-from mtrain_cli.simulation.predicted_step import PredictedStep, WeightTransfer, overlapped_us
+from mtrain_cli.simulation.predicted_step import PredictedStep, copies, overlapped_us
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -24,8 +24,10 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.step.interpreters import MessageCost
+from mtrain_cli.step.program import Message
 from mtrain_cli.training.flops import causal_pairs, recomputed_pair_share, training_flops
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")
@@ -378,23 +380,21 @@ def test_weights_hide_behind_computation_like_in_an_event_queue(bandwidth, monke
     )
     costs, non_attention, layers = found.attention.costs[VALUE], NonAttentionCost.of(found.plan), 36
     passes = found.attention.passes
+    gather, reduce = Message.GATHER, Message.REDUCE
+    of_layer, of_root = non_attention.of_layer, non_attention.of_root
     forward = (
         passes["forward"].duration.value * 1e3
-        + priced(non_attention.forward + non_attention.gathered, costs).us
+        + priced(non_attention.forward + copies(of_layer, {gather}), costs).us
     )
     backward = (
         passes["backward"].duration.value * 1e3
-        + priced(non_attention.backward + non_attention.gathered + non_attention.reduced, costs).us
+        + priced(non_attention.backward + copies(of_layer, {gather, reduce}), costs).us
     )
     backward += priced(non_attention.recomputed, costs).us
     us = [
-        costs.collective(False, 8, 8, int(size))[0]
-        for size in (
-            non_attention.gather,
-            non_attention.reduce,
-            non_attention.root_gather,
-            non_attention.root_reduce,
-        )
+        costs.collective(False, 8, 8, int(collectives[message].received))[0]
+        for collectives in (of_layer, of_root)
+        for message in (gather, reduce)
     ]
     expected = _played(forward, backward, us[0], us[1], (us[2], us[3]), layers) - layers * (
         forward + backward
@@ -455,8 +455,8 @@ def test_measured_steps_lie_within_the_bounds(words, workers, layout, exchange, 
 
 def test_weights_get_the_bandwidth_that_attention_leaves():
     outer, inner = (
-        WeightTransfer(us=30.0, busy=20.0, outer=True),
-        WeightTransfer(us=30.0, busy=20.0, outer=False),
+        MessageCost(us=30.0, busy=20.0, outer=True),
+        MessageCost(us=30.0, busy=20.0, outer=False),
     )
     assert overlapped_us([outer], 100.0, (0.0, 0.0), VALUE) == 30
     assert overlapped_us([outer], 100.0, (90.0, 0.0), VALUE) == 30, "another link"
@@ -464,10 +464,8 @@ def test_weights_get_the_bandwidth_that_attention_leaves():
     assert overlapped_us([outer], 100.0, (0.0, 60.0), LOW) == 30
     assert overlapped_us([inner], 100.0, (60.0, 0.0), HIGH) == pytest.approx(50)
     # Half of the link for 40 us does 20 of the 30 us; the others come after it.
-    assert overlapped_us(
-        [WeightTransfer(30.0, 30.0, outer=False)], 40.0, (20.0, 0.0), VALUE
-    ) == pytest.approx(50)
+    assert overlapped_us([MessageCost(30.0, 30.0)], 40.0, (20.0, 0.0), VALUE) == pytest.approx(50)
     assert overlapped_us([outer, outer], 10.0, (0.0, 10.0), VALUE) == pytest.approx(70), (
         "nothing is left"
     )
-    assert overlapped_us([WeightTransfer(0.0, 0.0, outer=False)], 10.0, (0.0, 0.0), VALUE) == 0
+    assert overlapped_us([MessageCost(0.0, 0.0)], 10.0, (0.0, 0.0), VALUE) == 0

@@ -268,7 +268,7 @@ def test_equal_configurations_are_tried_once():
 
 
 def test_a_flat_exchange_with_the_traits_of_another_is_tried_too(monkeypatch):
-    monkeypatch.setitem(EXCHANGE_TRAITS, "mirrored_ring", EXCHANGE_TRAITS["ring"])
+    monkeypatch.setitem(EXCHANGE_TRAITS._all, "mirrored_ring", EXCHANGE_TRAITS["ring"])
     names = ("mirrored_ring", "ring", "hierarchical_ring")
     flat = [("striped", "mirrored_ring"), ("striped", "ring")]
     assert _distinct(("striped",), names, 8, 8) == flat

@@ -9,9 +9,10 @@ import pytest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
-from mtrain_cli.parallel.arrangements import ORDER
+from mtrain_cli.parallel.arrangements import Order
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Arrange, Merge, ShardSizes
+from mtrain_cli.parallel.operations import Merge
+from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -287,9 +288,7 @@ def test_copies_and_sums_by_hand():
     assert merges(backward=True)[2] > 20
     # Keys and values of all eight workers are put in order: read and written.
     (order,) = (
-        op.moves
-        for op in lower(gather.spmd.schedule, 0).operations
-        if isinstance(op, Arrange) and op.what == ORDER
+        op.moves for op in lower(gather.spmd.schedule, 0).operations if isinstance(op, Order)
     )
     assert gather.copy_us(order) == us(2 * 2 * 8 * kv)
 

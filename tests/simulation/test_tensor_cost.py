@@ -17,6 +17,7 @@ from mtrain_cli.simulation.scenario import (
 )
 from mtrain_cli.simulation.tensor_cost import TensorMessages, cluster_of_groups
 from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.step.layer import Layer
 
 CLUSTER = load_cluster("h100_4x8", nodes=2)
 WORDS = ("model=qwen7b", "model.num_layers=3", "seq=32k", "topology.tensor_parallel=2")
@@ -30,10 +31,10 @@ def predicted(*words: str, workers: int = 8, slow: dict[int, float] | None = Non
     return predict_training(CLUSTER, scenario, workers, "striped", "all_gather")
 
 
-def messages(tiles: tuple[int, ...], kept: float = 0.0) -> TensorMessages:
+def messages(tiles: tuple[int, ...], keeps: bool = False) -> TensorMessages:
     """Return messages of 1 byte a row, where each of the seven products takes equal time."""
-    weights = dict.fromkeys(("o", "gate", "up", "down"), 10)
-    return TensorMessages(tiles, 1, 1, kept, weights, before_weights=0)
+    layer = Layer(checkpointed=False, keeps=keeps, tiles=tiles)
+    return TensorMessages([(3, layer)], 1, dict.fromkeys(("o", "gate", "up", "down"), 10))
 
 
 def test_one_tile_waits_for_every_message():
@@ -44,7 +45,7 @@ def test_one_tile_waits_for_every_message():
     # The gathered gradient travels behind the gathered input, while gate and up compute: 2 of 11
     # products.
     assert back.exposed == pytest.approx(5 * 16 + max(0.0, 16 - 100 * 2 / 11))
-    kept = messages((8,), kept=1.0).backward(100.0, lambda size: 2.0 * size)
+    kept = messages((8,), keeps=True).backward(100.0, lambda size: 2.0 * size)
     assert (kept.size, kept.exposed) == (5 * 8, pytest.approx(5 * 16))
 
 

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from simulation.event_loop import EventLoop
 
-from mtrain_cli.parallel.arrangements import FROM_HEADS, FROM_TOKENS, TO_HEADS, TO_TOKENS
+from mtrain_cli.parallel.arrangements import (
+    Cut,
+    FromHeads,
+    FromTokens,
+    Shards,
+    ToHeads,
+    ToTokens,
+)
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Arrange, Merge, Reduce
+from mtrain_cli.parallel.operations import Merge, Reduce
+from mtrain_cli.parallel.program import Operation
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import INNER, OUTER, SUM, Schedule, ScheduleOptions
@@ -34,7 +42,7 @@ class Given(Prices):
     share: float = 0.0
     columns_us: float = 0.0
     sum_us: float = 0.0
-    others: dict[str, float] = field(default_factory=dict)
+    others: dict[type[Operation], float] = field(default_factory=dict)
     host: float = 0.0
     index_us: float = 0.0
 
@@ -44,7 +52,7 @@ class Given(Prices):
     def copy(self, op):
         if isinstance(op, Merge):
             return self.merge_us
-        return self.others.get(op.what if isinstance(op, Arrange) else type(op).__name__, 0.0)
+        return self.others.get(type(op), 0.0)
 
     def index(self):
         return self.index_us
@@ -211,7 +219,7 @@ def test_gradients_of_a_part_leave_once_those_of_the_part_before_have():
     gather = of("all_gather", 4, chunks=2)
 
     def backward(link):
-        others = {"shards": 5.0, Reduce.__name__: 7.0, "cut": 3.0}
+        others = {Shards: 5.0, Reduce: 7.0, Cut: 3.0}
         return simulated(
             Given(
                 gather,
@@ -238,7 +246,7 @@ def test_parts_of_a_hierarchical_gather_follow_one_another():
 
 def test_head_trades_block():
     trading = of("all_gather", 4, heads=4)
-    others = dict.fromkeys((TO_HEADS, FROM_TOKENS, TO_TOKENS, FROM_HEADS), 5.0)
+    others = dict.fromkeys((ToHeads, FromTokens, ToTokens, FromHeads), 5.0)
     found = simulated(Given(trading, even(trading), {"heads": 25.0}, others=others))
     assert found.duration == 100 + 2 * (25 + 2 * 5)
     assert found.exposed["heads"].sum() == 4 * 50

@@ -15,7 +15,7 @@ from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.attention.mask_tables import MaskTables
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -38,7 +38,7 @@ from mtrain_cli.simulation.what_if import (
 from mtrain_cli.simulation.work_counts import StepWork
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-KINDS = (MaskConfig.sliding(50), CAUSAL)
+KINDS = (SlidingWindow(50), CAUSAL)
 
 
 @pytest.mark.parametrize("make", [lines, bitmap])
@@ -252,7 +252,7 @@ def test_the_rows_moved_are_those_of_the_plans(exchange, per_node, layout, block
             VerticalSlash(block, blocks, slashes, none.int()),
             IndexRequest(block, False),
         )
-    windows = [MaskRule(False, MaskConfig.sliding(n)).undivided(SEQ, PADDED) for n in (40, 100)]
+    windows = [MaskRule(False, SlidingWindow(n)).undivided(SEQ, PADDED) for n in (40, 100)]
     setup = ReplaySetup(layout, f"{exchange}_cast", 4, per_node)
     case = make_case(replace(SETUP, block_size=32), windows, setup, index)
     shares = []

@@ -22,7 +22,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan, positions_of
-from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
+from mtrain_cli.parallel.program import Compute, Whole
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -129,8 +129,8 @@ def of_executor(
     columns = (0, 0)
     apart = exchange.gathers_columns and isinstance(index, VerticalSlash)
     if apart:
-        tiles = work.for_pair(exchange.own, WHOLE_SEQUENCE, exchange.part)
-        without = work.for_pair(exchange.own, WHOLE_SEQUENCE, exchange.part, columns=False)
+        tiles = work.for_pair(exchange.own, Whole(), exchange.part)
+        without = work.for_pair(exchange.own, Whole(), exchange.part, columns=False)
         lengths = torch.tensor([mask.length for mask in masks])[:, None, None]
         columns = (
             int((tiles.index.columns < lengths).sum()),

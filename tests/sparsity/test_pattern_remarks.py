@@ -10,7 +10,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
 WINDOW = (

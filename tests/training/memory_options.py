@@ -34,7 +34,7 @@ from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import early_queries, make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 
 SEQ, BLOCK, VOCAB = 250, 16, 50
 ROPE = RopeConfig(
@@ -133,9 +133,9 @@ class CountingKernel(SdpaKernel):
         self.pairs += tiles.pairs
         return super().forward(q, k, v, tiles, scale)
 
-    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):
+    def backward(self, dout, saved, tiles, scale):
         self.backward_pairs += tiles.pairs
-        return super().backward(dout, q, k, v, out, lse, delta, tiles, scale)
+        return super().backward(dout, saved, tiles, scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,15 +186,8 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
     decoder.to_empty(device="cpu")
     initialize(decoder, 0)
     kernel, chosen = CountingKernel(), pattern() if sparse else None
-    make = BatchMaker(
-        exchange,
-        kernel,
-        device,
-        mask=MaskRule(document_mask=True),
-        pattern=chosen,
-        keep=option.keep,
-        offload=offload,
-    )
+    setup = AttentionSetup(kernel, MaskRule(document_mask=True), chosen, option.keep)
+    make = Batches(Layouts(exchange), {"": setup}, device, offload=offload)
     loss = torch.zeros(())
     for number in range(2):
         batch = make([sample(2 * number), sample(2 * number + 1)])

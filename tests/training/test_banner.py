@@ -7,11 +7,13 @@ import torch
 from training.test_dry_run import text
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.environment import resolve_environment
-from mtrain_cli.training import run_plan
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.training.banner import banner
+from mtrain_cli.training.hardware import Hardware
+from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.resolution import resolve_run
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.run_plan import RunPlan
 
 
 def test_the_banner_says_what_runs_and_why_in_80_columns():
@@ -19,7 +21,7 @@ def test_the_banner_says_what_runs_and_why_in_80_columns():
     environment = make_plan(config).environment
     printed = text(
         banner(
-            run_plan.plan_resolved(config, environment, resolve_run(config, environment)),
+            plan_here(config, environment),
             Path("runs/tiny-4k"),
             "stdlib: 212 documents",
         )
@@ -129,10 +131,15 @@ def test_the_banner_warns_of_settings_that_the_choices_of_auto_do_not_read(tmp_p
     assert text.count("warning") == 1
 
 
+def plan_here(config: Config, environment: Environment) -> RunPlan:
+    hardware = Hardware.here(environment.device)
+    return RunPlan.of(config, environment, hardware, resolve_run(config, environment))
+
+
 def banner_of(
     *words: str, resumed: int | None = None, device: str = "cpu", run_dir: Path = Path("runs/x")
 ) -> str:
     config = compose([f"topology.device={device}", *words])
     environment = resolve_environment(config)
-    plan = run_plan.plan_resolved(config, environment, resolve_run(config, environment))
+    plan = plan_here(config, environment)
     return " ".join(text(banner(plan, run_dir, "stdlib: 212 documents", resumed=resumed)).split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,18 @@ from attention.mask_definitions import question
 from mtrain_cli.attention import definition
 from mtrain_cli.attention.definition import per_query_head
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS, MaskSettings
+from mtrain_cli.parallel.dispatch import Balancer
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 from mtrain_cli.training.evaluation import _bucket_of_tokens
 
 SEQ = 64
@@ -36,17 +39,24 @@ class Sample:
     positions: np.ndarray | None = None
 
 
+def batches(
+    exchange: Exchange,
+    mask: MaskRule,
+    pattern: Pattern | None = None,
+    *,
+    balancer: Balancer | None = None,
+    layers: int = 0,
+    dense_layers: frozenset[int] = frozenset(),
+) -> Batches:
+    setups = AttentionSetup(SdpaKernel(), mask, pattern).by_kind(layers, dense_layers)
+    return Batches(Layouts(exchange, balancer), setups, torch.device("cpu"), layers=layers)
+
+
 def test_batches_share_the_causal_mask_but_not_the_index():
     layout = make_layout("striped", 1, SEQ, 1)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
-    make = BatchMaker(
-        exchange,
-        SdpaKernel(),
-        torch.device("cpu"),
-        mask=MaskRule(document_mask=False),
-        pattern=pattern,
-    )
+    make = batches(exchange, MaskRule(document_mask=False), pattern)
     samples = [Sample(*(np.arange(SEQ, dtype=np.int32) for _ in range(3)))] * 2
     first, second = make(samples).attend, make(samples).attend
     assert second.plan is first.plan
@@ -63,8 +73,8 @@ def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
     """Also if the batch was prepared for the dense first steps of the run."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
-    make = partial(BatchMaker, exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(True))
-    mixed = make(pattern=pattern, dense_layers=frozenset({2}), layers=3)
+    mixed = batches(exchange, MaskRule(True), pattern, dense_layers=frozenset({2}), layers=3)
+    dense = batches(exchange, MaskRule(True))
     tokens = np.arange(SEQ, dtype=np.int32)
     samples = [Sample(tokens, tokens, np.zeros(SEQ, np.int32))]
     q, k, v = (torch.randn(1, SEQ, heads, 8) for heads in (4, 2, 2))
@@ -72,7 +82,7 @@ def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
     seen = torch.from_numpy(mask.spans(places, places).seen())
     index = pattern.draw(1, 1, 4, SEQ).allowed(torch.arange(SEQ), torch.arange(SEQ))
     assert not bool((index & seen == seen).all())
-    for batch in (mixed(samples), mixed.to_device(make().on_host(samples))):
+    for batch in (mixed(samples), mixed.to_device(dense.on_host(samples))):
         for layer, allowed in ((1, index & seen), (2, seen[None, None])):
             expected, _ = definition.forward(*per_query_head(q, k, v), allowed, 8**-0.5)
             out = batch.attention(q, k, v, layer).transpose(1, 2)
@@ -85,9 +95,8 @@ def test_the_plan_is_made_with_the_host_batch(monkeypatch):
     """The training thread only moves it, unless another maker takes the batch."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
-    mask, cpu = MaskRule(document_mask=True), torch.device("cpu")
-    sparse = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask, pattern=pattern)
-    dense = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask)
+    mask = MaskRule(document_mask=True)
+    sparse, dense = batches(exchange, mask, pattern), batches(exchange, mask)
     documents = np.repeat(np.arange(4, dtype=np.int32), SEQ // 4)
     tokens = np.arange(SEQ, dtype=np.int32)
     hosts = [sparse.on_host([Sample(tokens, tokens, documents)]) for _ in range(2)]
@@ -108,9 +117,7 @@ def test_the_plan_is_made_with_the_host_batch(monkeypatch):
 def test_batches_with_other_documents_have_plans_of_their_own():
     """Only whole causal sequences share a plan, also when one of them comes first."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
-    make = BatchMaker(
-        exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(document_mask=True)
-    )
+    make = batches(exchange, MaskRule(document_mask=True))
     tokens = np.arange(SEQ, dtype=np.int32)
 
     def pairs(*lengths: int) -> tuple[int, float]:
@@ -126,9 +133,7 @@ def test_batches_with_other_documents_have_plans_of_their_own():
 def test_a_sequence_that_ends_early_has_a_plan_of_its_own():
     """Its mask leaves out the padding, even if it starts with one document."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
-    make = BatchMaker(
-        exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(document_mask=True)
-    )
+    make = batches(exchange, MaskRule(document_mask=True))
     tokens = np.arange(SEQ, dtype=np.int32)
     for length in (SEQ, 40, SEQ):
         batch = make([Sample(tokens, tokens, np.zeros(length, dtype=np.int32))])
@@ -150,20 +155,18 @@ def test_a_plan_has_the_layout_of_its_batch():
     group = ContextGroup(1, (0, 1))
     balancer: Any = Shuffled()
     exchange = make_exchange("group_cast", balancer.layout(()), group)
-    mask = MaskRule(True, MaskConfig.sliding(1, full_every=2))
-    cpu, tokens = torch.device("cpu"), np.arange(SEQ, dtype=np.int32)
-    make = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask, layers=2, balancer=balancer)
+    mask = MaskRule(True, SlidingWindow(1, full_every=2))
+    tokens = np.arange(SEQ, dtype=np.int32)
+    make = batches(exchange, mask, layers=2, balancer=balancer)
     rule = MaskRule(document_mask=True)
-    first, then = (
-        BatchMaker(exchange, SdpaKernel(), cpu, mask=rule, balancer=balancer) for _ in range(2)
-    )
+    first, then = (batches(exchange, rule, balancer=balancer) for _ in range(2))
     layouts = []
     for lengths in ((16, 48), (32, 32), (8, 56)):
         documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         host = make.on_host([Sample(tokens, tokens, documents)])
-        assert host.full_plan is not None
         layouts.append(host.layout)
-        assert host.plan.placement.layout == host.full_plan.placement.layout == host.layout
+        of_kinds = [plan.placement.layout for plan in host.plans.values()]
+        assert of_kinds == [host.layout] * 2
         assert host.numbers[1, 0].tolist() == host.layout.positions(1).tolist()
         # A host batch keeps its layout when another maker takes it.
         host = first.on_host([Sample(tokens, tokens, documents)])
@@ -171,20 +174,20 @@ def test_a_plan_has_the_layout_of_its_batch():
     assert len(set(layouts)) == 3
 
 
-def maker(mask: MaskConfig, *, document_mask: bool = True) -> BatchMaker:
+def maker(mask: MaskSettings, *, document_mask: bool = True) -> Batches:
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
     rule = MaskRule(document_mask=document_mask, mask=mask)
-    return BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=rule)
+    return batches(exchange, rule)
 
 
 @pytest.mark.parametrize(
     ("mask", "counted"),
     [
-        (MaskConfig(kind="causal"), range(SEQ)),
-        (MaskConfig.sliding(5), range(SEQ)),
-        (MaskConfig(kind="prefix_lm", prefix=20), range(19, SEQ)),
-        (MaskConfig(kind="block_causal", block=16), range(15, SEQ, 16)),
-        (MaskConfig(kind="full"), range(SEQ - 1, SEQ)),
+        (MASKS["causal"](), range(SEQ)),
+        (SlidingWindow(5), range(SEQ)),
+        (MASKS["prefix_lm"](prefix=20), range(19, SEQ)),
+        (MASKS["block_causal"](block=16), range(15, SEQ, 16)),
+        (MASKS["full"](), range(SEQ - 1, SEQ)),
     ],
 )
 def test_a_label_that_the_mask_shows_is_ignored(mask, counted):
@@ -195,14 +198,14 @@ def test_a_label_that_the_mask_shows_is_ignored(mask, counted):
     assert host.valid == len(counted)
     # A document ends the reach of its queries.
     halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
-    host = maker(MaskConfig(kind="full")).on_host([Sample(tokens, tokens, halves)])
+    host = maker(MASKS["full"]()).on_host([Sample(tokens, tokens, halves)])
     assert np.flatnonzero(host.numbers[2, 0].numpy() >= 0).tolist() == [SEQ // 2 - 1, SEQ - 1]
 
 
 def test_contexts_start_at_documents_whatever_the_window():
     tokens = np.arange(SEQ, dtype=np.int32)
     halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
-    for mask in (MaskConfig(kind="causal"), MaskConfig.sliding(3), MaskConfig(kind="full")):
+    for mask in (MASKS["causal"](), SlidingWindow(3), MASKS["full"]()):
         for document_mask, middle in ((True, SEQ // 2), (False, 0)):
             make = maker(mask, document_mask=document_mask)
             earlier = make.on_host([Sample(tokens, tokens, halves)]).earlier
@@ -214,13 +217,13 @@ def test_evaluation_counts_the_context_in_the_document():
     """Even under a window, which shows fewer tokens."""
     tokens = np.arange(SEQ, dtype=np.int32)
     halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
-    host = maker(MaskConfig.sliding(3)).on_host([Sample(tokens, tokens, halves)])
+    host = maker(SlidingWindow(3)).on_host([Sample(tokens, tokens, halves)])
     buckets = _bucket_of_tokens(host, np.array([0, 8, SEQ]))
     assert buckets.tolist() == ([0] * 8 + [1] * (SEQ // 2 - 8)) * 2
 
 
 def test_batches_of_one_document_share_the_plan_of_any_mask():
-    make = maker(MaskConfig(kind="prefix_lm", prefix=20))
+    make = maker(MASKS["prefix_lm"](prefix=20))
     tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
     first, second = (make([Sample(tokens, tokens, one)]) for _ in range(2))
     assert first.attend.plan is second.attend.plan
@@ -232,12 +235,13 @@ def test_slices_and_positions_of_a_sample_replace_those_of_the_sequence():
     tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
     restarting = np.concatenate([np.arange(16), *[np.arange(16, 40)] * 2]).astype(np.int32)
     exchange = make_exchange("all_gather", layout, ContextGroup(rank=1, ranks=(0, 1)))
-    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(True))
+    make = batches(exchange, MaskRule(True))
     host = make.on_host([Sample(tokens, tokens, one, question(16, 2, 24), restarting)] * 2)
     own = layout.positions(1)
     assert host.numbers[1].tolist() == [restarting[own].tolist()] * 2
     assert host.earlier.tolist() == [own.tolist()] * 2
-    (mask, _), pairs = host.plan.masks, 16 * 17 // 2 + 2 * (24 * 16 + 24 * 25 // 2)
+    (plan,) = host.plans.values()
+    (mask, _), pairs = plan.masks, 16 * 17 // 2 + 2 * (24 * 16 + 24 * 25 // 2)
     assert (mask.pairs, mask.intervals) == (pairs, 2)
     assert host.valid == 2 * SEQ
 
@@ -245,6 +249,6 @@ def test_slices_and_positions_of_a_sample_replace_those_of_the_sequence():
 def test_a_label_that_slices_show_is_ignored():
     tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
     slices = np.array([[0, 20, 0, 20, 0], [20, SEQ, 0, SEQ, 1]])
-    host = maker(MaskConfig(kind="causal")).on_host([Sample(tokens, tokens, one, slices)])
+    host = maker(MASKS["causal"]()).on_host([Sample(tokens, tokens, one, slices)])
     labels = host.numbers[2, 0].numpy()
     assert np.flatnonzero(labels >= 0).tolist() == list(range(19, SEQ))

@@ -13,7 +13,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.moba import MobaPattern
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 
 SEQ = 64
 
@@ -34,13 +34,8 @@ def test_documents_that_fill_their_sequences_share_the_causal_mask():
         "all_gather", make_layout("contiguous", 1, SEQ, 16), ContextGroup.alone()
     )
     pattern = MobaPattern(16, 16, 1, "query")
-    make = BatchMaker(
-        exchange,
-        SdpaKernel(),
-        torch.device("cpu"),
-        mask=MaskRule(document_mask=True),
-        pattern=pattern,
-    )
+    setup = AttentionSetup(SdpaKernel(), MaskRule(document_mask=True), pattern)
+    make = Batches(Layouts(exchange), {"": setup}, torch.device("cpu"))
     one, other, packed = (make([s]) for s in (sample(SEQ), sample(SEQ), sample(20, 44)))
     assert one.attend.index.masked.tables.per_block is other.attend.index.masked.tables.per_block
     assert one.attend.index.kept is not other.attend.index.kept

@@ -26,7 +26,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 
 SEQ, BLOCK, VOCAB = 101, 8, 50
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
@@ -138,13 +138,9 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
                 else:
                     shape = balancer.layout([[SequenceMask.causal(SEQ, SEQ)]])
                 for exchange in EXCHANGES:
-                    batch = BatchMaker(
-                        make_exchange(exchange, shape, group),
-                        SdpaKernel(),
-                        device,
-                        mask=MaskRule(document_mask=True),
-                        balancer=balancer,
-                    )([sample(documents)])
+                    layouts = Layouts(make_exchange(exchange, shape, group), balancer)
+                    setup = AttentionSetup(SdpaKernel(), MaskRule(document_mask=True))
+                    batch = Batches(layouts, {"": setup}, device)([sample(documents)])
                     loss = decoder(
                         batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / batch.valid
                     )

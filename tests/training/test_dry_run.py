@@ -26,10 +26,10 @@ from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.dry_run import GPU_MEMORY, dry_run, flop
 from mtrain_cli.training.layout_choice import make_balancer
-from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.memory import GIB, size
 from mtrain_cli.training.memory_remedies import longest_seq
-from mtrain_cli.training.memory_search import duration
-from mtrain_cli.training.run_plan import make_plan, size
+from mtrain_cli.training.memory_setting import duration
+from mtrain_cli.training.planning import make_plan
 
 
 def text(renderable, width=80):
@@ -155,7 +155,7 @@ def test_a_search_skips_lengths_that_the_mask_does_not_allow(exchange):
         video = "mask=video" in mask
         assert longest_seq(plan, shortest=1024, most=8192) == (4096 if video else 15360)
         with pytest.raises(ConfigError, match=r"mask\."):
-            plan.replan(dataclasses.replace(plan.config, seq=1024))
+            plan.with_config(dataclasses.replace(plan.config, seq=1024))
 
 
 def test_the_sparse_kernel_needs_no_score_matrix():

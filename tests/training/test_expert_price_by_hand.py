@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.step.interpreters import work
+from mtrain_cli.step.program import Compute, Message, Post
 from mtrain_cli.training import expert_price
-from mtrain_cli.training.expert_price import expert_degree, price, row_seconds
-from mtrain_cli.training.expert_rows import ROWS, ROWS_BACK, SCORED, SCORED_BACK
+from mtrain_cli.training.expert_price import ExpertRun
+from mtrain_cli.training.expert_traffic import chunks_and_parts
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 WEIGHTS = 3 * EXPERTS * WIDTH * HIDDEN
@@ -36,13 +37,13 @@ def rates(monkeypatch: pytest.MonkeyPatch):
     return set_rates
 
 
-def run(seq: str, per_node: int, *words: str, degree: int = 2, **dims: int):
-    """Return the arguments of `row_seconds` for the workers of ``dims``, 2 by default."""
+def run(seq: str, per_node: int, *words: str, degree: int | str = 2, **dims: int):
+    """Return a run of the workers of ``dims``, 2 by default."""
     dims = dims or {"cp": 2}
     given = ["model=qwen3_30b_a3b", "model.num_layers=8", f"seq={seq}", *words]
     config = compose([*given, f"topology.expert_parallel={degree}"])
     layout = make_layout("contiguous", dims.get("cp", 1), config.seq, 128)
-    return config, ParallelDims(**dims), layout, 2, per_node
+    return ExpertRun(config, ParallelDims(**dims), layout, 2, per_node)
 
 
 def seconds_of_messages(tokens: int, latency: float, bandwidth: float) -> tuple[float, float]:
@@ -82,7 +83,7 @@ def test_products_hide_all_messages_but_those_at_the_ends(
     # backward. A copy reads and writes. All rows are written where others return, in both passes.
     copied = (2 * 0.5 + 2) + (2 * 0.5 * 2 + 2)
     copies = copied * tokens * TOP_K * HIDDEN * 2 / 1e10
-    found = row_seconds(*run("2k", per_node, *words, **dims))
+    found = run("2k", per_node, *words, **dims).row_seconds()
     assert found == pytest.approx(micro_batches * (waits + copies))
 
 
@@ -98,7 +99,7 @@ def test_short_products_hide_little(rates, kind):
     waits = HOST + scored + rows + exposed + 0.25 * hidden
     copied = 7 if kind == "full" else 6
     copies = copied * 1024 * TOP_K * HIDDEN * 2 / 1e10
-    found = row_seconds(*run("2k", 2, f"train.activation_checkpoint={kind}"))
+    found = run("2k", 2, f"train.activation_checkpoint={kind}").row_seconds()
     assert found == pytest.approx(waits + copies)
 
 
@@ -114,27 +115,33 @@ def test_each_part_of_each_chunk_has_its_messages(monkeypatch, chunks, units, su
     """A worker has 16K tokens, and messages of 4K tokens or more."""
     passes = []
 
-    def clocks(_, units, messages, computing):
-        passes.append((units, {word: cost.us for word, cost in messages.items()}, computing))
+    def clocks(program, products, cost):
+        posts = {op.message: cost(op) for op in program if isinstance(op, Post)}
+        us = {message: found.us for message, found in posts.items() if found is not None}
+        part = next(op.rows for op in program if isinstance(op, Compute) and "experts" in op.part)
+        passes.append((1 / part, us, sum(work(program, products).values())))
         return SimpleNamespace(exposed=3e6, hidden=8e6, span=5e6)
 
-    monkeypatch.setattr(expert_price, "GroupClocks", clocks)
+    monkeypatch.setattr(expert_price, "time", clocks)
     given = run("32k", 2, f"topology.expert_chunks={chunks}", "train.tile_mib=0")
     rows, scored = seconds_of_messages(16_384 // units if units == 4 else 16_384 / 3, 1e-3, 1e9)
-    us = {ROWS: rows, ROWS_BACK: rows, SCORED: scored, SCORED_BACK: scored}
-    found = row_seconds(*given)
+    found = given.row_seconds()
     product = 2e6 * 16_384 * TOP_K * HIDDEN * WIDTH / 1e12
-    for (parts, messages, computing), products in zip(passes, (3, 8), strict=True):
-        assert parts == units
-        assert messages == pytest.approx({word: 1e6 * each for word, each in us.items()})
-        assert computing == pytest.approx(np.full(2, products * product))
+    to_experts = {Message.SCORED: 1e6 * scored, Message.ROWS_BACK: 1e6 * rows}
+    back = {Message.ROWS: 1e6 * rows, Message.SCORED_BACK: 1e6 * scored}
+    for (parts, us, computing), messages, products in zip(
+        passes, (to_experts, back), (3, 8), strict=True
+    ):
+        assert parts == pytest.approx(units)
+        assert us == pytest.approx(messages)
+        assert computing == pytest.approx(products * product)
     copies = (7 * 16_384 * TOP_K * HIDDEN * 2 + sums * WEIGHTS / 2) / 1e10
     assert found == pytest.approx(HOST + 2 * (3 + 0.25 * 8) + copies)
 
 
 def test_a_group_that_does_not_divide_a_node_sends_rows_between_nodes():
     inside, across, apart = (
-        row_seconds(*run("6k", per_node, degree=4, cp=12)) for per_node in (4, 6, 1)
+        run("6k", per_node, degree=4, cp=12).row_seconds() for per_node in (4, 6, 1)
     )
     assert across == apart > 2 * inside
 
@@ -168,9 +175,9 @@ def test_weights_wait_where_computation_is_shorter(
 ):
     """A layer computes for 4 s. Experts run for 0.5 s in forward, and rows cost 0.2 s."""
     rates(inner=2e9, outer=1e9)
-    monkeypatch.setattr(expert_price._Run, "computing", lambda _: 4.0)
+    monkeypatch.setattr(ExpertRun, "computing", lambda _: 4.0)
     if degree > 1:
-        monkeypatch.setattr(expert_price, "_rows", lambda *_: (0.2, 0.5))
+        monkeypatch.setattr(ExpertRun, "rows", lambda *_: (0.2, 0.5))
     latency, bandwidth, share = (1e-3, 2e9, 0.25) if per_node == 16 else (2e-3, 1e9, 0.5)
     own = WEIGHTS / degree
     others = own * (1 - degree / 16)
@@ -183,7 +190,7 @@ def test_weights_wait_where_computation_is_shorter(
     waits = hidden_and_exposed(forward, 1.0 if degree == 1 else 0.5, share)
     waits += hidden_and_exposed(backward, 3.0, share)
     rows = 0.2 * (degree > 1)
-    found = price(*run("2k", per_node, *words, degree=degree, cp=16), degree).seconds
+    found = run("2k", per_node, *words, degree=degree, cp=16).price(degree).seconds
     assert found == pytest.approx(micro_batches * (4.0 + rows + copies + waits))
 
 
@@ -192,9 +199,9 @@ def test_weights_wait_where_computation_is_shorter(
 )
 def test_all_workers_of_a_stage_share_the_weights(monkeypatch, dims):
     """Four workers of a node, of which each waits for three quarters of the weights."""
-    monkeypatch.setattr(expert_price._Run, "computing", lambda _: 0.0)
+    monkeypatch.setattr(ExpertRun, "computing", lambda _: 0.0)
     words = [f"topology.tensor_parallel={dims.get('tp', 1)}", "topology.layout=contiguous"]
-    found = price(*run("2k", 4, *words, "train.global_batch=2", degree=1, **dims), 1).seconds
+    found = run("2k", 4, *words, "train.global_batch=2", degree=1, **dims).price(1).seconds
     # Two gathers in bfloat16 and a reduction in float32, of the others' weights.
     waits = 3e-3 + (2 + 2 + 4) * WEIGHTS * 3 / 4 / 1e9
     copies = ((2 + 2) * 2 + (2 + 4)) * WEIGHTS / 1e10
@@ -202,26 +209,26 @@ def test_all_workers_of_a_stage_share_the_weights(monkeypatch, dims):
 
 
 def test_one_worker_of_an_expert_waits_for_no_weights(monkeypatch):
-    monkeypatch.setattr(expert_price._Run, "computing", lambda _: 0.0)
-    monkeypatch.setattr(expert_price, "_rows", lambda *_: (0.2, 0.5))
+    monkeypatch.setattr(ExpertRun, "computing", lambda _: 0.0)
+    monkeypatch.setattr(ExpertRun, "rows", lambda *_: (0.2, 0.5))
     copies = WEIGHTS / 2 * (2 * 2 * 2 + 2 + 4) / 1e10
-    assert price(*run("2k", 2), 2).seconds == pytest.approx(0.2 + copies)
+    assert run("2k", 2).price(2).seconds == pytest.approx(0.2 + copies)
 
 
 def test_experts_run_as_long_as_their_products_and_messages(monkeypatch):
     """In forward of one part: two messages around three products."""
     hidden = []
     monkeypatch.setattr(
-        expert_price, "_weights", lambda _run, _degree, forward, _: hidden.append(forward) or 0.0
+        ExpertRun, "weights", lambda _run, _degree, forward, _: hidden.append(forward) or 0.0
     )
-    price(*run("2k", 2), 2)
+    run("2k", 2).price(2)
     rows, scored = seconds_of_messages(1024, 1e-3, 1e9)
     products = 3 * 2 * 1024 * TOP_K * HIDDEN * WIDTH / 1e12
     assert hidden == [pytest.approx(rows + scored + products)]
 
 
 def computing(seq: str, *words: str, **dims: int) -> float:
-    return expert_price._Run(*run(seq, 2, *words, **dims)).computing()
+    return run(seq, 2, *words, **dims).computing()
 
 
 def test_workers_share_the_computation_of_a_micro_batch():
@@ -246,20 +253,21 @@ def test_tiles_bound_the_chunks_whose_gradients_are_summed():
     token = 2 * TOP_K * (2 * HIDDEN + 7 * WIDTH)
     mib = 1024 * token / 2**20
     assert mib == pytest.approx(148)
-    config, dims, layout, *_ = run("2k", 2, "train.tile_mib=50")
-    found = expert_price._Run(config, dims, layout, 2, 2).chunks_and_parts(2)
-    assert found == (3, 1)
+    config = run("2k", 2, "train.tile_mib=50").config
+    assert chunks_and_parts(config, 1024, 2, 2) == (3, 1)
 
 
 def test_experts_that_do_not_divide_into_parts_travel_in_chunks():
-    """Of 34 experts on 2 workers, each holds 17. One worker has 34 experts, in two parts."""
-    given = run("32k", 2, "model.moe.experts=34", "train.tile_mib=0")
-    assert expert_price._Run(*given).chunks_and_parts(2) == (4, 1)
-    assert expert_price._Run(*given).chunks_and_parts(1) == (1, 2)
+    """Of 34 experts on 2 workers, each holds 17. Of 32, each holds 16, in four parts."""
+    sizes = {
+        n: run("32k", 2, f"model.moe.experts={n}", "train.tile_mib=0").config for n in (32, 34)
+    }
+    assert chunks_and_parts(sizes[34], 16_384, 2, 2) == (4, 1)
+    assert chunks_and_parts(sizes[32], 16_384, 2, 2) == (1, 4)
+    assert chunks_and_parts(sizes[34], 16_384, 2, 1) == (1, 1)
 
 
 def test_a_given_degree_is_taken_and_rows_of_an_open_one_have_no_price():
     for degree in (1, 2):
-        assert expert_degree(*run("2k", 2, degree=degree)) == degree
-    config, *others = run("2k", 2, "topology.expert_parallel=auto", degree="auto")
-    assert row_seconds(config, *others) == 0.0
+        assert run("2k", 2, degree=degree).degree == degree
+    assert run("2k", 2, degree="auto").row_seconds() == 0.0

@@ -13,28 +13,31 @@ from mtrain_cli.model import expert_parallel
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.parallel.expert_group import ExpertGroup
-from mtrain_cli.training.expert_rows import (
+from mtrain_cli.simulation.expert_exchange import travelling
+from mtrain_cli.step.interpreters import traffic
+from mtrain_cli.step.layer import (
+    BACKWARD_CHUNK,
+    EXPERTS_IN,
+    EXPERTS_OUT,
     FORWARD_CHUNK,
-    IN,
+    KEPT_BACKWARD_CHUNK,
     NEXT,
-    OUT,
     ROWS,
     ROWS_BACK,
     SCORED,
     SCORED_BACK,
     WAIT,
-    backward_chunk,
-    message_bytes,
-    pair_bytes,
-    travelling,
+    Layer,
 )
+from mtrain_cli.step.program import Compute, Message
+from mtrain_cli.training.expert_traffic import message_bytes
 from mtrain_cli.training.trainer import Trainer
 
 HIDDEN, WIDTH, TOKENS = 20, 12, 7
 
 
-class Message:
-    def __init__(self, done: list[str], rows: torch.Tensor) -> None:
+class Arriving:
+    def __init__(self, done: list[object], rows: torch.Tensor) -> None:
         self.done, self.rows = done, rows
 
     def wait(self) -> torch.Tensor:
@@ -56,10 +59,10 @@ class Group(ExpertGroup):
             if DONE[-1] not in (ROWS, SCORED, NEXT, "start")
             else (SCORED if scored else ROWS)
         )
-        return Message(DONE, rows)
+        return Arriving(DONE, rows)
 
 
-DONE: list[str] = []
+DONE: list[object] = []
 
 
 class Products(TorchDispatchMode):
@@ -68,8 +71,12 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if "mm" in str(function):
             sizes = {n for a in args if isinstance(a, torch.Tensor) for n in a.shape}
-            DONE.append(IN if 2 * WIDTH in sizes else OUT)
+            DONE.append(EXPERTS_IN if 2 * WIDTH in sizes else EXPERTS_OUT)
         return function(*args, **(kwargs or {}))
+
+
+def named(program) -> list[object]:
+    return [op.part if isinstance(op, Compute) else op for op in program]
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
@@ -102,19 +109,27 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
             checkpoint != "none",
             False,
         )
-    assert tuple(DONE[1:]) == FORWARD_CHUNK
+    assert DONE[1:] == named(FORWARD_CHUNK)
     DONE[:] = ["start"]
     with Products():
         out.sum().backward()
-    assert tuple(DONE[1:]) == backward_chunk(checkpoint)
+    assert DONE[1:] == named(BACKWARD_CHUNK if checkpoint == "full" else KEPT_BACKWARD_CHUNK)
+
+
+def received(checkpointed: bool, sizes: dict):
+    """Return the bytes of a layer's rows in both passes."""
+    layer = Layer(experts=True, checkpointed=checkpointed)
+    return traffic([*layer.forward(), *layer.backward()], sizes)
 
 
 def test_bytes_of_a_pair():
     # Rows with scores have as many times 16 bytes, and 16 bytes for the score.
-    assert message_bytes(100, 2) == {ROWS: 200, ROWS_BACK: 200, SCORED: 224, SCORED_BACK: 224}
-    assert pair_bytes(100, 2, "none") == 2 * 200 + 2 * 224
-    assert pair_bytes(100, 2, "selective") == 3 * 200 + 2 * 224
-    assert message_bytes(2048, 2)[SCORED] == 2 * 2048 + 16
+    sizes = message_bytes(100, 2)
+    assert (sizes[Message.ROWS], sizes[Message.ROWS_BACK]) == (200, 200)
+    assert (sizes[Message.SCORED], sizes[Message.SCORED_BACK]) == (224, 224)
+    assert received(False, sizes) == 2 * 200 + 2 * 224
+    assert received(True, sizes) == 3 * 200 + 2 * 224
+    assert message_bytes(2048, 2)[Message.SCORED] == 2 * 2048 + 16
 
 
 def test_each_worker_receives_the_rows_of_its_experts_from_the_others():
@@ -153,16 +168,13 @@ def test_each_worker_of_a_run_receives_the_bytes_of_its_loads(world, checkpoint)
     """Exact for each worker: the loads of a real step are uneven."""
     found = gloo.run(world, counted, (f"train.activation_checkpoint={checkpoint}",))
     hidden = compose(list(RUN)).model.hidden_size
-    size = message_bytes(hidden, 4)
-    program = FORWARD_CHUNK + backward_chunk(checkpoint)
-    of_kind = {
-        True: sum(size[word] for word in program if word in (ROWS, SCORED)),
-        False: sum(size[word] for word in program if word in (ROWS_BACK, SCORED_BACK)),
-    }
-    expected = np.zeros(world, np.int64)
+    expected = np.zeros(world)
     for layer in range(2):
         there, back = travelling(np.stack([pairs[layer] for pairs, _ in found]))
-        expected += there * of_kind[True] + back * of_kind[False]
-    assert [received for _, received in found] == expected.tolist()
+        sizes = {
+            message: size * (there if message in (Message.ROWS, Message.SCORED) else back)
+            for message, size in message_bytes(hidden, 4).items()
+        }
+        expected += received(checkpoint == "full", sizes)
+    assert [counted for _, counted in found] == expected.tolist()
     assert len(set(expected.tolist())) > 1, "loads are uneven"
-    assert sum(of_kind.values()) == pair_bytes(hidden, 4, checkpoint)

@@ -13,7 +13,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.training.first_masks import FirstMasks, first_masks
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 SEQ = 60
 

@@ -7,8 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import set_execution
@@ -216,9 +217,7 @@ def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
 @pytest.mark.parametrize(
     ("layout", "seq"), [("contiguous", 256), ("zigzag", 250), ("striped", 250)]
 )
-@pytest.mark.parametrize(
-    "mask", [CAUSAL, MaskConfig.sliding(50), MaskConfig(kind="block_causal", block=60)]
-)
+@pytest.mark.parametrize("mask", [CAUSAL, SlidingWindow(50), MASKS["block_causal"](block=60)])
 def test_the_recomputed_pairs_are_those_of_the_early_tiles_of_all_workers(
     layout, seq, keep, sharing, mask
 ):
@@ -268,7 +267,7 @@ def test_a_plan_counts_the_pairs_of_the_mask_of_each_layer(words, pairs):
 def test_layers_with_different_masks_recompute_the_pairs_of_both():
     train = compose(["train.activation_checkpoint=sequence_selective"]).train
     layout = make_layout("contiguous", 1, 64, 16)
-    kept = MaskRule(document_mask=False, mask=MaskConfig.sliding(8))
+    kept = MaskRule(document_mask=False, mask=SlidingWindow(8))
     both = recomputed_pair_share(train, layout, 1, [(kept, 3), (MaskRule(False), 1)])
     early = [32 * 8 - 28, 32 * 33 // 2]
     assert both == (3 * early[0] + early[1]) / (3 * (64 * 8 - 28) + 64 * 65 // 2)

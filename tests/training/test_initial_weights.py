@@ -17,7 +17,7 @@ from mtrain_cli.model.tokenizer_files import of_bytes
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import position_rows, render
 from mtrain_cli.training.initial_weights import beyond_reach, remarks
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 QWEN = {
     "model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,

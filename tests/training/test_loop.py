@@ -24,7 +24,7 @@ from mtrain_cli.data.token_documents import TokenFields
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import read_state
+from mtrain_cli.launch.run_status import read_state
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.step_result import NonFiniteError, StepReport, check_finite
@@ -160,7 +160,7 @@ def other_data(rank: int, world: int) -> str:
     dataset = open_dataset(config)
     dataset.fingerprint = f"of machine {rank // 2}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtrain_cli.training.trainer.open_dataset", lambda _: dataset)
+        patch.setattr("mtrain_cli.training.train_data.open_dataset", lambda _: dataset)
         with pytest.raises(ConfigError) as caught:
             Trainer(config, place(rank, world))
     return str(caught.value)

@@ -12,9 +12,9 @@ from test_memory_search import planned
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
-from mtrain_cli.training import memory_remedies, run_plan
+from mtrain_cli.training import hardware, memory_remedies
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.run_plan import require_fit
+from mtrain_cli.training.memory_remedies import require_fit
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs that are not here"
@@ -153,7 +153,7 @@ def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
 
 def test_more_cpu_workers_are_no_remedy_for_a_model_that_is_too_large(monkeypatch):
     """They share the machine's memory."""
-    for place in (run_plan, environment):
+    for place in (hardware, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
     with pytest.raises(
         ConfigError,

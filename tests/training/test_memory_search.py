@@ -20,7 +20,8 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training import expert_price, memory_remedies, memory_search, run_plan
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
-from mtrain_cli.training.run_plan import make_plan, require_fit
+from mtrain_cli.training.memory_remedies import require_fit
+from mtrain_cli.training.planning import make_plan
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs that are not here"
@@ -472,7 +473,7 @@ def test_a_least_variant_needs_no_more_memory_than_the_others(words):
     """So a search for anything that fits may leave the others out."""
     plan = planned("train.memory=auto", *words)
     config = plan.requested or plan.config
-    variants = [variant for variant, _ in memory_search.variants_of_plan(plan.replan(config))]
+    variants = [variant for variant, _ in memory_search.variants_of_plan(plan.with_config(config))]
     least = [variant for variant in variants if memory_remedies.is_least(config, variant)]
     assert 0 < 5 * len(least) < len(variants)
     others = [key for key in memory_search.CHOICES if key not in memory_remedies.LEAST]
@@ -489,13 +490,13 @@ def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
     """The planned length and seven lengths above it: 1m, 2m, three eighths, and the shortest."""
     plan = planned("topology.gpu_memory_gib=141")
     tried, counted = [], []
-    replan, attention = run_plan.RunPlan.replan, run_plan.AttentionMemory
+    with_config, attention = run_plan.RunPlan.with_config, run_plan.AttentionMemory
 
     def recorded(self, config):
         tried.append(config.seq)
-        return replan(self, config)
+        return with_config(self, config)
 
-    monkeypatch.setattr(run_plan.RunPlan, "replan", recorded)
+    monkeypatch.setattr(run_plan.RunPlan, "with_config", recorded)
     monkeypatch.setattr(
         run_plan, "AttentionMemory", lambda *args: counted.append(1) or attention(*args)
     )
@@ -510,7 +511,7 @@ def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
     monkeypatch.undo()
     eighth = first_too_long // 16
     for seq, fits in ((longest, True), (longest + eighth, False)):
-        other = plan.replan(dataclasses.replace(plan.config, seq=seq))
+        other = plan.with_config(dataclasses.replace(plan.config, seq=seq))
         assert memory_remedies._can_fit(other) == fits
 
 

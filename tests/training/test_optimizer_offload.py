@@ -30,9 +30,10 @@ def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], i
             make(rank, world, 1, (*words, "optim.offload_gradients=true")),
         )
         for each in (plain, trainer):
-            each._batches = iter(each.loader)
-            ready = [each.next_batch_maker().to_device(host) for host in each._next_on_host()[0]]
-            each.forward_backward(ready, [batch.attend for batch in ready], each.totals(ready)[0])
+            ready = [each.next_batch_maker().to_device(host) for host in next(each.loader)]
+            each.run_step.forward_backward(
+                ready, [batch.attend for batch in ready], each.run_step.totals(ready)[0]
+            )
         of_plain, of_trainer = plain.states, trainer.states
         expected = [
             part
@@ -88,7 +89,7 @@ def waited_for(rank: int, world: int) -> list[list[str]]:
     results = []
     for _ in range(2):
         ready = [trainer.next_batch_maker().to_device(host) for host in next(iter(trainer.loader))]
-        trainer.forward_backward(ready, [batch.attend for batch in ready], 1)
+        trainer.run_step.forward_backward(ready, [batch.attend for batch in ready], 1)
         trainer.states.drop_gradients()
         results.append(events.copy())
         events.clear()

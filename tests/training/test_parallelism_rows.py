@@ -6,7 +6,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 WORDS = [
     "model=qwen3b", "seq=32k", "topology=h200_1x8", "train.global_batch=16",

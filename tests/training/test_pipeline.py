@@ -54,9 +54,9 @@ def shards(
     """Return loss, squared norm, and for each gradient its shape, region and shard."""
     trainer = make(rank, world, degrees, overrides)
     batches, _ = trainer.next_batches()
-    valid, _ = trainer.totals(batches)
+    valid, _ = trainer.run_step.totals(batches)
     attends = [trainer.attention_of(batch) for batch in batches]
-    loss = trainer.forward_backward(batches, attends, valid)
+    loss = trainer.run_step.forward_backward(batches, attends, valid)
     found = {
         name: (p.shape, [(s.start, s.stop) for s in own_region(p)], p.grad.to_local().numpy())
         for name, p in trainer.decoder.named_parameters()

@@ -7,7 +7,7 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.pipeline_plan import PipelinePlan
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 WORDS = (
     "seq=4k", "model.num_layers=8", "model.hidden_size=64", "model.num_heads=4",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mtrain_cli.launch import run_state
+from mtrain_cli.launch import run_status
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training.progress import TrainingProgress, format_duration, sparkline
@@ -333,7 +333,7 @@ def test_sparse_steps_show_hfu_and_density():
 @pytest.mark.parametrize(("seconds", "hinted"), [(10.0, 1), (1.0, 0)])
 def test_a_long_run_hints_once_at_mtrain_status_which_shows_the_same(tmp_path, seconds, hinted):
     run = RunDir(tmp_path)
-    reporter = run_state.StateReporter(
+    reporter = run_status.StateReporter(
         run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records=""
     )
     console = Console(file=io.StringIO(), width=80, color_system=None)
@@ -345,7 +345,7 @@ def test_a_long_run_hints_once_at_mtrain_status_which_shows_the_same(tmp_path, s
             progress.step(replace(STEP, step=step, loss=1.0 * step))
         progress.message("a spike", warning=True)
     assert console.file.getvalue().count(f"mtrain status {tmp_path} --watch") == hinted
-    written = run_state.read_state(run)
+    written = run_status.read_state(run)
     assert (written.phase, written.step, written.loss, written.seconds_left) == (
         "training",
         100,

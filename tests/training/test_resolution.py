@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import gloo
 import pytest
@@ -13,22 +12,17 @@ from masked_documents import masked_store
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.resolution import ResolvedRun, kernel_request, resolve_run
 
-
-@pytest.fixture(autouse=True)
-def an_ampere_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda _: SimpleNamespace(total_memory=80 << 30, major=8, minor=0),
-    )
+AMPERE = Hardware(
+    device="cuda", gpu="NVIDIA A100", capability=(8, 0), memory=80 << 30, host_memory=128 << 30
+)
 
 
 def choices(*overrides: str) -> ResolvedRun:
     alone = replace(gloo.environment(0, 1), device="cuda")
-    return resolve_run(compose([*overrides, "topology.workers=1"]), alone)
+    return resolve_run(compose([*overrides, "topology.workers=1"]), alone, AMPERE)
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -153,7 +153,7 @@ def test_a_skipped_update_leaves_the_biases_alone():
 
 def skipped(rank: int, world: int, overrides: tuple[str, ...]) -> float:
     trainer = make(rank, world, 1, 1, overrides)
-    trainer._skips_update = lambda *_: (True, "")  # type: ignore[method-assign]
+    trainer.run_step._skips_update = lambda *_: (True, "")  # type: ignore[method-assign]
     trainer.train_step(False)
     trainer.close()
     biases = [layer.mlp.selection_bias for layer in trainer.decoder.layers]

@@ -12,11 +12,12 @@ from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
-from mtrain_cli.training import run_plan
 from mtrain_cli.training.flops import causal_pairs, training_flops
+from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.resolution import resolve_run
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.run_plan import RunPlan
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
 
@@ -28,7 +29,7 @@ without_gpu = pytest.mark.skipif(
 
 def test_the_default_plan_is_for_this_machine():
     plan = make_plan(compose(["topology.device=cpu"]))
-    assert (plan.environment.device, plan.dims.workers, plan.dtype, plan.gpu) == (
+    assert (plan.environment.device, plan.dims.workers, plan.dtype, plan.hardware.gpu) == (
         "cpu",
         2,
         "float32",
@@ -70,19 +71,21 @@ def test_workers_of_virtual_nodes_share_this_machines_memory():
     assert virtual.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
 
 
-def test_a_task_that_sees_only_its_own_gpu_plans_for_that_gpu(monkeypatch):
-    config = compose(["topology.device=cpu"])
+def test_a_worker_plans_for_the_gpu_that_it_uses(monkeypatch):
+    config = compose(["topology.device=cpu", "topology.host_memory_gib=100"])
     here = make_plan(config).environment
     choices = resolve_run(config, here)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    asked = []
-    properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1]
-    )
-    task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
-    assert run_plan.plan_resolved(config, task, choices).capacity == 140 * GIB
-    assert asked == [0]
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {5: properties}.__getitem__)
+    plan = RunPlan.of(config, dataclasses.replace(here, device="cuda"), Hardware.here(), choices)
+    assert (plan.hardware.gpu, plan.hardware.memory) == ("NVIDIA H200", 140 * GIB)
+    assert plan.host_share == 90 * GIB
+    assert plan.machine == "the GPUs of this machine"
+    crowd = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, count=1))
+    assert crowd.machine == "GPUs like the 1 x NVIDIA H200 of this machine"
 
 
 @without_gpu
@@ -142,15 +145,6 @@ def test_full_recomputation_sends_the_keys_again():
     assert full.backward == selective.backward + selective.forward
 
 
-@pytest.mark.parametrize(
-    ("launcher", "workers", "gpus", "expected"),
-    [("mtrain", 8, 2, 2), ("torchrun", 2, 8, 2), ("slurm", 8, 1, 8), ("mtrain", 1, 0, 1)],
-)
-def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
-    place = SimpleNamespace(launcher=launcher, local_workers=workers)
-    assert run_plan.workers_sharing_host(place, gpus) == expected
-
-
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 def test_executed_flop_count_what_workers_that_share_heads_recompute(ulysses):
     """Contiguous workers that share heads recompute the first half of all their tokens."""
@@ -188,16 +182,17 @@ def test_a_named_cluster_gives_the_numbers_of_gpus_and_the_memory_of_the_plan(tm
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
     plan = make_plan(compose(["model=qwen3b", f"topology.cluster={tmp_path}/mine.yaml"]))
-    assert (plan.dims.workers, plan.environment.nodes, plan.elsewhere) == (16, 2, True)
-    assert (plan.gpu, plan.gpu_bytes) == ("NVIDIA A100-SXM4-40GB", 20 * GIB)
+    assert (plan.dims.workers, plan.environment.nodes, plan.hardware.absent) == (16, 2, True)
+    assert (plan.hardware.gpu, plan.hardware.memory) == ("NVIDIA A100-SXM4-40GB", 20 * GIB)
     assert "an assumed 33 GiB per GPU" in plan.available_memory
-    assert plan.replan(plan.config).gpu_bytes == 20 * GIB
+    assert plan.with_config(plan.config).hardware.memory == 20 * GIB
     less = make_plan(compose(["topology.cluster=a100_4x8", "topology.gpu_memory_gib=30"]))
-    assert less.gpu_bytes == 30 * GIB
+    assert less.hardware.memory == 30 * GIB
     with pytest.raises(ConfigError, match=r"^topology.workers=12: a100_4x8 has nodes of 8 GPUs"):
         make_plan(compose(["topology.cluster=a100_4x8", "topology.workers=12"]))
     mine["gpu"]["name"] = "AMD EPYC 9654"
     (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(mine))
     with pytest.raises(ConfigError, match=r"topology.cluster=.*: has AMD EPYC 9654, a CPU; give"):
         make_plan(compose([f"topology.cluster={tmp_path}/cpu.yaml"]))
-    assert make_plan(compose(["topology.cluster=a100_4x8", "topology.device=cpu"])).gpu is None
+    cpu = make_plan(compose(["topology.cluster=a100_4x8", "topology.device=cpu"]))
+    assert cpu.hardware.gpu is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.training.dry_run import describe_sparsity, kernel_rows
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 ELSEWHERE = [
     "topology.device=cuda",

@@ -11,7 +11,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.training import stage_choice
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 WINDOW = ("seq=512k", "mask=sliding_window", "mask.window=32k")
 

@@ -127,7 +127,7 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
                 reduced.append((args[0] if args else kwargs["output"]).nbytes * (world - 1))
                 return scatter(*args, **kwargs)
 
-            compute = trainer.forward_backward
+            compute = trainer.run_step.forward_backward
 
             def counted(*args, compute=compute, gathered=gathered, scattered=scattered):
                 with pytest.MonkeyPatch.context() as patch:
@@ -135,7 +135,7 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
                     patch.setattr(dist, SCATTER, scattered)
                     return compute(*args)
 
-            trainer.forward_backward = counted  # type: ignore[method-assign]
+            trainer.run_step.forward_backward = counted  # type: ignore[method-assign]
             trainer.train_step(False)
             form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"]).sent()
             results.append((" ".join(overrides), sum(received) + sum(reduced), form, len(reduced)))

@@ -506,7 +506,7 @@ def test_auto_reads_small_data_at_each_start_and_large_data_when_resuming(
 
 def group_timeouts(rank: int, world: int) -> list[float]:
     trainer = make(rank, world, world, ("topology.timeout_s=45",))
-    group = trainer.batch_maker.exchange.group
+    group = trainer.exchange.group
     groups = [*group.channels.values(), trainer.host_group]
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 

@@ -1,0 +1,139 @@
+"""Masks, patterns, exchanges and callbacks by name: mtrain's own, and those of other packages.
+
+Another installed package names what it adds as entry points; `docs/extending.md` shows such a
+package. What mtrain has itself is in tables of its modules, so a checkout needs no metadata.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+OWN_DISTRIBUTION = "mtrain"
+COMMANDS, REPORTS, CALLBACKS = "mtrain.commands", "mtrain.reports", "mtrain.callbacks"
+
+# Receives the line on an entry point that cannot be loaded. A command line prints it, and workers
+# that mtrain starts stay silent, since the command has printed it.
+on_broken: Callable[[str], object] = functools.partial(warnings.warn, stacklevel=2)
+
+
+@functools.cache
+def _all_installed() -> Any:
+    return metadata.entry_points()  # reads the metadata of every package, which takes 20 ms
+
+
+def distribution(entry: metadata.EntryPoint) -> str:
+    """Return the name of the installed package that has an entry point."""
+    return entry.dist.name if entry.dist is not None else "an unknown package"
+
+
+def installed(group: str) -> list[metadata.EntryPoint]:
+    """Return the entry points of a group, such as ``mtrain.masks``, mtrain's own first."""
+    found = _all_installed().select(group=group)
+    return sorted(found, key=lambda entry: distribution(entry) != OWN_DISTRIBUTION)
+
+
+def load(group: str, use: Callable[[str, Any], T]) -> list[T]:
+    """Load the entry points of a group, and return what ``use`` makes of each name and object.
+
+    If loading or ``use`` fails, pass a line that names the package to `on_broken`, and leave the
+    entry point out.
+    """
+    results = []
+    for entry in installed(group):
+        try:
+            results.append(use(entry.name, entry.load()))
+        except Exception as error:
+            on_broken(f"{what(entry)} cannot be loaded, so it is left out ({reason(error)})")
+    return results
+
+
+def what(entry: metadata.EntryPoint) -> str:
+    """Return what an entry point is and the package that has it, for messages."""
+    version = f" {entry.dist.version}" if entry.dist is not None else ""
+    return f"{entry.group}: {entry.name} = {entry.value} of {distribution(entry)}{version}"
+
+
+def reason(error: Exception) -> str:
+    """Return why an entry point cannot be loaded, for messages."""
+    return f"{type(error).__name__}: {error}"
+
+
+def callback_names() -> tuple[str, ...]:
+    """Return the names of the callbacks of installed packages, without loading them."""
+    return tuple(entry.name for entry in installed(CALLBACKS))
+
+
+def callbacks_expected() -> str:
+    """Return the allowed values of ``train.callbacks``, as a text that continues "expected"."""
+    names = callback_names()
+    return f"a list of callbacks: {', '.join(names) if names else 'no installed package has one'}"
+
+
+@functools.cache
+def config_folders() -> tuple[Path, ...]:
+    """Return the folders ``conf`` inside other packages that add masks, patterns or exchanges."""
+    tops = {
+        entry.value.partition(":")[0].partition(".")[0]: None
+        for group in ("mtrain.masks", "mtrain.patterns", "mtrain.exchanges")
+        for entry in installed(group)
+        if distribution(entry) != OWN_DISTRIBUTION
+    }
+    folders = []
+    for top in tops:
+        spec = importlib.util.find_spec(top)  # imports nothing, because the name has no dot
+        for place in (spec and spec.submodule_search_locations) or ():
+            folders.append(Path(place) / "conf")
+    return tuple(folder for folder in folders if folder.is_dir())
+
+
+class Plugins(Mapping[str, T]):
+    """What mtrain and other packages offer in one group, by name. The first reading loads it all.
+
+    Args:
+        group: group of the entry points, such as ``mtrain.masks``.
+        own: ``module:table``, where the table is mtrain's own {name: object}.
+        check: raises ValueError if an object of another package, called by its name, does not fit
+            to those before it, {name: object}.
+    """
+
+    def __init__(
+        self, group: str, own: str, check: Callable[[str, T, Mapping[str, T]], None]
+    ) -> None:
+        self.group = group
+        self._own, self._check = own, check
+
+    @functools.cached_property
+    def own(self) -> dict[str, T]:
+        """What mtrain has itself."""
+        module, _, table = self._own.partition(":")
+        return dict(getattr(importlib.import_module(module), table))
+
+    @functools.cached_property
+    def _all(self) -> dict[str, T]:
+        everything = dict(self.own)
+
+        def add(name: str, value: T) -> None:
+            if name in everything:
+                raise ValueError("this name is taken")
+            self._check(name, value, everything)
+            everything[name] = value
+
+        load(self.group, add)
+        return everything
+
+    def __getitem__(self, name: str) -> T:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)

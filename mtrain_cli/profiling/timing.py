@@ -1,0 +1,124 @@
+"""What all benchmarks share: timed calls, and the file of their results."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+WARM_UP = 2  # calls before the first timed call
+
+
+def measure(
+    call: Callable[[], Any],
+    device: str,
+    repeats: int,
+    before: Callable[[], Any] = lambda: None,
+) -> list[float]:
+    """Return the time of every call in milliseconds, after `WARM_UP` calls that do not count.
+
+    Args:
+        device: `cuda` to measure with CUDA events. Any other device uses the monotonic clock.
+        before: what to call before every timed call.
+    """
+    times = []
+    for _ in range(WARM_UP + repeats):
+        before()
+        if device == "cuda":
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            started.record()
+            call()
+            ended.record()
+            ended.synchronize()
+            times.append(started.elapsed_time(ended))
+        else:
+            clock = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - clock) * 1e3)
+    return times[WARM_UP:]
+
+
+def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """Return the median of `measure`."""
+    return statistics.median(measure(call, device, repeats))
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A file of measured times, with hardware, versions, command and settings.
+
+    kind: kind of the file, which its readers check.
+    settings: further entries of the file.
+    """
+
+    kind: str
+    device: str
+    dtype: torch.dtype
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path, times: Sequence[Any], command: str) -> None:
+        document = result_document(
+            self.kind, self.device, times, command, dtype=dtype_name(self.dtype), **self.settings
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def result_document(
+    kind: str, device: str, times: Sequence[Any], command: str | list[str], **settings: Any
+) -> dict[str, Any]:
+    """Return the content of a file of results.
+
+    times: dataclasses. Each entry also has the properties that ``derived`` of its class names.
+    """
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "versions": versions(),
+        "command": command,
+        **settings,
+        "times": [
+            asdict(t) | {name: getattr(t, name) for name in getattr(t, "derived", ())}
+            for t in times
+        ],
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: str) -> str:
+    """Return the name of the GPU for device `cuda`, else the CPU model, or "CPU" if unknown."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, [*models, platform.processor(), platform.machine()]), "CPU")
+
+
+def versions() -> dict[str, str | None]:
+    names = "torch", "triton", "flash-attn-4", "cupy-cuda13x"
+    return {name: installed_version(name) for name in names}
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

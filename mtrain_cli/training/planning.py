@@ -1,0 +1,92 @@
+"""Make the plan of a run: on this machine or for absent GPUs, before a run or in its workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.collectives import share
+from mtrain_cli.training.expert_traffic import require_experts_fit
+from mtrain_cli.training.hardware import Hardware
+from mtrain_cli.training.memory_remedies import PLAN_FOR_GPUS, require_fit
+from mtrain_cli.training.memory_search import with_auto_memory
+from mtrain_cli.training.resolution import ResolvedRun
+from mtrain_cli.training.run_plan import RunPlan
+
+
+def make_plan(config: Config, hardware: Hardware | None = None) -> RunPlan:
+    """Plan a run, including `train.memory=auto`.
+
+    hardware: the devices of the run; None for those that `topology.device` names:
+        - cpu: the CPU of this machine.
+        - cuda: GPUs like those of this machine. On a machine without GPUs, absent GPUs.
+        - auto: as for cuda, on a machine with GPUs. On other machines, the absent GPUs of
+          `topology.cluster` if that key names a cluster, otherwise the CPU. If the CPU cannot run
+          the configuration and `topology.workers` is a number, that number of absent GPUs.
+
+    Raises:
+        ConfigError: sizes are inconsistent, or the configured kernel does not support the run.
+    """
+    plan = RunPlan.on(hardware or _hardware_for(config), config)
+    require_experts_fit(plan.config, plan.dims, plan.dtype_bytes, plan.environment.device)
+    return plan if config.train.memory == "manual" else with_auto_memory(plan)
+
+
+def _hardware_for(config: Config) -> Hardware:
+    """Return the hardware that `topology.device` names."""
+    topology = config.topology
+    if torch.cuda.is_available() or topology.device == "cpu":
+        return Hardware.here(topology.device)
+    why: str | None = "this machine has no GPU"
+    if topology.device == "cuda":
+        why = f"topology.device=cuda, but {why}"
+    elif topology.cluster == "auto":
+        why = _refusal_here(config) if topology.workers != "auto" else None
+    return Hardware.here() if why is None else Hardware.assumed(topology, why)
+
+
+def _refusal_here(config: Config) -> str | None:
+    """Return why this machine's CPU cannot run a configuration, or None if the CPU can."""
+    try:
+        plan = RunPlan.on(Hardware.here(), config)
+    except ConfigError as error:
+        return f"this machine has no GPU, and its CPU refuses {error.problems[0]}"
+    if plan.fits:
+        return None
+    workers = plan.dims.workers
+    needs = f"{workers} CPU worker{'s' * (workers > 1)} would need {plan.needed_here}"
+    return f"this machine has no GPU, and {needs}"
+
+
+def checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
+    """Plan a run in its workers. All ranks call this and get the same plan.
+
+    Raises:
+        ConfigError: the run cannot fit the GPUs or the machine. The message is one line that says
+            what would fit.
+    """
+    plan = RunPlan.of(config, environment, Hardware.here(environment.device), choices)
+    require_experts_fit(config, plan.dims, plan.dtype_bytes, environment.device)
+    auto = config.train.memory == "auto"
+    if environment.device == "cpu" and not auto and not plan.fits:
+        # Such workers would slow the whole machine down, whereas a full GPU raises an error.
+        workers = environment.local_workers
+        raise ConfigError(
+            f"seq={format_size(config.seq)}: {workers} CPU worker{'s' * (workers > 1)} of "
+            f"model={config.model.name} would need {plan.needed_here}. "
+            "`mtrain train ... --dry-run` shows where the memory goes and what would fit; add "
+            f"{PLAN_FOR_GPUS}"
+        )
+    if environment.device == "cuda" and environment.dims.workers > 1:
+        # GPUs of one job may differ by some MiB. Plan for the smallest, so that ranks agree.
+        everyone: list[list[int]] = share((plan.hardware.memory, plan.host_share))
+        smallest = replace(plan.hardware, memory=min(gpu for gpu, _ in everyone))
+        plan = replace(plan, hardware=smallest, host_share=min(host for _, host in everyone))
+    if auto:
+        plan = with_auto_memory(plan)
+    require_fit(plan)
+    return plan

@@ -1,0 +1,213 @@
+"""One optimizer step of a worker: forward and backward passes, then the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.launch import progress_record
+from mtrain_cli.model.decoder import Attend
+from mtrain_cli.parallel import parameter_shards, profiler_labels
+from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.context_attention import IndexRecord
+from mtrain_cli.parallel.fsdp import begin_micro_batch
+from mtrain_cli.parallel.recording import Recorder
+from mtrain_cli.training.batch import Batch
+from mtrain_cli.training.compute_time import ComputeTimer
+from mtrain_cli.training.flops import causal_pairs
+from mtrain_cli.training.index_metrics import (
+    IndexMetrics,
+    index_metrics,
+    index_records,
+    local_index_sums,
+)
+from mtrain_cli.training.router_batches import routing_metrics
+from mtrain_cli.training.step_result import StepReport, StepResult, check_finite
+from mtrain_cli.training.train_state import TrainState
+from mtrain_cli.training.worker import Worker
+
+
+class Step:
+    """Runs optimizer steps over `train.global_batch` sequences.
+
+    recorder: records what this worker computes; None records nothing.
+    """
+
+    def __init__(self, worker: Worker, state: TrainState, timer: ComputeTimer) -> None:
+        self._worker, self._state, self._timer = worker, state, timer
+        self.recorder: Recorder | None = None
+
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        attends: Sequence[Attend],
+        valid: int,
+        pairs: int,
+        requests: tuple[bool, bool],
+        data_seconds: float,
+    ) -> StepResult:
+        """Run one step.
+
+        Args:
+            attends: the attention of each micro-batch.
+            valid, pairs: results of `totals`.
+            requests: whether this worker received a request to stop, and one to save. The step
+                reports the requests to all workers.
+            data_seconds: how long this worker waited for the data.
+
+        Raises:
+            NonFiniteError: the loss or a gradient of any worker is not finite. The weights did not
+                change.
+        """
+        state, config = self._state, self._worker.config
+        lr = state.set_rate()
+        loss = self.forward_backward(batches, attends, valid)
+        with profiler_labels.label(profiler_labels.OPTIMIZER):
+            finite_check = torch.stack([loss.double(), state.states.squared_norm().double()])
+        records = index_records(batch.attend for batch in batches)
+        reports = self._exchange_reports(finite_check, requests, data_seconds, records)
+        check_finite(reports, state.step + 1)
+        routing = routing_metrics([b.routing for b in batches if b.routing is not None], config)
+        grad_norm = math.sqrt(sum(report.squared_norm for report in reports))
+        mean_loss = sum(report.loss for report in reports) if valid else None
+        # All workers decide from the same numbers, so all skip the update or none does.
+        skipped, warning = self._skips_update(mean_loss, grad_norm)
+        if not skipped:
+            with profiler_labels.label(profiler_labels.OPTIMIZER):
+                state.update(grad_norm)
+            if routing is not None:
+                for decoder in {state.decoder, state.states.masters}:
+                    routing.change_biases(decoder, config.train.balance_bias)
+        state.states.drop_gradients()
+        progress_record.note("done")
+        tokens = config.train.global_batch * config.seq
+        state.step += 1
+        state.tokens += tokens
+        index = self._index_metrics(reports, records, pairs)
+        all_pairs = causal_pairs(config.seq) * config.train.global_batch
+        return StepResult(
+            loss=mean_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tokens,
+            pairs=index.density * all_pairs if index else float(pairs),
+            stop=any(report.stop for report in reports),
+            targets=valid,
+            allowed=float(pairs),
+            save=any(report.save for report in reports),
+            reports=tuple(reports),
+            index=index,
+            routing=routing,
+            skipped=skipped,
+            warnings=(warning,) if warning else (),
+        )
+
+    def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
+        """Return the counts of valid labels and of allowed pairs per head, in the whole step."""
+        valid, pairs = sum(b.valid for b in batches), sum(b.pairs for b in batches)
+        dims = self._worker.environment.dims
+        if dims.dp == 1:
+            return valid, pairs
+        totals = torch.tensor([valid, pairs], dtype=torch.int64)
+        dist.all_reduce(totals, group=self._worker.host_group)
+        # All workers that share a sequence count the same whole sequences.
+        sharing = dims.workers // dims.dp
+        return int(totals[0]) // sharing, int(totals[1]) // sharing
+
+    def forward_backward(
+        self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
+    ) -> torch.Tensor:
+        """Accumulate the gradients of a step. Return this worker's part of the mean loss.
+
+        Args:
+            attends: the attention of each micro-batch.
+            valid: number of labels in the whole step that count toward the loss.
+        """
+        worker, decoder = self._worker, self._state.decoder
+        for batch in batches:
+            if batch.routing is not None:
+                batch.routing.recorder = self.recorder
+        if worker.stage is None:
+            loss = self._forward_backward(batches, attends, valid)
+        else:
+            loss = worker.stage.forward_backward(decoder, batches, attends, valid, self.recorder)
+        if worker.tensor is not None:
+            parameter_shards.sum_copied_gradients(decoder.parameters(), worker.tensor)
+        return loss
+
+    def _forward_backward(
+        self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
+    ) -> torch.Tensor:
+        """Run one micro-batch after another through the whole model."""
+        state, shard = self._state, self._worker.config.train.shard
+        loss = torch.zeros((), device=self._worker.device)
+        with nullcontext() if self.recorder is None else self.recorder.iteration():
+            for number, (batch, attend) in enumerate(zip(batches, attends, strict=True)):
+                if self.recorder is not None:
+                    self.recorder.micro_batch(number)
+                last = number == len(batches) - 1
+                begin_micro_batch(state.decoder, shard, last=last)
+                state.states.last_micro_batch = last
+                # Divide the local sum by the global number of valid labels. The sum over workers is
+                # then the mean that one worker would compute.
+                part = state.decoder(
+                    batch.tokens,
+                    batch.positions,
+                    batch.labels,
+                    attend,
+                    1.0 / max(1, valid),
+                    batch.routing,
+                )
+                part.backward()
+                loss += part.detach()
+                if batch.attend.index is not None:
+                    batch.attend.index.count()
+        return loss
+
+    def _exchange_reports(
+        self,
+        finite_check: torch.Tensor,
+        requests: tuple[bool, bool],
+        data_seconds: float,
+        records: list[IndexRecord] | None,
+    ) -> list[StepReport]:
+        """Return the report of every rank. finite_check: float64 [2], loss and squared norm."""
+        config, device = self._worker.config, self._worker.device
+        numbers = [*map(float, requests), self._timer.seconds, data_seconds]
+        timing = torch.tensor(numbers, dtype=torch.float64, device=device)
+        local = torch.cat([finite_check, timing])
+        if records is not None:
+            layers = config.model.num_layers - config.sparsity.dense_layers
+            local = torch.cat([local, local_index_sums(records, layers, device)])
+        progress_record.note(
+            "waits for the loss and gradient norm of all ranks", progress_record.SEVERAL
+        )
+        rows = all_gather(local, self._worker.environment.dims.workers).tolist()
+        progress_record.note("optimizer")
+        return [StepReport.of(row) for row in rows]
+
+    def _index_metrics(
+        self, reports: Sequence[StepReport], records: list[IndexRecord] | None, pairs: int
+    ) -> IndexMetrics | None:
+        """Combine the index sums of all ranks. Return None for a dense step."""
+        if records is None:
+            return None
+        config = self._worker.config
+        sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
+        return index_metrics(sums, records, config.seq).with_dense_layers(
+            config.sparsity.dense_layers,
+            pairs / (config.train.global_batch * causal_pairs(config.seq)),
+        )
+
+    def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
+        """Return whether to skip the update, and a warning; "" for none."""
+        step = self._state.step + 1
+        if loss is None:  # AdamW would still change the weights, by decay and by its moments
+            return True, f"step {step}: no token has a label; the update is skipped"
+        spike, line = self._state.spikes.check(step, loss, grad_norm)
+        skipped = spike and self._worker.config.optim.skip_spikes
+        return skipped, line + "; its update is skipped" * skipped if line else ""

@@ -1,0 +1,106 @@
+"""One process a rank starts; a cause is told from its consequences; the rest is stopped."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from mtrain_cli.launch.supervisor import Supervisor, _is_stopped, worker_command
+
+
+def supervisor(folder, code: str, workers: int = 3, timeout_s: float = 60.0) -> Supervisor:
+    """Return a supervisor whose workers run ``code`` with their rank in ``rank``."""
+    script = f"import os, time\nrank = int(os.environ['RANK'])\n{textwrap.dedent(code)}"
+    variables = {"FOLDER": str(folder)}
+    return Supervisor(workers, [sys.executable, "-c", script], folder, variables, timeout_s)
+
+
+def test_every_rank_runs_once_with_its_variables(tmp_path):
+    run = supervisor(tmp_path, "open(f'{os.environ[\"FOLDER\"]}/ran-{rank}', 'x').close()")
+    run.run_to_end()
+    assert run.failures == []
+    assert sorted(path.name for path in tmp_path.glob("ran-*")) == ["ran-0", "ran-1", "ran-2"]
+
+
+def test_a_failed_worker_is_reported_and_the_others_are_stopped(tmp_path):
+    run = supervisor(tmp_path, "time.sleep(60 if rank != 1 else 0); os._exit(7)")
+    began = time.monotonic()
+    run.run_to_end()
+    assert [(failure.rank, failure.exit_code) for failure in run.failures] == [(1, 7)]
+    assert time.monotonic() - began < 30
+
+
+def test_a_cause_that_comes_after_its_consequence_is_waited_for(tmp_path):
+    """Rank 0 aborts, as NCCL's watchdog would make it, half a second before rank 2 exits."""
+    run = supervisor(
+        tmp_path,
+        """
+        if rank == 0:
+            os.abort()
+        time.sleep(0.5 if rank == 2 else 60)
+        os._exit(5)
+        """,
+    )
+    run.run_to_end()
+    assert {failure.rank for failure in run.failures if not failure.is_consequence} == {2}
+
+
+def test_each_worker_has_its_rank_and_its_own_failure_file(tmp_path):
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"
+    run = supervisor(
+        tmp_path,
+        f"""
+        words = " ".join(os.environ[name] for name in {names})
+        open(f"{{os.environ['FOLDER']}}/ran-{{rank}}", 'x').write(words)
+        """,
+        workers=2,
+    )
+    run.run_to_end()
+    assert [(tmp_path / f"ran-{rank}").read_text() for rank in (0, 1)] == [
+        f"{rank} {rank} 2 2 {tmp_path}/failure-{rank}.json" for rank in (0, 1)
+    ]
+
+
+def test_workers_that_ignore_sigterm_and_their_children_are_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("mtrain_cli.launch.supervisor.STOP_GRACE_S", 1)
+    run = supervisor(
+        tmp_path,
+        """
+        import signal, subprocess
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            child = subprocess.Popen(["sleep", "60"])
+            open(f"{os.environ['FOLDER']}/child", "x").write(str(child.pid))
+            os.rename(f"{os.environ['FOLDER']}/child", f"{os.environ['FOLDER']}/ready")
+            time.sleep(60)
+        while not os.path.exists(f"{os.environ['FOLDER']}/ready"):
+            time.sleep(0.01)
+        os._exit(7)
+        """,
+        workers=2,
+    )
+    run.run_to_end()
+    assert [(failure.rank, failure.exit_code) for failure in run.failures] == [(1, 7)]
+    child = Path(f"/proc/{(tmp_path / 'ready').read_text()}/stat")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("path", "safe"), [(["", "/lib"], False), (["/lib"], True)])
+def test_workers_import_from_the_current_folder_only_if_this_process_does(monkeypatch, path, safe):
+    monkeypatch.setattr(sys, "path", path)
+    command = worker_command("package.module", "run", "--resume")
+    assert ("-P" in command) is safe
+    assert command[-4:] == ["-m", "package.module", "run", "--resume"]
+
+
+def test_a_running_process_and_a_missing_one_are_not_stopped():
+    assert not _is_stopped(os.getpid())
+    assert not _is_stopped(2**22 + 1)

@@ -1,0 +1,1 @@
+"""A pattern, a mask, an exchange, a callback and a command for mtrain."""

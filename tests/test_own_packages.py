@@ -1,0 +1,67 @@
+"""What the packages of this repository import of mtrain, and where a mask is named."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mtrain_cli.attention.named_masks import NAMED
+from mtrain_cli.config.pattern_settings import OWN
+
+ROOT = Path(__file__).parents[1]
+# A new line says that a study needs more of mtrain. Prefer what the list has.
+IMPORTED = {
+    "mtrain_lm_eval": """
+        attention.named_masks commands.evaluate commands.options config.documents
+        config.mask_settings config.problem config.schema config.sizes config.suggest
+        data.tokenizers evaluation.continuations evaluation.cost evaluation.evaluation_progress
+        evaluation.other_kinds evaluation.request evaluation.results evaluation.runner
+        inference.answers inference.engine inference.limits inference.model_source
+        inference.sampling inference.text launch.environment parallel.collectives printable
+    """,
+    "mtrain_studies/attention": """
+        attention.index attention.mask attention.partials commands.options config.atomic_files
+        config.schema config.sizes console evaluation.cost launch.environment model.rope
+        profiling.pattern_quality reporting reporting.plots reporting.tables
+        reporting.terminal_width sparsity.pattern sparsity.recall
+    """,
+}
+
+
+@pytest.mark.parametrize("package", IMPORTED)
+def test_packages_import_only_what_is_listed(package):
+    found = set[str]()
+    for file in (ROOT / package).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mtrain_cli."):
+                found.add((node.module or "").removeprefix("mtrain_cli."))
+            elif isinstance(node, ast.ImportFrom) and node.module == "mtrain_cli.reporting":
+                found.add("reporting")
+    assert sorted(found) == IMPORTED[package].split()
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("prefix_lm", {"attention/named_masks.py"}),
+        ("vertical_slash", {"config/pattern_settings.py"}),
+    ],
+)
+def test_rules_of_a_mask_or_pattern_are_in_its_own_file(name, files):
+    """Only the help of commands, which shows examples, names it elsewhere."""
+    assert name in {**NAMED, **OWN}
+    spelled = set()
+    for file in (ROOT / "mtrain_cli").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        helps = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and id(node) not in helps and name in str(node.value):
+                spelled.add(file.relative_to(ROOT / "mtrain_cli").as_posix())
+    assert spelled == files
