@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config.problem import Allowed, ConfigError, Names, Problem, Setting
+from mtrain_cli.config.problem import ConfigError, Names
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.inference import arguments
@@ -218,12 +218,8 @@ class Model:
         )
         if len(ids) < 2:
             raise ConfigError(
-                Problem(
-                    Setting("tokens"),
-                    f": has {with_count(len(ids), 'token')}; give ",
-                    Allowed("at least 2"),
-                    ", since the first has no loss",
-                )
+                f"tokens: has {with_count(len(ids), 'token')}; give at least 2, since the first "
+                "has no loss"
             )
         require_hidden_labels(self.source.config, "a score")
         require_prompts(self.source, [ids], 0, beyond=beyond)
@@ -307,7 +303,7 @@ def _open(path: Path, words: list[str], attention: str | None) -> ModelSource:
 
     if attention is not None and attention not in PATTERNS:
         reason = no_such("pattern", attention, servable_patterns())
-        raise ConfigError(Problem(Setting("attention", attention), ": ", reason))
+        raise ConfigError(f"attention={attention}: {reason}")
     if _group_size() > 1 and not any(one.startswith("topology.workers=") for one in words):
         words = ["topology.workers=auto", *words]
     with Names(other={} if attention is None else {"sparsity": "attention"}).in_errors():

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.config.mask_settings import MaskSettings
-from mtrain_cli.config.problem import ConfigError, Problem, cli_option
+from mtrain_cli.config.problem import ConfigError, cli_option
 from mtrain_cli.inference.limits import require_whole_cache
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
@@ -185,14 +185,9 @@ class Plan:
         if len(ids) + new > self.positions and not self.beyond:
             room = f" and {new:,} new ones" if new > 0 else ""
             raise ConfigError(
-                Problem(
-                    f"{self._place}a request has {len(ids):,} tokens{room}, more than the "
-                    f"{self.positions:,} positions of the model. mtrain cuts no request: leave out "
-                    "the task, give a smaller ",
-                    cli_option("num_fewshot"),
-                    ", or add ",
-                    cli_option("beyond", True),
-                    " to go on anyway",
-                )
+                f"{self._place}a request has {len(ids):,} tokens{room}, more than the "
+                f"{self.positions:,} positions of the model. mtrain cuts no request: leave out the "
+                f"task, give a smaller {cli_option('num_fewshot')}, or add "
+                f"{cli_option('beyond', True)} to go on anyway"
             )
         self.lengths.append(len(ids) + max(new, 0))

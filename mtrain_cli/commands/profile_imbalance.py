@@ -28,9 +28,8 @@ from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
-from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_whole_layers
+from mtrain_cli.config.tensor_parallel import require_degree_1
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
@@ -126,8 +125,8 @@ def imbalance(
     require_kernel(config, environment.device)
     for _, case in cases:
         if attention_only:
-            require_whole_layers(case, "mtrain profile imbalance --attention-only")
-            require_whole_model(case, "mtrain profile imbalance --attention-only")
+            for degree in ("tensor_parallel", "pipeline_parallel"):
+                require_degree_1(case, degree, "mtrain profile imbalance --attention-only")
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)

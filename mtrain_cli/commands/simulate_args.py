@@ -256,9 +256,9 @@ def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str],
     settings = [word for word in words if not word.startswith("cluster=")]
     parsed = parse(settings, open_groups())
     several = [
-        problem.line.replace(ONE_VALUE, _USE_SWEEP)
+        f"{problem.key}={problem.value}: {_USE_SWEEP}"
         for problem in parsed.problems
-        if problem.line.endswith(ONE_VALUE)
+        if problem.allowed == ONE_VALUE
     ]
     if several:
         raise ConfigError(*several)

@@ -14,6 +14,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
+    from mtrain_cli.config.problem import Problem
     from mtrain_cli.config.schema import Config
     from mtrain_cli.launch.environment import Environment
 
@@ -91,11 +92,12 @@ def train(
     raise typer.Exit(_launch(config, words, run_path, config_dir))
 
 
-def _with_no_data(line: str) -> str:
+def _with_no_data(problem: Problem) -> str:
     """Return a line, with ``--no-data`` as a way out if it says that data are missing here."""
-    if line.startswith(("data.path=", "data.mix=")) and "no such" in line:
-        return f"{line}. Add --no-data to plan for a machine that has the data"
-    return line
+    names_path = problem.key in ("data.path", "data.mix") and isinstance(problem.value, str)
+    if names_path and not Path(problem.value).expanduser().exists():
+        return f"{problem}. Add --no-data to plan for a machine that has the data"
+    return problem
 
 
 def _configuration(
@@ -110,7 +112,7 @@ def _configuration(
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan, data_elsewhere=data_elsewhere)
-    from mtrain_cli.config.resumed_schedule import keep_schedule
+    from mtrain_cli.config.optim_checks import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
@@ -225,7 +227,7 @@ def _print_plan(
 
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
-    from mtrain_cli.config.validate import require_manifest
+    from mtrain_cli.config.data_checks import require_manifest
     from mtrain_cli.data.open_dataset import require_columns
     from mtrain_cli.data.text_files import open_corpus
 

@@ -11,18 +11,17 @@ All problems are reported together.
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.composition import derived
 from mtrain_cli.composition.yaml_groups import compose_groups
-from mtrain_cli.config import keys, validate
+from mtrain_cli.config import keys, sparsity_checks, topology_checks, validate
 from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
-from mtrain_cli.config.overrides import OverrideProblem, convert, parse
-from mtrain_cli.config.problem import Allowed, Problem
+from mtrain_cli.config.overrides import convert, parse
+from mtrain_cli.config.problem import Problem, contains
 from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 
 # Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
@@ -76,7 +75,7 @@ def compose(
     if leaves.get("optim.rewarm"):
         value = keys.show(leaves["optim.rewarm"])
         line = f"optim.rewarm={value}: needs --resume RUN; a new run always warms up. Leave it out"
-        wrong.append(OverrideProblem(line, ("optim.rewarm",)))
+        wrong.append(Problem(line, "optim.rewarm"))
     problems = [*parsed.problems, *unresolved, *underivable, *wrong]
     if plan:
         ignore = ("data.path", "data.mix", "data.tokenizer") if data_elsewhere else ()
@@ -117,7 +116,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
 
 def _kept(
     name: str, value: Any, before: Any, choices: Mapping[str, str], is_typed: bool
-) -> OverrideProblem:
+) -> Problem:
     """Return the problem that an override changes a key whose value a resumed run keeps."""
     group = name.partition(".")[0]
     if group in choices and not is_typed:
@@ -126,20 +125,14 @@ def _kept(
     else:
         line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before)}"
         blamed = name
-    return OverrideProblem(f"{line}; start a new run to change it", (blamed,))
+    return Problem(f"{line}; start a new run to change it", blamed)
 
 
 def _recipe_conflicts(
     groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
-) -> list[OverrideProblem]:
-    """Return one problem if the chosen recipe sets keys to other values than the run has.
-
-    A recipe that agrees with the run is allowed, so the command line that started the run can be
-    repeated.
-
-    raw: values by dotted key, without the keys that the user typed.
-    before: values of the run.
-    """
+) -> list[Problem]:
+    """Return one problem if the recipe sets keys that the user did not type to other values."""
+    # A recipe that agrees is allowed, so the command line that started the run can be repeated.
     recipe = choices.get("recipe", "none")
     if recipe == "none":
         return []
@@ -158,12 +151,12 @@ def _recipe_conflicts(
         f"recipe={recipe}: a resumed run keeps its recipe, but this recipe sets "
         f"{keys.first_few(shown)}; start a new run with this recipe, or set single keys"
     )
-    return [OverrideProblem(line, tuple(different))]
+    return [Problem(line, *different)]
 
 
 def _required_keys(
     raw: Mapping[str, Any], choices: Mapping[str, str]
-) -> tuple[list[OverrideProblem], dict[str, Any]]:
+) -> tuple[list[Problem], dict[str, Any]]:
     """Return a problem per key with the value REQUIRED, and ``raw`` with null for these keys."""
     required = []
     for name in (name for name, value in raw.items() if value == _OPEN):
@@ -176,18 +169,14 @@ def _required_keys(
         )
         if name in _DISPENSABLE:
             line += f", or {name}=null to do without"
-        required.append(OverrideProblem(line, (name,)))
+        required.append(Problem(line, name))
     return required, {name: None if value == _OPEN else value for name, value in raw.items()}
 
 
 def _given_model(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> tuple[set[str], str]:
-    """Return the keys under ``model`` that the user or a file set, and the chosen option as text.
-
-    The text, such as ``model=qwen3b``, is empty if neither the user nor a file chose an option. The
-    default option of the group does not count as a choice.
-    """
+    """Return the keys under ``model`` that the user or a file set, and the choice as text."""
     given = {name for name in values if name.startswith("model.")}
     option, source = choices.get("model"), ""
     if option is None:
@@ -211,10 +200,7 @@ def _chose_mask(
 
 
 def _model_in(file: Path) -> tuple[str | None, set[str]]:
-    """Return the ``model`` option that a recipe or top file chooses, and its keys under ``model``.
-
-    The option is None if the file chooses no option.
-    """
+    """Return the ``model`` option that a file chooses, or None, and its keys under ``model``."""
     try:
         content = read_yaml(file)
     except (OSError, ValueError):
@@ -267,20 +253,11 @@ def _holds(name: str, value: Any, composed: Mapping[str, Any]) -> bool:
 
 
 def _describes_the_replaced(name: str, own: Mapping[str, Any], composed: Mapping[str, Any]) -> bool:
-    """Return whether a key of a recipe says nothing about the option that replaces its own.
-
-    - The shape of a model belongs to its weights.
-    - Positions that neither model scales need no factor or original length.
-    - A topology that leaves the device to mtrain takes the GPU if there is one.
-
-    Args:
-        own: keys of the recipe.
-        composed: values with the options that the user chose.
-    """
-    if name == "topology.device":
+    """Return whether a key of a recipe says nothing about the option that replaces its own."""
+    if name == "topology.device":  # auto takes the GPU if there is one
         return composed.get(name) == derived.AUTO
     section = name.rpartition(".")[0]
-    if section in ("model", "model.moe"):
+    if section in ("model", "model.moe"):  # the shape of a model belongs to its weights
         return name.removeprefix("model.") in ModelConfig.SHAPE
     scaling = "model.rope.scaling"
     scaled = own.get(scaling, composed.get(scaling)) != "none" or composed.get(scaling) != "none"
@@ -294,28 +271,19 @@ def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) 
 
 def _checked(
     leaves: Mapping[str, Any],
-    problems: Sequence[OverrideProblem],
+    problems: Sequence[Problem],
     files: Mapping[str, Path],
     ignore: tuple[str, ...] = (),
     tolerated: Sequence[str] = (),
 ) -> Config:
-    """Check the values against each other and return the configuration.
+    """Return the configuration, if there are no problems and its values fit each other.
 
-    A conflict is a value that does not fit another value. A key with a problem takes its default,
-    so that the check finds the conflicts between other keys. A conflict that names a key with a
-    problem is dropped, because the problem may be the cause.
-
-    Args:
-        files: each group's YAML file, for messages.
-        ignore: drop conflicts whose line begins with one of these keys.
-        tolerated: drop conflicts that name one of these keys.
-
-    Raises:
-        ConfigError: there are ``problems`` or conflicts.
+    Drop conflicts in which a key of ``ignore`` is wrong, and those about ``tolerated`` keys.
     """
     blamed = {name for problem in problems for name in problem.keys}
-    missing = [name for name in keys.all_keys() if name not in leaves and not _is_in(name, blamed)]
-    lines = _with_degrees(problems, leaves, blamed)
+    absent = [name for name in keys.all_keys() if name not in leaves]
+    missing = [name for name in absent if not any(contains(one, name) for one in blamed)]
+    lines: list[str] = [*_with_degrees(problems, leaves, blamed)]
     for section in dict.fromkeys(name.partition(".")[0] for name in missing):
         names = keys.first_few([name for name in missing if name.partition(".")[0] == section])
         lines.append(
@@ -323,14 +291,16 @@ def _checked(
             "option, begin the file with `defaults: [OPTION]`"
         )
     blamed.update(missing)
+    # With defaults for keys that have a problem, the conflicts between other keys are found. The
+    # problem may cause a conflict that is about its key, so that one is dropped.
     complete = {**_defaults(), **leaves} if blamed else dict(leaves)
     if blamed & _DEGREES:
         complete["topology.workers"] = "auto"  # nobody knows how many share a sequence
+    conflicts = [*sparsity_checks.variant_keys(complete), *validate.problems(keys.build(complete))]
     lines += [
-        line
-        for line in _conflicts(complete)
-        if not line.startswith(ignore)
-        and not any(_is_in(name, blamed | {*tolerated}) for name in _keys_in(line))
+        conflict
+        for conflict in conflicts
+        if conflict.key not in ignore and not conflict.is_about(blamed | {*tolerated})
     ]
     if lines:
         raise ConfigError(*lines)
@@ -338,38 +308,20 @@ def _checked(
 
 
 def _with_degrees(
-    problems: Sequence[OverrideProblem], leaves: Mapping[str, Any], blamed: set[str]
-) -> list[str]:
-    """Return the lines of problems. A word instead of a degree gets the degrees that are allowed.
-
-    blamed: keys with a problem. The degrees depend on the model and the workers.
-    """
+    problems: Sequence[Problem], leaves: Mapping[str, Any], blamed: set[str]
+) -> list[Problem]:
+    """Add the degrees that are allowed to problems of a word instead of a degree."""
+    # The degrees depend on the model and the workers.
     if any(name == "topology.workers" or name.startswith("model.") for name in blamed):
-        return [problem.line for problem in problems]
-    degrees = validate.allowed_degrees(keys.build({**_defaults(), **leaves}))
-    lines = []
-    for problem in problems:
-        line = problem.line
-        name = "".join(problem.keys)
-        if name in degrees and line.endswith(keys.all_keys()[name].expected):
-            words = [str(one) if isinstance(one, Allowed) else one for one in Problem(line).parts]
-            line = Problem(*words, "; allowed: ", Allowed(degrees[name]))
-        lines.append(line)
-    return lines
-
-
-def _conflicts(leaves: Mapping[str, Any]) -> Iterator[str]:
-    yield from validate.variant_keys(leaves)
-    yield from validate.problems(keys.build(leaves))
-
-
-def _keys_in(line: str) -> list[str]:
-    return re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\bseq\b|\bseed\b", line)
-
-
-def _is_in(name: str, blamed: set[str]) -> bool:
-    """Return whether ``blamed`` contains the key ``name`` or its section, such as ``train.``."""
-    return name in blamed or any(b.endswith(".") and name.startswith(b) for b in blamed)
+        return [*problems]
+    degrees = topology_checks.allowed_degrees(keys.build({**_defaults(), **leaves}))
+    return [
+        Problem(f"{one}; allowed: {allowed}", *one.keys, value=one.value, allowed=allowed)
+        if (allowed := degrees.get(one.key or ""))
+        and one.allowed == f"expected {keys.all_keys()[one.keys[0]].expected}"
+        else one
+        for one in problems
+    ]
 
 
 def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.overrides import OverrideProblem
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 
 AUTO = "auto"
@@ -31,7 +31,7 @@ def fill(
     *,
     chose_mask: bool = False,
     mask_keys: Collection[str] = (),
-) -> tuple[dict[str, Any], list[OverrideProblem]]:
+) -> tuple[dict[str, Any], list[Problem]]:
     """Return ``raw`` with values for the keys that other files decide, and the problems found.
 
     Args:
@@ -46,7 +46,7 @@ def fill(
     """
     leaves = dict(raw)
     of_model = [name for name in leaves if name.startswith("model.")]
-    problems: list[OverrideProblem] = []
+    problems: list[Problem] = []
     given = {name for name in given if not (name == VOCABULARY and leaves.get(name) == AUTO)}
     folder = folder_of(leaves.get(INIT_FROM))
     if folder is not None:
@@ -60,7 +60,7 @@ def fill(
             f"model=auto: takes the model from {INIT_FROM}=FOLDER; set {INIT_FROM}, or choose "
             "another model"
         )
-        problems.append(OverrideProblem(line, ("model.",)))
+        problems.append(Problem(line, "model."))
     if problems:
         _take(leaves, defaults, of_model)
     if leaves.get(TOKENIZER) == AUTO:
@@ -70,7 +70,7 @@ def fill(
             leaves[VOCABULARY] = _vocabulary(leaves)
         except ConfigError as error:
             blamed = (VOCABULARY, TOKENIZER, "data.path", "data.mix")
-            problems += [OverrideProblem(line, blamed) for line in error.problems]
+            problems += [Problem(line, *blamed) for line in error.problems]
     if leaves.get(VOCABULARY) == AUTO:
         leaves[VOCABULARY] = defaults[VOCABULARY]
     return leaves, problems
@@ -101,23 +101,21 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
 
 def _from_folder(
     leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
-) -> list[OverrideProblem]:
-    """Copy the folder's model into ``leaves``, without the keys in ``given``. Return the problems.
-
-    A key in ``given`` is a problem if its value does not fit the folder's weights.
-    """
+) -> list[Problem]:
+    """Copy the folder's model into ``leaves``, except keys in ``given``, which must fit it."""
     from mtrain_cli.model.huggingface_config import read_config
 
     try:
         theirs = _leaves_of(read_config(folder)[0])
     except ConfigError as error:
-        return [OverrideProblem(line, ("model.",)) for line in error.problems]
+        return [Problem(line, "model.") for line in error.problems]
     scaling = "model.rope.scaling"
     if scaling in given and leaves[scaling] == "yarn" != theirs[scaling]:
         # The folder's factor belongs to the folder's scaling; YaRN needs another factor.
         theirs["model.rope.factor"] = AUTO
     _take(leaves, theirs, (name for name in theirs if name not in given))
-    other = [name for name in _wrong_shape(leaves, theirs) if name in given]
+    shape = (f"model.{field}" for field in ModelConfig.SHAPE)
+    other = [name for name in shape if name in given and _differs(leaves, theirs, name)]
     if not other:
         return []
     shown = [
@@ -130,16 +128,11 @@ def _from_folder(
         f"{keys.first_few(shown)}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another "
         f"shape; leave out {leave_out}"
     )
-    return [OverrideProblem(line, ("model.",))]
+    return [Problem(line, "model.")]
 
 
-def _take_window(
-    leaves: dict[str, Any], folder: Path, typed: Collection[str]
-) -> list[OverrideProblem]:
-    """Set the mask to the sliding window of the folder's layers, if they have one.
-
-    Return the problem that a typed key under ``mask`` has another value than the folder.
-    """
+def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -> list[Problem]:
+    """Set the mask to the window of the folder's layers, which keys in ``typed`` must equal."""
     from mtrain_cli.model.huggingface_config import read_mask
 
     if (mask := read_mask(folder)) is None:
@@ -155,16 +148,7 @@ def _take_window(
         f"{given}: the layers of {INIT_FROM}={leaves[INIT_FROM]} have {own}; leave out "
         f"{', '.join(other)} to keep that, or add mask=sliding_window to train with another window"
     )
-    return [OverrideProblem(line, ("mask.",))]
-
-
-def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of the model's shape whose values differ from the folder's.
-
-    Skip values of a wrong type, which the conversion reports.
-    """
-    names = (f"model.{field}" for field in ModelConfig.SHAPE)
-    return (name for name in names if _differs(leaves, theirs, name))
+    return [Problem(line, "mask.")]
 
 
 def _differs(leaves: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> bool:
@@ -180,28 +164,19 @@ def _leaves_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
-    """Return the folder's tokenizer.json for text data. Return "bytes" if there is no such file.
-
-    Also return "bytes" for the file of mtrain's own export of a byte model: the ids are the same,
-    and need no tokenizers package.
-    """
+    """Return the folder's tokenizer.json for text data, or "bytes"."""
     reads_text = leaves.get("data.kind") in ("text", "stdlib")
     if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
         from mtrain_cli.model.tokenizer_files import encodes_bytes
 
+        # An exported byte model has a file with the same ids, which needs another package.
         if not encodes_bytes(folder / "tokenizer.json"):
             return str(folder / "tokenizer.json")
     return "bytes"
 
 
 def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
-    """Return the vocabulary size of the data's tokenizer, rounded up to a multiple of 8.
-
-    Return "auto" if the data have a problem that `validate` reports.
-
-    Raises:
-        ConfigError: the data do not give the size of their vocabulary.
-    """
+    """Return the vocabulary size of the data, or auto if `validate` reports what is wrong."""
     kind = leaves.get("data.kind")
     if kind in ("text", "stdlib"):
         from mtrain_cli.data.tokenizers import open_tokenizer

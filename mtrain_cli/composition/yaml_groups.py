@@ -15,14 +15,14 @@ from mtrain_cli.config.documents import reason
 from mtrain_cli.config.expert_settings import DENSE_KEYS
 from mtrain_cli.config.foreign_words import in_plain_words
 from mtrain_cli.config.groups import TOP, Groups, state
-from mtrain_cli.config.overrides import OverrideProblem
 from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import ConfigError
 
 
 def compose_groups(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[OverrideProblem]]:
+) -> tuple[dict[str, Any], list[Problem]]:
     """Return the values of the chosen options by dotted key, and the problems found.
 
     Interpolations are resolved. Values are not checked.
@@ -52,7 +52,7 @@ def compose_groups(
             f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}"
         ) from error
     leaves: dict[str, Any] = {}
-    problems: dict[str, OverrideProblem] = {}
+    problems: dict[str, Problem] = {}
     refused: list[str] = []
 
     def update(name: str) -> None:
@@ -73,11 +73,11 @@ def compose_groups(
             except (OmegaConfBaseException, ValueError, RecursionError) as error:
                 if refused and isinstance(error, InterpolationToMissingValueError):
                     first = problems[refused[0]]  # the reason, which needs no second line
-                    problems[refused[0]] = OverrideProblem(first.line, (*first.keys, name))
+                    problems[refused[0]] = Problem(first, *first.keys, name)
                     continue
                 shown = f"{name}={keys.show(values[name])}" if name in values else name
                 line = f"{shown}: cannot be resolved: {_one_line(error)}"
-                problems[name] = OverrideProblem(line, (name,))
+                problems[name] = Problem(line, name)
 
     for name, value in keys.flatten(tree).items():
         if name not in values and _calls(str(value)):
@@ -87,7 +87,7 @@ def compose_groups(
                 f"{file}: {name}={value}: option files may not read the environment or call "
                 f"functions; set {name}=... on the command line"
             )
-            problems[name] = OverrideProblem(line, (name, f"{name}."))
+            problems[name] = Problem(line, name, f"{name}.")
             refused.append(name)
             OmegaConf.update(composed, name, "???", merge=False, force_add=True)
     each(update, values)
@@ -119,10 +119,7 @@ def _file_with(groups: Groups, choices: Mapping[str, str], text: str) -> Path:
 
 
 def _resolved_together(composed: Any) -> dict[str, Any]:
-    """Return all values by dotted key. Return none if some value cannot be resolved.
-
-    This is quicker than resolving them one by one.
-    """
+    """Return all values by dotted key, which is quicker than one by one; none if one is wrong."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -175,10 +172,7 @@ def _compose_anew(groups: Groups, words: Sequence[str]) -> Any:
 
 
 def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``leaves`` with values for all keys of ``sparsity`` and ``mask``.
-
-    values: the user's values by dotted key.
-    """
+    """Return ``leaves`` with all keys of ``sparsity`` and ``mask``. values: what users typed."""
     pattern = leaves.get("sparsity.pattern")
     if settings := PATTERNS.get(str(pattern)):
         for name, other in settings.instead.items():
@@ -189,10 +183,8 @@ def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def _own_hydra(first: Sequence[Path], last: Sequence[Path]) -> Iterator[None]:
-    """Set Hydra's global state for this block only, and search other folders before and after.
-
-    Hydra's setting `hydra.searchpath` would search all of them after mtrain's own folder.
-    """
+    """Set Hydra's global state for this block only, and search other folders before and after."""
+    # Hydra's setting `hydra.searchpath` would search all of them after mtrain's own folder.
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc

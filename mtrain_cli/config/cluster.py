@@ -18,6 +18,7 @@ from typing import Any
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import is_number, read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import divisors
 from mtrain_cli.config.suggest import did_you_mean, no_such
 
 FOLDER = "cluster"  # under conf/
@@ -171,10 +172,6 @@ class Cluster:
         }
         price = self.dollars_per_gpu_hour
         return found if price is None else found | {"dollars_per_gpu_hour": price}
-
-
-def divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
@@ -517,10 +514,7 @@ class _Reader:
 
 
 def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the name of the constant that replaces a link's missing ``key``.
-
-    left_out: names of all constants that the file omits.
-    """
+    """Return the name of the constant of a file that replaces a link's missing ``key``."""
     other = _DEFAULTS[key]
     return _default_of(other, left_out) if other in left_out else other
 

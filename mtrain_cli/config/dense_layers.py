@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.config.schema import Config
 
@@ -31,17 +29,3 @@ def last_layers(config: Config) -> str:
     if number < 2:
         return "the last layer" * number
     return f"the last {number} layers"
-
-
-def problems(config: Config) -> Iterator[str]:
-    """Yield a line for each setting that contradicts ``sparsity.dense_layers``."""
-    dense, layers = config.sparsity.dense_layers or 0, config.model.num_layers
-    if dense < 1 or layers < 1:
-        return
-    given = f"sparsity.dense_layers={dense}"
-    if dense >= layers:
-        allowed = f"at most {layers - 1}" if layers > 1 else "0"
-        yield (
-            f"{given}: leaves no sparse layer of model.num_layers={layers}; give {allowed}, or "
-            "sparsity=dense"
-        )

@@ -175,14 +175,7 @@ def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) ->
 
 
 def _fitting(hint: Any, value: Any, name: str) -> Any:
-    """Return ``value`` as the type ``hint``.
-
-    Args:
-        name: name of the field, for the message.
-
-    Raises:
-        UnreadableError: the value has another type.
-    """
+    """Return ``value`` as the type ``hint``, or raise UnreadableError with the field's name."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         for one in inner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain_cli.config.keys import all_keys, show
+from mtrain_cli.config.keys import all_keys, conflict, show
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.schema import EVAL_TASKS, NIAH, PERPLEXITY, SENTENCES, Config
@@ -17,26 +17,27 @@ _COMMON = ("eval.length", "eval.samples")  # keys of all tasks
 def problems(config: Config) -> Iterator[str]:
     """Yield a line for each mistake in ``train.eval_tasks`` and ``eval``."""
     tasks, chosen = config.train.eval_tasks, config.eval
-    given = f"train.eval_tasks={show(tasks)}"
     for task in tasks:
         if task not in EVAL_TASKS:
-            yield f"{given}: {task}: {no_such('task', task, EVAL_TASKS)}"
+            why = no_such("task", task, EVAL_TASKS)
+            yield conflict(config, "{train.eval_tasks}: {task}: {why}", task=task, why=why)
     if not tasks:
         return
     lengths = chosen.lengths(config.seq)
     if not lengths or not all(2 <= length <= MOST_TOKENS for length in lengths):
-        yield (
-            f"eval.length={show(chosen.length)}: must be from 2 to {format_size(MOST_TOKENS)} "
-            "tokens"
-        )
+        most = format_size(MOST_TOKENS)
+        yield f"{{eval.length}}: must be from 2 to {most} tokens"
     if chosen.chains and chosen.form == SENTENCES:
-        yield f"eval.chains={show(chosen.chains)}: only with eval.form=python"
+        yield "{eval.chains}: only with {eval.form!s}=python"
     if PERPLEXITY in tasks and not config.data.eval_sequences:
-        yield f"{given}: {PERPLEXITY} needs held-out sequences; add data.eval_sequences=4"
+        yield (
+            f"{{train.eval_tasks}}: {PERPLEXITY} needs held-out sequences; add "
+            "{data.eval_sequences!s}=4"
+        )
     if PATTERNS[config.sparsity.pattern].synthetic:
         yield (
-            f"{given}: sparsity={config.sparsity.pattern} chooses keys without regard to the text, "
-            "so the tasks would measure another text"
+            f"{{train.eval_tasks}}: sparsity={config.sparsity.pattern} chooses keys without regard "
+            "to the text, so the tasks would measure another text"
         )
 
 

@@ -13,9 +13,10 @@ import functools
 import math
 import operator
 import os
+import string
 import types
 import typing
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from mtrain_cli.config import cluster, sizes
 from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.option import Range, UpperLimit
 from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.config.variants import Variant
@@ -96,10 +98,6 @@ class ConfigKey:
         """The members of ``type`` if it is a union, else ``type`` alone."""
         is_union = typing.get_origin(self.type) in (types.UnionType, typing.Union)
         return typing.get_args(self.type) if is_union else (self.type,)
-
-    @property
-    def _lists(self) -> list[Any]:
-        return [kind for kind in self.types if typing.get_origin(kind) is tuple]
 
     @property
     def optional(self) -> bool:
@@ -180,75 +178,92 @@ class ConfigKey:
         Raises:
             ValueError: the value has another type. The message continues the text ``key=value: ``.
         """
-        if isinstance(value, list | tuple) and self._lists:
-            return self._convert_list(value)
         for kind in self.types:
-            converted = self._convert_to(kind, value)
-            if converted is not _WRONG:
-                return converted
+            with contextlib.suppress(TypeError):
+                return _CONVERSIONS[typing.get_origin(kind) or kind](self, kind, value)
         if isinstance(value, float) and math.isinf(value) and (problem := self.out_of_range(value)):
             raise ValueError(problem)
         close = did_you_mean(str(value), self.choices) if self.choices else ""
         raise ValueError(f"expected {self.expected}{close}")
 
-    def _convert_list(self, value: Sequence[Any]) -> Any:
-        with contextlib.suppress(ValueError):
-            converted = self._convert_to(self._lists[0], value)
-            if converted is not _WRONG:
-                return converted
-        raise ValueError(f"expected {self.expected}")
 
-    def _convert_to(self, kind: Any, value: Any) -> Any:
-        """Return ``value`` as ``kind``, one of the key's types; `_WRONG` if it does not fit."""
-        origin, kinds = typing.get_origin(kind), typing.get_args(kind)
-        if kind is type(None) or kind is bool:
-            return value if isinstance(value, kind) else _WRONG
-        is_auto = value == "auto" and str in self.types
-        if kind is int and self.counts_tokens and isinstance(value, str) and not is_auto:
-            return sizes.parse_size(value, self.expected)
-        if kind is int:
-            return int(value) if _is_number(value) and value == int(value) else _WRONG
-        if kind is float:
-            return float(value) if _is_number(value) else _WRONG
-        if kind is str:
-            return self._convert_text(value)
-        if origin is dict:
-            if not isinstance(value, Mapping) or not all(map(_is_number, value.values())):
-                return _WRONG
-            for name in value if self.name in PATHS else ():
-                if problem := path_problem(str(name)):
-                    raise ValueError(f"a name in it {problem}")
-            return {str(name): float(item) for name, item in value.items()}
-        assert origin is tuple, f"{self.name}: the schema uses a type without a conversion: {kind}"
-        if isinstance(value, list | tuple) and kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(value)
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            return _WRONG
-        parts = tuple(
-            # A text in a list is literal; alone, it could only be the word auto.
-            (item if isinstance(item, str) else _WRONG)
-            if part is str
-            else self._convert_to(part, item)
+def _same(_key: ConfigKey, kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError
+    return value
+
+
+def _float(_key: ConfigKey, _kind: Any, value: Any) -> float:
+    if not _is_number(value):
+        raise TypeError
+    return float(value)
+
+
+def _int(key: ConfigKey, _kind: Any, value: Any) -> int:
+    is_auto = value == "auto" and str in key.types
+    if key.counts_tokens and isinstance(value, str) and not is_auto:
+        return sizes.parse_size(value, key.expected)
+    if not _is_number(value) or value != int(value):
+        raise TypeError
+    return int(value)
+
+
+def _text(key: ConfigKey, _kind: Any, value: Any) -> str:
+    if key.is_text and not key.choices and _is_number(value):
+        value = str(value)
+    is_words = key.is_text and bool(key.choices)
+    # int | str and float | str take a number, or the word auto.
+    is_number = not key.is_text and not key.is_mapping
+    if (
+        not isinstance(value, str)
+        or (is_words and value not in key.choices)
+        or (is_number and value != "auto")
+        or (key.is_mapping and value.lstrip().startswith("{"))
+    ):
+        raise TypeError
+    if key.name in PATHS and (problem := path_problem(value)):
+        raise ValueError(problem)
+    return value
+
+
+def _mapping(key: ConfigKey, _kind: Any, value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping) or not all(map(_is_number, value.values())):
+        raise TypeError
+    for name in value if key.name in PATHS else ():
+        if problem := path_problem(str(name)):
+            raise ValueError(f"a name in it {problem}")
+    return {str(name): float(item) for name, item in value.items()}
+
+
+def _list(key: ConfigKey, kind: Any, value: Any) -> tuple[Any, ...]:
+    kinds = typing.get_args(kind)
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(value)
+    if len(value) != len(kinds):
+        raise TypeError
+    try:
+        # A text in a list is literal; alone, it could only be the word auto.
+        return tuple(
+            (_same if part is str else _CONVERSIONS[part])(key, part, item)
             for part, item in zip(kinds, value, strict=True)
         )
-        return _WRONG if any(part is _WRONG for part in parts) else parts
-
-    def _convert_text(self, value: Any) -> Any:
-        if self.is_text and not self.choices and _is_number(value):
-            value = str(value)
-        if not isinstance(value, str):
-            return _WRONG
-        if self.is_mapping and value.lstrip().startswith("{"):
-            return _WRONG
-        if self.name in PATHS and (problem := path_problem(value)):
-            raise ValueError(problem)
-        if self.is_mapping:  # the path of a file
-            return value
-        if not self.is_text:  # int | str or float | str: a number, or the word auto
-            return value if value == "auto" else _WRONG
-        return value if not self.choices or value in self.choices else _WRONG
+    except ValueError:
+        raise TypeError from None
 
 
+# Each raises TypeError for a value of another type, and ValueError with the reason for a value
+# that cannot be of any type of the key.
+_CONVERSIONS: dict[Any, Callable[[ConfigKey, Any, Any], Any]] = {
+    types.NoneType: _same,
+    bool: _same,
+    int: _int,
+    float: _float,
+    str: _text,
+    dict: _mapping,
+    tuple: _list,
+}
 _WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -294,9 +309,6 @@ def _is_number(value: Any) -> bool:
         return is_number and math.isfinite(value)
     except OverflowError:
         return False
-
-
-_WRONG = object()
 
 
 @functools.cache
@@ -398,6 +410,48 @@ def first_few(texts: Sequence[str]) -> str:
     """Join the first three texts. If there are more, append how many more."""
     more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
     return ", ".join(texts[:3]) + more
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A key in a text: ``{seq}`` becomes ``seq=4096``, and ``{seq!s}`` becomes ``seq``."""
+
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.name}={show(self.value)}"
+
+
+class _Values(string.Formatter):
+    """Fills the keys in a text, and keeps their names."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.names = config, list[str]()
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        if field_name not in all_keys():
+            return super().get_field(field_name, args, kwargs)
+        self.names.append(field_name)
+        return _Shown(field_name, _value(self.config, field_name)), field_name
+
+
+def conflict(config: Config, text: str, **words: object) -> Problem:
+    """Return a problem of keys whose values contradict each other. A `Problem` stays as it is.
+
+    Args:
+        text: the line. ``{seq}`` in it becomes ``seq=4096``, and ``{seq!s}`` only ``seq``. The line
+            is about these keys, of which the first is wrong.
+        words: texts for other fields of ``text``, such as names that the user chose.
+    """
+    if isinstance(text, Problem):
+        return text
+    values = _Values(config)
+    line = values.vformat(text, (), words)
+    return Problem(line, *values.names, value=_value(config, values.names[0]))
 
 
 @functools.cache

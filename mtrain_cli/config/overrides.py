@@ -17,25 +17,12 @@ from mtrain_cli.config.earlier_versions import RENAMED
 from mtrain_cli.config.foreign_words import counterpart, hub_hint
 from mtrain_cli.config.groups import Groups
 from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, is_finite, sections, show
-from mtrain_cli.config.problem import Allowed, Problem, Setting
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
 _SHOWN = 80  # maximum characters of a value in a message
 ONE_VALUE = "one value per run; start a run for each value"
-
-
-@dataclass(frozen=True)
-class OverrideProblem:
-    """A mistake in the overrides or in a YAML file.
-
-    line: the message.
-    keys: dotted names of the keys without a valid value because of the mistake. A name that ends in
-        a dot stands for all keys of a section.
-    """
-
-    line: str
-    keys: tuple[str, ...] = ()
 
 
 @dataclass
@@ -49,7 +36,7 @@ class Overrides:
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    problems: list[OverrideProblem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def parse(texts: Sequence[str], groups: Groups) -> Overrides:
@@ -62,7 +49,7 @@ def parse(texts: Sequence[str], groups: Groups) -> Overrides:
 
 def convert(
     raw: Mapping[str, Any], files: Mapping[str, Path] | None = None
-) -> tuple[dict[str, Any], list[OverrideProblem]]:
+) -> tuple[dict[str, Any], list[Problem]]:
     """Convert values to the types of the schema. Return the valid values and the problems.
 
     Args:
@@ -82,35 +69,34 @@ def convert(
                 raise ValueError(range_problem)
             leaves[name] = converted
         except (ValueError, OverflowError) as error:
-            shown = show(value)
-            clipped = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-            line = Problem(Setting(name, clipped), ": ", Allowed(str(error)))
-            problems.append(OverrideProblem(line, (name,)))
+            problems.append(_wrong(name, show(value), str(error)))
     return leaves, problems
 
 
-def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> OverrideProblem:
+def _wrong(name: str, shown: str, allowed: str) -> Problem:
+    clipped = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return Problem(f"{name}={clipped}: {allowed}", name, value=clipped, allowed=allowed)
+
+
+def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> Problem:
     file = files.get(name.partition(".")[0])
     where = f"{file}: " if file else ""
     if name in sections():
-        return OverrideProblem(
-            f"{where}{name}={show(value)}: holds keys, not a value", (f"{name}.",)
-        )
+        return Problem(f"{where}{name}={show(value)}: holds keys, not a value", f"{name}.")
     current = RENAMED.get(name)
     if here := counterpart(name):
-        return OverrideProblem(f"{where}{name}={show(value)}: {here}")
+        return Problem(f"{where}{name}={show(value)}: {here}")
     hint = f" (did you mean {current}?)" if current else did_you_mean(name, all_keys())
-    return OverrideProblem(f"{where}no key is called {name}{hint}")
+    return Problem(f"{where}no key is called {name}{hint}")
 
 
-def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProblem | None:
+def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> Problem | None:
     text = raw_text.strip()
     try:
         text.encode()
     except UnicodeEncodeError:
-        return OverrideProblem(
-            f"{text}: is not UTF-8; rename the file or folder", (text.partition("=")[0],)
-        )
+        name = text.partition("=")[0]
+        return Problem(f"{text}: is not UTF-8; rename the file or folder", name)
     if text.startswith("~"):
         name = text[1:].partition("=")[0]
         key = all_keys().get(name)
@@ -118,22 +104,20 @@ def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProb
         # Null in sparsity and mask means that the pattern or mask lacks the key.
         if key is not None and key.optional and not name.startswith(("sparsity.", "mask.")):
             hint = f"set it instead, such as {name}=null"
-        return OverrideProblem(f"{text}: a key cannot be deleted; {hint}", (name,))
+        return Problem(f"{text}: a key cannot be deleted; {hint}", name)
     if "=" not in text:
-        return OverrideProblem(_without_equals(text, groups))
+        return Problem(_without_equals(text, groups))
     # +key=value is how Hydra adds a key. Every key exists here, so it means key=value.
     name, raw = (part.strip() for part in text.lstrip("+").split("=", 1))
     dotted = name.replace("/", ".")
     name = dotted if dotted in all_keys() else name
     if not name:
-        return OverrideProblem(
-            f"{text}: the key before = is missing; expected key=value, such as seq=4k"
-        )
+        return Problem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
     if name.split(".")[0].split("/")[0] == "hydra":
         hint = "mtrain uses Hydra only to compose configurations"
         if name.startswith(("hydra.run", "hydra.sweep")):
             hint = "the folder of a run is run.dir=..."
-        return OverrideProblem(f"{text}: Hydra's own settings have no effect; {hint}")
+        return Problem(f"{text}: Hydra's own settings have no effect; {hint}")
     if name in groups.options:
         return _parse_group(name, raw, groups, parsed)
     if name in all_keys():
@@ -143,9 +127,9 @@ def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProb
         return _parse_value(text, all_keys()[name], value, parsed)
     if name in sections():
         example = next(key for key in all_keys() if key.startswith(f"{name}."))
-        return OverrideProblem(
+        return Problem(
             f"{text}: {name} is a section, not a value; set one of its keys, such as {example}=...",
-            (f"{name}.",),
+            f"{name}.",
         )
     return _unknown(text, name, raw, groups)
 
@@ -175,26 +159,29 @@ def _without_equals(text: str, groups: Groups) -> str:
     return f"{shown}: expected key=value, such as model=tiny or optim.lr=1e-3{hint}"
 
 
-def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> OverrideProblem | None:
+def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> Problem | None:
     option, options = _unquoted(raw), groups.options[group]
     if option in options:
         parsed.groups[group] = option
         return None
     example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
-    reason: str = no_such(group, option, options)
+    allowed, reason = ", ".join(options), no_such(group, option, options)
     if option.startswith("{") and example:
         reason += f"; to set one value, write {example}=..."
     if "," in option or _SWEEP.match(option):
-        reason = ONE_VALUE
+        allowed = reason = ONE_VALUE
     start, then = "is not a model of mtrain, which", "set train.init_from="
     if group == "model" and (hint := hub_hint(option, start, then)):
         reason = hint
-    return OverrideProblem(Problem(Setting(group, raw), ": ", reason), (f"{group}.",))
+    return Problem(f"{group}={raw}: {reason}", group, f"{group}.", value=raw, allowed=allowed)
 
 
-def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> OverrideProblem | None:
+def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Problem | None:
     if raw == "":
-        return OverrideProblem(f"{text}: the value is empty; expected {key.expected}", (key.name,))
+        allowed = f"expected {key.expected}"
+        return Problem(
+            f"{text}: the value is empty; {allowed}", key.name, value=raw, allowed=allowed
+        )
     if key.is_text or (key.is_mapping and not raw.startswith("{")):
         parsed.values[key.name] = _parse_text(key, raw)
         return None
@@ -206,18 +193,18 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Over
     except (HydraException, ValueError, RecursionError):  # Hydra's message describes its grammar
         is_cut = raw.count("[") > raw.count("]")
         hint = f"; a value with spaces needs quotes: '{key.name}=[a, b]'" if is_cut else ""
-        return OverrideProblem(f"{text}: expected {key.expected}{hint}", (key.name,))
+        allowed = f"expected {key.expected}{hint}"
+        return Problem(f"{text}: {allowed}", key.name, value=raw, allowed=allowed)
     if override.is_sweep_override():
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
         reason = f"a list needs brackets: {key.name}=[{raw}]" if is_list else ONE_VALUE
-        return OverrideProblem(f"{text}: {reason}", (key.name,))
+        return Problem(f"{text}: {reason}", key.name, value=raw, allowed=reason)
     value = override.value()
     if not is_finite(value):  # reported here, where the text is known: 1e999 would show as inf
         try:
             key.convert(value)
         except ValueError as error:
-            line = Problem(Setting(key.name, raw), ": ", Allowed(str(error)))
-            return OverrideProblem(line, (key.name,))
+            return Problem(f"{key.name}={raw}: {error}", key.name, value=raw, allowed=str(error))
     parsed.values[key.name] = value
     return None
 
@@ -228,24 +215,24 @@ def _parse_text(key: ConfigKey, raw: str) -> str | None:
     return _unquoted(raw)
 
 
-def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
+def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
     if "@" in name:
-        return OverrideProblem(
+        return Problem(
             f"{text}: a group cannot be moved with @; write {name.partition('@')[0]}={raw}"
         )
     if name == "cluster":
-        return OverrideProblem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
+        return Problem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
     bare = name.lstrip("-")
     if here := counterpart(bare):
-        return OverrideProblem(f"{text}: {here}")
+        return Problem(f"{text}: {here}")
     close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
     line = f"{text}: no key or group is called {name}"
     if close is None:
-        return OverrideProblem(f"{line}; `mtrain config list` shows all groups and keys")
+        return Problem(f"{line}; `mtrain config list` shows all groups and keys")
     probe = Overrides()
     wrong = _parse_one(f"{close}={raw}", groups, probe) or convert(probe.values)[1]
     meant = close if wrong else f"{close}={raw}"
-    return OverrideProblem(f"{line} (did you mean {meant}?)", (f"{close}.", close))
+    return Problem(f"{line} (did you mean {meant}?)", f"{close}.", close)
 
 
 def _unquoted(raw: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
-from mtrain_cli.config.keys import show
+from mtrain_cli.config.keys import conflict
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.sizes import with_count
-from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, refuse, unsupported
+from mtrain_cli.config.sizes import divisors, with_count
+from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, unsupported
 
 # Settings that need the whole model on each worker, and the value that turns each of them off.
 NEED_WHOLE_MODEL = {
@@ -24,24 +26,22 @@ def problems(config: Config) -> Iterator[str]:
     stages, parts = topology.pipeline_parallel, topology.virtual_stages
     if min(stages, parts, layers, topology.tensor_parallel) < 1:
         return
-    given = f"topology.pipeline_parallel={stages}"
     if stages == 1:
         for name, value in _DEFAULTS.items():
-            if (set_to := getattr(topology, name)) != value:
-                key = f"topology.{name}={show(set_to)}"
-                yield f"{key}: needs topology.pipeline_parallel of at least 2"
+            if getattr(topology, name) != value:
+                yield f"{{topology.{name}}}: needs {{topology.pipeline_parallel!s}} of at least 2"
         return
-    yield from unsupported(config, given, NEED_WHOLE_MODEL)
+    yield from unsupported(config, "topology.pipeline_parallel", NEED_WHOLE_MODEL)
     if topology.schedule == "interleaved" and parts == 1:
-        yield "topology.schedule=interleaved: needs topology.virtual_stages of at least 2"
+        yield "{topology.schedule}: needs {topology.virtual_stages!s} of at least 2"
     elif topology.schedule in ("gpipe", "1f1b") and parts > 1:
         yield (
-            f"topology.virtual_stages={parts}: topology.schedule={topology.schedule} has one per "
-            "worker; give topology.schedule=interleaved, or topology.virtual_stages=1"
+            "{topology.virtual_stages}: {topology.schedule} has one per worker; give "
+            "topology.schedule=interleaved, or topology.virtual_stages=1"
         )
     if stages * parts > layers:
         what = with_count(stages, "stage") + f" x {parts} virtual stages" * (parts > 1)
-        yield f"{given}: {what} for model.num_layers={layers}; each needs a layer"
+        yield f"{{topology.pipeline_parallel}}: {what} for {{model.num_layers}}; each needs a layer"
     else:
         yield from _stage_layers(config)
     yield from _degrees(config)
@@ -49,20 +49,20 @@ def problems(config: Config) -> Iterator[str]:
 
 def _stage_layers(config: Config) -> Iterator[str]:
     """Yield an error if ``topology.stage_layers`` does not deal out the layers."""
-    topology, layers = config.topology, config.model.num_layers
+    topology = config.topology
     counts, expected = topology.stage_layers, topology.pipeline_parallel * topology.virtual_stages
     if isinstance(counts, str):
         return
-    given = f"topology.stage_layers={show(counts)}"
     if len(counts) != expected:
-        by = f"topology.pipeline_parallel={topology.pipeline_parallel}"
+        by = "{topology.pipeline_parallel}"
         if topology.virtual_stages > 1:
-            by += f" x topology.virtual_stages={topology.virtual_stages}"
-        yield f"{given}: has {with_count(len(counts), 'number')}; must have {expected} ({by})"
+            by += " x {topology.virtual_stages}"
+        has = with_count(len(counts), "number")
+        yield f"{{topology.stage_layers}}: has {has}; must have {expected} ({by})"
     elif min(counts) < 1:
-        yield f"{given}: each stage needs at least 1 layer"
-    elif sum(counts) != layers:
-        yield f"{given}: adds up to {sum(counts)}; must be model.num_layers={layers}"
+        yield "{topology.stage_layers}: each stage needs at least 1 layer"
+    elif sum(counts) != config.model.num_layers:
+        yield f"{{topology.stage_layers}}: adds up to {sum(counts)}; must be {{model.num_layers}}"
 
 
 def _degrees(config: Config) -> Iterator[str]:
@@ -71,23 +71,17 @@ def _degrees(config: Config) -> Iterator[str]:
     workers, context = topology.workers, topology.context_workers
     if not isinstance(workers, int) or workers < 1:
         return
-    degrees = {
-        "pipeline_parallel": topology.pipeline_parallel,
-        "tensor_parallel": topology.tensor_parallel,
-    }
+    names = ["pipeline_parallel", "tensor_parallel"]
     if isinstance(topology.context_parallel, int):
-        degrees["context_parallel"] = topology.context_parallel
-    shown = " x ".join(f"topology.{name}={value}" for name, value in degrees.items() if value > 1)
-    product = 1
-    for value in degrees.values():
-        product *= value
+        names.append("context_parallel")
+    degrees = {name: getattr(topology, name) for name in names}
+    product = prod(degrees.values())
     if product < 1 or workers % product:
+        above = [f"{{topology.{name}}}" for name, value in degrees.items() if value > 1]
         more, allowed = f" = {product}", ""
-        if shown.count("=") == 1:
-            most = min(workers, config.model.num_layers)
-            fits = ", ".join(str(n) for n in range(1, most + 1) if workers % n == 0)
-            more, allowed = "", f"; allowed: {fits}"
-        yield f"{shown}{more}: does not divide topology.workers={workers}{allowed}"
+        if len(above) == 1:
+            more, allowed = "", f"; allowed: {divisors(workers, config.model.num_layers)}"
+        yield f"{' x '.join(above)}{more}: does not divide {{topology.workers}}{allowed}"
         return
     assert isinstance(context, int)
     data = workers // (topology.pipeline_parallel * topology.tensor_parallel * context)
@@ -95,7 +89,7 @@ def _degrees(config: Config) -> Iterator[str]:
         yield from uneven_rounds(config, data)
 
 
-def uneven_rounds(config: Config, data: int) -> Iterator[str]:
+def uneven_rounds(config: Config, data: int) -> Iterator[Problem]:
     """Yield an error if an interleaved schedule cannot share out the micro-batches of a step.
 
     Args:
@@ -106,18 +100,9 @@ def uneven_rounds(config: Config, data: int) -> Iterator[str]:
     count = train.global_batch // sequences
     if topology.virtual_stages == 1 or train.global_batch % sequences or count % stages == 0:
         return
-    yield (
-        f"train.global_batch={train.global_batch}: gives each stage "
-        f"{count} micro-batch{'es' * (count != 1)}; topology.schedule=interleaved needs "
-        f"a multiple of topology.pipeline_parallel={stages}, so a multiple of "
-        f"{sequences * stages} sequences"
+    yield conflict(
+        config,
+        f"{{train.global_batch}}: gives each stage {count} micro-batch{'es' * (count != 1)}; "
+        "{topology.schedule!s}=interleaved needs a multiple of {topology.pipeline_parallel}, so a "
+        f"multiple of {sequences * stages} sequences",
     )
-
-
-def require_whole_model(config: Config, command: str) -> None:
-    """Raise ConfigError if a command without pipeline parallelism is to use it.
-
-    Args:
-        command: the command, such as ``mtrain simulate``.
-    """
-    refuse(config, "pipeline_parallel", command)

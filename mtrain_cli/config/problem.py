@@ -1,76 +1,71 @@
-"""Mistakes of users: lines for people that keep the settings which they name as data.
+"""Mistakes of users: lines for people that keep the keys which they are about as data.
 
-A message is written once, in the words of the command line. A caller with other names, such as a
-Python function with arguments instead of options, renders the same parts with its own `Names`.
+A message names options as the command line does. A caller that names them otherwise, such as a
+Python function with arguments, says so by `Names`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain_cli.printable import one_line
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A setting in a message.
+class Problem(str):
+    """One line about a mistake, in the words of the command line. Line breaks in it are escaped.
 
-    name: dotted key, or name of an option with underscores.
-    value: None to show only the name.
-    is_option: whether the command line has an option, such as --max-new 8, instead of a key. The
-        value True then stands for a flag.
+    keys: names of the keys or options that the line is about, the wrong one first. A name that ends
+        in a dot stands for all keys of a section.
+    value: the value of the first key; None if it is not known.
+    allowed: what is allowed instead, as a text; None if the line does not say it.
     """
 
-    name: str
-    value: Any = None
-    is_option: bool = False
+    keys: tuple[str, ...]
+    value: Any
+    allowed: str | None
 
-    def __str__(self) -> str:
-        name = f"--{self.name.replace('_', '-')}" if self.is_option else self.name
-        if self.value is None or (self.is_option and self.value is True):
-            return name
-        shown = str(self.value)
-        # 1 for 1.0, but not for 1.0000001, which would be a mistake without a visible cause.
-        if isinstance(self.value, float) and float(f"{self.value:g}") == self.value:
-            shown = f"{self.value:g}"
-        return f"{name}{' ' if self.is_option else '='}{shown}"
+    def __new__(
+        cls, text: str, *keys: str, value: Any = None, allowed: str | None = None
+    ) -> Problem:
+        problem = super().__new__(cls, one_line(text))
+        problem.keys, problem.value, problem.allowed = keys, value, allowed
+        return problem
 
+    @property
+    def key(self) -> str | None:
+        """The name of the key or option that is wrong; None if the line is about none."""
+        return next(iter(self.keys), None)
 
-@dataclass(frozen=True)
-class Allowed:
-    """The part of a message that says which values are allowed."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
+    def is_about(self, names: Collection[str]) -> bool:
+        """Return whether the line is about one of these keys or sections, such as ``train.``."""
+        return any(
+            contains(name, key) or contains(key, name) for key in self.keys for name in names
+        )
 
 
-@dataclass(frozen=True)
-class IfHas:
-    """The part of a message that makes sense only to a caller that has the setting ``name``."""
+class ConfigError(ValueError):
+    """One or more mistakes in a configuration.
 
-    name: str
-    text: str
+    problems: one line for each mistake, with the key, its value and the allowed values.
+    """
 
-    def __str__(self) -> str:
-        return self.text
-
-
-Part = str | Setting | Allowed | IfHas
+    def __init__(self, *problems: str) -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem(p) for p in problems)
+        super().__init__("\n".join(self.problems))
 
 
-def cli_option(name: str, value: Any = None) -> Setting:
-    """Return an option of the command line for a message. name: with underscores."""
-    return Setting(name, value, is_option=True)
+def contains(name: str, key: str) -> bool:
+    """Return whether ``name`` is the key ``key`` or its section, such as ``train.``."""
+    return name == key or (name.endswith(".") and key.startswith(name))
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a caller names the settings in messages.
+    """How a caller names the options of the command line in messages.
 
     options: whether it gives options such as --max-new 8. Otherwise, it gives max_new=8.
     other: its own name of a setting, by the name in the message.
@@ -81,68 +76,46 @@ class Names:
     other: Mapping[str, str] = field(default_factory=dict)
     lacks: Collection[str] = ()
 
-    def of(self, part: Part) -> Part:
-        """Return a part of a message in the words of the caller."""
-        if isinstance(part, IfHas) and part.name in self.lacks:
-            return ""
-        if isinstance(part, Setting):
-            name = self.other.get(part.name, part.name)
-            return replace(part, name=name, is_option=part.is_option and self.options)
-        return part
-
     @contextlib.contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Use these names in the messages of a ConfigError, which keeps its class."""
+        """Write the messages of this block with these names, besides those of an outer block."""
+        outer = _names.get()
+        options, other = outer.options and self.options, {**outer.other, **self.other}
+        token = _names.set(Names(options, other, {*outer.lacks, *self.lacks}))
         try:
             yield
-        except ConfigError as error:
-            problems = (Problem(*map(self.of, one.parts)) for one in error.problems)
-            raise type(error)(*problems) from error.__cause__
+        finally:
+            _names.reset(token)
 
 
-class Problem(str):
-    """One line about a mistake, in the words of the command line. Line breaks in it are escaped.
+_COMMAND_LINE = Names()
+_names: ContextVar[Names] = ContextVar("names", default=_COMMAND_LINE)
 
-    parts: the line as words and data. A line without data is one part.
+
+def setting(name: str) -> str:
+    """Return how the caller names a setting."""
+    return _names.get().other.get(name, name)
+
+
+def if_has(name: str, text: str) -> str:
+    """Return a text that makes sense only to a caller with the setting ``name``, or ""."""
+    return "" if name in _names.get().lacks else text
+
+
+def cli_option(name: str, value: Any = None) -> str:
+    """Return an option as the caller gives it, such as ``--max-new 8`` or ``max_new=8``.
+
+    name: with underscores.
+    value: None for the name alone. The command line shows no value for a flag, True.
     """
-
-    parts: tuple[Part, ...]
-
-    def __new__(cls, *parts: Part) -> Problem:
-        """parts: of the line. The parts of a `Problem` among them count one by one."""
-        flat = [one for part in parts for one in getattr(part, "parts", (part,))]
-        problem = super().__new__(cls, one_line("".join(map(str, flat))))
-        problem.parts = tuple(flat)
-        return problem
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.parts
-
-    @property
-    def key(self) -> str | None:
-        """The name of the setting that is wrong; None if the line does not have it as data."""
-        return next((one.name for one in self.parts if isinstance(one, Setting)), None)
-
-    @property
-    def value(self) -> Any:
-        """The value of `key`."""
-        return next((one.value for one in self.parts if isinstance(one, Setting)), None)
-
-    @property
-    def allowed(self) -> str | None:
-        """What is allowed instead; None if the line does not have it as data."""
-        return next((one.text for one in self.parts if isinstance(one, Allowed)), None)
-
-
-class ConfigError(ValueError):
-    """One or more mistakes in a configuration.
-
-    problems: one line for each mistake, with the key, its value and the allowed values.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        self.problems = tuple(map(Problem, problems))
-        super().__init__("\n".join(self.problems))
+    shown, options = str(value), _names.get().options
+    # 1 for 1.0, but not for 1.0000001, which would be a mistake without a visible cause.
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        shown = f"{value:g}"
+    typed = f"--{setting(name).replace('_', '-')}" if options else setting(name)
+    if value is None or (options and value is True):
+        return typed
+    return f"{typed}{' ' if options else '='}{shown}"
 
 
 def as_typed(name: str, value: object) -> str:

@@ -38,7 +38,7 @@ def load(path: Path) -> Config:
     flat = keys.with_other_variants(_without_absent_plugins(path, flat))
     leaves, problems = convert(flat)
     reported = {*leaves, *(name for problem in problems for name in problem.keys)}
-    lines = [problem.line for problem in problems]
+    lines = [str(problem) for problem in problems]
     lines += [f"{name}: {_MISSING}" for name in keys.all_keys() if name not in reported]
     if lines:
         raise ConfigError(*(f"{path}: {line}" for line in lines))

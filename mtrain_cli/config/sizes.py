@@ -72,6 +72,12 @@ def parse_share(text: str) -> float:
     return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
 
 
+def divisors(number: int, most: int | None = None) -> str:
+    """List the divisors of a number, such as ``1, 2, 4``. most: the largest to list."""
+    last = number if most is None else min(number, most)
+    return ", ".join(str(n) for n in range(1, last + 1) if number % n == 0)
+
+
 def count(number: int) -> str:
     """Format a count, for example as 3.09 B, 494 M or 874 K."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from mtrain_cli.config.problem import Allowed, Problem
-
 # Minimum similarity of a suggestion, from 0 to 1. It is difflib's default; less similar names
 # rarely help.
 CUTOFF = 0.6
@@ -39,7 +37,7 @@ def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
 
 def no_such(
     kind: str, name: str, names: Iterable[str], otherwise: str = "", most: int | None = None
-) -> Problem:
+) -> str:
     """Return ``no such KIND (did you mean ...?); allowed: NAMES, or OTHERWISE``.
 
     Args:
@@ -52,7 +50,7 @@ def no_such(
         allowed += f" and {len(names[most:])} more"
     if otherwise:
         allowed = f"{allowed}, or {otherwise}" if names else otherwise
-    return Problem(f"no such {kind}{did_you_mean(name, names)}; allowed: ", Allowed(allowed))
+    return f"no such {kind}{did_you_mean(name, names)}; allowed: {allowed}"
 
 
 def _similarity(word: str, name: str) -> float:

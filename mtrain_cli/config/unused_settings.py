@@ -13,9 +13,11 @@ from mtrain_cli.config import eval_tasks, keys
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.overrides import parse
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
 
 _RING_KEYS = ("topology.prefetch", "topology.circulates", "topology.columns")
+_MEMORY_KEYS = ("topology.gpu_memory_gib", "topology.host_memory_gib")
 _CHUNK = "topology.balanced_chunk"
 
 
@@ -40,7 +42,7 @@ def unused_keys(
     exchange: str = "",
     device: str = "",
     layout: str = "",
-) -> list[str]:
+) -> list[Problem]:
     """Return a line for each key in the overrides ``words`` that has no effect in ``config``.
 
     Args:
@@ -64,7 +66,9 @@ def unused_keys(
         )
         reasons["optim.warmup_steps"] = why
     return [
-        f"{name}={keys.show(given[name])}: {why}" for name, why in reasons.items() if name in given
+        Problem(f"{name}={keys.show(given[name])}: {why}", name)
+        for name, why in reasons.items()
+        if name in given
     ]
 
 
@@ -81,9 +85,9 @@ def unused_by_model(words: Sequence[str], configs: Sequence[Config]) -> list[str
 
 def _unused_by_model(words: Sequence[str], config: Config) -> list[str]:
     # The memory of the host limits the prompts on a CPU.
-    lines = [line for line in unused_keys(words, config) if "_memory_gib=" not in line]
-    topology = config.topology
-    if topology.context_workers != 1:
+    unused = unused_keys(words, config)
+    lines: list[str] = [line for line in unused if line.key not in _MEMORY_KEYS]
+    if config.topology.context_workers != 1:
         return lines
     given = parse(words, open_groups()).values
     return lines + [
@@ -105,7 +109,7 @@ def unused_after_auto(
     unused = unused_keys(words, config, exchange=exchange, layout=layout)
     by_exchange = _RING_KEYS if config.topology.exchange == "auto" else ()
     by_layout = (_CHUNK,) if config.topology.layout == "auto" else ()
-    return [line for line in unused if line.startswith((*by_exchange, *by_layout))]
+    return [line for line in unused if line.key in (*by_exchange, *by_layout)]
 
 
 def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterator[tuple[str, str]]:
@@ -129,7 +133,7 @@ def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterato
     if config.model.moe.experts == 0:
         yield "topology.expert_chunks", "model.moe.experts=0; no layer has experts"
     if device == "cpu":
-        for name in ("topology.gpu_memory_gib", "topology.host_memory_gib"):
+        for name in _MEMORY_KEYS:
             yield name, "workers on a CPU share the machine's memory"
     if config.layout != "striped":
         why = f"the layout is {config.layout}; only topology.layout=striped uses it"

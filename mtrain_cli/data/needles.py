@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from mtrain_cli.config.problem import ConfigError, IfHas, Problem, Setting, cli_option
+from mtrain_cli.config.problem import ConfigError, cli_option, if_has, setting
 from mtrain_cli.data.corpora import Corpus, split_text
 from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.tokenizers import Tokenizer
@@ -202,15 +202,10 @@ class _Builder:
         space = settings.length - self._added - taken
         if space < 0 or last > settings.tail:
             raise ConfigError(
-                Problem(
-                    cli_option("pairs", settings.pairs),
-                    f": {settings.length:,} tokens of {self._tokenizer.name} have no room for "
-                    f"them: they take {taken:,}, and the questions at the end {last:,} of "
-                    f"{settings.tail:,}. Give fewer ",
-                    Setting("pairs"),
-                    IfHas("questions", ", fewer questions"),
-                    " or a larger length.",
-                )
+                f"{cli_option('pairs', settings.pairs)}: {settings.length:,} tokens of "
+                f"{self._tokenizer.name} have no room for them: they take {taken:,}, and the "
+                f"questions at the end {last:,} of {settings.tail:,}. Give fewer {setting('pairs')}"
+                f"{if_has('questions', ', fewer questions')} or a larger length."
             )
         free = [pair for pair in pairs if not pair.in_tail]
         placed = [entry for pair in free for entry in self._scatter(pair.lines, 0, space)]
@@ -279,12 +274,8 @@ class _Builder:
 
     def _no_length(self) -> ConfigError:
         return ConfigError(
-            Problem(
-                cli_option("tokenizer"),
-                f": no document of {self._tokenizer.name} gets exactly "
-                f"{self._settings.length:,} tokens; give another ",
-                cli_option("length"),
-            )
+            f"{cli_option('tokenizer')}: no document of {self._tokenizer.name} gets exactly "
+            f"{self._settings.length:,} tokens; give another {cli_option('length')}"
         )
 
     @property

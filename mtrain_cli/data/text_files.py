@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mtrain_cli import install_command
-from mtrain_cli.config.problem import ConfigError, Problem, as_typed, cli_option
+from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
 from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
@@ -144,8 +144,8 @@ def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
     """
     if text_key != TEXT_KEY and not any(_kind(unit.name) in _OF_RECORDS for unit in corpus.units):
         given, kinds = cli_option("text_key", text_key), _listed(_OF_RECORDS)
-        line = f": {corpus.origin} has no {kinds} file, and other files have no keys; leave it out"
-        raise ConfigError(Problem(given, line))
+        why = f"{corpus.origin} has no {kinds} file, and other files have no keys; leave it out"
+        raise ConfigError(f"{given}: {why}")
 
 
 def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") -> Corpus:

@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from mtrain_cli.config.problem import Allowed, ConfigError, Problem, cli_option
+from mtrain_cli.config.problem import ConfigError, cli_option
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.needles import NAMES
 from mtrain_cli.data.tokenizers import Tokenizer
@@ -108,12 +108,9 @@ class DepthGrid:
         room = length - sum(map(len, [self._begin, *needles, *questions, *replies]))
         if room < _LEAST_TEXT:
             raise ConfigError(
-                Problem(
-                    cli_option("length", length),
-                    f": too few tokens for {with_count(len(depths), 'needle')} and their "
-                    "questions; give ",
-                    Allowed(f"{self._longest(len(depths)):,} or more"),
-                )
+                f"{cli_option('length', length)}: too few tokens for "
+                f"{with_count(len(depths), 'needle')} and their questions; give "
+                f"{self._longest(len(depths)):,} or more"
             )
         start = int(self._ends[random.randrange(len(self._ends) - 1)])
         parts: list[np.ndarray] = [self._begin]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.problem import ConfigError, Problem, Setting, cli_option
+from mtrain_cli.config.problem import ConfigError, as_typed
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, SENTENCES, Config
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.corpora import Corpus, stdlib_corpus
@@ -303,9 +303,13 @@ def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
 def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     options = request.niah
     in_run = request.weights[0].is_in_training
-    key = Setting("eval.haystack") if in_run else cli_option("haystack")
-    given = replace(key, value=options.haystack)
-    corpus = _haystack(options.haystack, given)
+    named = "eval.haystack" if in_run else "--haystack"
+    given = as_typed(named, options.haystack)
+    if options.haystack == STDLIB:
+        corpus = stdlib_corpus(origin=given)
+    else:
+        key = "the haystack's key"
+        corpus = text_corpus(options.haystack, "text", path_option=named, key_option=key)
     make: Callable[[int], Iterator[Item]]
     if options.form == PYTHON:
 
@@ -317,7 +321,7 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     else:
         text = _text(corpus)
         if not text.strip():
-            raise ConfigError(Problem(given, ": holds no text"))
+            raise ConfigError(f"{given}: holds no text")
         grid = DepthGrid(text, tokenizer)
         depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
 
@@ -333,14 +337,6 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
         "tokenizer": documents_identity(tokenizer),
     }
     return Retrieval(request.lengths, make, origin)
-
-
-def _haystack(path: str, given: Setting) -> Corpus:
-    """Open the text around needles. given: the setting that names it, for messages."""
-    if path == STDLIB:
-        return stdlib_corpus(origin=str(given))
-    named = str(replace(given, value=None))
-    return text_corpus(path, "text", path_option=named, key_option="the haystack's key")
 
 
 def _text(corpus: Corpus) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from pathlib import Path
 
-from mtrain_cli.config.problem import Allowed, ConfigError, Names, Problem, Setting
+from mtrain_cli.config.problem import ConfigError, Names
 
 ARGUMENTS = Names(options=False, lacks=("prompt_file",))
 
@@ -120,5 +120,4 @@ def _plain(value: object) -> object:
 
 
 def _wrong(name: str, value: object, expected: str) -> ConfigError:
-    given = Setting(name, reprlib.repr(value))
-    return ConfigError(Problem(given, ": must be ", Allowed(expected)))
+    return ConfigError(f"{name}={reprlib.repr(value)}: must be {expected}")

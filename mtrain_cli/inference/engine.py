@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtrain_cli.attention.decode import split_kernel
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.config.problem import ConfigError, Problem, cli_option
+from mtrain_cli.config.problem import ConfigError, cli_option
 from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for, most_held
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.limits import MemoryNeed
@@ -268,13 +268,9 @@ class Engine(Scorer):
             raise problem
         if not own:
             raise ConfigError(
-                Problem(
-                    f"a prompt of {longest:,} tokens with ",
-                    cli_option("max_new", max_new),
-                    " does not fit the memory of another worker. Give a shorter prompt, a smaller ",
-                    cli_option("max_new"),
-                    " or more topology.workers",
-                )
+                f"a prompt of {longest:,} tokens with {cli_option('max_new', max_new)} does not "
+                "fit the memory of another worker. Give a shorter prompt, a smaller "
+                f"{cli_option('max_new')} or more topology.workers"
             )
         return own
 

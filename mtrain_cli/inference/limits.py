@@ -11,7 +11,7 @@ import numpy as np
 
 from mtrain_cli.config.mask_settings import MASKS, MaskSettings
 from mtrain_cli.config.option import MOST_TOKENS
-from mtrain_cli.config.problem import Problem, cli_option
+from mtrain_cli.config.problem import cli_option
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_bytes, with_count
 from mtrain_cli.inference.model_source import ModelSource
@@ -60,17 +60,12 @@ def require_prompts(
             )
         elif len(ids) + max_new > most and not beyond:
             fits = most - len(ids)
-            new = Problem("; with ", cli_option("max_new", max_new), " it exceeds")
+            with_new = f"; with {cli_option('max_new', max_new)} it exceeds"
+            more_than = with_new if max_new else ", more than"
+            smaller = cli_option("max_new", fits) if fits > 0 else "a shorter prompt"
             problems.append(
-                Problem(
-                    f"{name} has {with_count(len(ids), 'token')}",
-                    new if max_new else ", more than",
-                    f" the {most:,} positions of the model. Give ",
-                    cli_option("max_new", fits) if fits > 0 else "a shorter prompt",
-                    ", or add ",
-                    cli_option("beyond", True),
-                    " to go on anyway",
-                )
+                f"{name} has {with_count(len(ids), 'token')}{more_than} the {most:,} positions of "
+                f"the model. Give {smaller}, or add {cli_option('beyond', True)} to go on anyway"
             )
     if problems:
         raise ConfigError(*problems)
@@ -249,43 +244,33 @@ class MemoryNeed:
         if not self.fits(prompt, max_new):
             where = "of GPU memory" if device == "cuda" else "of memory"
             raise ConfigError(
-                Problem(
-                    f"a prompt of {with_count(prompt, 'token')} with ",
-                    cli_option("max_new", max_new),
-                    f" needs {format_bytes(self.bytes(prompt, max_new))} per worker for weights, "
-                    "keys and values; a worker has "
-                    f"{format_bytes(_USABLE * self.capacity)} {where}",
-                    self._what_fits(prompt, max_new),
-                )
+                f"a prompt of {with_count(prompt, 'token')} with {cli_option('max_new', max_new)} "
+                f"needs {format_bytes(self.bytes(prompt, max_new))} per worker for weights, keys "
+                f"and values; a worker has {format_bytes(_USABLE * self.capacity)} {where}"
+                f"{self._what_fits(prompt, max_new)}"
             )
         return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
 
-    def _what_fits(self, prompt: int, max_new: int) -> Problem:
+    def _what_fits(self, prompt: int, max_new: int) -> str:
         """Return the end of a sentence on a prompt that does not fit, with advice."""
         longest, most_new = self.longest(max_new), self.most_new(prompt)
         given = cli_option("max_new")
         if longest:
-            this = Problem("; this one fits with ", cli_option("max_new", most_new))
-            return Problem(
-                f", and the longest that fits has {with_count(longest, 'token')}",
-                this if most_new else "",
-                ". Give a shorter prompt, a smaller ",
-                given,
-                " or more topology.workers",
+            this = f"; this one fits with {cli_option('max_new', most_new)}" if most_new else ""
+            return (
+                f", and the longest that fits has {with_count(longest, 'token')}{this}. Give a "
+                f"shorter prompt, a smaller {given} or more topology.workers"
             )
-        none_fits = Problem(", so no prompt fits with this ", given)
+        none_fits = f", so no prompt fits with this {given}"
         if most_new:
             smaller = cli_option("max_new", most_new)
-            return Problem(none_fits, ". Give ", smaller, " or less, or more topology.workers")
+            return f"{none_fits}. Give {smaller} or less, or more topology.workers"
         if with_one := self.longest(1):
-            return Problem(
-                none_fits,
-                "; with ",
-                cli_option("max_new", 1),
-                f", the longest that fits has {with_count(with_one, 'token')}. Give both smaller, "
-                "or more topology.workers",
+            return (
+                f"{none_fits}; with {cli_option('max_new', 1)}, the longest that fits has "
+                f"{with_count(with_one, 'token')}. Give both smaller, or more topology.workers"
             )
-        return Problem(
+        return (
             f", and the weights and logits alone take {format_bytes(self.fixed)}. Give "
             "topology.tensor_parallel=N, by which N workers share the weights"
         )

@@ -17,10 +17,10 @@ from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.pattern_settings import PATTERNS
-from mtrain_cli.config.pipeline_parallel import require_whole_model
-from mtrain_cli.config.problem import Allowed, ConfigError, Names, Problem, Setting
+from mtrain_cli.config.problem import ConfigError, Names, setting
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint, no_such
+from mtrain_cli.config.tensor_parallel import require_degree_1
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of
@@ -113,15 +113,12 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
         path = _find_run(path)
         with _GIVEN_BY_MODEL.in_errors():
             config = _config_of_run(run_of(path), overrides)
-    require_whole_model(config, "mtrain generate` or `mtrain eval")
+    require_degree_1(config, "pipeline_parallel", "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
         raise ConfigError(
-            Problem(
-                Setting("sparsity", config.sparsity.pattern),
-                ": chooses keys without regard to the prompt, so the model would read another "
-                "text; allowed: ",
-                Allowed(", ".join(servable_patterns())),
-            )
+            f"{setting('sparsity')}={config.sparsity.pattern}: chooses keys without regard to the "
+            "prompt, so the model would read another text; allowed: "
+            f"{', '.join(servable_patterns())}"
         )
     return ModelSource(path, is_folder, config)
 
@@ -135,9 +132,7 @@ def _require_servable(word: str) -> None:
     """Refuse an unknown pattern with a list of those that can serve."""
     key, _, value = word.partition("=")
     if key in ("sparsity", "sparsity.pattern") and value not in PATTERNS:
-        raise ConfigError(
-            Problem(Setting(key, value), ": ", no_such("sparsity", value, servable_patterns()))
-        )
+        raise ConfigError(f"{word}: {no_such('sparsity', value, servable_patterns())}")
 
 
 def servable_patterns() -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtrain_cli.config.problem import Allowed, ConfigError, Problem, cli_option
+from mtrain_cli.config.problem import ConfigError, cli_option
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +43,7 @@ class Sampling:
             (cli_option("seed", self.seed), 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
         ]
         problems = [
-            Problem(given, ": must be ", Allowed(allowed))
-            for given, is_valid, allowed in checks
-            if not is_valid
+            f"{given}: must be {allowed}" for given, is_valid, allowed in checks if not is_valid
         ]
         if problems:
             raise ConfigError(*problems)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config.documents import json_object
-from mtrain_cli.config.problem import ConfigError, IfHas, Problem, cli_option
+from mtrain_cli.config.problem import ConfigError, cli_option, if_has
 from mtrain_cli.data.tokenizers import (
     NO_BEGIN,
     Begin,
@@ -114,12 +114,12 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
         given = cli_option("tokenizer", folder)
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
-            raise ConfigError(Problem(given, f": {reason}; give a folder with tokenizer.json"))
+            raise ConfigError(f"{given}: {reason}; give a folder with tokenizer.json")
         try:
             return codec_of_files(replace(of_folder(folder), begin=_override_begin(source)))
         except ConfigError as error:
             lines = (line.removeprefix(str(folder)) for line in error.problems)
-            raise ConfigError(*(Problem(given, line) for line in lines)) from None
+            raise ConfigError(*(f"{given}{line}" for line in lines)) from None
     if source.is_folder:
         with contextlib.suppress(NoTokenizerError):
             return codec_of_files(of_folder(source.path))
@@ -145,13 +145,12 @@ def _override_begin(source: ModelSource) -> Begin | None:
     return NO_BEGIN if files is not None and files.begin == NO_BEGIN else None
 
 
-def _missing(source: ModelSource, reason: str) -> Problem:
+def _missing(source: ModelSource, reason: str) -> str:
     why = reason.removeprefix("no tokenizer: ").partition("; copy one")[0]
-    return Problem(
-        f"{source.path}: has no tokenizer{f' ({why})' if why else ''}. Give ",
-        cli_option("tokenizer", "FOLDER"),
-        ", or prompts as token ids",
-        IfHas("prompt_file", ': --prompt-file FILE.jsonl with lines {"ids": [1, 2]}'),
+    how = if_has("prompt_file", ': --prompt-file FILE.jsonl with lines {"ids": [1, 2]}')
+    return (
+        f"{source.path}: has no tokenizer{f' ({why})' if why else ''}. Give "
+        f"{cli_option('tokenizer', 'FOLDER')}, or prompts as token ids{how}"
     )
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.pipeline_parallel import uneven_rounds
-from mtrain_cli.config.problem import Allowed, ConfigError, Problem, Setting
+from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config, TopologyConfig, TrainConfig
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.config.validate import number_of_chunks
+from mtrain_cli.config.topology_checks import number_of_chunks
 from mtrain_cli.launch.job import Job, current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
 
@@ -138,12 +138,7 @@ def _wrong_number_of_workers(
     most = gpus if device == "cuda" else max(_ALWAYS_ALLOWED, _WORKERS_PER_CORE * cores)
     if workers > most:
         has = with_count(gpus, "GPU") if device == "cuda" else with_count(cores, "CPU core")
-        yield Problem(
-            Setting("topology.workers", workers),
-            f": this machine has {has}. Use ",
-            Allowed(f"at most {most}, or auto"),
-            ".",
-        )
+        yield f"topology.workers={workers}: this machine has {has}. Use at most {most}, or auto."
 
 
 def _parallel_dims(

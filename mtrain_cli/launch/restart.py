@@ -220,12 +220,12 @@ def shrink_environment(
     for workers in range(left, 0, -1):
         tried = config.changed(topology={"workers": workers})
         try:
-            conflicts = [line for line in validate.problems(tried) if "topology." in line]
+            conflicts = [one for one in validate.problems(tried) if one.is_about(["topology."])]
             if not conflicts:
                 environment = replace(resolve_environment(tried), launcher=before.launcher)
                 return environment, tuple(answering[:workers]), _without(lost)
         except ConfigError as error:
-            conflicts = list(error.problems)
+            conflicts = [*error.problems]
         problem = conflicts[0] if workers == left else problem
     reason = f"the run does not fit the {left} remaining GPUs: {problem}"
     return f"no restart: GPU {lost} does not respond, and {reason}"

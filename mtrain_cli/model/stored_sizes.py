@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
-from mtrain_cli.config.problem import Problem, Setting
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import ModelConfig
 
 _GATE_UP = ".experts.gate_up"  # of all experts: [experts, 2 * expert_size, hidden_size]
@@ -38,8 +38,9 @@ def wrong_sizes(
     """
     return [
         Problem(
-            Setting(f"model.{name}", ours),
-            f": the weights in {stored} have {theirs}. Correct {given}",
+            f"model.{name}={ours}: the weights in {stored} have {theirs}. Correct {given}",
+            f"model.{name}",
+            value=ours,
         )
         for name, ours, theirs in differing_sizes(model, shapes)
     ]

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
-from mtrain_cli.config.cluster import divisors
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import divisors
 
 ROW_BLOCK = 128  # rows that travel together: one kernel tile
 _COUNTED_TOGETHER = 1 << 22  # counts of blocks that are in memory at the same time: 64 MiB

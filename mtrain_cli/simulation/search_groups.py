@@ -67,7 +67,7 @@ def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
     if (
         given > 1
         or scenario.sets("topology.pipeline_parallel")
-        or any(unsupported(config, "", NEED_WHOLE_MODEL))
+        or any(unsupported(config, "topology.pipeline_parallel", NEED_WHOLE_MODEL))
     ):
         return [given]
     most = min(_MOST_STAGES, config.model.num_layers, config.train.global_batch)

@@ -10,8 +10,8 @@ from commands.typed_line import run
 
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.tensor_parallel import require_degree_1
 from mtrain_cli.model.huggingface_config import config_json
 
 MODEL = ("model.num_layers=6",)
@@ -178,9 +178,9 @@ def test_the_batch_is_split_over_the_groups_that_share_sequences():
 
 
 def test_other_commands_refuse_it_by_name():
-    require_whole_model(compose(list(MODEL)), "mtrain simulate")
+    require_degree_1(compose(list(MODEL)), "pipeline_parallel", "mtrain simulate")
     with pytest.raises(ConfigError) as error:
-        require_whole_model(compose([*MODEL, TWO]), "mtrain simulate")
+        require_degree_1(compose([*MODEL, TWO]), "pipeline_parallel", "mtrain simulate")
     assert error.value.problems == (
         "topology.pipeline_parallel=2: not supported by `mtrain simulate`; leave this setting out",
     )

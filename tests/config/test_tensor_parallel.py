@@ -6,7 +6,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_whole_layers
+from mtrain_cli.config.tensor_parallel import require_degree_1
 
 MODEL = ("model.num_heads=12", "model.num_kv_heads=6", "model.intermediate_size=384")
 
@@ -98,9 +98,10 @@ def test_the_batch_is_split_over_the_groups_that_share_sequences():
 
 
 def test_other_commands_refuse_it_by_name():
-    require_whole_layers(compose(list(MODEL)), "mtrain simulate")
+    require_degree_1(compose(list(MODEL)), "tensor_parallel", "mtrain simulate")
+    config = compose([*MODEL, "topology.tensor_parallel=2"])
     with pytest.raises(ConfigError) as error:
-        require_whole_layers(compose([*MODEL, "topology.tensor_parallel=2"]), "mtrain simulate")
+        require_degree_1(config, "tensor_parallel", "mtrain simulate")
     assert error.value.problems == (
         "topology.tensor_parallel=2: not supported by `mtrain simulate`; leave this setting out",
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.config.problem import ConfigError, IfHas, Problem, cli_option
+from mtrain_cli.config.problem import ConfigError, cli_option, if_has
 from mtrain_cli.inference import arguments
 
 
@@ -66,18 +66,17 @@ def test_values_are_those_of_python():
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
+    ("name", "value", "expected"),
     [
-        ((cli_option("temperature", -1.0), ": must be 0"), "temperature=-1: must be 0"),
-        ((cli_option("top_p", 1e20), ": must be"), "top_p=1e+20: must be"),
-        ((cli_option("temperature", float("inf")), ": must"), "temperature=inf: must"),
-        (("Give a smaller ", cli_option("max_new"), " or"), "Give a smaller max_new or"),
-        (("add ", cli_option("beyond", True), " to go on"), "add beyond=True to go on"),
-        ((cli_option("tokenizer", Path("no")), ": no such"), "tokenizer=no: no such"),
-        (("as ids", IfHas("prompt_file", ": --prompt-file FILE")), "as ids"),
+        ("temperature", -1.0, "temperature=-1"),
+        ("top_p", 1e20, "top_p=1e+20"),
+        ("temperature", float("inf"), "temperature=inf"),
+        ("max_new", None, "max_new"),
+        ("beyond", True, "beyond=True"),
+        ("tokenizer", Path("no"), "tokenizer=no"),
     ],
 )
-def test_messages_name_arguments(parts, expected):
-    with pytest.raises(ConfigError) as raised, arguments.ARGUMENTS.in_errors():
-        raise ConfigError("a", Problem(*parts))
-    assert raised.value.problems == ("a", expected)
+def test_messages_name_arguments(name, value, expected):
+    with arguments.ARGUMENTS.in_errors():
+        assert cli_option(name, value) == expected
+        assert if_has("prompt_file", ": --prompt-file FILE") == ""
