@@ -105,7 +105,6 @@ class Supervisor:
             # Nothing listens there: the workers meet in a file.
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "TORCHELASTIC_ERROR_FILE": str(self._failure_file(rank)),
         }
 

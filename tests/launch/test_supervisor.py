@@ -66,6 +66,16 @@ def test_each_worker_has_its_rank_and_its_own_failure_file(tmp_path):
     ]
 
 
+def test_a_worker_keeps_the_variables_that_the_run_gives_it(tmp_path):
+    """On GPUs, one of them keeps NCCL from aborting communicators that may hang."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    code = f"open(f'{{os.environ[\"FOLDER\"]}}/ran', 'x').write(os.environ['{name}'])"
+    run = supervisor(tmp_path, code, workers=1)
+    run._variables[name] = "3"
+    run.run_to_end()
+    assert (tmp_path / "ran").read_text() == "3"
+
+
 def test_workers_that_ignore_sigterm_and_their_children_are_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("mtrain_cli.launch.supervisor.STOP_GRACE_S", 1)
     run = supervisor(
