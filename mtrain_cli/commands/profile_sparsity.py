@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,9 +36,15 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.pattern_quality import HeadRecord
     from mtrain_cli.sparsity.pattern import Pattern
 
+
+def _one_only(_: str, __: Any, others: Mapping[str, Any]) -> None:
+    if others:
+        raise ValueError("another package analyzes attention, and mtrain uses one")
+
+
 # The analysis of another package, whose options this command takes: a module or object with
 # `Options`, `parse` and `open_analyzer`, such as `mtrain_studies.attention.profile`.
-_STUDY: Any = next(iter(plugins.load("mtrain.analyzers", lambda _, study: study)), None)
+_STUDY: Any = next(iter(plugins.load_by_name("mtrain.analyzers", check=_one_only).values()), None)
 
 
 @dataclass(frozen=True)

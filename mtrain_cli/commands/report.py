@@ -82,10 +82,8 @@ def report(
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()]
-    others = plugins.load(plugins.REPORTS, lambda _, open_folder: open_folder)
     for name, path in zip(runs or (), paths, strict=True):
-        found = next(filter(None, (open_folder(path) for open_folder in others)), None)
-        if found is not None:
+        if (found := _opened_elsewhere(path)) is not None:
             if len(paths) > 1:
                 raise ConfigError(
                     f"{name}: a report shows {found.what} of `{found.command}` alone; give "
@@ -128,6 +126,12 @@ def report(
         console.print(line, soft_wrap=True)
     if show and page is not None:
         _open_in_browser(page, console)
+
+
+def _opened_elsewhere(path: Path) -> FolderReport | None:
+    """Return how another package shows a folder; None if the folder is no other package's."""
+    opened = plugins.load(plugins.REPORTS, lambda _, open_folder: open_folder(path))
+    return next(filter(None, opened), None)
 
 
 def _shipped_note(paths: Sequence[Path]) -> str:

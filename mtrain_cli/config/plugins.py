@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mtrain_cli.config.problem import ConfigError
+
 T = TypeVar("T")
 OWN_DISTRIBUTION = "mtrain"
 COMMANDS, REPORTS, CALLBACKS = "mtrain.commands", "mtrain.reports", "mtrain.callbacks"
@@ -45,14 +47,47 @@ def load(group: str, use: Callable[[str, Any], T]) -> list[T]:
 
     If loading or ``use`` fails, pass a line that names the package to `on_broken`, and leave the
     entry point out.
+
+    Raises:
+        ConfigError: from ``use``, which may find a mistake of the user.
     """
     results = []
     for entry in installed(group):
         try:
-            results.append(use(entry.name, entry.load()))
-        except Exception as error:
+            loaded = entry.load()
+        except (Exception, SystemExit) as error:
             on_broken(f"{what(entry)} cannot be loaded, so it is left out ({reason(error)})")
+            continue
+        try:
+            results.append(use(entry.name, loaded))
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            on_broken(f"{what(entry)} cannot be used, so it is left out ({reason(error)})")
     return results
+
+
+def load_by_name(
+    group: str,
+    own: Mapping[str, T] | None = None,
+    check: Callable[[str, T, Mapping[str, T]], None] = lambda *_: None,
+) -> dict[str, T]:
+    """Load the entry points of a group by name. A name that is taken is left out.
+
+    Args:
+        own: what has its name already.
+        check: raises ValueError if an object does not fit to those before it, {name: object}.
+    """
+    everything = dict(own or {})
+
+    def add(name: str, value: T) -> None:
+        if name in everything:
+            raise ValueError("this name is taken")
+        check(name, value, everything)
+        everything[name] = value
+
+    load(group, add)
+    return everything
 
 
 def what(entry: metadata.EntryPoint) -> str:
@@ -61,7 +96,7 @@ def what(entry: metadata.EntryPoint) -> str:
     return f"{entry.group}: {entry.name} = {entry.value} of {distribution(entry)}{version}"
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Return why an entry point cannot be loaded, for messages."""
     return f"{type(error).__name__}: {error}"
 
@@ -118,16 +153,7 @@ class Plugins(Mapping[str, T]):
 
     @functools.cached_property
     def _all(self) -> dict[str, T]:
-        everything = dict(self.own)
-
-        def add(name: str, value: T) -> None:
-            if name in everything:
-                raise ValueError("this name is taken")
-            self._check(name, value, everything)
-            everything[name] = value
-
-        load(self.group, add)
-        return everything
+        return load_by_name(self.group, self.own, self._check)
 
     def __getitem__(self, name: str) -> T:
         return self._all[name]

@@ -112,7 +112,7 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _callbacks(config: Config) -> Iterator[Problem]:
-    for name in config.train.callbacks:
+    for name in dict.fromkeys(config.train.callbacks):
         if name not in (names := callback_names()):
             reason = "no such callback: no installed package has one"
             if names:

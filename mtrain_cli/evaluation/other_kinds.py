@@ -30,4 +30,4 @@ class OtherKind(Protocol):
 @functools.cache
 def find(kind: str) -> Any | None:
     """Return the `OtherKind` of this name; None if no package has one."""
-    return dict(plugins.load("mtrain.evaluations", lambda name, one: (name, one))).get(kind)
+    return plugins.load_by_name("mtrain.evaluations").get(kind)

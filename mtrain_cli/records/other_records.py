@@ -34,15 +34,10 @@ class RecordKind(Protocol):
         """Return each `plots.Figure` for the page."""
 
 
-def kinds() -> list[RecordKind]:
-    """Return the kinds of all packages."""
-    return plugins.load("mtrain.records", lambda _, kind: kind)
-
-
 def read(folder: Path) -> tuple[tuple[RecordKind, Any], ...]:
     """Return each kind of records in a folder, with the records."""
-    found = ((kind, kind.read(folder)) for kind in kinds())
-    return tuple((kind, records) for kind, records in found if records)
+    read_kinds = plugins.load("mtrain.records", lambda _, kind: (kind, kind.read(folder)))
+    return tuple((kind, records) for kind, records in read_kinds if records)
 
 
 def by_kind(of_runs: Sequence[tuple[str, Sequence[tuple[RecordKind, Any]]]]) -> Iterator[Any]:

@@ -34,7 +34,7 @@ class Column:
     group: heading of consecutive columns, whose cells the terminal stacks in one cell.
     drop: rank in the order in which a narrow terminal drops columns; 0 for never.
     missing: the cell of an unknown value.
-    once: whether to leave cells blank that repeat the row above, as do all cells before them.
+    once: whether to leave the cell blank if all columns with ``once`` repeat the row above.
     """
 
     name: str

@@ -12,7 +12,7 @@ from mtrain_studies.attention.request import CELLS, AttentionRequest
 if TYPE_CHECKING:
     from mtrain_studies.attention.analysis import AttentionAnalyzer
 
-MOST_CELLS = 4096  # a map of so many cells has 64 MiB
+MOST_CELLS = 4096  # per side: such a map of float32 takes 64 MiB
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,41 @@ def test_a_package_that_cannot_be_used_costs_a_line(tmp_path):
         assert "mtrain has a command of this name" in told[name]
 
 
+def test_a_package_that_fails_in_use_costs_a_line(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(3)\n")
+    (tmp_path / "fails.py").write_text("def opened(folder): raise KeyError('boom')\n")
+    entries = {
+        plugins.COMMANDS: {"leaving": "leaves:command"},
+        plugins.REPORTS: {"failing": "fails:opened"},
+        "mtrain.analyzers": {"second": "fails:opened"},
+    }
+    install(tmp_path, "others", "1.0", **{"entry-points": entries})
+    found = mtrain_with(tmp_path, "report", "step-128k-4xh200", "--no-html", "--no-csv")
+    assert found.returncode == 0, found.stderr
+    lines = found.stderr.splitlines()
+    for name, problem in (
+        ("leaving", "cannot be loaded, so it is left out (SystemExit: 3)"),
+        ("failing", "cannot be used, so it is left out (KeyError: 'boom')"),
+        ("second", "(ValueError: another package analyzes attention, and mtrain uses one)"),
+    ):
+        (line,) = (line for line in lines if f": {name} = " in line)
+        assert line.endswith(problem)
+
+
+def test_the_first_package_keeps_a_name(tmp_path):
+    install(
+        tmp_path, "others", "1.0", **{"entry-points": {"mtrain.evaluations": {"lm-eval": "os:sep"}}}
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from mtrain_cli.evaluation.other_kinds import find; print(type(find('lm-eval')).__name__)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
+    assert found.stdout == "LmEval\n", found.stderr
+
+
 def test_an_installation_without_the_studies_says_so(tmp_path):
     none = (
         "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"

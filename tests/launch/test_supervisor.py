@@ -1,4 +1,4 @@
-"""One process a rank starts; a cause is told from its consequences; the rest is stopped."""
+"""The supervisor starts a process per rank, finds the cause of a failure and stops the rest."""
 
 from __future__ import annotations
 
