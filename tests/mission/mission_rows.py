@@ -320,7 +320,7 @@ MTRAINING = (
         (
             r"^8 prompt tokens in .* per generated token",
             r"^ length +dense +vertical_slash +samples",
-            lines(r"^ (256|512) +\d+\.\d+ +\d+\.\d+ +1 *$", 2),
+            lines(r"^ +(256|512) +\d+\.\d+ +\d+\.\d+ +1 *$", 2),
             r"(?s)niah by depth.* 90-100% +\d",
             r"^ 1k +dense +\d+\.\d +\d+\.\d *$",
         ),
