@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +27,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from mtrain_cli.records.index_file import RecordedIndices
     from mtrain_cli.reporting.table import Table
@@ -86,7 +85,7 @@ def what_if(
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
-    from mtrain_cli.simulation.what_if import replay, setups_of
+    from mtrain_cli.simulation.what_if import InvalidSetup, replay, setups_of
 
     layouts = parse_names("--layout", layout, LAYOUTS)
     exchanges = parse_names("--exchange", exchange, exchange_names())
@@ -102,12 +101,11 @@ def what_if(
     usual = made.per_node if machine is None else machine.gpus_per_node
     setups = list(setups_of(layouts, exchanges, counts or [made.workers], per_node or usual))
     numbers = list(dict.fromkeys(wanted)) or None
-    whose = "recorded number of workers per node"
-    if machine is not None:
-        whose = f"number of GPUs per node of {machine.name}"
-    typed = f"--cluster {cluster}" if cluster and not workers else f"--workers {workers}"
-    with _errors_by_option(None if per_node else f"{typed}: the {whose}"):
+    try:
         replays = {name: replay(recorded, name, setups, numbers, machine) for name in patterns}
+    except InvalidSetup as error:
+        option = error.about.replace("_", "-")
+        raise ConfigError(f"--{option} {error.value}: {error.reason}") from None
     if as_json:
         typer.echo(json_text(_document(recorded, replays), indent=1))
         return
@@ -115,20 +113,6 @@ def what_if(
     for name, rows in replays.items():
         print_table(console, _table(recorded, name, rows))
     say(console, _LEGEND)
-
-
-@contextmanager
-def _errors_by_option(usual: str | None) -> Iterator[None]:
-    """In errors about impossible setups, name the options."""
-    from mtrain_cli.simulation.what_if import InvalidSetup
-
-    try:
-        yield
-    except InvalidSetup as error:
-        if error.about == "per_node" and usual is not None:
-            why = str(error).replace("allowed:", "add --per-node, one of")
-            raise ConfigError(f"{usual}, {error.value}, {why}") from None
-        raise ConfigError(f"--{error.about.replace('_', '-')} {error.value}: {error}") from None
 
 
 def _parse_workers(workers: str) -> list[int]:

@@ -1,8 +1,7 @@
 """Draw synthetic indices, for predictions without a recorded index.
 
-Real indices depend on model, data and training step. A prediction from a synthetic index only shows
-how a layout handles this kind of index. For the numbers of a real training run, record an index
-with `mtrain profile imbalance`.
+Real indices depend on model, data and training step; a synthetic one only shows how a layout
+handles this kind of index.
 """
 
 from __future__ import annotations
@@ -27,15 +26,12 @@ _DRIFT = 1 / 64
 class IndexFamily:
     """A kind of synthetic index. Every head of every layer draws its own columns and slashes.
 
-    `drifting` is an exception: a head has the same runs of slashes in all layers, and each run
-    moves from layer to layer.
+    In `drifting`, a head has the same runs of slashes in all layers, and each run moves from layer
+    to layer, and from training step to step.
 
-    name: one of `FAMILIES`.
     density: share of the causal block pairs that lie on slashes, 0 to 1.
     columns: number of single columns per head, drawn from all positions.
-    step: training step. Runs of `drifting` move as far from step to step as from layer to layer.
-    fewest, most: bounds on the number of slashes per head, whatever the density. most=0 means no
-        upper bound.
+    fewest, most: bounds on the number of slashes per head; most=0 means none.
     """
 
     name: str
