@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from simulation.free_prices import Prices
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel.arrangements import Arrange
@@ -14,12 +15,11 @@ from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
-from mtrain_cli.simulation.actions import (
+from mtrain_cli.simulation.costs import (
     AwaitMessage,
     Dispatch,
     PostMessage,
     PricedMessage,
-    Prices,
     Spend,
     actions,
 )
