@@ -29,7 +29,7 @@ from mtrain_cli.commands.train import require_data, require_exchange, require_ke
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_degree_1
+from mtrain_cli.config.parallel_checks import require_degree_1
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config

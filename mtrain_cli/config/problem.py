@@ -88,8 +88,7 @@ class Names:
             _names.reset(token)
 
 
-_COMMAND_LINE = Names()
-_names: ContextVar[Names] = ContextVar("names", default=_COMMAND_LINE)
+_names: ContextVar[Names] = ContextVar("names", default=Names())
 
 
 def setting(name: str) -> str:

@@ -20,7 +20,7 @@ from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import ConfigError, Names, setting
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint, no_such
-from mtrain_cli.config.tensor_parallel import require_degree_1
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.config.schema import MoeConfig
 from mtrain_cli.model import expert_kernels
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, part_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain_cli.config.expert_settings import SIGMOID
+from mtrain_cli.config.schema import SIGMOID
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.expert_spans import record_experts
 from mtrain_cli.model.expert_tiles import (

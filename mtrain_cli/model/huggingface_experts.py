@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.expert_settings import DENSE, SOFTMAX, MoeConfig
+from mtrain_cli.config.schema import DENSE, SOFTMAX, MoeConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 
 if TYPE_CHECKING:

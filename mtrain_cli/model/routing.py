@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
+from mtrain_cli.config.schema import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.recording import Recorder

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain_cli.config.expert_settings import SIGMOID
+from mtrain_cli.config.schema import SIGMOID
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.model.tiling import ONE_ADDITION
 from mtrain_cli.training.expert_traffic import chunks_and_parts
