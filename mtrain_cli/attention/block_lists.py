@@ -1,8 +1,4 @@
-"""Turn an index or a mask into block lists, the form that FlashAttention-4 reads.
-
-The lists of an index are built for one kernel call and freed after it. The lists of a mask are
-cached in the tiles.
-"""
+"""Turn an index or a mask into block lists, the form that FlashAttention-4 reads."""
 
 from __future__ import annotations
 
@@ -18,9 +14,6 @@ Lists = dict[str, torch.Tensor]
 
 def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     """List the blocks that both index and mask allow, without single columns.
-
-    A row of the lists belongs to a query block and lists key blocks. If ``transposed``, a row
-    belongs to a key block and lists query blocks.
 
     Returns:
         ``partial``: ascending local block numbers, int32 [batch, heads, rows, width]. Entries
@@ -105,10 +98,6 @@ def lists_of_spans(
 
 
 def mask_list_bytes(sequences: int, queries: int, keys: int, block: int) -> int:
-    """Return the size of the result of `lists_of_spans` in bytes.
-
-    queries, keys: number of queries and of keys of a sequence.
-    """
     rows, columns = -(-queries // block), -(-keys // block)
     entries = rows * max(2, columns) + columns * max(2, rows)
     return 4 * sequences * 2 * (entries + rows + columns)  # int32; partial and full
@@ -119,13 +108,9 @@ def block_flags(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which pairs of blocks are partial and which are full, bool [batch, rows, columns].
 
-    A pair of blocks is full if every query sees the whole key block in one of its intervals. It is
-    partial if it is not full, but holds an allowed query-key pair.
-
     Args:
         low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
             interval. The intervals of a query are disjoint.
-        block: tokens per block, on both sides. The last block of either side may be short.
     """
     sees, queries, columns = low < high, low.shape[2], -(-num_keys // block)
     starts, ends = low // block, (high - 1) // block + 1
@@ -141,13 +126,7 @@ def block_flags(
 
 
 def _rows_over(starts: torch.Tensor, ends: torch.Tensor, block: int, columns: int) -> torch.Tensor:
-    """Count how often the rows of each query block have a range over each key block.
-
-    starts, ends: int [batch, intervals, queries]; a range holds the key blocks starts <= j < ends.
-    columns: number of key blocks.
-
-    Returns int32 [batch, query blocks, columns].
-    """
+    """Count how often the rows of each query block have a range over each key block."""
     batch, intervals, queries = starts.shape
     rows = -(-queries // block)
     edges = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=starts.device)
@@ -163,14 +142,6 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
 
     A diagonal gives each row one block. A purely causal mask makes only the block on the main
     diagonal partial.
-
-    Args:
-        candidates: number of blocks that a row can list.
-        max_diagonals: upper bound on the number of diagonals per head; 0 for a bitmap, or if only
-            the device knows a bound. With 0, each row has room for every block: the lists take up
-            to 8 bytes per pair of blocks and head, or 16 GiB at 1M tokens with 32 heads on one
-            worker.
-        plain: whether the mask is causal only, without documents or padding.
     """
     # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
     full = max(2, min(candidates, max_diagonals or candidates))
@@ -179,9 +150,6 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
 
 def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices of the set flags, and the number of set flags below each index.
-
-    Args:
-        flags: bool [..., n].
 
     Returns:
         indices: int32 [..., n], ascending indices of the set flags, then zeros.

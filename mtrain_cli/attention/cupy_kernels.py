@@ -10,10 +10,7 @@ import torch
 
 @cache
 def cupy_unsupported_reason() -> str | None:
-    """Return why the CUDA kernels cannot run on the current GPU, or None if they can.
-
-    The first call tries to compile the smallest kernel.
-    """
+    """Return why the CUDA kernels cannot run on the current GPU, or None if they can."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     try:

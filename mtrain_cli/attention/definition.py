@@ -13,7 +13,6 @@ import torch
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse."""
     scores = _scores(q, k, seen, scale)
     lse = scores.logsumexp(-1)
     return _probabilities(scores, lse) @ v, lse
@@ -29,10 +28,7 @@ def backward(
     seen: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk and dv.
-
-    lse, delta: may cover more keys than k holds; delta = rowsum(out * dout).
-    """
+    """Return dq, dk and dv."""
     p = _probabilities(_scores(q, k, seen, scale), lse)
     ds = p * (dout @ v.transpose(-1, -2) - delta.unsqueeze(-1)) * scale
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout

@@ -36,13 +36,6 @@ def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dict[int, Any]) -> Any:
-    """Return one part of a value for `map_tensors`.
-
-    This is not a function inside `map_tensors`: a recursive inner function would keep the tensors
-    alive until a garbage collection.
-
-    done: parts that have been copied, by the id of the original.
-    """
     if id(part) in done:
         return done[id(part)]
     new = part
@@ -64,9 +57,6 @@ def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dic
 
 def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
     """Copy all tensors into one host buffer, which `unpacked` copies to the device at once.
-
-    Args:
-        pin: whether to allocate the buffer in pinned memory.
 
     Returns:
         A copy of ``value`` whose tensors are views of the buffer, and the buffer, uint8.
@@ -92,10 +82,7 @@ def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
 
 
 def unpacked(value: Nested, buffer: torch.Tensor, device: torch.device | str) -> Nested:
-    """Copy the buffer of `packed` to the device, and return ``value`` with tensors on the device.
-
-    value, buffer: the results of `packed`.
-    """
+    """Copy the buffer of `packed` to the device. Return ``value`` with tensors on the device."""
     moved = buffer.to(device, non_blocking=True)
 
     def place(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,12 +32,6 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Flash4Kernel(TritonColumns):
-    """FlashAttention-4, the fastest kernel on Hopper.
-
-    Dense causal attention over 128K tokens on an H200 reaches 674 TFLOP/s forward and 607 TFLOP/s
-    backward (profiles/notes.md).
-    """
-
     name = "flash4"
     needs_out = False
 
@@ -122,11 +116,6 @@ class Flash4Kernel(TritonColumns):
 
 
 def _load_dense() -> ModuleType:
-    """Import the module that calls FlashAttention-4, and return it.
-
-    The first import enables the kernel cache, because FlashAttention-4 decides at import whether
-    and where it caches compiled kernels.
-    """
     loaded = "mtrain_cli.kernels.flash4.dense" in sys.modules
     with nullcontext() if loaded else persistent_kernel_cache():
         from mtrain_cli.kernels.flash4 import dense
@@ -135,10 +124,6 @@ def _load_dense() -> ModuleType:
 
 @cache
 def _load_error() -> str | None:
-    """Return why the installed FlashAttention-4 does not load, or None if it loads.
-
-    A common cause is a CUDA library that is missing or does not match PyTorch's.
-    """
     try:
         _load_dense()
     except Exception as error:  # mismatched libraries raise all kinds of errors
@@ -193,7 +178,6 @@ def _spans(tiles: Tiles) -> Pair | None:
 
 
 def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
-    """Return (ids, words of queries) and (ids, words of keys); None if they would be too large."""
     words = mask_words(tiles)
     if words is None:
         return None, None
@@ -201,11 +185,7 @@ def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
 
 
 def _is_few_rectangles(tiles: Tiles) -> bool:
-    """Return whether the mask consists of a few slices that are full or causal.
-
-    A band or an inverse slice goes to the block lists. FlashAttention-4's own windows were not
-    checked with them. So do several intervals per query, whose slices would need a merge.
-    """
+    """Return whether the mask consists of a few slices that are full or causal."""
     few = tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
     return few and tiles.intervals == 1 and not any(s.inverse for s in tiles.slices[0])
 

@@ -1,15 +1,10 @@
 """Dynamic indices: which key blocks and single key columns a pattern chose, per query head.
 
-Each layer has a new index in each step. An index uses global positions, so it is independent of the
-layout.
-
 - `VerticalSlash`: block diagonals (slashes) and single columns. This index takes kilobytes at any
   sequence length, and serves query blocks and key blocks alike. A query-key pair that several
   slashes and columns contain is computed once.
 - `BlockBitmap`: one bit per pair of blocks.
 - `GatedBitmap`: a bitmap in which each query also chooses large chunks of keys.
-
-A pair is computed if both the index and the mask allow it.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ _BITS_PER_PASS = 1 << 24
 class Index(ABC):
     """The query-key pairs that a pattern chose for one layer.
 
-    block: number of tokens per block.
     blocks: number of blocks in the padded sequence. The last block may be short.
     by_head: names of the fields that are tensors [batch, heads, ...].
     """
@@ -49,23 +43,16 @@ class Index(ABC):
 
     @abstractmethod
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        """Return which pairs of blocks are chosen, bool [batch, heads, query blocks, key blocks].
-
-        A single column does not choose a block. The arguments are global block numbers.
-        """
+        """Return which pairs of blocks are chosen, bool [batch, heads, queries, keys]."""
 
     def part(self, i: int, n: int) -> Self:
-        """Return the index of the i-th of n equal parts of the heads."""
         if n == 1:
             return self
         tensors = {name: getattr(self, name).unflatten(1, (n, -1))[:, i] for name in self.by_head}
         return replace(self, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """Return which query-key pairs the index allows, bool [batch, heads, queries, keys].
-
-        The mask is not applied. The arguments are global positions.
-        """
+        """Return which query-key pairs the index allows, bool [batch, heads, queries, keys]."""
         seen = self.chosen(query_positions // self.block, key_positions // self.block)
         if isinstance(self, VerticalSlash):
             table = torch.zeros(
@@ -84,12 +71,10 @@ class Index(ABC):
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def to(self, device: torch.device | str) -> Index:
-        """Return the index with its tensors on a device."""
         return map_tensors(self, lambda tensor: tensor.to(device))
 
 
@@ -111,10 +96,7 @@ class IndexCounts:
     slashes: torch.Tensor
 
     def flop(self, head_dim: int) -> tuple[int, int]:
-        """Return the FLOP of the allowed pairs: (forward, backward).
-
-        A pair takes 2 products forward and 5 backward. Each product takes 2 * head_dim FLOP.
-        """
+        """Return the FLOP of the allowed pairs: (forward, backward)."""
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
@@ -159,7 +141,6 @@ class VerticalSlash(Index):
         )
 
     def without_columns(self) -> VerticalSlash:
-        """Return the index with the same block diagonals and no columns."""
         return replace(self, columns=self.columns[..., :0])
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
@@ -178,12 +159,7 @@ class VerticalSlash(Index):
         return IndexCounts(pairs, blocks, real.sum(-1), column_pairs, slashes.sum(-1))
 
     def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Return for each column the number of queries that also see it through a chosen diagonal.
-
-        columns: int64 [batch, heads, width], positions. The result has the same shape.
-        last: int64 [batch, heads, width], position of the last query that sees each column. The
-            first query that sees a column is at the column's own position.
-        """
+        """Return for each column how many queries also see it through a chosen diagonal."""
         slashes = self.slashes.long()
         counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
         own, end = columns // self.block, last // self.block
@@ -251,9 +227,6 @@ class BlockBitmap(Index):
 class GatedBitmap(BlockBitmap):
     """A bitmap in which each query chooses its own chunks of keys.
 
-    The bit of a pair of blocks is set if any query of the query block chose the chunk of the key
-    block. Kernels skip all other pairs of blocks.
-
     gates: int32 [batch, heads, rows * block, words], the choice of each query: bit c % 32 of word
         c // 32 is set if the query chose chunk c. Padding has no bit set.
     chunk: number of keys per chunk, a multiple of block.
@@ -264,10 +237,7 @@ class GatedBitmap(BlockBitmap):
     by_head: ClassVar = ("bits", "gates")
 
     def gated(self, queries: slice) -> torch.Tensor:
-        """Return which chunks each query of a slice chose, bool [batch, heads, queries, chunks].
-
-        queries: slice of the second-to-last dimension of ``gates``.
-        """
+        """Return which chunks each query of a slice chose, bool [batch, heads, queries, chunks]."""
         chunks = -(-self.blocks * self.block // self.chunk)
         bit = torch.arange(chunks, device=self.gates.device)
         return (self.gates[:, :, queries, bit // 32] >> (bit % 32)) & 1 != 0

@@ -26,7 +26,6 @@ from mtrain_cli.attention.tiles import Tiles
 class IndexRequest:
     """The kind of dynamic index that a run's pattern makes.
 
-    block: number of tokens per block.
     bitmap: True if the index is a `BlockBitmap`, False if it is a `VerticalSlash`.
     chunk: number of keys per chunk if each query chooses its own chunks (`index.GatedBitmap`);
         otherwise 0.
@@ -42,9 +41,6 @@ class KernelRequest:
     """What a run needs from a kernel.
 
     capability: CUDA compute capability such as (9, 0); None without a GPU.
-    dtype: torch's name of the dtype, such as ``bfloat16``.
-    deterministic: whether results must be bitwise repeatable.
-    index: the kind of the dynamic index; None for dense attention.
     intervals: most disjoint intervals of keys that the mask lets a query see.
     """
 
@@ -96,23 +92,16 @@ class Kernel(Protocol):
         ...
 
     def missing_package(self, request: KernelRequest) -> str | None:
-        """Return which package this machine lacks to serve the request; None if it lacks none.
-
-        A package that is installed, but does not load, counts as missing.
-        """
+        """Return which package this machine lacks to serve the request; None if it lacks none."""
         ...
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse over the keys ``k``."""
-        ...
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def backward(
         self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv over the keys ``saved.k``."""
-        ...
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def forward_columns(
         self,
@@ -149,25 +138,14 @@ class Kernel(Protocol):
         ...
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        used: torch.Tensor,
-        scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out and lse of one query per sequence over the first keys of a cache.
 
         On a GPU, the call neither waits for the GPU nor reads ``used`` on the host, so a CUDA graph
         can contain it.
 
-        Args:
-            q: [batch, 1, heads, head_dim].
-            k, v: the cache, [batch, capacity, kv_heads, head_dim].
             used: number of keys that each query sees, int32 [batch], on the device of q.
-
-        Returns:
-            out, with the shape of q, in the accumulation dtype or the dtype of q; lse.
         """
         ...
 
@@ -180,10 +158,7 @@ class TorchOnly:
 
 
 class DefinitionColumns(TorchOnly):
-    """Methods of a `Kernel` for gathered columns and a cache, by attention's definition.
-
-    They are slow but exact.
-    """
+    """Methods of a `Kernel` for gathered columns and a cache, by attention's definition."""
 
     skips = False
 

@@ -30,9 +30,6 @@ _COMPILERS = (
 def persistent_kernel_cache() -> Iterator[None]:
     """Enable FlashAttention-4's on-disk kernel cache during its first import.
 
-    Later runs on this machine then skip compilation: Qwen2.5-3B reaches its first step after 8 s
-    instead of 21 s (profiles/notes.md).
-
     Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if no folder is
     usable (see `cache_folder`). FlashAttention-4 reads its environment variables at import. Restore
     these variables after the ``with`` block, so that child processes decide for themselves.
@@ -58,10 +55,6 @@ def cache_folder() -> Path | None:
     """Return the folder for compiled kernels, or None if other users could write to that folder.
 
     Cached files are run as code, so only this user may write them.
-
-    FlashAttention-4 compiles again if its own sources change. A compiled kernel also depends on
-    mtrain's mask functions, the compiler's libraries and the GPU. The folder's name is a hash of
-    these. Old folders are not removed.
     """
     base = own_folder()
     if base is None:
@@ -95,11 +88,7 @@ def _version(package: str) -> str:
 
 @cache
 def _usable(path: Path) -> bool:
-    """Return whether files can be created and locked in the folder.
-
-    FlashAttention-4 locks one file per kernel. If the folder is usable, this process locks the
-    folder until it exits, so that systemd-tmpfiles does not clean it.
-    """
+    """Return whether files can be created and locked in the folder."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = os.open(path / "probe.lock", os.O_WRONLY | os.O_CREAT, 0o600)

@@ -46,12 +46,6 @@ def survey_with_all_packages(request: KernelRequest) -> list[tuple[str, str | No
 
 
 def _preferred(request: KernelRequest) -> list[str]:
-    """Return the names of all kernels, in order of preference.
-
-    For dense attention with one interval of keys per query, PyTorch's kernel comes before Triton.
-    With several intervals, PyTorch's kernel takes a call per slice on a GPU. Triton's interpreter
-    comes after all kernels that compute on the CPU.
-    """
     names = list(_KERNELS)
     if request.index is None and (request.device != "cuda" or request.intervals == 1):
         names.remove("triton")
@@ -61,9 +55,6 @@ def _preferred(request: KernelRequest) -> list[str]:
 
 def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
     """Return the kernel for a run and the reason for the choice.
-
-    Args:
-        name: a kernel's name, or ``auto`` for the fastest kernel that serves the request.
 
     Raises:
         ConfigError: the kernel does not exist or cannot serve the request. The message lists the
@@ -92,7 +83,6 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
 
 
 def _with_reason(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """Return (kernel, reason). The reason also says how the kernel computes a dynamic index."""
     kernel = make_kernel(name)
     if request.index is None:
         return kernel, reason

@@ -1,8 +1,4 @@
-"""Tables of a batch's masks, by position and by block. Kernels, indices and work counts read them.
-
-`MaskTables` covers whole sequences. `BlockGeometry` adds which blocks a query shard and a key shard
-hold. `Plan` builds the tables on the host, on the thread that loads data.
-"""
+"""Tables of a batch's masks, by position and by block, for kernels, indices and work counts."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ class BlockPairs:
     Along the key blocks of one query block, this number changes only where the intervals of its
     queries start and at the diagonal, so only the changes are stored.
 
-    rows, blocks: number of query blocks and of key blocks.
     places: int64 [changes], indices of the changes in a flat table [rows, blocks + 1], ascending.
     changes: int64 [changes], number of pairs at each index in ``places`` minus the number for the
         previous key block.
@@ -45,9 +40,6 @@ class BlockPairs:
         """Count the pairs that a mask allows.
 
         rows: ascending numbers of the query blocks to cover; None for all.
-
-        Raises:
-            ValueError: the mask is not one causal interval per query.
         """
         rows = np.arange(blocks) if rows is None else rows
         first, q = mask.first[: mask.length], np.arange(mask.length)
@@ -100,9 +92,7 @@ class BlockPairs:
 class MaskTables:
     """The masks of a batch, shared by all shards and layers. Tensors are int32 unless noted.
 
-    block: number of tokens per block.
     blocks: number of blocks in the whole sequence. The last block may be short.
-    padded: length of the padded sequence.
     plain: whether every mask is causal only, without documents or padding. In that case only blocks
         on the diagonal are partial.
     lengths: int64 [batch], number of tokens without padding.
@@ -141,16 +131,6 @@ class MaskTables:
         bitmap: bool = False,
         rows: IntArray | None = None,
     ) -> MaskTables:
-        """Make the tables on the host.
-
-        Args:
-            masks: one per sequence of the batch.
-            bitmap: whether to store what `per_block` needs to count the pairs of a bitmap.
-            rows: ascending query block numbers of the bitmap; None for all.
-
-        Raises:
-            ValueError: a mask is not one causal interval per query.
-        """
         padded = masks[0].padded
         blocks = -(-padded // block)
         first = np.full((len(masks), blocks * block), NOTHING, np.int32)
@@ -205,8 +185,6 @@ class MaskTables:
     def between(self, query_positions: IntArray, key_positions: IntArray) -> BlockGeometry:
         """Return the geometry of a query shard and a key shard, on the host.
 
-        query_positions, key_positions: global positions, ascending.
-
         Raises:
             ValueError: the positions do not form whole blocks. Only the sequence's last block may
                 be short.
@@ -243,9 +221,7 @@ class BlockGeometry:
 
     Tensors are int32 on the device of the tables unless noted.
 
-    query_blocks, key_blocks: global number of each local block, ascending.
     query_slot, key_slot: [blocks], local number of each global block; -1 if the block is absent.
-    query_count: [blocks + 1], number of local query blocks below each global block.
     diagonals: bool [blocks], whether each block diagonal (query block - key block) occurs between
         the shards. With striped layouts these diagonals are congruent modulo the number of workers.
     holes: whether some block of the sequence is absent from the query shard or the key shard.
@@ -284,10 +260,6 @@ class BlockGeometry:
 
 def whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
     """Return the global block numbers of a shard.
-
-    positions: global positions of the shard's tokens, ascending.
-    block: number of tokens per block.
-    padded: length of the padded sequence.
 
     Raises:
         ValueError: the positions do not form whole blocks.

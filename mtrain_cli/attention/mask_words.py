@@ -1,8 +1,4 @@
-"""Which keys the queries of a partial pair of blocks see, one bit per pair of a query and a key.
-
-FlashAttention-4 checks a mask element by element. Reading one word for all elements of a thread is
-faster than comparing every key with the bounds of every interval.
-"""
+"""Which keys the queries of a partial pair of blocks see, one bit per pair of a query and a key."""
 
 from __future__ import annotations
 
@@ -39,10 +35,7 @@ class MaskWords:
 
 
 def mask_words(tiles: Tiles) -> MaskWords | None:
-    """Return the bits of all partial pairs of blocks, or None if they are too many.
-
-    All layers and both passes share the result. It is built without waiting for the device.
-    """
+    """Return the bits of all partial pairs of blocks, or None if they are too many."""
     if "words" not in tiles.cache:
         most = sum(most_partial_blocks(spans) for spans in tiles.spans)
         tiles.cache["words"] = _make_words(tiles, max(1, most)) if _fit(most) else None
@@ -52,7 +45,6 @@ def mask_words(tiles: Tiles) -> MaskWords | None:
 def word_bytes(sequences: int, queries: int, keys: int, most: int) -> int:
     """Return the size of the result of `mask_words` in bytes; 0 without a result.
 
-    queries, keys: number of queries and of keys of a sequence.
     most: sum of `most_partial_blocks` over the sequences.
     """
     ids = 4 * sequences * -(-queries // BLOCK) * max(2, -(-keys // BLOCK))
@@ -73,11 +65,7 @@ def word_and_bit(offset: IntArray | int) -> tuple[IntArray | int, IntArray | int
 
 
 def most_partial_blocks(spans: KeySpans) -> int:
-    """Return an upper bound on the number of partial pairs of blocks, from the spans on the host.
-
-    Count the pairs that lie between the lowest and the highest key of each interval, apart from
-    those that lie in the interval in every query of the block.
-    """
+    """Return an upper bound on the number of partial pairs of blocks, without the device."""
     low, high = spans.low, spans.high
     queries = low.shape[1]
     starts = np.arange(0, queries, BLOCK)
@@ -92,7 +80,6 @@ def most_partial_blocks(spans: KeySpans) -> int:
 
 
 def _make_words(tiles: Tiles, most: int) -> MaskWords:
-    """Return the words, with room for ``most`` partial pairs of blocks."""
     low, high = tiles.low, tiles.high
     partial, _ = block_flags(low, high, tiles.num_keys, BLOCK)
     batch, rows, columns = partial.shape

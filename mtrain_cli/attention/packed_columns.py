@@ -1,8 +1,4 @@
-"""Gather single key columns for the kernels, and add their gradients to dk and dv.
-
-On a GPU with CuPy, `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add the
-gradients of the query heads that share a KV head in the same order.
-"""
+"""Gather single key columns for the kernels, and add their gradients to dk and dv."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ def pack_columns(
     """Return keys and values of each query head's columns, or None if the index has no columns.
 
     Both are [batch, heads, width, head_dim]. Unused entries hold 0, and the kernel must mask them.
-
-    k, v: [batch, keys, kv_heads, head_dim].
     """
     if not isinstance(tiles.index, VerticalSlash) or not tiles.index.columns.shape[-1]:
         return None

@@ -42,10 +42,6 @@ def merge(
 def _fused_merge(
     out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """Merge with mtrain's CUDA kernel, which reads and writes each number once.
-
-    Return False, without merging, if the kernel cannot process these tensors.
-    """
     if not (out.dtype == lse.dtype == part_lse.dtype == torch.float32 and cuda_kernels_usable(out)):
         return False
     tensors = (out, lse, part_out, part_lse)

@@ -12,10 +12,7 @@ from mtrain_cli.attention.tiles import Tiles
 
 
 class ReferenceKernel(DefinitionColumns):
-    """The oracle, with which tests compare every other kernel.
-
-    This kernel is slow and needs O(queries x keys) memory.
-    """
+    """The oracle, with which tests compare every other kernel."""
 
     name = "reference"
     needs_out = False

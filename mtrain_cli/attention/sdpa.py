@@ -26,11 +26,7 @@ Call = tuple[slice, slice | torch.Tensor, torch.Tensor | bool | SliceKind]
 
 
 class SdpaKernel(DefinitionColumns):
-    """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA.
-
-    On CUDA, each slice of the mask takes one call. A striped layout, many documents or several
-    intervals per query lead to many calls.
-    """
+    """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA."""
 
     name = "sdpa"
     needs_out = False
@@ -73,12 +69,7 @@ class SdpaKernel(DefinitionColumns):
         return out, lse
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        used: torch.Tensor,
-        scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if _on_gpu(q):
             return decode_on_gpu(q, k, v, used, scale)
@@ -131,10 +122,7 @@ def _on_gpu(q: torch.Tensor) -> bool:
 def _merged_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse on CUDA under a mask in which several slices share queries.
-
-    The results of the slices are merged in float32.
-    """
+    """Return out and lse on CUDA under a mask in which several slices share queries."""
     batch, queries, heads, _ = q.shape
     high = accumulation_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=high, device=q.device)
@@ -147,13 +135,7 @@ def _merged_forward(
 
 
 def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta.
-
-    In each row, the element with the largest |dout| becomes delta / dout, and all other elements
-    become 0. In 16 bits, two more elements correct the rounding error, so that the sum matches
-    delta to float32 precision. The first quotient cannot overflow: |delta| is at most head_dim *
-    max |out| * max |dout|.
-    """
+    """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta."""
     high = accumulation_dtype(dout.dtype)
     out, size = torch.zeros_like(dout), dout.abs()
     remainder = delta.transpose(1, 2).unsqueeze(-1).to(high)
@@ -171,11 +153,7 @@ def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 
 def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> Iterable[Call]:
-    """Return the kernel calls that together compute sequence number b of the batch.
-
-    On the CPU, the masks of a long sequence are made one by one: together they would take memory
-    with the square of its length.
-    """
+    """Return the kernel calls that together compute sequence number b of the batch."""
     dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
         return _cpu_index_calls(tiles, b, dtype)
@@ -207,10 +185,6 @@ def _cached(calls: Iterator[Call], tiles: Tiles, key: str) -> Iterator[Call]:
 
 
 def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
-    """Yield one call per group of rows, so that each mask is small.
-
-    A call has no mask if all rows of its group see the same keys.
-    """
     low, high = (bound[b] for bound in tiles.one_interval)
     num_rows = len(low)
     rows_with_keys = (low < high).nonzero().flatten()
@@ -257,10 +231,7 @@ def _cpu_interval_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Ca
 
 
 def _slots_seen(low: torch.Tensor, high: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return the key slots that at least one row sees, ascending, int64.
-
-    low, high: int32 [intervals, rows].
-    """
+    """Return the key slots that at least one row sees, ascending, int64."""
     edges = torch.zeros(num_keys + 1, dtype=torch.int64)
     ones = torch.ones(low.numel(), dtype=torch.int64)
     edges.index_add_(0, low.flatten().long(), ones)
@@ -287,10 +258,6 @@ def _cpu_index_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]
 
 
 def _bias(mask: torch.Tensor | bool, kv_heads: int) -> torch.Tensor | None:
-    """Return a call's mask in the shape that the CPU kernel needs for grouped heads.
-
-    mask: [rows, keys] for all heads, or [heads, rows, keys]; False if the call has no mask.
-    """
     if not isinstance(mask, torch.Tensor):
         return None
     return mask[None, None] if mask.ndim == 2 else mask.unflatten(0, (kv_heads, -1))
@@ -302,10 +269,7 @@ def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def _shared(k: torch.Tensor, group: int) -> torch.Tensor:
-    """Return [kv_heads, group, keys, head_dim], a view of [keys, kv_heads, head_dim].
-
-    All query heads of a group share the memory of their keys.
-    """
+    """Return [kv_heads, group, keys, head_dim], a view of [keys, kv_heads, head_dim]."""
     return k.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
 

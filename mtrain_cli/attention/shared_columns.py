@@ -4,9 +4,6 @@ One packed tensor has an entry for each column of the index. Every worker fills 
 columns among its own keys and leaves 0 in all other entries. The sum over workers completes the
 tensor. Columns are therefore communicated once per layer, and one kernel call computes all of them.
 The steps of the exchange compute block diagonals only.
-
-In the backward pass, the gradients of the packed tensor are summed over workers. Every worker then
-adds the gradients of its own columns to its dk and dv.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ class SharedColumns:
         """Return the columns of a layer, or None if the layer's index has no columns.
 
         Args:
-            whole: tiles of this worker's queries and all keys of the sequence, with the index.
             own: tiles of this worker's keys and any queries, with the index.
         """
         index, geometry = whole.index, own.geometry
@@ -52,13 +48,7 @@ class SharedColumns:
         return SharedColumns(whole, own.index_cache["slots"])
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return this worker's part of the packed tensor, [2, batch, heads, width, head_dim].
-
-        The first half holds keys, the second half values. Only the entries of this worker's columns
-        are filled; all other entries hold 0.
-
-        k, v: this worker's keys and values, [batch, keys, kv_heads, head_dim].
-        """
+        """Return this worker's part of the packed tensor, [2, batch, heads, width, head_dim]."""
         return torch.stack(pack_rows(k, v, self.slots))
 
     def add_gradients(self, dk: torch.Tensor, dv: torch.Tensor, gradients: torch.Tensor) -> None:
@@ -76,10 +66,7 @@ class SharedColumns:
         add_rows(dk, dv, own[:1], own[1:], slots)
 
     def seen(self) -> torch.Tensor:
-        """Return which query sees which column, bool [batch, heads, queries, width].
-
-        If a chosen diagonal contains the query-key pair, the entry is False.
-        """
+        """Return which query sees which column, bool [batch, heads, queries, width]."""
         index, geometry = self.tiles.index, self.tiles.geometry
         assert isinstance(index, VerticalSlash)
         assert geometry is not None
@@ -100,9 +87,6 @@ def columns_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse over the columns alone, in the accumulation dtype.
 
-    Materialize the scores.
-
-    q: [batch, queries, heads, head_dim].
     packed: keys and values of all columns, [2, batch, heads, width, head_dim].
     """
     high = accumulation_dtype(q.dtype)
@@ -120,10 +104,7 @@ def columns_backward(
     columns: SharedColumns,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq and the gradient of packed, in the accumulation dtype.
-
-    lse, delta: [batch, heads, queries], over all keys that each query sees.
-    """
+    """Return dq and the gradient of packed, in the accumulation dtype."""
     high = accumulation_dtype(q.dtype)
     q, dout = (t.to(high).transpose(1, 2) for t in (q, dout))
     k, v = packed.to(high)

@@ -1,7 +1,4 @@
-"""Mask and index as one kernel call sees them, for one query shard and one key shard.
-
-All layers share the mask of a batch. Each layer makes its own index.
-"""
+"""Mask and index as one kernel call sees them, for one query shard and one key shard."""
 
 from __future__ import annotations
 
@@ -65,11 +62,6 @@ class Tiles:
     ) -> Tiles:
         """Build the tiles of a query shard and a key shard on the host.
 
-        Args:
-            masks: one per sequence of the batch.
-            queries, keys: global positions, ascending.
-            tables: tables of the masks for the index's block size; None for dense attention.
-
         Raises:
             ValueError: ``tables`` is given, and a shard does not consist of whole blocks.
         """
@@ -77,12 +69,10 @@ class Tiles:
         return Tiles.make([mask.spans(queries, keys) for mask in masks], geometry=geometry)
 
     def to(self, device: torch.device | str) -> Tiles:
-        """Return the tiles with their tensors on a device. On a CPU the tensors share memory."""
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     @property
     def intervals(self) -> int:
-        """Most intervals of keys that a query sees."""
         return self.low.shape[1]
 
     @property
@@ -97,7 +87,6 @@ class Tiles:
 
     @property
     def num_keys(self) -> int:
-        """Number of key slots."""
         return self.spans[0].num_keys
 
     @property
@@ -119,7 +108,6 @@ class Tiles:
         return replace(self, index=index, index_cache={})
 
     def without_index_cache(self) -> Tiles:
-        """Return the tiles with an empty index_cache, as a forward pass finds them."""
         return replace(self, index_cache={})
 
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:

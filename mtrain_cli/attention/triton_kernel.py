@@ -58,11 +58,7 @@ class TritonColumns:
 
 
 class TritonKernel(TritonColumns):
-    """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1).
-
-    Backward launches one kernel for dq and another for dk and dv. All results are bitwise
-    repeatable: a single program computes each result, without atomics.
-    """
+    """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1)."""
 
     name = "triton"
     needs_out = False
@@ -122,7 +118,6 @@ class TritonKernel(TritonColumns):
 def ensure_delta(
     out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return delta. If delta is None, compute it as rowsum(out * dout)."""
     from mtrain_cli.kernels.triton import sparse
 
     if delta is not None:
@@ -132,10 +127,7 @@ def ensure_delta(
 
 
 def make_span_plans(tiles: Tiles, dtype: torch.dtype) -> tuple[SpanPlan, SpanPlan]:
-    """Return the mask with the key blocks of query blocks, and with the query blocks of key blocks.
-
-    dtype: dtype of q.
-    """
+    """Return the mask with the key blocks of query blocks, and the reverse."""
     from mtrain_cli.kernels.triton.spans import SpanPlan
 
     block = _DENSE_BLOCK if dtype.itemsize == 2 else _DENSE_BLOCK_32
@@ -151,7 +143,6 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
     block lists of a bitmap and the bits of covered columns are built on every call.
 
     Args:
-        slashes: whether to include the blocks; False for columns only.
         backward: whether to include the query blocks of each key block, which dk and dv need.
     """
     from mtrain_cli.kernels.triton.sparse import TilePlan
@@ -184,7 +175,6 @@ _COLUMN_FIELDS = ("column_positions", "columns_below", "covered")
 
 
 def _vertical_slash_fields(tiles: Tiles, index: VerticalSlash, slashes: bool) -> dict[str, Any]:
-    """Return the fields of `TilePlan` that depend on an index of diagonals and columns."""
     from mtrain_cli.kernels.triton.sparse import covered_columns
 
     assert tiles.geometry is not None
@@ -207,7 +197,6 @@ def _vertical_slash_fields(tiles: Tiles, index: VerticalSlash, slashes: bool) ->
 
 
 def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) -> dict[str, Any]:
-    """Return the fields of `TilePlan` that depend on a block bitmap."""
     from mtrain_cli.kernels.triton.sparse import list_blocks
 
     # Lists hold the global numbers of local blocks, which ascend like the blocks' slots.
@@ -228,10 +217,7 @@ def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) 
 
 
 def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
-    """Return make(tiles). Cache the result in the tiles if they hold all keys.
-
-    In a ring the tiles hold one key shard, so each step calls ``make`` again.
-    """
+    """Return make(tiles). Cache the result in the tiles if they hold all keys."""
     assert tiles.geometry is not None
     if not tiles.geometry.all_keys:
         return make(tiles)
@@ -241,11 +227,7 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
 
 
 def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `TilePlan.entries` and `counts`: the chosen diagonals that occur between the shards.
-
-    In each ring step of a striped layout, these diagonals are congruent modulo the number of
-    workers, so the key shard holds all their key blocks.
-    """
+    """Return `TilePlan.entries` and `counts`: chosen diagonals that occur between the shards."""
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)
     assert geometry is not None

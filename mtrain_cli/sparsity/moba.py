@@ -80,10 +80,6 @@ class MobaPattern(MobaSettings):
     def _choose_per_query(
         self, q: torch.Tensor, means: torch.Tensor, masked: MaskedPositions
     ) -> GatedBitmap:
-        """Choose chunks for each query.
-
-        means: float64 [batch, chunks, kv_heads, head_dim], mean key of each chunk.
-        """
         geometry, block, size = masked.geometry, self.block, self._chunk_size(masked)
         batch, heads = len(q), q.shape[2]
         chunks, kv_heads, dtype = means.shape[1], means.shape[2], accumulation_dtype(q.dtype)
@@ -113,14 +109,7 @@ class MobaPattern(MobaSettings):
     def _best_chunks(
         self, scores: torch.Tensor, position: torch.Tensor, first: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """Return which chunks each query chooses, bool [heads, queries, chunks].
-
-        Args:
-            scores: [heads, queries, chunks].
-            position: [queries], position of each query.
-            first: [queries], first position that each query sees.
-            size: number of keys per chunk.
-        """
+        """Return which chunks each query chooses, bool [heads, queries, chunks]."""
         chunk = torch.arange(scores.shape[-1], device=scores.device)
         own = (position // size)[:, None]
         candidate = (chunk <= own) & ((chunk + 1) * size > first[:, None])
@@ -137,10 +126,7 @@ class MobaPattern(MobaSettings):
         return min(self.chunk, masked.geometry.blocks * self.block)
 
     def _counts(self, masked: MaskedPositions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of tokens in each local block, and in each chunk. Return 1 for 0.
-
-        Both results are float64: [batch, local blocks] and [batch, chunks].
-        """
+        """Return the number of tokens in each local block, and in each chunk. Return 1 for 0."""
         key = (type(self).__name__, self.chunk)
         if key not in masked.cache:
             lengths = np.array([[mask.length] for mask in masked.masks])
@@ -176,10 +162,7 @@ def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-    """Return the sum of each local block's tokens, [batch, local blocks, heads, head_dim].
-
-    Padding is left out. The dtype of the sum is float32, or float64 for float64 tokens.
-    """
+    """Return the sum of each local block's tokens, [batch, local blocks, heads, head_dim]."""
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
     sums = tokens.new_zeros(len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype)
     for b, total in enumerate(sums):

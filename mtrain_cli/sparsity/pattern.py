@@ -72,10 +72,8 @@ class SingleWorkerGroup:
 class MaskedPositions:
     """The masks of a batch, and this worker's positions, on the host and on the device.
 
-    masks: one per sequence.
     geometry: the blocks of this worker's shard, as queries and as keys.
     shards: ascending block numbers of each worker. All workers have the same number of blocks.
-    rank: rank of this worker.
     group: the workers with which this worker estimates an index.
     cache: what patterns derive from these fields. All layers share this cache.
     """
@@ -101,7 +99,6 @@ class MaskedPositions:
         Args:
             shards: for each worker its ascending positions, int64 [tokens]; None if one worker has
                 the whole sequence.
-            bitmap: whether the index is a bitmap.
 
         Raises:
             ValueError: a shard does not consist of whole blocks, or workers have different numbers
@@ -120,11 +117,9 @@ class MaskedPositions:
         return MaskedPositions(masks, tables.between(shards[rank], shards[rank]), numbers, rank)
 
     def to(self, device: torch.device | str) -> MaskedPositions:
-        """Return the positions with their tables on a device."""
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     def with_group(self, group: IndexGroup) -> MaskedPositions:
-        """Return a copy in which patterns communicate through another group."""
         assert (group.rank, group.size) == (self.rank, len(self.shards))
         return replace(self, group=group)
 
@@ -149,14 +144,12 @@ class MaskedPositions:
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """`host_positions` on the device."""
         block = self.tables.block
         within = torch.arange(block, device=self.device)
         return (self.geometry.query_blocks.long()[:, None] * block + within).flatten()
 
     @property
     def padded(self) -> bool:
-        """Whether the blocks of some sequence contain padding."""
         return any(mask.length < self.tables.blocks * self.tables.block for mask in self.masks)
 
     def num_tokens(self, sequence: int) -> int:
@@ -167,10 +160,7 @@ class MaskedPositions:
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
 
     def visible(self, sequence: int, rows: torch.Tensor, keys: int) -> torch.Tensor:
-        """Return which of the first ``keys`` local keys each query sees, bool [rows, keys].
-
-        rows: int64 [rows], positions of the queries in the sequence.
-        """
+        """Return which of the first ``keys`` local keys each query sees, bool [rows, keys]."""
         position = self.positions[:keys]
         first = self.tables.first[sequence, rows][:, None]
         return (position >= first) & (position <= rows[:, None])
@@ -227,10 +217,6 @@ class Pattern(Protocol):
         All workers of ``masked.group`` call this together, once per layer and step, without
         gradients.
 
-        Args:
-            q, k: this worker's queries [batch, tokens, heads, head_dim] and keys [batch, tokens,
-                kv_heads, head_dim], in the order of ``masked.positions``.
-
         Returns:
             The whole index, the same on every worker. A bitmap has only the query blocks of this
             worker.
@@ -242,7 +228,6 @@ NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def display_name(pattern: Pattern) -> str:
-    """Return the pattern's name for reports, marked if the pattern is synthetic."""
     return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
 
 
@@ -277,7 +262,6 @@ def rank_keys(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
     several workers can be sorted together.
 
     units: int64 [..., candidates], mass in units, at most `MOST_UNITS`.
-    without_mass: result of `base_rank_keys`.
     """
     # Bits of a key: 1 for forced, 38 for the mass, 24 for the number.
     return torch.add(without_mass, units, alpha=1 << _NUMBER_BITS)
@@ -296,9 +280,6 @@ def select_ranked(
     Args:
         order: rank keys [..., candidates], which must include the ``at_most`` largest rank keys.
         total: total mass of all candidates in units, int64 [..., 1].
-        share, at_most: as in `select_by_mass`.
-        at_least: as in `select_by_mass`, and at least the number of forced candidates.
-        n: as in `base_rank_keys`.
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
     candidates = n - 1 - (order & _NUMBER_MASK)

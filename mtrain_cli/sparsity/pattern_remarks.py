@@ -20,7 +20,6 @@ def computes_everything(config: Config) -> str | None:
 
 
 def remarks(config: Config) -> list[str]:
-    """Return one line per remark; none for a dense run."""
     sparsity = config.sparsity
     notes = [line for line in (computes_everything(config),) if line is not None]
     if sparsity.dense_steps >= config.train.steps:

@@ -1,7 +1,5 @@
 """The attention that a few probed queries give to all keys.
 
-The vertical-slash pattern ranks columns and diagonals by this attention.
-
 A sequence may be sharded over several workers. Keys never move: all workers receive the probed
 queries, and each worker scores them against its own keys. Sums over workers add integers
 (`pattern.to_mass_units`), so any number of workers gives the same result.
@@ -57,7 +55,6 @@ class Probe:
 
     @staticmethod
     def make(positions: torch.Tensor, masked: MaskedPositions, sequence: int) -> Probe:
-        """Return the probe of some queries. positions: int64 on the host, ascending."""
         device = masked.device
         numbers, row_blocks = torch.unique(positions // masked.tables.block, return_inverse=True)
         slots = np.searchsorted(masked.host_positions, positions.numpy())
@@ -76,7 +73,6 @@ class Probe:
 
     @cached_property
     def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(first, rows, row_blocks) as int32."""
         return self.first, self.rows.int(), self.row_blocks.int()
 
 
@@ -96,10 +92,6 @@ class ProbedAttention(ABC):
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, probes: Sequence[Probe], masked: MaskedPositions
     ) -> None:
-        """Start from this worker's queries and keys.
-
-        q, k: [batch, tokens, heads, head_dim] and [batch, tokens, kv_heads, head_dim].
-        """
         self.k, self.probes, self.masked = k, probes, masked
         self.block, self.width = masked.tables.block, len(masked.host_positions)
         self.queries = self._gather_queries(q)
@@ -109,12 +101,10 @@ class ProbedAttention(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Total size in bytes of all results of `tables`."""
         return sum(len(p.diagonals) for p in self.probes) * self._head_bytes * self.width
 
     @property
     def is_small(self) -> bool:
-        """Whether all tables together fit the memory budget."""
         return self.nbytes <= _SCORE_BYTES
 
     def tables(self) -> Iterator[Table]:
@@ -157,21 +147,11 @@ class ProbedAttention(ABC):
 
     @abstractmethod
     def _tile_lse(self, b: int, rows: slice) -> torch.Tensor:
-        """Return log-sum-exps over each tile of local keys, [tiles, heads, rows].
-
-        b: number of the sequence in the batch.
-        rows: slice of the sequence's probed queries.
-        """
+        """Return log-sum-exps over each tile of local keys, [tiles, heads, rows]."""
 
     @abstractmethod
     def _columns(self, b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
-        """Return the mass that some probed blocks give each local column, [blocks, heads, columns].
-
-        b: number of the sequence in the batch.
-        lse: log-sum-exps of the sequence's probed queries over the keys of all workers, [heads,
-            rows].
-        blocks: indices of the probed blocks among the sequence's probed blocks.
-        """
+        """Return the mass that probed blocks give each local column, [blocks, heads, columns]."""
 
 
 class FusedProbe(ProbedAttention):
@@ -244,7 +224,6 @@ def probed_attention(
 
 
 def fused_probe_usable(q: torch.Tensor, block: int) -> bool:
-    """Return whether `FusedProbe` can process the queries."""
     if not q.is_cuda or q.dtype == torch.float64 or q.shape[-1] not in (16, 32, 64, 128):
         return False
     return tile_keys(block) >= _SMALLEST_TILE and importlib.util.find_spec("triton") is not None
@@ -256,14 +235,7 @@ def tile_keys(block: int) -> int:
 
 
 def _merge_lse(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Tensor:
-    """Merge the log-sum-exps of tiles over all workers, [heads, rows of all sequences].
-
-    A row that sees no key gets +inf. The result does not depend on which worker holds a block: each
-    tile lies within a block, and tiles are added as integers, which is exact in any order.
-
-    partial: log-sum-exps of this worker's tiles, [tiles, heads, rows] per sequence. This function
-        overwrites these tensors.
-    """
+    """Merge the log-sum-exps of tiles over all workers, [heads, rows of all sequences]."""
     dtype = partial[0].dtype
     sizes = [t.shape[-1] for t in partial]
     highest = masked.group.max(_concatenate([t.amax(0) for t in partial]))
@@ -286,14 +258,7 @@ def _concatenate(parts: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (slice of the query heads, scores [heads, rows, keys]) within the memory budget.
-
-    A score is -inf if the row does not see the key, or if the product is +inf or NaN.
-
-    q: [rows, heads, head_dim].
-    k: [keys, kv_heads, head_dim].
-    hidden: bool [rows, keys], True if the row does not see the key.
-    """
+    """Yield (slice of the query heads, scores [heads, rows, keys]) within the memory budget."""
     heads, dim = q.shape[1:]
     keys, kv_heads = k.shape[:2]
     dtype, per_kv = accumulation_dtype(q.dtype), heads // kv_heads

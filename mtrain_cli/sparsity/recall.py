@@ -20,10 +20,6 @@ def row_probabilities(
 
     Each item is (slice of ``rows``, sequence, slice of the query heads, probabilities [heads, rows,
     keys]). The items fit the memory budget. All items of a slice of ``rows`` follow each other.
-
-    Args:
-        q, k: [batch, seq, heads, head_dim] and [batch, seq, kv_heads, head_dim], on one worker.
-        rows: int64 [rows], positions of the queries, the same for every sequence.
     """
     assert masked.group.size == 1, "needs all keys of a sequence on one worker"
     batch, seq, heads, dim = q.shape
@@ -49,10 +45,6 @@ def recall(
     The share of a query is the sum of its softmax probabilities over the keys that the index
     allows. The softmax runs over all keys that the mask allows, in float32, or in float64 for
     float64 queries.
-
-    Args:
-        q, k: [batch, seq, heads, head_dim] and [batch, seq, kv_heads, head_dim], on one worker.
-        rows: int64 [rows], positions of the queries to measure, the same for every sequence.
 
     Returns:
         float32 [batch, heads, rows]; NaN for padding.

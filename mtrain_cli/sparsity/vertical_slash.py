@@ -105,10 +105,6 @@ class VerticalSlashPattern(VerticalSlashSettings):
     def mass(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions) -> list[torch.Tensor]:
         """Return the mass that the probed queries give to local keys, one tensor per sequence.
 
-        Args:
-            q, k: this worker's queries [batch, tokens, heads, head_dim] and keys [batch, tokens,
-                kv_heads, head_dim].
-
         Returns:
             [probed blocks, heads, local blocks * block]; see `ProbedAttention.tables`.
         """
@@ -124,16 +120,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
         shape: tuple[int, int],
         chosen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this worker's probed mass per diagonal and per local column.
-
-        Both are in units of 1 / `MASS_UNITS`, int64: [batch, heads, blocks] and [batch, heads,
-        columns].
-
-        shape: (batch, heads) of the index. If the index has fewer heads than the tables, each of
-            its heads gets the mean mass of a group of query heads.
-        chosen: bool [batch, heads, blocks], diagonals whose mass the columns leave out; None to
-            leave out no diagonal.
-        """
+        """Return this worker's probed mass per diagonal and per local column."""
         probes, device = self.probes(masked), masked.device
         diagonals = torch.zeros(*shape, masked.geometry.blocks, dtype=torch.int64, device=device)
         columns: dict[int, torch.Tensor] = {}
@@ -152,10 +139,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
 
     @property
     def _span(self) -> int:
-        """Number of last tokens of a window from which `probed_rows` takes the probed queries.
-
-        The fewest whole blocks that have at least ``last_q`` tokens.
-        """
+        """Number of last tokens of a window from which `probed_rows` takes the probed queries."""
         return -(-self.last_q // self.block) * self.block
 
     def probed_rows(self, length: int) -> torch.Tensor:
@@ -176,7 +160,6 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return torch.cat(rows)
 
     def probes(self, masked: MaskedPositions) -> list[Probe]:
-        """Return one probe per sequence of the batch, the same for all layers."""
         key = (type(self).__name__, self.last_q, self.windows)
         if key not in masked.cache:
             masked.cache[key] = [
@@ -186,10 +169,6 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return masked.cache[key]
 
     def _slashes(self, diagonals: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """Return the chosen slashes, bool like diagonals.
-
-        diagonals: this worker's mass per diagonal from `_totals`.
-        """
         blocks = masked.geometry.blocks
         units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
         at_least = max(1, self.min_slashes)
@@ -205,11 +184,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, candidates, keep)
 
     def _column_choice(self, vertical: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """Return the positions of the chosen columns, int32 [batch, heads, width], ascending.
-
-        vertical: this worker's mass per column from `_totals`; with a joint budget, only the mass
-            outside the chosen slashes.
-        """
+        """Return the positions of the chosen columns, int32 [batch, heads, width], ascending."""
         tokens = masked.geometry.blocks * self.block
         at_most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
@@ -254,11 +229,6 @@ def make_pattern(settings: VerticalSlashSettings, seed: int) -> VerticalSlashPat
 
 
 def _units(mass: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the mean mass of each group of ``group`` heads, int64 [heads / group, columns].
-
-    The result is in units of 1 / `MASS_UNITS`.
-
-    mass: [heads, columns], floating-point numbers.
-    """
+    """Return the mean mass of each group of ``group`` heads, int64 [heads / group, columns]."""
     units = to_mass_units(mass)
     return units if group == 1 else units.unflatten(0, (-1, group)).sum(1) // group

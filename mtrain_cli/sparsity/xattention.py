@@ -57,22 +57,14 @@ class XAttentionPattern(XAttentionSettings):
     def _pad_to_blocks(
         self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int
     ) -> torch.Tensor:
-        """Return a sequence's local tokens as blocks, [local blocks, block, heads, head_dim].
-
-        Slots without a token hold 0.
-
-        tokens: [tokens, heads, head_dim].
-        """
+        """Return a sequence's local tokens as blocks, [local blocks, block, heads, head_dim]."""
         num_tokens = masked.num_tokens(sequence)
         missing = len(masked.host_positions) - num_tokens
         padded = torch.nn.functional.pad(tokens[:num_tokens], (0, 0, 0, 0, 0, missing))
         return padded.unflatten(0, (-1, self.block))
 
     def _gather_sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """Return the tokens of all workers in sequence order, [batch, tokens, heads, head_dim].
-
-        mine: this worker's tokens, [batch, local blocks, block, heads, head_dim].
-        """
+        """Return the tokens of all workers in sequence order, [batch, tokens, heads, head_dim]."""
         if type(self).__name__ not in masked.cache:
             order = np.argsort(np.concatenate(masked.shards))
             masked.cache[type(self).__name__] = to_device(order, mine.device)
@@ -82,11 +74,7 @@ class XAttentionPattern(XAttentionSettings):
     def _choose(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, sequence: int
     ) -> torch.Tensor:
-        """Return the key blocks of each local query block, bool [heads, local blocks, blocks].
-
-        q: this worker's queries of one sequence, [local blocks, block, heads, head_dim].
-        k: all keys of the sequence, [tokens, kv_heads, head_dim].
-        """
+        """Return the key blocks of each local query block, bool [heads, local blocks, blocks]."""
         heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride
         # Concatenate the queries of a square in reverse order, and the keys of a square in order.
@@ -126,10 +114,7 @@ def make_pattern(settings: XAttentionSettings, seed: int) -> XAttentionPattern:
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return batched a @ b in the accumulation dtype.
-
-    If the products were rounded to 16 bits, the pattern would choose other blocks.
-    """
+    """Return batched a @ b in the accumulation dtype."""
     high = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != high:
         return torch.bmm(a, b, out_dtype=high)
