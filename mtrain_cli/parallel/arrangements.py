@@ -63,8 +63,6 @@ class ArrangeShards(Arrange):
 
 
 class Pack(Arrange):
-    """Stack k and v into one message."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         return (torch.stack(self.read(state)),)
 
@@ -100,8 +98,6 @@ class Message(Arrange):
 
 
 class Zero(Arrange):
-    """Start the sum of this rank's key gradients."""
-
     timed = False
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -110,10 +106,7 @@ class Zero(Arrange):
 
 
 class TakeSum(Arrange):
-    """Take a buffer from the pool, which the next `MergeBackward` fills.
-
-    Reads a tensor of the same shape.
-    """
+    """Take a buffer from the pool, which the next `MergeBackward` fills."""
 
     timed = False
 
@@ -122,10 +115,7 @@ class TakeSum(Arrange):
 
 
 class Result(ArrangePart):
-    """Convert the output, or a part of its heads, to the compute dtype.
-
-    Writes out and lse, or one buffer with both.
-    """
+    """Convert the output, or a part of its heads, to the compute dtype."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
         q, total = state.tensors[self.reads[0]], state.tensors.get(self.reads[1])
@@ -138,8 +128,6 @@ class ResultOfPart(Result):
 
 
 class Gradients(Arrange):
-    """Convert the sums of gradients to the compute dtype."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         q, dq, keys = self.read(state)
         dk, dv = keys.to(q.dtype, copy=True)
@@ -271,8 +259,6 @@ class OwnRows(Arrange):
 
 
 class AddDq(ArrangePart):
-    """Add dq over the stages of a group cast."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         of_queries, *of_stages = self.reads
         q = state.tensors[of_queries]
@@ -310,8 +296,6 @@ class Rename(Own):
 
 
 class Join(Arrange):
-    """Concatenate dq over all parts of the heads."""
-
     timed = False
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -349,10 +333,7 @@ class ToTokens(Arrange):
 
 
 class FromHeads(Arrange):
-    """View the received heads as [batch, tokens, ranks, heads per rank, head_dim].
-
-    `AddHeads` copies the views. A profile shows that time as a gap, and no span here.
-    """
+    """View the received heads as [batch, tokens, ranks, heads per rank, head_dim]."""
 
     def run(self, state: Executor) -> None:
         (arrived,) = self.read(state)
@@ -361,8 +342,6 @@ class FromHeads(Arrange):
 
 
 class AddHeads(Arrange):
-    """Concatenate heads, and add the gradients of repeated ones."""
-
     timed = False
 
     def copy(self, state: Executor) -> Sequence[Any]:

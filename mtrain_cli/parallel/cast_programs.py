@@ -11,10 +11,7 @@ from mtrain_cli.parallel.schedule import ScheduleStep
 
 
 def cast_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
-    """Post the group casts of a step, and put the step's keys in order of position.
-
-    Return the name of the buffer with the ordered keys.
-    """
+    """Post the group casts of a step, and put the step's keys in order of position."""
     post_casts(b, step)
     own, keys, piece = b.kv, Kind.KEYS.at(at), b.piece(step.part)
     moves = 2 * b.cast_size(low) / piece[1]
@@ -24,7 +21,6 @@ def cast_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
 
 
 def post_casts(b: ProgramBuilder, step: ScheduleStep) -> None:
-    """Post the group casts of a step, whose rows leave from a copy."""
     first = 0  # the first cast of a part
     for at, t in enumerate(step.post):
         first = at if t.part != step.post[first].part else first
@@ -54,13 +50,7 @@ def arrived_rows(b: ProgramBuilder, step: ScheduleStep) -> tuple[Post, ...]:
 
 
 def return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, made: Buffer) -> Buffer:
-    """Return the gradients of received rows to the rows' owners.
-
-    Return the name of the buffer with the sum for this rank's own rows, which
-    `add_returned_rows` makes.
-
-    made: name of the buffer with the dk and dv that the kernel returned.
-    """
+    """Return the gradients of received rows to the rows' owners."""
     rows, parts = Kind.ROWS.at(at), b.piece(step.part)[1]
     moves = (b.cast_size(low) + b.cast_size(high)) / parts
     scratch = b.cast_size(as_made) / (2 * parts)

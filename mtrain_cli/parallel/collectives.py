@@ -40,10 +40,6 @@ def start_all_to_all(
 
     This is `dist.all_to_all_single` without its checks, which take longer than the call of the
     group: experts send many messages.
-
-    Args:
-        arriving, leaving: contiguous tensors of equal dtype, real numbers.
-        receive, send: number of rows from and for each rank of the group.
     """
     options = dist.AllToAllOptions()
     options.asyncOp = True
@@ -86,10 +82,6 @@ def start_all_gather(
 def start_reduce_scatter(
     shards: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Start to sum contiguous ``shards`` [workers, ...] over ranks.
-
-    This rank gets the sum of shards[rank]. The returned tensor is complete after the returned
-    work's ``wait()``.
-    """
+    """Start to sum contiguous ``shards`` [workers, ...] over ranks."""
     own = torch.empty_like(shards[0])
     return own, _scatter(own.view(-1), shards.view(-1), group=group, async_op=True)

@@ -68,7 +68,6 @@ class DynamicIndex:
         bitmaps are gathered from all workers.
     kept: the index of each layer, from the layer's forward to its backward pass. Recomputation
         reuses this index.
-    records: one per estimate.
     estimated: the index of each layer, kept after backward for a profile; None outside a profile.
     """
 
@@ -151,8 +150,6 @@ def _now(device: torch.device) -> torch.cuda.Event | float:
 class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)``, exact over what mask and index allow.
 
-    plan: what this rank computes, on the device.
-    index: None for dense attention.
     kept: for each layer, the tensors of the first forward pass that recomputation needs.
     offload: host memory for the tensors in `kept`; None keeps them on the device.
     narrowed: for each layer, the tiles and early tiles of `plan`, narrowed by the layer's index. An
@@ -185,13 +182,6 @@ class ContextAttention:
     ) -> ContextAttention:
         """Plan a batch and make its attention.
 
-        Args:
-            masks: one per sequence of the batch.
-            pattern: None for dense attention.
-            keep: see `Plan.make`.
-            offload: host memory for the tensors that recomputation needs; None keeps them on the
-                device.
-
         Raises:
             ValueError: the layout's shards are not whole blocks of the index.
         """
@@ -207,14 +197,6 @@ class ContextAttention:
         pattern: Pattern | None = None,
         offload: ActivationOffload | None = None,
     ) -> ContextAttention:
-        """Return the attention that runs a plan.
-
-        Args:
-            plan: a plan on the device, made for the pattern's kind of index.
-            pattern: None for dense attention.
-            offload: host memory for the tensors that recomputation needs; None keeps them on the
-                device.
-        """
         index = None
         if pattern is not None:
             assert plan.masked is not None, "a pattern needs a plan for its index"
@@ -238,15 +220,7 @@ class ContextAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        """Compute attention of this rank's queries over the whole sequence.
-
-        Args:
-            q: this rank's queries, [batch, tokens, heads, head_dim].
-            k, v: this rank's keys and values, [batch, tokens, kv_heads, head_dim].
-
-        Returns:
-            out, with the shape and dtype of q.
-        """
+        """Compute attention of this rank's queries over the whole sequence."""
         recorder = self.exchange.recorder
         # This call only joins kept tensors: no computation and no message to record.
         again = self.exchange.recomputes(self.plan.early)
@@ -262,7 +236,6 @@ class ContextAttention:
     def _narrowed(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None
     ) -> tuple[ShardTiles, ShardTiles | None]:
-        """Return the plan's tiles and early tiles, narrowed by the layer's index."""
         tiles, early_tiles = self.plan.tiles, self.plan.early_tiles
         if self.index is None:
             return tiles, early_tiles
@@ -273,7 +246,6 @@ class ContextAttention:
         return self.narrowed[layer]
 
     def release(self, layer: int) -> None:
-        """Drop the index and the kept tensors of a layer whose backward pass has run."""
         self.kept.pop(layer, None)
         self.narrowed.pop(layer, None)
         if self.index is not None:
@@ -302,10 +274,7 @@ class ContextAttention:
 
 
 def _range_of_kind(kind: str, direction: str, layer: int) -> AbstractContextManager[None]:
-    """Return an NVTX range such as ``window layer.forward``, with the layer as payload.
-
-    If all layers are alike, there is no range.
-    """
+    """Return an NVTX range such as ``window layer.forward``, with the layer as payload."""
     return nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext()
 
 

@@ -73,7 +73,6 @@ class RowPrices(NamedTuple):
 
     @staticmethod
     def on(cluster: Cluster | None, query_heads: int, kv_heads: int) -> RowPrices:
-        """Return the prices on a cluster; None means H200s."""
         rates = Rates.on(cluster)
         return RowPrices.of(query_heads, kv_heads, rates.flops, rates.inner, rates.outer)
 
@@ -82,10 +81,8 @@ class RowPrices(NamedTuple):
 class Dispatch:
     """An assignment of chunks to ranks. Every rank holds the same number of chunks.
 
-    chunk: number of tokens per chunk.
     owner: int64 [chunks], the rank that holds each chunk.
     traffic: what each rank computes, sends and receives.
-    prices: the prices for which the assignment was made.
     seed: name of the assignment from which the search began.
     swaps: number of swaps that improved the seed.
     """
@@ -103,14 +100,9 @@ class Dispatch:
         return self.traffic.cost(*self.prices)
 
     def positions(self, worker: int) -> IntArray:
-        """Return the positions that a rank holds, ascending, int64 [tokens of a worker]."""
         return self.layout().positions(worker)
 
     def layout(self, seq: int | None = None) -> Balanced:
-        """Return the layout of this assignment.
-
-        seq: number of tokens before padding; None if the sequence has no padding.
-        """
         length = seq or len(self.owner) * self.chunk
         return Balanced.of(self.owner, self.traffic.workers, length, self.chunk)
 
@@ -158,10 +150,7 @@ def balance(
         masks: the masks of each kind of layer, one per sequence of the batch, all padded to the
             same multiple of ``workers * chunk``. If all layers have the same masks, give
             ``[masks]``.
-        workers: number of ranks of the context group.
-        chunk: number of tokens per chunk; see `chunk_tokens`.
         per_node: number of ranks that share a node; None if all do.
-        prices: prices of received rows; None for the defaults of `RowPrices`.
         layers: number of layers of each kind; None for one each.
         block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
             largest power of two below that divides ``chunk``.
@@ -205,13 +194,9 @@ def balance(
 class Balancer:
     """Makes the balanced layout of each batch of a run. All its layouts have the same shape.
 
-    workers: size of the context group.
-    seq: number of tokens in a sequence, before padding.
     unit: number of tokens that divides a chunk, such as the block size of the index.
     heads: number of neighboring ranks that share heads. They count as one rank (Ulysses).
     per_node: number of ranks of the context group per node; None if all share a node.
-    prices: prices of received rows; None for the defaults of `RowPrices`.
-    layers: number of layers with each kind of mask.
     given_chunk: number of tokens per chunk; None for `chunk_tokens`.
     """
 
@@ -226,7 +211,6 @@ class Balancer:
 
     @property
     def groups(self) -> int:
-        """Number of groups of ranks that share heads."""
         return self.workers // self.heads
 
     @property
@@ -242,10 +226,7 @@ class Balancer:
         return -(-self.seq // (self.workers * self.chunk)) * self.workers * self.chunk
 
     def dispatch(self, masks: LayerMasks) -> Dispatch:
-        """Assign the chunks of a batch to the groups of ranks that share heads.
-
-        masks: as in `balance`, of sequences with `seq` tokens.
-        """
+        """Assign the chunks of a batch to the groups of ranks that share heads."""
         padded = [[mask.repadded(self.padded_seq) for mask in kind] for kind in masks]
         return balance(
             padded,
@@ -257,11 +238,9 @@ class Balancer:
         )
 
     def layout(self, masks: LayerMasks) -> Balanced:
-        """Return the layout of a batch. masks: as in `dispatch`."""
         return self.layout_of(self.dispatch(masks))
 
     def layout_of(self, dispatch: Dispatch) -> Balanced:
-        """Return the layout of a batch from a result of `dispatch`."""
         owner = dispatch.owner
         if self.heads > 1:
             owner = _dealt_inside(owner, self.groups, self.heads)
@@ -269,11 +248,7 @@ class Balancer:
 
 
 def _dealt_inside(owner: IntArray, groups: int, members: int) -> IntArray:
-    """Deal the chunks of each group to its members in equal, ascending parts.
-
-    owner: int64 [chunks], the group that holds each chunk.
-    Returns: int64 [chunks], the rank that holds each chunk.
-    """
+    """Deal the chunks of each group to its members in equal, ascending parts."""
     ranks = np.empty_like(owner)
     for group in range(groups):
         held = np.flatnonzero(owner == group)

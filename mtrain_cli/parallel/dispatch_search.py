@@ -3,9 +3,6 @@
 The cost of a rank is the number of pairs that its queries see, plus prices for the blocks of rows
 that it receives. Costs are integers, and the first of several equals wins. The result is therefore
 the same on every rank.
-
-`best_assignment` makes a few simple assignments, the seeds, and improves them by swaps of two
-chunks. All ranks keep the same number of chunks.
 """
 
 from __future__ import annotations
@@ -25,11 +22,7 @@ _LEAST_GAIN = 10_000  # a swap lowers the largest cost by a part of this number,
 
 
 class BlockPrices(NamedTuple):
-    """The number of pairs that cost as much as one received block.
-
-    inner: for a block that a rank of the same node sends.
-    outer: for a block that enters the node.
-    """
+    """The number of pairs that cost as much as one received block."""
 
     inner: int
     outer: int
@@ -53,7 +46,6 @@ class ChunkWork:
         return ChunkWork(self.pairs[chunks], self.needs[chunks], self.holds[chunks], self.times)
 
     def merged(self, together: int) -> ChunkWork:
-        """Return the work of chunks that are ``together`` times as long."""
         starts = np.arange(0, len(self.pairs), together)
         return ChunkWork(
             np.add.reduceat(self.pairs, starts),
@@ -69,7 +61,6 @@ class Assignment:
     owner: int64 [chunks], the rank of each chunk.
     pairs: int64 [workers], the pairs that each rank computes.
     needs: [workers, kinds, words], the blocks that the queries of each rank see.
-    swaps: number of swaps so far.
 
     A rank *has* a block if no rank of its node has to send it: the rank holds the block, or relays
     it into the node because the holder, in another node, has the same local number. Swaps stay
@@ -156,11 +147,7 @@ class Assignment:
         return chunks[self.owner[chunks] != rank]
 
     def most_after(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
-        """Return the largest cost of a rank that changes if two chunks swap, exactly.
-
-        out, into: int64 [swaps], chunks of two ranks of a node.
-        cost: the costs of the ranks before the swap.
-        """
+        """Return the largest cost of a rank that changes if two chunks swap, exactly."""
         return self._most(out, into, self._more(out, into), self._more(into, out), cost)
 
     def _more(self, leaves: IntArray, joins: IntArray) -> IntArray:
@@ -171,12 +158,7 @@ class Assignment:
         return self._count(needs & ~has) - self._received[rank]
 
     def _bound(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
-        """Return a lower bound of `most_after`, [out, into].
-
-        It adds the change if one chunk leaves and the change if the other chunk joins, each alone.
-        Both together can only cost more: the chunk that joins may need blocks that the chunk that
-        leaves needed or held.
-        """
+        """Return a lower bound of `most_after`, [out, into]."""
         return self._most(
             out,
             into,
@@ -188,10 +170,6 @@ class Assignment:
     def _most(
         self, out: IntArray, into: IntArray, more_a: IntArray, more_b: IntArray, cost: IntArray
     ) -> IntArray:
-        """Return the largest cost of a rank that changes.
-
-        more_a, more_b: the change of the blocks that the ranks of ``out`` and ``into`` receive.
-        """
         inner, outer = self.prices
         per_node, nodes = self.nodes.per_node, self.nodes.count
         a, b = self.owner[out], self.owner[into]
@@ -208,7 +186,6 @@ class Assignment:
         return most
 
     def swap(self, out: int, into: int) -> None:
-        """Give each of two chunks to the other's rank, in the same node."""
         ranks = [int(self.owner[chunk]) for chunk in (out, into)]
         self.owner[out], self.owner[into] = ranks[::-1]
         self.swaps += 1
@@ -268,10 +245,7 @@ def seeds(pairs: IntArray, workers: int) -> Iterator[tuple[str, IntArray]]:
 
 
 def _longest_first(pairs: IntArray, workers: int) -> IntArray:
-    """Assign the largest pieces first, each to the rank with room that has the fewest pairs.
-
-    This is the longest-processing-time rule (LPT), with the same number of pieces for each rank.
-    """
+    """Assign the largest pieces first, each to the rank with room that has the fewest pairs."""
     room = [len(pairs) // workers] * workers
     ranks = [(0, rank) for rank in range(workers)]
     owner = np.empty(len(pairs), np.int64)
@@ -325,7 +299,6 @@ def _by_node(work: ChunkWork, nodes: Nodes, prices: BlockPrices, most_swaps: int
 def _inside_nodes(
     work: ChunkWork, node: IntArray, nodes: Nodes, prices: BlockPrices, most_swaps: int
 ) -> IntArray:
-    """Assign the chunks of each node to its ranks."""
     per_node, owner = nodes.per_node, np.empty_like(node)
     for n in range(nodes.count):
         mine = np.flatnonzero(node == n)
@@ -335,11 +308,7 @@ def _inside_nodes(
 
 
 def _deal_relays(work: ChunkWork, node: IntArray, nodes: Nodes) -> IntArray:
-    """Deal the chunks that other nodes need to the ranks of their node in turn.
-
-    All ranks of those nodes then relay about the same number of chunks. The other chunks stay
-    contiguous.
-    """
+    """Deal the chunks that other nodes need to the ranks of their node in turn."""
     per_node, owner = nodes.per_node, np.empty_like(node)
     for n in range(nodes.count):
         mine = np.flatnonzero(node == n)

@@ -1,8 +1,4 @@
-"""Exchanges: bring keys and values to the queries of a context group.
-
-An exchange binds a schedule to a layout and to the ranks of a context group. It makes each of its
-programs (`lowering.lower`) once. The `Executor` runs a program with any kernel.
-"""
+"""Exchanges: bring keys and values to the queries of a context group."""
 
 from __future__ import annotations
 
@@ -40,7 +36,6 @@ class ShardTiles:
 
     tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (queries,
         keys). They are made once per batch, and all layers share them.
-    placement: where the tokens of the batch lie.
     rows: the rows of keys that group casts move; None for other exchanges.
     index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None for dense
         attention.
@@ -119,24 +114,15 @@ class Exchange:
         return self.placement.inside
 
     def placed(self, layout: Layout | None) -> Placement:
-        """Return the placement of a batch.
-
-        layout: another layout of the same shape; None for this exchange's layout.
-        """
         if layout is None or layout is self.layout:
             return self.placement
         assert (layout.workers, layout.padded_seq) == (self.layout.workers, self.layout.padded_seq)
         return Placement(layout, self.schedule.heads)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        """Record the times of all later passes; None stops recording."""
         self.recorder = recorder
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
-        """Return this rank's program of a pass.
-
-        traits: the properties of kernel and index; None for the defaults of `Traits`.
-        """
         key = backward, traits or Traits()
         if key not in self._programs:
             self._programs[key] = lower(
@@ -151,28 +137,16 @@ class Exchange:
 
     @property
     def num_queries(self) -> int:
-        """Number of queries per sequence for which this rank computes attention.
-
-        Under Ulysses these include the queries of all ranks that share heads with this rank.
-        """
+        """Number of queries per sequence for which this rank computes attention."""
         return self.inside.tokens_per_worker
 
     def recomputes(self, early: int | None) -> Recompute:
-        """Return which part of the forward program `recompute` runs again.
-
-        early: number of queries to recompute, counted from this rank's first; None for all.
-        """
         return Recompute.of(early, self.schedule.heads)
 
     def cast_rows(
         self, masks: Sequence[SequenceMask], inside: Layout, block: int | None
     ) -> CastRows | None:
-        """Return the rows that this rank's group casts move; None if it has no group cast.
-
-        masks: one per sequence of the batch.
-        inside: the layout of the batch in which the ranks that share heads count as one rank.
-        block: number of tokens per block of a dynamic index; None for dense attention.
-        """
+        """Return the rows that this rank's group casts move; None if it has no group cast."""
         peers = cast_peers(self.program(backward=False))
         if not peers:
             return None
@@ -182,11 +156,7 @@ class Exchange:
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
     ) -> dict[tuple[Shard, Keys], None]:
-        """Return the (queries, keys) of all tiles that `forward` and `backward` need, in order.
-
-        indexed: whether a dynamic index narrows the tiles.
-        forward_only: leave out the tiles that only `backward` needs.
-        """
+        """Return the (queries, keys) of all tiles that `forward` and `backward` need, in order."""
         passes = (False,) if forward_only else (False, True)
         computes = (op for b in passes for op in self.program(backward=b).computes)
         needed: dict[tuple[Shard, Keys], None] = {(op.queries, op.keys): None for op in computes}
@@ -196,10 +166,7 @@ class Exchange:
         return needed
 
     def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
-        """Return the index's columns that this rank gathers, once per pass.
-
-        Return None if the steps of the ring compute the columns, or if the index has no columns.
-        """
+        """Return the index's columns that this rank gathers, once per pass."""
         if not self.gathers_columns or shard_tiles.index is None:
             return None
         whole, own = (
@@ -219,11 +186,6 @@ class Exchange:
     ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         """Compute attention of this rank's queries over the whole sequence.
 
-        Args:
-            q: [batch, tokens, heads, head_dim].
-            k, v: [batch, tokens, kv_heads, head_dim].
-            label: name of the layer in error messages, such as ``layer 3``.
-
         Returns:
             out, with the shape of q; lse [batch, heads, tokens]; the tensors that `backward` needs.
         """
@@ -242,7 +204,6 @@ class Exchange:
         scale: float,
         label: str = "",
     ) -> Triple:
-        """Return dq, dk, dv of this rank's own queries, keys and values."""
         columns = self.columns_of(shard_tiles)
         traits = Traits(kernel.needs_out, columns is not None)
         program = self.program(backward=True, traits=traits)
@@ -303,13 +264,6 @@ class Exchange:
 
         Compute attention for the first ``early`` queries only. If ``early`` is not 0, all ranks
         exchange KV again as in forward.
-
-        Args:
-            kept: result of `kept_for_recompute` for the same ``early``.
-            shard_tiles: tiles of the early queries (`Plan.early_tiles`).
-
-        Returns:
-            out, and the tensors that `backward` needs, as `forward` returned them.
         """
         what = self.recomputes(early)
         if what is Recompute.NOTHING:
@@ -337,7 +291,6 @@ class Exchange:
     def _restored(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
     ) -> tuple[torch.Tensor, Saved]:
-        """Return the result of `recompute` for ``early`` 0, without any computation."""
         out, lse, *columns = kept
         keys = torch.stack([k, v]) if self._ends_with_own_keys else columns.pop()
         return out, (q, keys, out, lse, *columns)

@@ -21,11 +21,7 @@ def make_exchange(
     stages: int = 1,
     shared_columns: bool = True,
 ) -> Exchange:
-    """Make the exchange of a run. `exchange_selection.choose_exchange` resolves ``auto`` first.
-
-    chunks, prefetch, circulates, stages: see `schedule.ScheduleOptions`.
-    shared_columns: whether a ring gathers the single columns of an index once per pass.
-    """
+    """Make the exchange of a run. `exchange_selection.choose_exchange` resolves ``auto`` first."""
     options = ScheduleOptions(
         group.size, group.per_node, chunks, prefetch, circulates, group.heads, stages
     )
@@ -33,7 +29,6 @@ def make_exchange(
 
 
 def make_chosen_exchange(choice: ExchangeChoice, layout: Layout, group: ContextGroup) -> Exchange:
-    """Make the exchange that `exchange_selection.choose_exchange` has chosen."""
     return make_exchange(
         choice.name,
         layout,

@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    exchange: provides the ranks and the pool of buffers.
-    transport: runs the transfers and records times.
     columns: the single columns of the index that are gathered once per pass; None if no columns
         are gathered.
     tensors: the live buffers. At first these are the program's inputs.
-    high: dtype of sums.
     message: format of the query messages that circulate.
     widths: heads of the tensors that Ulysses trades together.
     """
@@ -70,7 +67,6 @@ class Executor:
 
     @property
     def rows(self) -> CastRows:
-        """The rows that group casts move."""
         assert self.tiles.rows is not None, "a group cast needs a plan of its rows"
         return self.tiles.rows
 

@@ -18,16 +18,7 @@ from mtrain_cli.parallel.arrangements import (
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.cast_programs import add_returned_rows, cast_keys, return_rows
 from mtrain_cli.parallel.operations import ComputeBackward, ComputeForward
-from mtrain_cli.parallel.program import (
-    KEYS,
-    NOTHING,
-    QUERIES,
-    STATS,
-    Size,
-    as_made,
-    high,
-    low,
-)
+from mtrain_cli.parallel.program import KEYS, NOTHING, QUERIES, STATS, Size, as_made, high, low
 from mtrain_cli.parallel.program_builder import KEYS_COPIED, ProgramBuilder, Steps
 from mtrain_cli.parallel.schedule import ScheduleStep
 
@@ -93,10 +84,7 @@ def joined_size(parts: int) -> Size:
 
 
 def _gather_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
-    """Post the gathers of a step, and put the step's keys in order of position.
-
-    Return the name of the buffer with the ordered keys.
-    """
+    """Post the gathers of a step, and put the step's keys in order of position."""
     own, keys = b.kv, Kind.KEYS.at(at)
     if b.schedule.traits.by_mask and step.wait:
         return cast_keys(b, at, step)
@@ -122,12 +110,7 @@ def _gather_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
 def _scatter_gradients(
     b: ProgramBuilder, at: int, step: ScheduleStep, made: Buffer, moves: Size
 ) -> Buffer:
-    """Cut key gradients into shards and reduce-scatter the shards.
-
-    Return the name of the buffer with the sum.
-
-    made: name of the buffer with the dk and dv that the kernel returned.
-    """
+    """Cut key gradients into shards and reduce-scatter the shards."""
     name = Kind.SHARDS.at(at)
     among = len(step.send[0].peers) if len(step.send) > 1 else 0
     scratch = _scratch_of_shards(b, among) * b.schedule.groups / b.piece(step.part)[1]
@@ -141,13 +124,7 @@ def _scatter_gradients(
 
 
 def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
-    """Return the memory of the copies that cut a rank's share of gradients into shards.
-
-    dk and dv are cut in turn. Shards in node order are a copy of those in rank order, which is
-    never smaller than the other copies. Ranks that share heads bring a gradient into rank
-    order, which copies it. A zigzag layout also copies the half of the pieces that it reverses.
-    Other layouts write shards in rank order directly.
-    """
+    """Return the memory of the copies that cut a rank's share of gradients into shards."""
     if among:
         return high(KEYS)
     if b.sharing > 1:

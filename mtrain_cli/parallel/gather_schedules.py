@@ -26,10 +26,7 @@ from mtrain_cli.parallel.schedule import (
 
 
 def all_gather(options: ScheduleOptions) -> Schedule:
-    """Gather all KV on every rank, with one collective per part of the heads.
-
-    One reduce-scatter per part returns the gradients.
-    """
+    """Gather all KV on every rank, with one collective per part of the heads."""
     return _gather("all_gather", options)
 
 
@@ -110,12 +107,7 @@ def _stages(
     casts: tuple[Transfer, ...],
     gradients: tuple[Transfer, ...],
 ) -> list[ScheduleStep]:
-    """Return the steps that compute one part of the heads, in the order of forward.
-
-    A step waits for the last transfer that brings its keys.
-
-    casts, gradients: the part's transfers; see `_collectives`.
-    """
+    """Return the steps that compute one part of the heads, in the order of forward."""
     everyone, own = range(workers), (rank,)
     if stages == 1:
         wait = (casts[-1].number,)
@@ -148,19 +140,7 @@ def _collectives(
     payload: str,
     part: tuple[int, int],
 ) -> tuple[Transfer, ...]:
-    """Return one rank's transfers that gather keys, or that reduce-scatter their gradients.
-
-    With several nodes of several ranks there are two transfers: keys cross nodes first, then spread
-    inside each node; gradients take the reverse way. Otherwise there is one collective among all
-    ranks.
-
-    by_mask: whether the collectives carry only the rows that the masks need.
-    splits: whether keys of this node and keys of other nodes spread inside the node in separate
-        transfers. The order is then: across nodes, keys of the node, keys of other nodes. For
-        gradients it is: keys of other nodes inside the node, across nodes, keys of the node.
-    payload: KV or DKV.
-    part: (i, n), the i-th of n equal parts of the heads.
-    """
+    """Return one rank's transfers that gather keys, or that reduce-scatter their gradients."""
     everyone = tuple(range(workers))
     gathers = payload == KV
     gather, reduce = (GROUP_CAST, GROUP_REDUCE) if by_mask else ("all_gather", "reduce_scatter")

@@ -21,12 +21,6 @@ from mtrain_cli.sparsity.pattern import IndexGroup, MaskedPositions, SingleWorke
 
 @dataclass
 class DistributedIndexGroup:
-    """The process group whose workers estimate one sparse index together.
-
-    rank, size: this worker's rank in the group, and the number of workers in the group.
-    ranks: global ranks of the group's workers.
-    """
-
     rank: int
     size: int
     process_group: dist.ProcessGroup
@@ -54,10 +48,6 @@ class DistributedIndexGroup:
 
     @contextmanager
     def _recorded_wait(self, nbytes: int) -> Iterator[None]:
-        """Record the ``with`` block as a wait for a message of the estimate.
-
-        nbytes: number of bytes that this worker sends. It receives the same number of bytes.
-        """
         recorder = self._recorder
         if recorder is None:
             yield
@@ -72,10 +62,6 @@ class DistributedIndexGroup:
 
 
 def make_index_group(group: ContextGroup) -> IndexGroup:
-    """Return a group that lets the workers of a context group estimate an index together.
-
-    The group's communicator is separate from those of the exchange.
-    """
     if group.size == 1:
         return SingleWorkerGroup()
     assert group.whole is not None

@@ -27,8 +27,6 @@ _TILE = 128  # queries per kernel tile
 class Layout(ABC):
     """A distribution of a sequence's tokens over workers.
 
-    workers: size of the context group.
-    seq: number of tokens in a sequence, before padding.
     block_size: number of tokens per block of a striped layout.
     unit: number of tokens that divides the length of every contiguous piece of a shard. With a
         dynamic index, ``unit`` is the index's block size.
@@ -68,10 +66,7 @@ class Layout(ABC):
         return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """Turn a sequence into shards: the inverse of `to_sequence`.
-
-        Return a view if the layout allows a view.
-        """
+        """Turn a sequence into shards: the inverse of `to_sequence`."""
         from mtrain_cli.parallel.wide_copy import as_wide
 
         return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(
@@ -94,10 +89,7 @@ class Layout(ABC):
 
 
 class Contiguous(Layout):
-    """Rank r holds the r-th of ``workers`` equal parts.
-
-    Under a causal mask the last rank computes the most pairs.
-    """
+    """Rank r holds the r-th of ``workers`` equal parts."""
 
     name = "contiguous"
 
@@ -117,10 +109,7 @@ class Contiguous(Layout):
 
 
 class Zigzag(Layout):
-    """Cut a sequence into 2 * workers parts. Rank r holds part r from the front and from the back.
-
-    Under a causal mask all ranks compute the same number of pairs.
-    """
+    """Rank r holds, of 2 * workers parts, part r from the front and part r from the back."""
 
     name = "zigzag"
 
@@ -264,7 +253,6 @@ class Joined(_Permuted):
 class Balanced(_Permuted):
     """Each rank holds the chunks that a dispatch assigns to it (`mtrain_cli.parallel.dispatch`).
 
-    block_size: number of tokens per chunk.
     owner: the rank that holds each chunk. All ranks hold the same number of chunks.
     """
 
@@ -308,7 +296,6 @@ def early_queries(queries: int, keep: float, block: int | None) -> int:
     The number is rounded to whole blocks of the index. Without an index, it is rounded to whole
     kernel tiles if the worker has at least 16 tiles.
 
-    queries: number of the worker's queries.
     keep: share of the queries whose out and lse the first forward pass keeps.
     block: number of tokens per block of the index; None for dense attention.
     """

@@ -47,11 +47,7 @@ def lower(
 
 
 def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: bool) -> None:
-    """Emit the operations of an exchange between two Ulysses all-to-alls.
-
-    The first all-to-all trades tokens for heads, the second undoes this trade. ``inside`` emits the
-    operations of the exchange.
-    """
+    """Emit the operations of an exchange between two Ulysses all-to-alls."""
     queries, both = low(QUERIES), low(QUERIES) + low(KEYS)
     there, given = [buffers.Q, buffers.K, buffers.V], both
     back, returned = [buffers.OUT], queries

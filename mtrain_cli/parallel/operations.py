@@ -199,8 +199,6 @@ class Merge(Copy):
 
 
 class MergeForward(Merge):
-    """Merge out and lse of a kernel call into those so far."""
-
     def run(self, state: Executor) -> None:
         if (part := state.tensors.get(self.reads[0])) is not None:
             total = state.total(self.writes[0])
@@ -250,11 +248,6 @@ class Reduce(Copy):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceRows(Reduce):
-    """Add the gradients that other ranks returned for the rows of a group cast.
-
-    cast: number of the group cast.
-    """
-
     cast: int
 
     def run(self, state: Executor) -> None:

@@ -51,11 +51,6 @@ class PinnedMemory:
         self._rest: dict[bool, torch.Tensor] = {}
 
     def empty(self, size: int) -> torch.Tensor:
-        """Return an uninitialized uint8 tensor of ``size`` bytes.
-
-        Raises:
-            RuntimeError: neither CUDA nor torch can pin that much.
-        """
         if self.device.type != "cuda" or size == 0:
             return torch.empty(size, dtype=torch.uint8)
         if size >= _ALONE:
@@ -67,7 +62,6 @@ class PinnedMemory:
         return taken
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized contiguous tensor. Raise the errors of `empty`."""
         return self.empty(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def _mapping(self, size: int) -> torch.Tensor:
@@ -118,8 +112,6 @@ def touching_threads() -> int:
 
 def touch(memory: np.ndarray, threads: int) -> None:
     """Write to every page of new memory with several threads, so that the system provides it.
-
-    This is the slow part of pinning.
 
     memory: uint8. The first byte of each page becomes 0.
     """

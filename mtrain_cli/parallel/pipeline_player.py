@@ -7,14 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mtrain_cli.parallel.pipeline_schedule import (
-    FORWARD,
-    RECEIVE,
-    SEND,
-    Action,
-    Channel,
-    Pipeline,
-)
+from mtrain_cli.parallel.pipeline_schedule import FORWARD, RECEIVE, SEND, Action, Channel, Pipeline
 
 # Sends of a channel whose tensors the executor keeps. The next send waits for the oldest one.
 SENDS_IN_FLIGHT = 2
@@ -36,21 +29,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Played:
-    """A schedule that ended.
-
-    spans: the computations of all stages, in the order in which they were played.
-    """
-
     stages: int
     spans: tuple[Span, ...]
 
     @property
     def makespan(self) -> float:
-        """Time from the first computation to the end of the last one."""
         return max(span.end for span in self.spans)
 
     def busy(self, stage: int) -> float:
-        """Return the time in which a stage computes."""
         return sum(span.end - span.begin for span in self.spans if span.stage == stage)
 
     @property
@@ -75,8 +61,6 @@ class TimedPipeline:
 
     @cached_property
     def played(self) -> Played:
-        """The schedule of a training step with these times."""
-
         def seconds(action: Action) -> float:
             times = self.forward if action.kind == FORWARD else self.backward
             return times[action.virtual_stage]

@@ -11,9 +11,6 @@ consecutive layers. It is on stage s % p, so that each stage holds v separate pa
 
 The idle share holds for equal virtual stages and free messages. In flight are the micro-batches
 whose activations stage r keeps at once, per virtual stage.
-
-Everything that describes a pipeline reads these actions: the executor runs them, and
-`pipeline_player.play` checks and times them.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ class Action:
 
     kind: FORWARD or BACKWARD of a micro-batch through a virtual stage, or SEND or RECEIVE of a
         message.
-    virtual_stage: the virtual stage that computes, sends or receives, counted from 0.
-    micro_batch: counted from 0.
     payload: ACTIVATIONS or GRADIENTS of a message; "" for a computation.
     """
 
@@ -84,7 +79,6 @@ class Pipeline:
 
     @staticmethod
     def of(topology: TopologyConfig, micro_batches: int) -> Pipeline:
-        """Return the pipeline of a configuration."""
         schedule, virtual_stages = topology.schedule, topology.virtual_stages
         if schedule == "auto":
             schedule = INTERLEAVED if virtual_stages > 1 else ONE_F_ONE_B
@@ -97,11 +91,9 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The last virtual stage."""
         return self.stages * self.virtual_stages - 1
 
     def own(self, stage: int) -> range:
-        """Return the virtual stages of a stage."""
         return range(stage, self.last + 1, self.stages)
 
     def computations(self, stage: int) -> list[Action]:
@@ -128,7 +120,6 @@ class Pipeline:
         return self._with_messages(list(self._passes(stage, FORWARD)))
 
     def channel(self, message: Action) -> Channel:
-        """Return the channel of a message."""
         own, peer = message.virtual_stage % self.stages, message.peer % self.stages
         return (message.payload, *((own, peer) if message.kind == SEND else (peer, own)))
 
@@ -173,7 +164,6 @@ def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Coun
     """Return the micro-batches in flight per virtual stage, when their weight is largest.
 
     Args:
-        actions: those of one stage.
         weight: weight of one micro-batch in a virtual stage, such as the bytes that it keeps.
     """
     now, most, largest = Counter[int](), Counter[int](), -1.0

@@ -14,7 +14,6 @@ from mtrain_cli.parallel.layout import Joined, Layout
 class Placement:
     """The layout of a batch, and the layout that remains between two Ulysses all-to-alls.
 
-    layout: which rank holds which tokens.
     heads: number of neighboring ranks that share heads; 1 without Ulysses.
     """
 
@@ -32,8 +31,6 @@ class Placement:
 
         The all-to-all delivers the tokens of the ranks that share heads rank after rank. Both
         results are int64 [tokens]. They are copied to the device once.
-
-        shard: number of the shard in `inside`.
         """
         key = shard, device
         if key not in self._orders:

@@ -31,11 +31,6 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 class Plan:
     """What one rank computes for one batch, in every layer.
 
-    placement: which rank holds which tokens.
-    schedule: what every rank computes and sends at each step.
-    rank: this rank in the context group.
-    masks: one per sequence of the batch.
-    forward, backward: this rank's programs, which name the tiles of each step.
     tiles: the tiles that the masks allow in both passes, by (query shard, key shard).
     early: number of queries that recomputation computes again, counted from this rank's first. The
         first forward pass keeps out and lse of the other queries. None if that pass keeps nothing
@@ -76,10 +71,6 @@ class Plan:
         """Make a plan on the host, without the device or other ranks.
 
         Args:
-            exchange: gives the rank and the schedule.
-            masks: one per sequence of the batch.
-            request: the kind of the dynamic index; None for dense attention.
-            layout: which rank holds which tokens; None for the layout of ``exchange``.
             keep: share of this rank's queries whose out and lse the first forward pass keeps for
                 recomputation, counted from the last query.
 
@@ -175,10 +166,7 @@ class Plan:
 
 
 def positions_of(layout: Layout, keys: Keys, rows: CastRows | None = None) -> IntArray:
-    """Return the global positions of these tokens, ascending, int64[tokens].
-
-    rows: the rows that group casts move; None for other exchanges.
-    """
+    """Return the global positions of these tokens, ascending, int64[tokens]."""
     if isinstance(keys, Shard):
         return layout.positions(keys.number)
     if rows is not None:

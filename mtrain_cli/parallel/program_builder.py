@@ -126,7 +126,6 @@ class ProgramBuilder:
 
     @property
     def kv(self) -> Buffer:
-        """The keys and values of this rank."""
         return Kind.KV.of(self.own)
 
     def emit(
@@ -144,7 +143,6 @@ class ProgramBuilder:
         self._operations.append(operation)
 
     def begin(self, at: int, step: ScheduleStep) -> None:
-        """Begin step number ``at``, unless it has begun."""
         if at != self._step:
             self._step = at
             self.emit(Begin, (), (), computes=bool(step.queries))
@@ -183,7 +181,6 @@ class ProgramBuilder:
             self.emit(Wait, (), (), number=number)
 
     def payload(self, t: Transfer) -> Size:
-        """Return the size of one shard of a transfer."""
         return _payload(t.payload, t.part[1], self.traits)
 
     @property
@@ -200,10 +197,7 @@ class ProgramBuilder:
         self._held |= dict.fromkeys(buffers, len(self._operations) - 1)
 
     def end_step(self, step: ScheduleStep, *computed: Buffer) -> None:
-        """End a step. Free the shards that it computed and the buffers that it finished sending.
-
-        If these buffers were freed earlier, the step's gradients could reuse their memory.
-        """
+        """End a step. Free the shards that it computed and the buffers that it finished sending."""
         left = (self.posted[n].reads for n in step.wait if n in self.posted)
         self.hold(*computed, *(buffer for buffers in left for buffer in buffers))
 
@@ -218,7 +212,6 @@ class ProgramBuilder:
 
     @property
     def casts(self) -> range:
-        """The numbers of the group casts."""
         posts = (op for op in self._operations if isinstance(op, Post))
         return range(len({op.cast for op in posts if op.transfer.kind == GROUP_CAST}))
 
@@ -259,10 +252,6 @@ class ProgramBuilder:
         )
 
     def _last_uses(self) -> dict[Buffer, int]:
-        """Return the index of the last operation that uses each buffer.
-
-        A buffer that a transfer sends is in use until the transfer's `Wait`.
-        """
         waits = {op.number: at for at, op in enumerate(self._operations) if isinstance(op, Wait)}
         last = dict(self._held)
         for at, op in enumerate(self._operations):
@@ -320,7 +309,6 @@ class ProgramBuilder:
         return ()
 
     def _size(self, buffer: Buffer, by_kind: dict[Kind, Size]) -> Size:
-        """Return the size of a buffer. by_kind: the result of `_sizes`."""
         if buffer in self.sized:
             return self.sized[buffer]
         kind = buffer.kind

@@ -30,7 +30,6 @@ class Rates(NamedTuple):
 
     @staticmethod
     def on(cluster: Cluster | None) -> Rates:
-        """Return the rates on a cluster; None means H200s."""
         if cluster is None:
             return Rates()
         inner, outer = cluster.inner, cluster.outer

@@ -78,11 +78,7 @@ def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
 
 
 def keys_backward(b: ProgramBuilder, steps: Steps) -> None:
-    """Send key shards back to their owners.
-
-    The gradient of a shard follows one step behind the shard. Each rank adds its own part to the
-    gradient.
-    """
+    """Send key shards back to their owners."""
     b.begin(0, steps[0])
     reads = _begin_backward(b, 2 * low(QUERIES) + high(QUERIES))
     for at, step in enumerate(steps):
@@ -128,7 +124,6 @@ def queries_backward(b: ProgramBuilder, steps: Steps) -> None:
 
 
 def _hops(b: ProgramBuilder, transfers: Sequence[Transfer]) -> None:
-    """Send shards to the next rank, and receive other shards into pooled buffers."""
     for t in transfers:
         kind = _CIRCULATING[t.payload]
         leaves, arrives = kind.of(b.shard(t.sends)), kind.of(b.shard(t.receives))
@@ -153,11 +148,7 @@ def _exchange_gradients(b: ProgramBuilder, step: ScheduleStep) -> None:
 
 
 def _begin_backward(b: ProgramBuilder, moves: Size) -> tuple[Buffer, ...]:
-    """Begin a ring's backward pass: compute delta if needed, and start the sum of dq.
-
-    If columns are gathered, compute their gradients first. Return the names of the buffers that
-    a kernel reads in addition to the keys.
-    """
+    """Begin a ring's backward pass: compute delta if needed, and start the sum of dq."""
     columns = b.traits.columns
     delta = (buffers.DELTA,) if columns or not b.traits.needs_out else ()
     reads = (buffers.Q, buffers.DOUT, buffers.OUT, buffers.LSE, *delta)
@@ -169,10 +160,6 @@ def _begin_backward(b: ProgramBuilder, moves: Size) -> tuple[Buffer, ...]:
 
 
 def _end_backward(b: ProgramBuilder, gradient: Buffer) -> None:
-    """End a ring's backward pass: convert the sums of gradients to the compute dtype.
-
-    If columns are gathered, add their gradients first.
-    """
     b.pooled.add(gradient)
     if b.traits.columns:
         b.wait((UNSCHEDULED,))

@@ -28,10 +28,6 @@ from mtrain_cli.parallel.schedule import (
 
 
 def ring(options: ScheduleOptions) -> Schedule:
-    """Circulate key shards in one ring over all ranks.
-
-    Each rank computes a shard while it sends that shard to the next rank.
-    """
     return _rings("ring", options)
 
 
@@ -59,11 +55,7 @@ def _rings(name: str, options: ScheduleOptions) -> Schedule:
 
 @dataclass(frozen=True)
 class _Rings:
-    """Rings of `size` ranks inside each of `nodes` nodes, and rings of counterparts across nodes.
-
-    A pass has one phase per node. A phase has one turn per rank of a node. With one node there is
-    one flat ring.
-    """
+    """Rings of `size` ranks inside each of `nodes` nodes, and of counterparts across nodes."""
 
     nodes: int
     size: int
@@ -78,15 +70,7 @@ class _Rings:
         return self._circulate(rank, KV, direction=1, first=0)
 
     def backward_of_keys(self, rank: int) -> Steps:
-        """Send KV back the way it came. The gradient of a shard follows one step behind.
-
-        A pass starts with the shard that arrived last in forward. It ends with every shard and its
-        complete gradient on the shard's owner. Each rank adds its part to a gradient and sends the
-        gradient to the next rank. At the end of a phase, the counterpart of the shard's owner has
-        the sum of its node. The counterpart adds the sum of the previous nodes and sends the total
-        to the next node. Gradients take size - 1 inner hops per phase and nodes - 1 outer hops per
-        pass.
-        """
+        """Send KV back the way it came. The gradient of a shard follows one step behind."""
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, KV, direction=-1, first=1))
         inner, outer = self._gradient_hops(rank, DKV, -1, _numbers_after(steps))
@@ -107,23 +91,13 @@ class _Rings:
         return tuple(steps)
 
     def backward_of_queries(self, rank: int) -> Steps:
-        """Keep KV on its rank. Circulate queries, with their gradients one hop behind.
-
-        See BurstEngine, section 3.1. At the start of a phase, this rank computes its part of the
-        gradient of some queries. It keeps this part until the rest of the gradient has gone round
-        the inner ring. In the first phase these queries are this rank's own. In later phases they
-        belong to a counterpart, so the node's sum travels from node to node until the sum reaches
-        the queries' owner.
-        """
+        """Keep KV on its rank. Circulate queries, with their gradients one hop behind."""
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
         inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))
 
         def to_next_node(phase: int) -> tuple[Transfer, ...]:
-            """Return the hop that sends a phase's gradient to the next node.
-
-            Return no hop for the first phase, whose gradient belongs to this rank.
-            """
+            """Return the hop that sends a phase's gradient to the next node."""
             shards = self.rank(node - phase, local), self.rank(node - phase - 1, local)
             return (outer(*shards),) if phase else ()
 
@@ -150,10 +124,7 @@ class _Rings:
     def _gradient_hops(
         self, rank: int, payload: str, direction: int, number: count[int]
     ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
-        """Return two functions (shard to send, shard to receive) -> hop.
-
-        The first function makes hops inside the node, the second makes hops across nodes.
-        """
+        """Return two functions (shard to send, shard to receive) -> hop."""
         node, local = divmod(rank, self.size)
         inner = self.rank(node, local + direction), self.rank(node, local - direction)
         outer = self.rank(node + direction, local), self.rank(node - direction, local)
@@ -164,13 +135,7 @@ class _Rings:
         return partial(hop, self.inner, *inner), partial(hop, OUTER, *outer)
 
     def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
-        """Make the steps that compute shards and send them to the next rank, without gradients.
-
-        direction: 1 sends shards to the next rank and the next node, so that this rank meets the
-            shards of its predecessors in turn; -1 reverses the direction.
-        first: distance to the owner of the first shard: the number of nodes, and equally the number
-            of local ranks.
-        """
+        """Make the steps that compute shards and send them to the next rank, without gradients."""
         node, local = divmod(rank, self.size)
         number = count()
         steps: list[ScheduleStep] = []

@@ -171,10 +171,7 @@ class PerRank(Sequence[T]):
 class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
-    exchange: name of the exchange.
     traits: properties of the exchange. Callers read these properties and never compare the name.
-    workers: number of ranks of the context group.
-    per_node: number of ranks of the context group that share a node.
     forward, backward: the steps of each pass, by rank.
     keeps: for each rank, the numbers of the key shards that it holds from forward to backward.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
@@ -210,7 +207,6 @@ class Schedule:
 
     @property
     def queries_travel(self) -> bool:
-        """Whether queries circulate in backward instead of keys."""
         return not self.gathers and self.circulates == QUERIES
 
     @property
@@ -225,8 +221,6 @@ class Schedule:
 class ScheduleOptions:
     """The sizes and choices from which `make_schedule` makes a schedule.
 
-    workers: number of ranks of the context group.
-    per_node: number of ranks of the group that share a node.
     chunks: number of equal parts of the heads. An all-gather moves one part while the previous part
         is computed.
     prefetch: number of hops that a ring posts ahead of the computation.

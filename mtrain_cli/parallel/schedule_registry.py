@@ -54,13 +54,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
 
 
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
-    """Wrap Ulysses around another exchange.
-
-    The ranks R * heads to R * heads + heads - 1 form group R, which shares heads. The first
-    all-to-all gives each rank the tokens of its whole group, for 1 / heads of the heads. For these
-    heads the rank then acts as rank R of the inner exchange. The last all-to-all undoes the trade
-    (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719).
-    """
+    """Wrap Ulysses around another exchange."""
     heads = options.heads
 
     def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
@@ -86,12 +80,7 @@ def _members(groups: tuple[int, ...], heads: int) -> tuple[int, ...]:
 
 
 def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
-    """Add the two all-to-alls around the steps of an inner exchange.
-
-    group: number of the rank's group, which is also its rank in the inner exchange.
-    place: rank inside the group.
-    heads: number of ranks per group.
-    """
+    """Add the two all-to-alls around the steps of an inner exchange."""
 
     def rank(of_group: int | None) -> int | None:
         return None if of_group is None else of_group * heads + place

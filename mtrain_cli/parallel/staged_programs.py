@@ -27,12 +27,7 @@ from mtrain_cli.parallel.arrangements import (
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.cast_programs import arrived_rows, post_casts, wait_for_rows
 from mtrain_cli.parallel.gather_programs import joined_size
-from mtrain_cli.parallel.operations import (
-    ComputeBackward,
-    ComputeForward,
-    MergeForward,
-    ReduceRows,
-)
+from mtrain_cli.parallel.operations import ComputeBackward, ComputeForward, MergeForward, ReduceRows
 from mtrain_cli.parallel.program import (
     KEYS,
     NOTHING,
@@ -145,10 +140,7 @@ def _compute_gradients(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
 
 
 def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool) -> None:
-    """Send the gradients of a step's rows home.
-
-    begins: whether this step is the first of its part of the heads.
-    """
+    """Send the gradients of a step's rows home."""
     rows, parts = Kind.ROWS.at(step.part[0]), b.piece(step.part)[1]
     size = b.cast_size(high) / parts
     if begins:
@@ -168,13 +160,7 @@ def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool
 
 
 def _own_gradients(b: ProgramBuilder, at: int, of_part: Steps) -> Buffer:
-    """Add what other ranks returned to the gradients of this rank's own rows.
-
-    Return the name of the buffer with the sum.
-
-    at: number of the first step of the part of the heads.
-    of_part: the part's steps.
-    """
+    """Add what other ranks returned to the gradients of this rank's own rows."""
     part, parts = of_part[0].part[0], b.piece(of_part[0].part)[1]
     rows, own = Kind.ROWS.at(part), Kind.OWN_ROWS.at(part)
     for step in of_part:

@@ -40,7 +40,6 @@ _FAR = 1_000_000  # keeps the numbers of messages apart from those of a sparse i
 class MessageObserver:
     """What else happens when a worker of a group starts or awaits a message.
 
-    recorder: records each message and each wait; None records nothing.
     waiting: returns a context for each wait.
     """
 
@@ -59,8 +58,6 @@ class MessageObserver:
 
 
 class Message:
-    """A message that may still be on its way."""
-
     def __init__(
         self,
         received: Tensor,
@@ -85,9 +82,6 @@ class TensorGroup:
 
     The group holds the tokens of one rank of a context group. Each worker holds an equal,
     consecutive part of them.
-
-    rank, size: this worker's rank in the group, and the number of workers in the group.
-    observer: watches the messages of this worker.
     """
 
     rank: int
@@ -103,7 +97,6 @@ class TensorGroup:
         """Return this worker's part of a number per token, ``[1, own rows]``.
 
         Args:
-            tokens_BN: one number for each token of the group.
             fill: number for the rows that pad the last worker's part.
         """
         flat = tokens_BN.flatten()
@@ -133,21 +126,16 @@ class TensorGroup:
         return Message(own, self, work, tag)
 
     def sum(self, parts: Tensor) -> None:
-        """Replace a tensor with its sum over the workers."""
         with self.peer_errors():
             dist.all_reduce(parts, group=self.process_group)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replace a tensor with that of the group's first worker."""
         with self.peer_errors():
             dist.broadcast(tensor, self._ranks[0], group=self.process_group)
 
     @contextmanager
     def _posting(self, row_bytes: int) -> Iterator[Callable[[Any], MessageTag]]:
-        """Start a message in the ``with`` block, which passes its work to the yielded function.
-
-        row_bytes: bytes of one worker's rows. A worker receives those of all others.
-        """
+        """Start a message in the ``with`` block, which passes its work to the yielded function."""
         recorder, tag = self.observer.recorder, NOTHING
         if recorder is not None and recorder.recording:
             size = (self.size - 1) * row_bytes
@@ -178,11 +166,9 @@ class TensorGroup:
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        """The global ranks of the group's workers."""
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     def peer_errors(self) -> AbstractContextManager[None]:
-        """Return a context in which the loss of a worker is an error that names the group."""
         ranks = self._ranks
         others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
         return explain_peer_loss(
@@ -199,9 +185,6 @@ def make_tensor_group(
     """Make the communicators of all tensor groups and return this rank's group.
 
     Return None if each worker computes whole layers. All ranks must call this.
-
-    Args:
-        timeout: longest wait for one message; None for torch's default.
     """
     if dims.tp == 1:
         return None

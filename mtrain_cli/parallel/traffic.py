@@ -57,10 +57,7 @@ class Nodes:
 
     @staticmethod
     def of_groups(workers: int, per_node: int | None, heads: int) -> Nodes:
-        """Return the nodes if ``heads`` neighboring ranks share heads and count as one rank.
-
-        workers, per_node: of single ranks. A group larger than a node counts as a node.
-        """
+        """Return the nodes if ``heads`` neighboring ranks share heads and count as one rank."""
         return Nodes.of(workers // heads, None if per_node is None else max(1, per_node // heads))
 
     @property
@@ -99,7 +96,6 @@ class Traffic:
 
     @property
     def inner(self) -> MovedRows:
-        """All rows that move between ranks of a node."""
         near, relayed = self.near, self.relayed
         return MovedRows(near.sent + relayed.sent, near.received + relayed.received)
 
@@ -109,7 +105,6 @@ class Traffic:
 
     @property
     def received(self) -> IntArray:
-        """Rows that each rank receives, int64 [workers]."""
         return self.inner.received + self.outer.received
 
     @property
@@ -119,17 +114,10 @@ class Traffic:
         return int(self.pairs.max()) * self.workers / total if total else 1.0
 
     def cost(self, inner: int, outer: int) -> IntArray:
-        """Return pairs plus priced rows of each rank, int64 [workers].
-
-        inner, outer: price of a row that a rank of the same node sends, and of another node.
-        """
+        """Return pairs plus priced rows of each rank, int64 [workers]."""
         return self.pairs + inner * self.inner.received + outer * self.outer.received
 
     def share_moved(self, rows: int) -> float:
-        """Return the rows received, divided by the rows that a ring moves.
-
-        rows: number of rows of the batch.
-        """
         return float(self.received.sum() / (rows * max(1, self.workers - 1)))
 
 
@@ -144,8 +132,6 @@ def count_traffic(
     """Count what each rank computes, sends and receives if it holds the positions of its shard.
 
     Args:
-        masks: the masks of each kind of layer.
-        shards: the positions that each rank holds, for all positions of the masks.
         per_node: number of ranks that share a node; None if all do. With None, every row goes
             directly from the rank that holds it to each rank that needs it.
         block: number of rows that travel together, at most. Of a block that several ranks share,
@@ -179,13 +165,7 @@ def rows_between(
     per_node: int | None = None,
     block: int = ROW_BLOCK,
 ) -> IntArray:
-    """Return the rows that rank s sends to rank r in a layer, int64 [workers, workers].
-
-    The sums over the ranks equal those of `count_traffic`.
-
-    masks: the masks of the layer, one per sequence of the batch.
-    shards, per_node, block: as in `count_traffic`.
-    """
+    """Return the rows that rank s sends to rank r in a layer, int64 [workers, workers]."""
     nodes = Nodes.of(len(shards), per_node)
     blocks, g = -(-padded_length([masks]) // block), nodes.per_node
     # Matrix products are faster in floating point, and exact below 2**53 rows.
@@ -206,10 +186,7 @@ def rows_between(
 def blocks_needed(
     masks: LayerMasks, shards: Sequence[IntArray], block: int = ROW_BLOCK
 ) -> NDArray[np.bool_]:
-    """Return whether a query of each rank sees a key of each block, [workers, kinds, blocks].
-
-    shards: the positions that each rank holds.
-    """
+    """Return whether a query of each rank sees a key of each block, [workers, kinds, blocks]."""
     blocks = -(-padded_length(masks) // block)
     return np.stack(
         [
@@ -272,11 +249,7 @@ def _seen(
     block: int,
     blocks: int,
 ) -> NDArray[np.bool_]:
-    """Return whether a query of each group sees a key of each block, [groups, blocks].
-
-    rows: the queries.
-    group: int64 [rows], the group of each query.
-    """
+    """Return whether a query of each group sees a key of each block, [groups, blocks]."""
     size = groups * (blocks + 1)
     opened = np.zeros(size, np.int64)
     changes = np.diff(group) != 0
@@ -296,7 +269,6 @@ def _seen(
 
 
 def from_bits(bits: Bits, blocks: int) -> NDArray[np.bool_]:
-    """Return the flags [..., blocks] that `to_bits` packed."""
     return np.unpackbits(bits.view(np.uint8), axis=-1, count=blocks).view(np.bool_)
 
 
@@ -308,10 +280,7 @@ def to_bits(flags: NDArray[np.bool_]) -> Bits:
 
 
 def count_bits(bits: Bits, times: IntArray) -> IntArray:
-    """Return the number of blocks in each set [..., kinds, words], summed over the kinds.
-
-    times: int64 [kinds], the number of times that a block of each kind counts.
-    """
+    """Return the number of blocks in each set [..., kinds, words], summed over the kinds."""
     by_kind = np.bitwise_count(bits).sum(-1, dtype=np.int32)
     return by_kind[..., 0] * times[0] if len(times) == 1 else by_kind @ times
 

@@ -28,10 +28,7 @@ from mtrain_cli.parallel.schedule import SUM, Transfer
 
 
 class ExchangeError(RuntimeError):
-    """A transfer failed because a peer is gone or hangs.
-
-    The text of the error names the exchange, the step and the peer.
-    """
+    """A transfer failed because a peer is gone or hangs."""
 
     peer_lost = True
 
@@ -48,9 +45,6 @@ def explain_peer_loss(
         failure: text for the error, such as ``kv from rank 1 did not arrive``.
         waits_for: the rank that this worker waits for, or `progress_record.SEVERAL`; None if
             it waits for no rank.
-
-    Raises:
-        ExchangeError: a peer is gone, or did not answer in time.
     """
     progress_record.note(f"{where}: {activity}", waits_for)
     try:
@@ -97,12 +91,8 @@ class Buffers:
 class Transport:
     """This rank's transfers in one pass of one layer.
 
-    group: ranks and communicators.
     exchange, layer, direction: names for error messages, such as ``ring``, ``layer 3``,
         ``forward``.
-    steps: number of steps.
-    recorder: None to record nothing.
-    at: index of the current step.
     """
 
     group: ContextGroup
@@ -121,13 +111,11 @@ class Transport:
     _messages: dict[int, MessageTag] = field(default_factory=dict)
 
     def span(self, kind: str, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one span of the current step."""
         if self.recorder is None or not self.recorder.recording:
             return nvtx_ranges.span(kind, self.direction, message.link, self.at)
         return self.recorder.span(kind, self.at, message)
 
     def begin_step(self, at: int) -> None:
-        """Begin step ``at``, to which all later spans and messages belong."""
         self.at = at
         progress_record.note(self._where)
 
@@ -174,7 +162,6 @@ class Transport:
         Args:
             leaving: makes the contiguous tensor to send, [rows, ...], by peer. It runs behind the
                 transfer ``transfer.after``, whose tensors it may read.
-            row_bytes: number of bytes per row.
             sent, received: number of rows for and from each peer, in the order of the peers.
         """
         with self._posting(transfer, row_bytes * sum(sent)) as group:
@@ -228,7 +215,6 @@ class Transport:
         self._inputs.pop(number, None)
 
     def end(self) -> None:
-        """End the pass."""
         assert not self._works, "every transfer has been waited for"
         progress_record.note(f"after {self.pass_name}")
 
@@ -247,10 +233,7 @@ class Transport:
 
     @contextmanager
     def _posting(self, transfer: Transfer, posted: int) -> Iterator[dist.ProcessGroup | None]:
-        """Yield the communicator on which to post a transfer, and record the transfer.
-
-        posted: number of bytes of the tensor to post.
-        """
+        """Yield the communicator on which to post a transfer, and record the transfer."""
         number = transfer.number
         self._transfers[number] = transfer
         failure = f"{transfer.payload} could not be posted"
@@ -270,12 +253,7 @@ class Transport:
 
     @contextmanager
     def _after_earlier(self, transfer: Transfer) -> Iterator[None]:
-        """Order a transfer that the ``with`` block posts after `transfer.after`.
-
-        If both transfers use the same NCCL communicator, the order of posting is enough. Otherwise
-        a side stream waits for the earlier transfer, so that the compute stream does not wait. gloo
-        has no streams, so the host waits.
-        """
+        """Order a transfer that the ``with`` block posts after `transfer.after`."""
         works = [] if transfer.after is None else self._works.get(transfer.after, [])
         if transfer.after is None or not works:
             yield

@@ -39,7 +39,6 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy ``source`` into ``target``, which must have the same shape."""
     if source.dtype == target.dtype:
         wide_source, wide_target = as_wide(source), as_wide(target)
         if wide_source.dtype == wide_target.dtype:
