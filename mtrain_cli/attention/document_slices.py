@@ -24,10 +24,7 @@ def causal_slices(length: int) -> IntArray:
 
 
 def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
-    """Return the slices of the part of a document from token ``start`` to ``stop`` - 1.
-
-    The result counts tokens from ``start``. It allows the same pairs as ``slices`` between tokens
-    """
+    """Return the slices of the part of a document from token ``start`` to ``stop`` - 1."""
     q_start, q_stop, k_start, k_stop, kind = slices.T
     inverse, causal = kind >> 1, kind & 1
     # Rows outside the part: each takes one key from the end of the slice that it touches.

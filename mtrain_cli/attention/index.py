@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -42,7 +43,7 @@ class Index(ABC):
         return batch, heads
 
     @abstractmethod
-    def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Return which pairs of blocks are chosen, bool [batch, heads, queries, keys]."""
 
     def part(self, i: int, n: int) -> Self:
@@ -51,7 +52,7 @@ class Index(ABC):
         tensors = {name: getattr(self, name).unflatten(1, (n, -1))[:, i] for name in self.by_head}
         return replace(self, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
-    def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return which query-key pairs the index allows, bool [batch, heads, queries, keys]."""
         seen = self.chosen(query_positions // self.block, key_positions // self.block)
         if isinstance(self, VerticalSlash):
@@ -70,9 +71,9 @@ class Index(ABC):
             the bitmap's ``rows``; the counts then cover only the query blocks in ``rows``.
         """
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Index:
         return map_tensors(self, lambda tensor: tensor.to(device))
@@ -82,18 +83,16 @@ class Index(ABC):
 class IndexCounts:
     """The work that one index leaves, per sequence and head. All fields are int64 [batch, heads].
 
-    pairs: number of query-key pairs that both index and mask allow.
     blocks: number of chosen (query block, key block) pairs that contain an allowed query-key pair.
-    columns: number of single columns.
     column_pairs: number of the allowed query-key pairs that no chosen block contains.
     slashes: number of block diagonals; 0 for a bitmap.
     """
 
-    pairs: torch.Tensor
-    blocks: torch.Tensor
-    columns: torch.Tensor
-    column_pairs: torch.Tensor
-    slashes: torch.Tensor
+    pairs: Tensor
+    blocks: Tensor
+    columns: Tensor
+    column_pairs: Tensor
+    slashes: Tensor
 
     def flop(self, head_dim: int) -> tuple[int, int]:
         """Return the FLOP of the allowed pairs: (forward, backward)."""
@@ -118,8 +117,8 @@ class VerticalSlash(Index):
         bound.
     """
 
-    slashes: torch.Tensor
-    columns: torch.Tensor
+    slashes: Tensor
+    columns: Tensor
     max_slashes: int = 0
     by_head: ClassVar = ("slashes", "columns")
 
@@ -143,7 +142,7 @@ class VerticalSlash(Index):
     def without_columns(self) -> VerticalSlash:
         return replace(self, columns=self.columns[..., :0])
 
-    def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         distance = query_blocks[:, None] - key_blocks[None, :]
         return self.slashes[:, :, distance.clamp(min=0)] & (distance >= 0)
 
@@ -158,7 +157,7 @@ class VerticalSlash(Index):
         blocks = (slashes * tables.touched[:, None]).sum(-1)
         return IndexCounts(pairs, blocks, real.sum(-1), column_pairs, slashes.sum(-1))
 
-    def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def _covered_queries(self, columns: Tensor, last: Tensor) -> Tensor:
         """Return for each column how many queries also see it through a chosen diagonal."""
         slashes = self.slashes.long()
         counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
@@ -182,12 +181,12 @@ class BlockBitmap(Index):
         worker has only the blocks of its own queries.
     """
 
-    bits: torch.Tensor
-    rows: torch.Tensor
+    bits: Tensor
+    rows: Tensor
     by_head: ClassVar[tuple[str, ...]] = ("bits",)
 
     @staticmethod
-    def whole(block: int, bits: torch.Tensor) -> BlockBitmap:
+    def whole(block: int, bits: Tensor) -> BlockBitmap:
         """Return the bitmap of all query blocks. bits: [batch, heads, blocks, blocks]."""
         blocks = bits.shape[-1]
         assert bits.shape[-2] == blocks
@@ -195,13 +194,13 @@ class BlockBitmap(Index):
         return BlockBitmap(block, blocks, bits, rows)
 
     @cached_property
-    def slots(self) -> torch.Tensor:
+    def slots(self) -> Tensor:
         """int32 [blocks], index of each query block's row in ``bits``; -1 if there is no row."""
         slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
         numbers = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
         return slots.index_copy_(0, self.rows.long(), numbers)
 
-    def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Return which pairs of blocks are chosen. Query blocks outside ``rows`` have none."""
         slots = self.slots[query_blocks].long()
         return self.bits[:, :, slots.clamp(min=0)][..., key_blocks] & (slots >= 0)[:, None]
@@ -232,17 +231,17 @@ class GatedBitmap(BlockBitmap):
     chunk: number of keys per chunk, a multiple of block.
     """
 
-    gates: torch.Tensor
+    gates: Tensor
     chunk: int
     by_head: ClassVar = ("bits", "gates")
 
-    def gated(self, queries: slice) -> torch.Tensor:
+    def gated(self, queries: slice) -> Tensor:
         """Return which chunks each query of a slice chose, bool [batch, heads, queries, chunks]."""
         chunks = -(-self.blocks * self.block // self.chunk)
         bit = torch.arange(chunks, device=self.gates.device)
         return (self.gates[:, :, queries, bit // 32] >> (bit % 32)) & 1 != 0
 
-    def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         slots = self.slots[query_positions // self.block].long().clamp(min=0)
         words = self.gates[:, :, slots * self.block + query_positions % self.block]
         chunks = key_positions // self.chunk

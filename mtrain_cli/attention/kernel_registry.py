@@ -1,16 +1,13 @@
-"""The registry of kernels, and the choice of a run's kernel.
-
-To add a kernel, write one class and add one entry in this module.
-"""
+"""The registry of kernels, and the choice of a run's kernel."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 
-from mtrain_cli.attention.cupy_kernels import cupy_unsupported_reason
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
+from mtrain_cli.attention.partials import cupy_unsupported_reason
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
@@ -32,10 +29,7 @@ def make_kernel(name: str) -> Kernel:
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
-    """Return (name, reason) of every kernel, in order of preference.
-
-    The reason says why the kernel cannot serve the request here; None if the kernel can serve it.
-    """
+    """Return (name, reason) of every kernel, in order of preference."""
     reasons = survey_with_all_packages(request)
     return [(name, why or make_kernel(name).missing_package(request)) for name, why in reasons]
 
@@ -54,12 +48,7 @@ def _preferred(request: KernelRequest) -> list[str]:
 
 
 def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """Return the kernel for a run and the reason for the choice.
-
-    Raises:
-        ConfigError: the kernel does not exist or cannot serve the request. The message lists the
-            kernels that can serve it.
-    """
+    """Return the kernel for a run and the reason for the choice."""
     reasons = dict(survey(request))
     usable = [n for n, reason in reasons.items() if reason is None]
     if name == "auto":

@@ -24,10 +24,8 @@ IntArray = NDArray[np.int64]
 class SliceKind(IntFlag):
     """Which keys of a rectangle a row sees. The two bits are independent of each other.
 
-    FULL: all keys.
     CAUSAL: each row sees one key fewer than the next row at the upper end; the last row sees all.
     INVERSE: each row sees one key fewer than the row before at the lower end; the first sees all.
-    BICAUSAL: both, which gives a band.
     """
 
     FULL = 0
@@ -94,11 +92,7 @@ class SequenceMask:
 
     @property
     def first(self) -> IntArray:
-        """The position of the first key that the query at each position sees, int64 [padded].
-
-        Raises:
-            ValueError: the mask is not one causal interval per query.
-        """
+        """The position of the first key that the query at each position sees, int64 [padded]."""
         if not self.is_causal_interval:
             raise ValueError(
                 "A dynamic index needs a mask in which each query sees one interval of keys that "
@@ -117,10 +111,7 @@ class SequenceMask:
         return int((self.high - self.low).sum())
 
     def last(self) -> IntArray:
-        """Return the position of the last query that sees each key, int64 [padded].
-
-        For a key in the padding, the result holds the position of the last token.
-        """
+        """Return the position of the last query that sees each key, int64 [padded]."""
         opened = np.bincount(self.first[: self.length], minlength=self.padded)
         return np.cumsum(opened) - 1
 
@@ -148,10 +139,7 @@ class SequenceMask:
     def from_documents(
         documents: NDArray[np.integer], padded: int, *, causal: bool = True
     ) -> SequenceMask:
-        """Return the mask of attention within each document.
-
-        documents: document id of each token, non-decreasing.
-        """
+        """Return the mask of attention within each document."""
         starts = document_starts(documents, padded)
         if causal:
             return SequenceMask.from_first(starts, len(documents))
@@ -225,11 +213,7 @@ class SequenceMask:
         return KeySpans(*self.bounds(query_positions), self.padded).restrict(key_positions)
 
     def bounds(self, query_positions: IntArray) -> tuple[IntArray, IntArray]:
-        """Return low and high, positions: a query sees ``low <= position < high`` of each interval.
-
-        Both are int64 [intervals, queries]. An unused interval has equal bounds, and so has a query
-        in the padding.
-        """
+        """Return low and high: a query sees the positions ``low <= p < high`` of each interval."""
         is_token = query_positions < self.length
         low, high = (
             np.where(is_token, bound[:, query_positions], 0) for bound in (self.low, self.high)
@@ -238,10 +222,7 @@ class SequenceMask:
 
 
 def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
-    """Return the position at which the document of each position starts, int64 [padded].
-
-    documents: document id of each token, non-decreasing.
-    """
+    """Return the position at which the document of each position starts, int64 [padded]."""
     steps = np.diff(np.asarray(documents))
     if bool((steps < 0).any()):
         raise ValueError("Document ids decrease along the sequence. Give non-decreasing ids.")

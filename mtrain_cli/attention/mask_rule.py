@@ -17,10 +17,7 @@ from mtrain_cli.config.schema import Config
 
 
 class FullLayers(NamedTuple):
-    """The layers that see all earlier tokens, in a model whose other layers have another mask.
-
-    of: number of all layers of the model.
-    """
+    """The layers that see all earlier tokens, in a model whose other layers have another mask."""
 
     masks: Sequence[SequenceMask]
     layers: frozenset[int]
@@ -39,8 +36,6 @@ class MaskRule:
     """Makes the mask of a sequence: the configured mask, inside each document if asked for.
 
     A sequence whose documents bring slices is masked by these slices alone.
-
-    mask: the configured mask. `docs/extending.md`, "A mask", lists the steps to add one.
     """
 
     document_mask: bool
@@ -51,10 +46,7 @@ class MaskRule:
         return MaskRule(config.data.document_mask, config.mask)
 
     def by_layers(self, layers: int) -> tuple[tuple[MaskRule, int], ...]:
-        """Return each rule that some layers follow, with their number, for a model of ``layers``.
-
-        The layers that see all earlier tokens instead of a window come last.
-        """
+        """Return each rule that some of a model's ``layers`` follow, with the number of these."""
         full = sum(map(self.mask.is_full, range(layers)))
         if not full:
             return ((self, layers),)

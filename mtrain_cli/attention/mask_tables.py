@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 
@@ -37,10 +38,7 @@ class BlockPairs:
     def make(
         mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None
     ) -> BlockPairs:
-        """Count the pairs that a mask allows.
-
-        rows: ascending numbers of the query blocks to cover; None for all.
-        """
+        """Count the pairs that a mask allows."""
         rows = np.arange(blocks) if rows is None else rows
         first, q = mask.first[: mask.length], np.arange(mask.length)
         own = q // block
@@ -92,10 +90,8 @@ class BlockPairs:
 class MaskTables:
     """The masks of a batch, shared by all shards and layers. Tensors are int32 unless noted.
 
-    blocks: number of blocks in the whole sequence. The last block may be short.
     plain: whether every mask is causal only, without documents or padding. In that case only blocks
         on the diagonal are partial.
-    lengths: int64 [batch], number of tokens without padding.
     first: [batch, blocks * block], position of the first key that the query at each position sees;
         `NOTHING` for padding.
     last: [batch, blocks * block], position of the last query that sees the key at each position.
@@ -113,15 +109,15 @@ class MaskTables:
     blocks: int
     padded: int
     plain: bool
-    lengths: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    first_min: torch.Tensor
-    first_max: torch.Tensor
-    per_diagonal: torch.Tensor
-    touched: torch.Tensor
+    lengths: Tensor
+    first: Tensor
+    last: Tensor
+    first_min: Tensor
+    first_max: Tensor
+    per_diagonal: Tensor
+    touched: Tensor
     rows: int
-    changes: torch.Tensor
+    changes: Tensor
 
     @staticmethod
     def make(
@@ -170,7 +166,7 @@ class MaskTables:
         return self.first.device
 
     @cached_property
-    def per_block(self) -> torch.Tensor:
+    def per_block(self) -> Tensor:
         """Number of allowed pairs in each pair of blocks, [batch, rows, blocks].
 
         The rows are the query blocks of this worker's bitmap. The dtype is int16, or int32 for
@@ -183,12 +179,7 @@ class MaskTables:
         return table.cumsum(-1, dtype=dtype)[..., :-1]
 
     def between(self, query_positions: IntArray, key_positions: IntArray) -> BlockGeometry:
-        """Return the geometry of a query shard and a key shard, on the host.
-
-        Raises:
-            ValueError: the positions do not form whole blocks. Only the sequence's last block may
-                be short.
-        """
+        """Return the geometry of a query shard and a key shard, on the host."""
         query_blocks, key_blocks = (
             whole_blocks(p, self.block, self.padded) for p in (query_positions, key_positions)
         )
@@ -207,7 +198,7 @@ class MaskTables:
         return BlockGeometry(self, q, k, q_slot, k_slot, count, occur, holes)
 
 
-def _joined_changes(pairs: Sequence[BlockPairs]) -> torch.Tensor:
+def _joined_changes(pairs: Sequence[BlockPairs]) -> Tensor:
     """Return ``places`` and ``changes`` of several sequences as one table, int64 [2, changes]."""
     joined = [np.empty((2, 0), np.int64)]
     for row, p in enumerate(pairs):
@@ -228,12 +219,12 @@ class BlockGeometry:
     """
 
     tables: MaskTables
-    query_blocks: torch.Tensor
-    key_blocks: torch.Tensor
-    query_slot: torch.Tensor
-    key_slot: torch.Tensor
-    query_count: torch.Tensor
-    diagonals: torch.Tensor
+    query_blocks: Tensor
+    key_blocks: Tensor
+    query_slot: Tensor
+    key_slot: Tensor
+    query_count: Tensor
+    diagonals: Tensor
     holes: bool
 
     @property
@@ -250,7 +241,7 @@ class BlockGeometry:
         return self.key_blocks.numel() == self.blocks
 
     @cached_property
-    def key_starts(self) -> torch.Tensor:
+    def key_starts(self) -> Tensor:
         """int32 [blocks + 1], slot of each block's first key.
 
         The slot is negative for an absent block and for the entry past the last block.
@@ -259,11 +250,7 @@ class BlockGeometry:
 
 
 def whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
-    """Return the global block numbers of a shard.
-
-    Raises:
-        ValueError: the positions do not form whole blocks.
-    """
+    """Return the global block numbers of a shard."""
     starts = positions[::block]
     whole = (starts[:, None] + np.arange(block)).reshape(-1)
     if (starts % block).any() or not np.array_equal(whole[: whole.searchsorted(padded)], positions):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors, to_device
 from mtrain_cli.attention.index import Index
@@ -31,8 +32,8 @@ class Tiles:
         pass fills this cache, and the layer's backward pass reads it.
     """
 
-    low: torch.Tensor
-    high: torch.Tensor
+    low: Tensor
+    high: Tensor
     spans: tuple[KeySpans, ...]
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     geometry: BlockGeometry | None = None
@@ -60,11 +61,7 @@ class Tiles:
         keys: IntArray,
         tables: MaskTables | None = None,
     ) -> Tiles:
-        """Build the tiles of a query shard and a key shard on the host.
-
-        Raises:
-            ValueError: ``tables`` is given, and a shard does not consist of whole blocks.
-        """
+        """Build the tiles of a query shard and a key shard on the host."""
         geometry = None if tables is None else tables.between(queries, keys)
         return Tiles.make([mask.spans(queries, keys) for mask in masks], geometry=geometry)
 
@@ -80,7 +77,7 @@ class Tiles:
         return self.low.shape[2]
 
     @property
-    def one_interval(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def one_interval(self) -> tuple[Tensor, Tensor]:
         """Low and high, [batch, queries], of a mask with one interval per query."""
         assert self.intervals == 1
         return self.low[:, 0], self.high[:, 0]
@@ -110,7 +107,7 @@ class Tiles:
     def without_index_cache(self) -> Tiles:
         return replace(self, index_cache={})
 
-    def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def positions(self) -> tuple[Tensor, Tensor]:
         """Return the global positions of the query and key slots, int64 on the device."""
         geometry = self.geometry
         assert geometry is not None
@@ -121,7 +118,7 @@ class Tiles:
         )
         return queries[: self.num_queries], keys[: self.num_keys]
 
-    def seen(self) -> torch.Tensor:
+    def seen(self) -> Tensor:
         """Return which query sees which key, bool [batch, heads or 1, queries, keys].
 
         The result takes memory for every pair, so use it for the oracle and for small masks only.

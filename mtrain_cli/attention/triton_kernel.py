@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
@@ -82,8 +83,8 @@ class TritonKernel(TritonColumns):
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor]:
         from mtrain_cli.kernels.triton import spans, sparse
 
         if tiles.index is None:
@@ -92,8 +93,8 @@ class TritonKernel(TritonColumns):
         return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
 
     def backward(
-        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         from mtrain_cli.kernels.triton import spans, sparse
 
         q, k, v, out, lse, delta = saved
@@ -115,9 +116,7 @@ class TritonKernel(TritonColumns):
         return dq, dk, dv
 
 
-def ensure_delta(
-    out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None
-) -> torch.Tensor:
+def ensure_delta(out: Tensor | None, dout: Tensor, delta: Tensor | None) -> Tensor:
     from mtrain_cli.kernels.triton import sparse
 
     if delta is not None:
@@ -180,7 +179,7 @@ def _vertical_slash_fields(tiles: Tiles, index: VerticalSlash, slashes: bool) ->
     assert tiles.geometry is not None
     entries, counts = _cached(tiles, "diagonals", _diagonals) if slashes else (None, None)
     slash = index.slashes.flatten(0, 1).contiguous().view(torch.uint8)
-    columns: tuple[torch.Tensor | None, ...] = (None, None, None)
+    columns: tuple[Tensor | None, ...] = (None, None, None)
     if index.columns.shape[-1]:
         positions = local_columns(tiles)[0].flatten(0, 1)
         below = _cached(tiles, "columns below blocks", _columns_below_blocks)
@@ -226,7 +225,7 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
     return tiles.index_cache[name]
 
 
-def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+def _diagonals(tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Return `TilePlan.entries` and `counts`: chosen diagonals that occur between the shards."""
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)
@@ -234,7 +233,7 @@ def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     return set_indices((index.slashes & geometry.diagonals).flatten(0, 1))
 
 
-def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
+def _columns_below_blocks(tiles: Tiles) -> Tensor:
     """Return `TilePlan.columns_below`: the number of columns below the start of each block."""
     assert tiles.index is not None
     positions = local_columns(tiles)[0].flatten(0, 1)

@@ -32,8 +32,7 @@ from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, g
 from mtrain_cli.model.routing import Decision
 from mtrain_cli.model.tiling import ONE_ADDITION
 from mtrain_cli.parallel.expert_group import ExpertGroup
-from mtrain_cli.parallel.parameter_shards import own_part
-from mtrain_cli.parallel.tensor_group import staggered
+from mtrain_cli.parallel.tensor_group import own_part, staggered
 
 
 @dataclass(frozen=True)

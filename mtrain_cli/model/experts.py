@@ -35,8 +35,8 @@ from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, g
 from mtrain_cli.model.router_logits import router_logits
 from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.parallel.parameter_shards import own_part
 from mtrain_cli.parallel.recording import FORWARD, RECOMPUTE
+from mtrain_cli.parallel.tensor_group import own_part
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import SwiGLU

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from mtrain_cli.model.decoder import Decoder, ProjectionWeights
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.feed_forward import FeedForwardWeights
-from mtrain_cli.parallel.parameter_shards import own_part
+from mtrain_cli.parallel.tensor_group import own_part
 
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUT = ("o_proj", "down_proj")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.parallel.pinned_memory import PinnedMemory
 
@@ -34,19 +35,19 @@ class OffloadedTensor:
 
     # Not a dataclass, and neither is `ActivationOffload`: FSDP searches dataclass arguments of a
     # module for tensors, and these two refer to each other.
-    def __init__(self, store: ActivationOffload, layer: int, device: torch.Tensor) -> None:
+    def __init__(self, store: ActivationOffload, layer: int, device: Tensor) -> None:
         self.store = store
         self.layer = layer
         self.shape, self.dtype = device.shape, device.dtype
-        self.device: torch.Tensor | None = device
-        self.host: list[torch.Tensor] | None = None
+        self.device: Tensor | None = device
+        self.host: list[Tensor] | None = None
         self.copied: torch.cuda.Event | None = None
 
-    def get(self) -> torch.Tensor:
+    def get(self) -> Tensor:
         return self.store.get(self)
 
 
-Kept = torch.Tensor | OffloadedTensor
+Kept = Tensor | OffloadedTensor
 
 
 def layers_on_host(offloaded: bool | int, layers: int) -> int:
@@ -63,7 +64,6 @@ class ActivationOffload:
 
     leaving: number of offloaded layers, counted from the first. The tensors of the other layers
         stay on the device.
-    allocated: total size of all host blocks in bytes.
     moved: number of bytes copied so far, in both directions.
     """
 
@@ -75,14 +75,14 @@ class ActivationOffload:
         self._at = -1  # the layer whose tensors are leaving
         self._waiting: dict[int, list[OffloadedTensor]] = {}
         self._memory = PinnedMemory(device)
-        self._free: dict[int, list[torch.Tensor]] = {}  # by size
+        self._free: dict[int, list[Tensor]] = {}  # by size
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def waiting(self) -> int:
         return sum(len(row) for row in self._waiting.values())
 
-    def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
+    def put(self, layer: int, tensor: Tensor) -> OffloadedTensor:
         """Keep a layer's tensor, which must not change any more. Start to copy it to the host."""
         if layer != self._at:
             self._begin(layer)
@@ -116,7 +116,7 @@ class ActivationOffload:
                 kept.device = None
         self._waiting[layer] = []
 
-    def get(self, kept: OffloadedTensor) -> torch.Tensor:
+    def get(self, kept: OffloadedTensor) -> Tensor:
         self._at = -1
         self._fetch(kept.layer)
         self._fetch(kept.layer - 1)
@@ -148,7 +148,7 @@ class ActivationOffload:
             self._free.setdefault(block.nbytes, []).append(block)
         kept.device = kept.host = None
 
-    def _block(self, size: int) -> torch.Tensor:
+    def _block(self, size: int) -> Tensor:
         """Return the smallest free block of at least ``size`` bytes, or allocate a block."""
         large_enough = size
         while large_enough <= FULL_BLOCK:
@@ -180,9 +180,7 @@ class ActivationOffload:
             torch.cuda.current_stream().wait_event(kept.copied)
 
 
-def _split_over_blocks(
-    tensor: torch.Tensor, blocks: list[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _split_over_blocks(tensor: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of views, uint8: a part of a contiguous tensor, and its space in a block."""
     flat, at = tensor.view(-1).view(torch.uint8), 0
     for block in blocks:

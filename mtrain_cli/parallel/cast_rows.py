@@ -16,6 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Joined, Layout
@@ -43,7 +44,7 @@ class Cast:
     sent, received: number of rows to and from each peer, in the order of `Transfer.peers`.
     """
 
-    leaving: torch.Tensor
+    leaving: Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
@@ -58,7 +59,7 @@ class Keys:
     """
 
     positions: IntArray
-    places: torch.Tensor
+    places: Tensor
     casts: tuple[int, ...]
 
     @staticmethod
@@ -72,9 +73,7 @@ class Keys:
 class CastRows:
     """The rows that one rank holds while it computes, and the casts that bring them.
 
-    keys: own rows and the rows of all casts.
     stages: received rows by stage; the first entry belongs to stage 1. () without stages.
-    own: number of this rank's own rows.
     casts: in the order in which they run. A hierarchical cast across nodes comes before the cast
         inside the node, which forwards rows of the first. With three casts, the second moves rows
         of the node, and the third forwards rows of the first.
@@ -102,7 +101,7 @@ class CastRows:
             for c in self.casts
         )
 
-    def picked(self, at: int, own: torch.Tensor, arrived: Sequence[torch.Tensor]) -> torch.Tensor:
+    def picked(self, at: int, own: Tensor, arrived: Sequence[Tensor]) -> Tensor:
         """Return the rows that cast number ``at`` sends, [rows, 2, batch, kv_heads, head_dim]."""
         pool = own.movedim(2, 0)
         if arrived:
@@ -110,8 +109,8 @@ class CastRows:
         return pool.index_select(0, self.casts[at].leaving)
 
     def merged(
-        self, own: torch.Tensor | None, arrived: Sequence[torch.Tensor], stage: int | None = None
-    ) -> list[torch.Tensor]:
+        self, own: Tensor | None, arrived: Sequence[Tensor], stage: int | None = None
+    ) -> list[Tensor]:
         """Return k and v in order of position, each [batch, keys, kv_heads, head_dim].
 
         own, arrived: as in `picked`. If ``stage`` is None, ``arrived`` has the rows of all casts.
@@ -131,15 +130,14 @@ class CastRows:
 
     def split(
         self,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+        dk: Tensor,
+        dv: Tensor,
         dtype: torch.dtype,
-        rows: torch.Tensor | None = None,
+        rows: Tensor | None = None,
         stage: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return gradients in the order of the pool, [rows, 2, batch, kv_heads, head_dim].
 
-        rows: memory for the result; None to allocate it.
         stage: write only the rows of stage 1 or 2; None: all rows.
         """
         of = self.of_stage(stage)
@@ -155,11 +153,11 @@ class CastRows:
             del in_order, part  # before the next gradient allocates its copy
         return rows
 
-    def zeros(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def zeros(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         two, batch, _, *heads = own.shape
         return own.new_zeros(len(self.keys.positions), two, batch, *heads, dtype=dtype)
 
-    def add_returned(self, at: int, rows: torch.Tensor, returned: torch.Tensor) -> None:
+    def add_returned(self, at: int, rows: Tensor, returned: Tensor) -> None:
         """Add what other ranks returned for the rows that cast number ``at`` sent."""
         cast = self.casts[at]
         for where, part in zip(
@@ -182,7 +180,6 @@ class CastRows:
         Args:
             peers: the ranks among which each cast runs, by cast. If there are two or three, the
                 first are the counterparts in other nodes, and the others the ranks of this node.
-            staged: whether the rank computes own rows and received rows in separate stages.
         """
         return _RowPlanner(layout, masks, block).rows(rank, peers, staged=staged)
 
@@ -203,8 +200,6 @@ def largest_shares(
 
     Return (), if the exchange has no group cast. If counting would take too much memory, return
     `whole_shares`.
-
-    layout, masks, block: as in `CastRows.make`, but ``layout`` is that of the context group.
     """
     peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers or too_many_to_count(layout):

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.shared_columns import SharedColumns
+from mtrain_cli.attention.packed_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Side
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.executor import Executor
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Layout, Placement
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import Keys, Part, Program, Recompute, Shard, Whole
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
-from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.transport import Buffers, Transport
 
-Saved = tuple[torch.Tensor, ...]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Saved = tuple[Tensor, ...]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,6 @@ class ShardTiles:
     tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (queries,
         keys). They are made once per batch, and all layers share them.
     rows: the rows of keys that group casts move; None for other exchanges.
-    index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None for dense
-        attention.
     """
 
     tiles: dict[tuple[Shard, Keys], Tiles]
@@ -74,8 +74,6 @@ class Exchange:
 
     shared_columns: whether a ring gathers the KV of the index's single columns once per pass. If
         True, the ring's steps compute block diagonals only.
-    placement: where the tokens of a batch lie, unless its plan has another layout of the same
-        shape.
     part: (i, n), the part of the model's heads that this rank computes: the i-th of n equal parts.
     own: the shard of this rank in `Placement.inside`.
     """
@@ -176,14 +174,14 @@ class Exchange:
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
         label: str = "",
-    ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
+    ) -> tuple[Tensor, Tensor, Saved]:
         """Compute attention of this rank's queries over the whole sequence.
 
         Returns:
@@ -197,7 +195,7 @@ class Exchange:
 
     def backward(
         self,
-        dout: torch.Tensor,
+        dout: Tensor,
         saved: Saved,
         shard_tiles: ShardTiles,
         kernel: Kernel,
@@ -250,16 +248,16 @@ class Exchange:
 
     def recompute(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         kept: Saved,
         early: int,
         shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
         label: str = "",
-    ) -> tuple[torch.Tensor, Saved]:
+    ) -> tuple[Tensor, Saved]:
         """Restore the results of `forward` from what `kept_for_recompute` kept.
 
         Compute attention for the first ``early`` queries only. If ``early`` is not 0, all ranks
@@ -288,12 +286,24 @@ class Exchange:
         run.transport.end()
         return tensors[run.program.results[0]], saved
 
-    def _restored(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
-    ) -> tuple[torch.Tensor, Saved]:
+    def _restored(self, q: Tensor, k: Tensor, v: Tensor, kept: Saved) -> tuple[Tensor, Saved]:
         out, lse, *columns = kept
         keys = torch.stack([k, v]) if self._ends_with_own_keys else columns.pop()
         return out, (q, keys, out, lse, *columns)
 
     def _transport(self, label: str, direction: str, program: Program) -> Transport:
         return Transport(self.group, self.name, label, direction, program.steps, self.recorder)
+
+
+def make_exchange(
+    name: str, layout: Layout, group: ContextGroup, *, shared_columns: bool = True, **options: Any
+) -> Exchange:
+    """Make an exchange by name. options: fields of `ScheduleOptions`, such as ``prefetch``."""
+    sizes = ScheduleOptions(group.size, group.per_node, heads=group.heads, **options)
+    return Exchange(layout, group, make_schedule(name, sizes), shared_columns=shared_columns)
+
+
+def make_chosen_exchange(choice: ExchangeChoice, layout: Layout, group: ContextGroup) -> Exchange:
+    names = "chunks", "prefetch", "circulates", "stages", "shared_columns"
+    options = {name: getattr(choice, name) for name in names}
+    return make_exchange(choice.name, layout, group, **options)

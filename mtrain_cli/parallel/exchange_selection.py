@@ -19,8 +19,7 @@ from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import Nodes
 
 # Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else
@@ -38,7 +37,6 @@ _ACCUMULATION_BYTES = 4
 class ExchangeChoice:
     """The exchange of a run and the reason for it.
 
-    shared_columns: whether a ring gathers the single columns of an index once per pass.
     channels: the channels on which keys or queries move; empty if neither moves between workers,
         because one worker computes alone or all workers share heads (Ulysses).
     """
@@ -169,9 +167,6 @@ def short_label(label: str) -> str:
 def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int:
     """Return how many bytes of gathered tensors all-gather holds in a layer's backward pass.
 
-    The tensors are the gathered KV, its gradients in the compute dtype, and the same gradients in
-    float32.
-
     chunks: number of equal parts of the heads, gathered one after the other. With more than one
         part, the KV of two parts is in memory at a time.
     """
@@ -208,11 +203,7 @@ def _backward_of_two(circulates: str, needs_out: bool) -> Program:
 
 
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
-    """Choose the exchange of a run.
-
-    Raises:
-        ConfigError: the settings do not fit the model, the nodes or the pattern.
-    """
+    """Choose the exchange of a run."""
     heads = _head_ranks(topology, needs)
     nodes = Nodes.of_groups(needs.workers, needs.per_node, heads)
     if topology.exchange in HEAD_SHARING:

@@ -150,7 +150,6 @@ def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
 def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]) -> None:
     """Call ``hook(unit, packed)`` after every reduction of gradients. Keep no ``grad``.
 
-    unit: index of the unit in `unit_parameters`.
     packed: the unit's reduced gradients, 1-D, in the dtype of the reduction. This tensor holds the
         worker's shards one after the other, each padded with zeros to the size of rank 0's shard.
         FSDP2 writes the tensor on its own stream, and the hook runs on that stream.

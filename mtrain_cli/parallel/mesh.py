@@ -21,8 +21,6 @@ WHOLE: Channel = ("whole", False)
 class ContextGroup:
     """The workers that share one sequence, from the view of one worker.
 
-    ranks: global ranks of the group's workers, in order of their ranks in the group.
-    per_node: number of consecutive ranks that share a node.
     channels: communicators. Each channel of the exchange has one communicator for data and one for
         gradients, so that neither queues behind the other. Empty for a group of one worker.
     heads: number of ranks that trade tokens for heads (Ulysses) before keys move.
@@ -77,7 +75,6 @@ def make_context_group(
     Args:
         timeout: longest wait for one message. A peer that takes longer counts as hung. None for
             torch's default.
-        per_node: number of consecutive ranks that share a node; None if all ranks share one node.
     """
     cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
     per_node = min(per_node or cp, cp)

@@ -17,12 +17,12 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import recording
 from mtrain_cli.parallel.mesh import connect_all
-from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
 from mtrain_cli.parallel.pipeline_schedule import (
     ACTIVATIONS,
     FORWARD,
     RECEIVE,
     SEND,
+    SENDS_IN_FLIGHT,
     Action,
     Channel,
     Pipeline,
@@ -36,7 +36,6 @@ from mtrain_cli.parallel.transport import explain_peer_loss
 class PipelineGroup:
     """The workers that pass a micro-batch on, from the view of one worker.
 
-    ranks: global rank of each stage's worker.
     channels: communicators of this worker's channels. Each payload has its own communicator in
         each direction, so that no message queues behind another.
     ends: communicator of the first and the last stage if they share the weight of tied embeddings;
@@ -121,19 +120,13 @@ class StagePasses(Protocol):
     def received_like(self, micro_batch: int) -> Tensor: ...
 
     def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        """Return the hidden states after a virtual stage; the last one returns anything.
-
-        received: hidden states of the previous virtual stage; None in the first one.
-        """
+        """Return the hidden states after a virtual stage; the last one returns anything."""
         ...
 
     def backward(
         self, virtual_stage: int, micro_batch: int, gradient: Tensor | None
     ) -> Tensor | None:
-        """Return the gradient of what `forward` received; None in the first virtual stage.
-
-        gradient: gradient of the hidden states that `forward` returned; None in the last one.
-        """
+        """Return the gradient of what `forward` received; None in the first virtual stage."""
         ...
 
 
@@ -157,11 +150,7 @@ class PipelineExecutor:
         )
 
     def run(self, actions: Sequence[Action], passes: StagePasses) -> None:
-        """Run the actions of this stage.
-
-        Raises:
-            ExchangeError: a message did not arrive. The error names stage and micro-batch.
-        """
+        """Run the actions of this stage."""
         try:
             for action in actions:
                 if action.kind == RECEIVE:

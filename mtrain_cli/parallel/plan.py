@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors, packed, to_device, unpacked
 from mtrain_cli.attention.kernel import IndexRequest
@@ -20,8 +21,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
-from mtrain_cli.parallel.layout import Layout, early_queries
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.layout import Layout, Placement, early_queries
 from mtrain_cli.parallel.program import Keys, Program, Shard, Stage, Whole
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -31,13 +31,10 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 class Plan:
     """What one rank computes for one batch, in every layer.
 
-    tiles: the tiles that the masks allow in both passes, by (query shard, key shard).
     early: number of queries that recomputation computes again, counted from this rank's first. The
         first forward pass keeps out and lse of the other queries. None if that pass keeps nothing
         and recomputation computes all queries.
     early_tiles: the tiles of the first ``early`` queries; None if ``early`` is 0 or None.
-    masked: the masks and positions that the estimate of a dynamic index reads; None for dense
-        attention.
     allowed_pairs: number of query-key pairs that the masks allow over all ranks, per head and
         layer.
     pairs: number of query-key pairs that this rank computes under the masks, before any index, per
@@ -57,7 +54,7 @@ class Plan:
     masked: MaskedPositions | None
     allowed_pairs: int
     pairs: float
-    buffer: torch.Tensor | None = None
+    buffer: Tensor | None = None
 
     @staticmethod
     def make(
@@ -73,9 +70,6 @@ class Plan:
         Args:
             keep: share of this rank's queries whose out and lse the first forward pass keeps for
                 recomputation, counted from the last query.
-
-        Raises:
-            ValueError: the layout's shards are not whole blocks of the index.
         """
         placement, rank = exchange.placed(layout), exchange.group.rank
         block = masked = tables = None
@@ -136,7 +130,7 @@ class Plan:
     def _with(
         self,
         parts: tuple[ShardTiles, ShardTiles | None, MaskedPositions | None],
-        buffer: torch.Tensor | None = None,
+        buffer: Tensor | None = None,
     ) -> Plan:
         tiles, early_tiles, masked = parts
         return replace(self, tiles=tiles, early_tiles=early_tiles, masked=masked, buffer=buffer)

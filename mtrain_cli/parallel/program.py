@@ -83,10 +83,8 @@ class ShardSizes:
     """The numbers that determine the size of a shard.
 
     tokens: number of tokens of one rank, over all sequences of a micro-batch.
-    heads, kv_heads: the model's numbers of query heads and of key-value heads.
     columns: number of single columns of the index per head; 0 if the index has no columns.
     column_width: `columns`, rounded up to whole tiles.
-    sequences: number of sequences in a micro-batch.
     made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
     casts: for each group cast, the rows that a rank sends and receives, divided by the rows of its
         shard.
@@ -194,7 +192,6 @@ NOTHING = Size()
 class Operation:
     """One action of a rank.
 
-    step: index of the step in the schedule.
     reads, writes: buffers. Writing to an existing buffer changes it in place.
     frees: the buffers that no later operation uses.
     scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
@@ -314,13 +311,9 @@ class Recompute(Enum):
 class Program:
     """The operations of one rank in one pass.
 
-    inputs: the buffers that exist at the start.
-    results: the buffers that the pass returns.
     saved: the buffers that a forward pass leaves for backward: q, keys, out, lse, and the gathered
         columns if there are any. No operation frees a result or a saved buffer.
-    pooled: the buffers that return to the pool when they are freed.
     inside: slice of the operations between the two Ulysses all-to-alls; all without Ulysses.
-    sharing: number of ranks that share heads.
     """
 
     operations: tuple[Operation, ...]

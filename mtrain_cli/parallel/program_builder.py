@@ -1,7 +1,5 @@
 """Collect the operations of one rank's program, with the lifetimes and the sizes of its buffers.
 
-`ProgramBuilder.program` derives from the operations when each buffer is freed.
-
 The simulator charges time for the bytes that an operation's `moves` gives. If one charge covers
 several copies, only the first copy carries the charge.
 """
@@ -52,6 +50,7 @@ from mtrain_cli.parallel.schedule import (
     UNSCHEDULED,
     Schedule,
     ScheduleStep,
+    Steps,
     Transfer,
 )
 from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
@@ -61,7 +60,6 @@ from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
 ADDED, COPIED = 2 * high(QUERIES) + low(QUERIES), high(QUERIES) + low(QUERIES)
 KEYS_ADDED, KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
 
-Steps = Sequence[ScheduleStep]
 Emit = Callable[["ProgramBuilder", Steps], None]
 
 

@@ -46,7 +46,6 @@ class MessageTag:
     """The message that a span sends, receives or waits for.
 
     shard: the shard that arrives; -1 for a collective.
-    leaving: the shard that leaves; -1 for a collective.
     to, source: the ranks to which and from which this rank sends and receives; -1 for a collective.
     size: number of bytes that this rank sends. It receives the same number of bytes.
     number: the transfer's number in its pass; negative if no schedule contains the transfer.

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import divisors
 
@@ -42,11 +43,7 @@ class Nodes:
 
     @staticmethod
     def of(workers: int, per_node: int | None) -> Nodes:
-        """Return the nodes of a group. One node holds all ranks if ``per_node`` is None.
-
-        Raises:
-            ConfigError: the nodes would have different numbers of ranks.
-        """
+        """Return the nodes of a group. One node holds all ranks if ``per_node`` is None."""
         per_node = min(workers, per_node or workers)
         if workers % per_node:
             raise ConfigError(
@@ -82,7 +79,6 @@ class MovedRows:
 class Traffic:
     """What each rank computes, sends and receives, per head and layer.
 
-    pairs: int64 [workers], query-key pairs that a rank computes.
     near: rows of a node that move between ranks of the node.
     relayed: rows of other nodes that move between ranks of a node.
     outer: rows that move between nodes, from a rank to the ranks with the same local number. A row
@@ -300,13 +296,58 @@ def times_of_rows(masks: LayerMasks, layers: Sequence[int] | None) -> IntArray:
 
 
 def pairs_per_query(masks: LayerMasks, layers: Sequence[int] | None = None) -> IntArray:
-    """Return the number of pairs of each position's queries, int64 [padded].
-
-    layers: number of layers of each kind, over which the pairs are summed; None for one each.
-    """
+    """Return the number of pairs of each position's queries, int64 [padded]."""
     pairs = np.zeros(padded_length(masks), np.int64)
     for of_kind, count in zip(masks, _layers(masks, layers), strict=True):
         for mask in of_kind:
             for low, high in zip(mask.low, mask.high, strict=True):
                 pairs += (high - low) if count == 1 else count * (high - low)
     return pairs
+
+
+_KERNEL_SHARE = 0.55  # of the GPU's peak
+
+
+class Rates(NamedTuple):
+    """Rates of one GPU. The defaults hold for H200s; without NVLink between nodes.
+
+    inner, outer: bytes/s that a GPU receives inside its node, and from other nodes.
+    memory: bytes/s of a copy in the GPU's memory, reads plus writes.
+    inner_latency, outer_latency: seconds of a collective without its bytes.
+    inner_share, outer_share: share of the computing power that a message in flight takes.
+    """
+
+    flops: float = 550e12
+    inner: float = 310e9
+    outer: float = 52e9
+    memory: float = 4.2e12
+    inner_latency: float = 79e-6
+    outer_latency: float = 90e-6
+    inner_share: float = 0.23
+    outer_share: float = 0.03
+
+    @staticmethod
+    def on(cluster: Cluster | None) -> Rates:
+        if cluster is None:
+            return Rates()
+        inner, outer = cluster.inner, cluster.outer
+        rates = Rates(
+            flops=_KERNEL_SHARE * 1e12 * cluster.gpu.peak_tflops.value,
+            inner=1e9 * inner.collective_bandwidth_gbps.value,
+            memory=1e9 * cluster.gpu.hbm_gbps.value,
+            inner_latency=1e-6 * inner.collective_latency_us.value,
+            inner_share=inner.gpu_share.value,
+        )
+        if outer is None:
+            return rates
+        return rates._replace(
+            outer=1e9 * outer.collective_bandwidth_gbps.value / outer.shared_by.value,
+            outer_latency=1e-6 * outer.collective_latency_us.value,
+            outer_share=outer.gpu_share.value,
+        )
+
+    def collective(self, *, outer: bool) -> tuple[float, float, float]:
+        """Return latency, bandwidth and share of a collective in a node, or between nodes."""
+        if outer:
+            return self.outer_latency, self.outer, self.outer_share
+        return self.inner_latency, self.inner, self.inner_share

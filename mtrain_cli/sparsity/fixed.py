@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
@@ -49,12 +50,10 @@ class FixedPattern(FixedSettings):
             return f"{self.slashes} block diagonals cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
-    def probed_rows(self, length: int) -> torch.Tensor:
+    def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
 
-    def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> VerticalSlash:
+    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:
         lengths = tuple(mask.length for mask in masked.masks)
         return _draw(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.partials import accumulation_dtype
@@ -14,8 +15,8 @@ _SCORE_BYTES = 1 << 29
 
 
 def row_probabilities(
-    q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
-) -> Iterator[tuple[slice, int, slice, torch.Tensor]]:
+    q: Tensor, k: Tensor, masked: MaskedPositions, rows: Tensor
+) -> Iterator[tuple[slice, int, slice, Tensor]]:
     """Yield the softmax probabilities of some queries over all keys that the mask allows.
 
     Each item is (slice of ``rows``, sequence, slice of the query heads, probabilities [heads, rows,
@@ -37,9 +38,7 @@ def row_probabilities(
                 yield part, b, of_group, scores.masked_fill_(hidden, float("-inf")).softmax(-1)
 
 
-def recall(
-    index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
-) -> torch.Tensor:
+def recall(index: Index, q: Tensor, k: Tensor, masked: MaskedPositions, rows: Tensor) -> Tensor:
     """Return the share of dense attention that the index keeps (MTraining, section 3.1).
 
     The share of a query is the sum of its softmax probabilities over the keys that the index
