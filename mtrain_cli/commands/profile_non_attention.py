@@ -53,10 +53,7 @@ def non_attention(
     words = list(overrides or ())
     config = _single_worker(words, 1024)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.non_attention_benchmark import (
-        profile_non_attention,
-        result_file,
-    )
+    from mtrain_cli.profiling.non_attention_benchmark import profile_non_attention, result_file
 
     device = resolve_environment(config).device
     warn_of_unused_settings(words)

@@ -323,11 +323,7 @@ def write_folder(
     """
     huggingface_config.require_new_folder(path)
     config = huggingface_config.config_json(
-        model,
-        rope_factor=rope_factor,
-        seq=seq,
-        dtype=str(dtype).removeprefix("torch."),
-        mask=mask,
+        model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch."), mask=mask
     )
     # If the ids of special tokens are missing, transformers assumes ids for some architectures,
     # such as 1 and 2. So write them, even those that are null.

@@ -204,8 +204,7 @@ def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
 
 @cache
 def stage_functions(
-    compile: bool,
-    any_length: bool = False,
+    compile: bool, any_length: bool = False
 ) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
     """Return `project` and `finish`, compiled if ``compile`` is true.
 

@@ -232,9 +232,7 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
 
 
 def _note_times(
-    facts: dict[str, Any],
-    attention: _Attention,
-    by_kind: Sequence[dict[str, float]],
+    facts: dict[str, Any], attention: _Attention, by_kind: Sequence[dict[str, float]]
 ) -> None:
     """Add the times of a layer to the entry of a case: the mean of the kinds, and each kind."""
     facts.update({name: float(np.mean([of[name] for of in by_kind])) for name in by_kind[0]})

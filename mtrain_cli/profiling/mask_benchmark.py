@@ -214,6 +214,5 @@ def _time_flex(bench: KernelBench, timed: TimedMask, case: KernelCase) -> dict[s
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = call(*inputs)
     return bench.time_calls(
-        lambda: call(*inputs),
-        lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True),
+        lambda: call(*inputs), lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
     )

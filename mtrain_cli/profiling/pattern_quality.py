@@ -185,11 +185,7 @@ class Measurement(Callback):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        patterns: Sequence[Pattern],
-        rows: int,
-        analyzer: Analyzer | None,
+        self, trainer: Trainer, patterns: Sequence[Pattern], rows: int, analyzer: Analyzer | None
     ) -> None:
         self.records: list[HeadRecord] = []
         self._measured: set[int] = set()  # layers

@@ -302,10 +302,7 @@ def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
 
 
 def _write_results(
-    folder: Path,
-    document: dict[str, Any],
-    everyone: Sequence[_RankSummary],
-    loads: np.ndarray,
+    folder: Path, document: dict[str, Any], everyone: Sequence[_RankSummary], loads: np.ndarray
 ) -> None:
     """Write kernels.csv, the loads of experts and summary.json."""
     try:

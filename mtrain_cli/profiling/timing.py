@@ -19,10 +19,7 @@ WARM_UP = 2  # calls before the first timed call
 
 
 def measure(
-    call: Callable[[], Any],
-    device: str,
-    repeats: int,
-    before: Callable[[], Any] = lambda: None,
+    call: Callable[[], Any], device: str, repeats: int, before: Callable[[], Any] = lambda: None
 ) -> list[float]:
     """Return the time of every call in milliseconds, after `WARM_UP` calls that do not count.
 

@@ -420,10 +420,7 @@ def test_a_limit_on_expert_steps_needs_no_second_worker():
             ["--peer --attention-only seq=512"],
             "--peer: PyTorch's context parallelism with cuDNN needs GPUs",
         ),
-        (
-            ["--peer seq=512"],
-            "--peer: compares one layer's attention; add --attention-only",
-        ),
+        (["--peer seq=512"], "--peer: compares one layer's attention; add --attention-only"),
         (["--layout ,"], "--layout ',': names nothing"),
         (
             ["--layout zigzag topology.layout=zigzag"],
@@ -461,10 +458,7 @@ def test_a_limit_on_expert_steps_needs_no_second_worker():
             "--fail-above experts.worker=1.5: the run has one expert worker "
             "(topology.expert_parallel=1), so there is nothing to compare; set topology.expert_",
         ),
-        (
-            ["--fail-above worker=much"],
-            "--fail-above worker=much: expected DEGREE=X with a number",
-        ),
+        (["--fail-above worker=much"], "--fail-above worker=much: expected DEGREE=X with a number"),
         (["--fail-above="], "--fail-above '': is empty; give DEGREE=X,..."),
         (["--fail-above ,"], "--fail-above ',': names no degree; allowed: worker, step, total, "),
         (["--steps 0"], "--steps 0: must be at least 1"),
@@ -472,10 +466,7 @@ def test_a_limit_on_expert_steps_needs_no_second_worker():
             ["--exchange all_gather,ring topology.chunks=2"],
             "topology.chunks=2: works only with all_gather",
         ),
-        (
-            ["recipe=shared_question data.path=nosuch"],
-            "data.path=nosuch: no such file or folder",
-        ),
+        (["recipe=shared_question data.path=nosuch"], "data.path=nosuch: no such file or folder"),
         (
             ["--attention-only recipe=shared_question data.path=nosuch"],
             "data.path=nosuch: no such file or folder",

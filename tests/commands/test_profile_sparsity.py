@@ -68,10 +68,7 @@ def test_sparsity_leaves_no_thread_running(tmp_path):
     """Triton 3.9 prints 30 lines of leak warnings if a loader thread still runs at exit."""
     before = set(threading.enumerate())
     result = run(
-        "sparsity",
-        SHAPE,
-        "--pattern fixed --steps 1 --rows 4 --out",
-        str(tmp_path / "s.parquet"),
+        "sparsity", SHAPE, "--pattern fixed --steps 1 --rows 4 --out", str(tmp_path / "s.parquet")
     )
     assert result.exit_code == 0, result.output
     assert set(threading.enumerate()) <= before

@@ -30,13 +30,7 @@ def test_float64_experts_on_two_workers_equal_those_of_one(recompute, fused, til
 
 
 def in_float64(
-    rank: int,
-    world: int,
-    recompute: bool,
-    fused: bool,
-    tiles: int,
-    parts: int,
-    device: str = "cpu",
+    rank: int, world: int, recompute: bool, fused: bool, tiles: int, parts: int, device: str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
     whole, part = (make_module(moe_model()).to(device) for _ in range(2))

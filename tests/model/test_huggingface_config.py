@@ -320,8 +320,7 @@ def test_dropout_and_code_in_a_folder_give_remarks(tmp_path):
 
 def test_a_shape_that_transformers_refuses_is_not_written(tmp_path):
     with pytest.raises(
-        ConfigError,
-        match=r"model.num_heads=3: must divide model.hidden_size=40 in a llama model",
+        ConfigError, match=r"model.num_heads=3: must divide model.hidden_size=40 in a llama model"
     ):
         export(tmp_path / "hf", tiny_model("llama", num_heads=3, num_kv_heads=1))
     pytest.importorskip("transformers")

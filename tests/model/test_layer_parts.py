@@ -42,11 +42,5 @@ def test_a_worker_has_its_heads_and_its_part_of_the_mlp():
         assert projections[:3] == [(q, hidden), (kv, hidden), (kv, hidden)]
         biases = [(q,), (kv,), (kv,)] if model.qkv_bias else [None] * 3
         assert projections[3:6] == biases
-        assert rest == [
-            (hidden, q),
-            (hidden,),
-            (width, hidden),
-            (width, hidden),
-            (hidden, width),
-        ]
+        assert rest == [(hidden, q), (hidden,), (width, hidden), (width, hidden), (hidden, width)]
         assert cut == [False, True], "only layers are cut"

@@ -30,7 +30,7 @@ def test_the_nvidia_smi_topology_matrix_is_parsed():
             (2, 0): "SYS",
             (1, 2): "SYS",
             (2, 1): "SYS",
-        },
+        }
     }
 
 

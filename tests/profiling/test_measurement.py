@@ -11,12 +11,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.profiling import measurement
-from mtrain_cli.profiling.measurement import (
-    Bench,
-    MeasurementPlan,
-    MeasurementProgress,
-    rotated,
-)
+from mtrain_cli.profiling.measurement import Bench, MeasurementPlan, MeasurementProgress, rotated
 
 
 def test_a_saved_plan_is_loaded_with_its_cases_in_order(tmp_path):

@@ -11,11 +11,7 @@ import torch
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.profiling.kernel_benchmark import (
-    KernelBench,
-    KernelCase,
-    KernelTime,
-)
+from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 from mtrain_cli.profiling.timing import ResultFile
 from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.records import record_files
