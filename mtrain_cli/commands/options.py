@@ -91,15 +91,6 @@ ConfigDir = Annotated[
 ]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
-Threads = Annotated[
-    int | None,
-    bounded(
-        1,
-        MOST_THREADS,
-        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
-        "share of the cores.",
-    ),
-]
 CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
 
 

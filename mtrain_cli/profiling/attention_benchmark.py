@@ -12,7 +12,6 @@ import torch
 
 from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -25,13 +24,11 @@ from mtrain_cli.profiling.measurement import (
     entry_point,
     rotated,
 )
-from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import Estimated, estimated
 from mtrain_cli.training.batch import Batches, Layouts, MixedAttention, attention_setups
 from mtrain_cli.training.flops import causal_pairs
 
-PEER = "torch context_parallel, cuDNN"
 HEADER = (
     f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
 )
@@ -49,10 +46,6 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
             mine = [case for case in cases if case.config.seq == seq]
             first_part = 1 + plan.samples * cases.index(mine[0])
             stopped = stopped or _measure(mine, bench, writer, progress, first_part)
-            if not stopped and plan.peer:
-                peer = _measure_peer(mine[0].config, bench, plan.samples)
-                writer.peer(peer)
-                progress.say(_row(f"{PEER} {format_size(seq)}", 1.0, peer))
     writer.finish()
     if not plan.quiet:
         writer.show()
@@ -209,26 +202,6 @@ def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
                 whole = torch.randn(config.seq, head_dim, generator=generator, **options)
                 sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
         yield tensor
-
-
-def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
-    """Time PyTorch's context parallelism on the same shapes, with dense attention in bfloat16."""
-    model, world = config.model, bench.environment.dims.cp
-    call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
-    generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
-    options: dict[str, Any] = {"device": bench.device, "dtype": torch.bfloat16}
-    shape = config.seq // world, model.head_dim
-    inputs = _Inputs.of(
-        torch.randn(config.train.micro_batch, heads, *shape, generator=generator, **options)
-        for heads in _heads(config)
-    )
-    times = []
-    for _ in range(repeats + 1):
-        bench.synchronize()
-        times.append(inputs.time_passes(call, bench.collector.recorder))
-    found = _medians(bench, times[1:])  # the first is a warm-up
-    bench.free_memory()
-    return {"label": PEER, "seq": config.seq, "workers": world, **found}
 
 
 def _note_times(

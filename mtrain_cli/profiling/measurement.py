@@ -71,7 +71,6 @@ class MeasurementPlan(BenchmarkPlan):
     samples: number of recorded iterations per case.
     warmup: number of training steps before the first sample.
     every: number of training steps from one sample to the next.
-    peer: whether to also time PyTorch's context parallelism.
     """
 
     mode: str
@@ -79,7 +78,6 @@ class MeasurementPlan(BenchmarkPlan):
     samples: int
     warmup: int = 0
     every: int = 1
-    peer: bool = False
 
     def save(self, run_dir: RunDir) -> None:
         folder = run_dir.path / "cases"

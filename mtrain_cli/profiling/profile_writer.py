@@ -133,10 +133,6 @@ class ProfileWriter:
         expert_loads.write_loads(np.concatenate(loads), self.folder, number)
         record_files.write_summary(self.folder, self._document)
 
-    def peer(self, measured: dict[str, Any]) -> None:
-        """Add the times of another implementation to the summary."""
-        self._document["peers"].append(measured)
-
     def facts(self, case: MeasurementCase) -> dict[str, Any]:
         """Return the case's entry in the summary, to read or change it."""
         return self._document["cases"][case.number]
