@@ -33,6 +33,7 @@ from mtrain_cli.config.tensor_parallel import require_degree_1
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
 
+
 @app.command("imbalance")
 def imbalance(
     overrides: Overrides = None,
@@ -138,11 +139,7 @@ _CHOOSING = (
 
 
 def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[str, Config]], str]:
-    """Return every combination with its label, and a remark for the user.
-
-    Without an exchange or a pattern, compare a dense with a sparse ring: imbalance needs several
-    steps and unequal work. Settings that do not allow a sparse ring are measured as they are.
-    """
+    """Return every combination with its label, and a remark for the user."""
     from mtrain_cli.launch.environment import resolve_environment
 
     cases = _combinations(words, typed)

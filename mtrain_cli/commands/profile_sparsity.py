@@ -216,11 +216,7 @@ def _require_one_worker(words: Sequence[str]) -> None:
 def _of_checkpoints(
     run: Path, words: list[str], pattern: str
 ) -> tuple[list[Path], Config, list[Pattern]]:
-    """Return the checkpoints of a run in ascending order, its configuration, and the patterns.
-
-    Raises:
-        ConfigError: there is no such run, it has no checkpoint, or a setting is wrong.
-    """
+    """Return the checkpoints of a run in ascending order, its configuration, and the patterns."""
     from mtrain_cli.composition import compose
     from mtrain_cli.config import resolved_file
     from mtrain_cli.training import checkpoint_source
@@ -295,13 +291,7 @@ def _save_measurement(
 
 
 def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
-    """Return the configuration to train with, and the patterns to measure.
-
-    A setting such as sparsity.chunk=512 applies to each pattern that has this key.
-
-    Raises:
-        ConfigError: a pattern does not exist, or no pattern has a key.
-    """
+    """Return the configuration to train with, and the patterns to measure."""
     from mtrain_cli.composition.compose import compose
 
     def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
@@ -316,16 +306,7 @@ def _compose_patterns(
     default: str,
     compose_with: Callable[[str, list[str], list[str]], Config],
 ) -> tuple[Config, list[Pattern]]:
-    """Return the configuration of the model's own attention, and the patterns to measure.
-
-    Args:
-        default: the pattern of the model's own attention, if the user gives none.
-        compose_with: composes the configuration with a pattern, the settings of the pattern, and
-            the other settings.
-
-    Raises:
-        ConfigError: a pattern does not exist, or no pattern has a key.
-    """
+    """Return the configuration of the model's own attention, and the patterns to measure."""
     from mtrain_cli.config.pattern_settings import PATTERNS
 
     wanted = parse_names("--pattern", names, [name for name in PATTERNS if name != "dense"])

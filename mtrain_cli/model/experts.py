@@ -134,11 +134,7 @@ class MixtureOfExperts(nn.Module):
     def _route(
         self, x_TC: Tensor, routing: Routing | None, kept: list[Decision] | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Decision, list[int]]:
-        """Score the experts, and decide unless ``kept`` has the decision.
-
-        Returns: logits and scores ``[T, E]``, and the scores of the chosen experts ``[T, K]``; the
-            decision; the first token of each chunk, and the number of tokens.
-        """
+        """Score the experts, and decide unless ``kept`` has the decision."""
         logits_TE = router_logits(x_TC, own_part(self.gate.weight))
         is_sigmoid = self.moe.score == SIGMOID
         scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)

@@ -301,11 +301,8 @@ class _GradientSums:
 
 
 def _tiles(options: FeedForwardOptions, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tiles of each contiguous tensor, as views.
-
-    A tile of own rows ``[B, N, C]`` is ``[R, C]``. A tile of the heads ``[B, N, H, D]`` of all
-    workers that share the layer is ``[workers, R, H * D]``.
-    """
+    """Yield the tiles of each contiguous tensor, as views."""
+    # A tile of the heads ``[B, N, H, D]`` of all workers that share the layer is [workers, R, H * D].
     workers = 1 if options.tensor is None else options.tensor.size
     for tensor in tensors:
         rows_and_width = tensor.flatten(0, 1).flatten(1)
@@ -332,10 +329,8 @@ def _gated(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
 def _gate_backward(
     gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return silu(gate) * up, the gradient of gate and the gradient of up.
-
-    Overwrite ``dinner_RI``, the gradient of the product.
-    """
+    """Return silu(gate) * up, the gradient of gate and the gradient of up."""
+    # Overwrites ``dinner_RI``, the gradient of the product.
     silu_RI = functional.silu(gate_RI)
     inner_RI = silu_RI * up_RI
     dup_RI = silu_RI.mul_(dinner_RI)
@@ -346,15 +341,8 @@ def _gate_backward(
 def _norm_backward(
     h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of h and the gradient of the norm's weight.
-
-    The gradient of h is the sum of the norm's gradient and the residual stream's gradient. The sum
-    is computed in float32. Float32 inputs ``h_RC`` and ``dn_RC`` are overwritten.
-
-    Args:
-        dn_RC: gradient of the norm's output.
-        grad_RC: gradient of the residual stream.
-    """
+    """Return the gradient of h and the gradient of the norm's weight."""
+    # Float32 inputs ``h_RC`` and ``dn_RC`` are overwritten; grad_RC is the residual stream's gradient.
     high = accumulation_dtype(h_RC.dtype)
     unit_RC, dn_RC = h_RC.to(high), dn_RC.to(high)
     scale_R1 = torch.rsqrt(unit_RC.square().mean(-1, keepdim=True) + eps)

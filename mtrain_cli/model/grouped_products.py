@@ -54,10 +54,7 @@ def _by_expert(rows_SA: Tensor, weights_EAB: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _runs_grouped(left: Tensor, right: Tensor) -> bool:
-    """Return whether PyTorch's grouped product takes these tensors.
-
-    On a CPU it is a loop, too, and admits fewer dtypes and widths than the loop of this module.
-    """
+    """Return whether PyTorch's grouped product takes these tensors."""
     if left.device.type != "cuda" or left.dtype != torch.bfloat16:
         return False
     widths = left.shape[-1], *right.shape[-2:]

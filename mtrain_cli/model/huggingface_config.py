@@ -272,11 +272,7 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
 
 
 def _rope_parameters(outer: ConfigFields) -> dict[str, Any]:
-    """Return the rotary settings by their names in transformers 5.
-
-    config.json may contain a setting several times. Record a problem if the values of a setting
-    differ, because versions of transformers disagree on which value counts.
-    """
+    """Return the rotary settings by their names in transformers 5."""
     objects = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
     settings_by_name: dict[str, tuple[str, Any]] = {}
     objects[""] = {key: outer.raw.get(key) for key in _OUTER_ROPE}
@@ -372,10 +368,7 @@ def _window(fields: ConfigFields, family: str) -> MaskSettings | None:
 
 
 def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
-    """Return the window without regard to layer_types, and which layers have it.
-
-    Missing keys have the defaults of transformers.
-    """
+    """Return the window without regard to layer_types, and which layers have it."""
     if family == "mistral":
         if fields.raw.get("sliding_window", 0) is None:
             return None, [False] * layers
@@ -441,11 +434,7 @@ def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
 
 
 def _window_keys(model: ModelConfig, mask: MaskSettings) -> dict[str, Any]:
-    """Return the keys that say which layers have a sliding window. Ignore other masks.
-
-    Raises:
-        ConfigError: models of this family have no sliding window, or none in some layers only.
-    """
+    """Return the keys that say which layers have a sliding window. Ignore other masks."""
     window = mask.plain_window
     if model.family in _ALIKE:
         for name in FULL_LAYERS:

@@ -138,12 +138,7 @@ def _chunks(
     scale: Tensor,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return total loss, cross entropy, gradient of x and gradient of W.
-
-    Args:
-        needed: whether to compute the gradient of x, and whether to compute the gradient of W. A
-            gradient that is not computed is None.
-    """
+    """Return total loss, cross entropy, gradient of x and gradient of W."""
     x_needed, weight_needed = needed
     dtype = accumulation_dtype(x_NC.dtype)
     # For a gradient that is not needed, the loop below gets an empty tensor.
@@ -183,15 +178,9 @@ def _row_losses(
     gradient_dtype: torch.dtype | None,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cross entropy and the total loss of each row, and the gradient of the logits.
-
-    The two losses are not multiplied by ``scale``. The gradient is that of the total loss times
-    ``scale``: ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot).
-
-    Args:
-        logits_RV: overwritten. If the logits have ``gradient_dtype``, the gradient overwrites them.
-        gradient_dtype: dtype of the gradient. None computes no gradient. Ignore the third result.
-    """
+    """Return the cross entropy and the total loss of each row, and the gradient of the logits."""
+    # The gradient ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot) overwrites logits of the
+    # same dtype. The losses are not multiplied by ``scale``. Without gradient_dtype there is none.
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = logits_RV.sub_(highest_R1)
@@ -217,12 +206,9 @@ def _row_losses_out_of_place(
     gradient_dtype: torch.dtype | None,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `_row_losses`, in a form that suits a compiler.
-
-    A compiler turns an overwritten tensor into a new tensor. This function overwrites nothing and
-    does not store the exponentials. Compiled code computes the exponentials twice and allocates
-    only the gradient. Use this function if the gradient and the logits have different dtypes.
-    """
+    """Return the result of `_row_losses`, in a form that suits a compiler."""
+    # A compiler turns an overwritten tensor into a new one; so overwrite nothing, and compute the
+    # exponentials twice instead of storing them.
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = (logits_RV - highest_R1).exp()
@@ -266,13 +252,7 @@ def _row_terms(
     scale: Tensor,
     z_loss: float,
 ) -> _RowTerms:
-    """Compute the `_RowTerms` from a few numbers per row.
-
-    Args:
-        highest_R1: largest logit of the row.
-        sum_R1: sum of exp(logit - highest) over the row.
-        label_logit_R1: the label's logit minus highest.
-    """
+    """Compute the `_RowTerms` from a few numbers per row."""
     ignored_R1 = (labels_R == IGNORED)[:, None]
     inside_R1 = ((labels_R >= 0) & (labels_R < vocab_size))[:, None]
     loss_R1 = torch.where(
@@ -300,10 +280,7 @@ def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
 
 @cache
 def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Return a compiled function for the losses of a chunk's rows.
-
-    in_place: whether the gradient has the dtype of the logits and overwrites the logits.
-    """
+    """Return a compiled function for the losses of a chunk's rows."""
     return compiled(_row_losses if in_place else _row_losses_out_of_place, False)
 
 

@@ -86,14 +86,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tenso
 
 
 def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the share of each plain frequency that YaRN keeps, ``[F]``.
-
-    Share 1 keeps the plain frequency. Share 0 divides the frequency by the factor. Dimensions that
-    turn at least beta_fast times over the model's original length have share 1. Dimensions that
-    turn at most beta_slow times have share 0. For dimensions between these limits, the share falls
-    linearly with the dimension, as in released implementations. In the paper, the share falls
-    linearly with the number of turns.
-    """
+    """Return the share of each plain frequency that YaRN keeps, ``[F]``."""
+    # 1 keeps the plain frequency, 0 divides it by the factor. Between beta_fast and beta_slow turns
+    # over the original length it falls linearly with the dimension, as in released implementations;
+    # in the paper, with the number of turns.
 
     def dimension_that_turns(times: float) -> float:
         return (
@@ -109,11 +105,7 @@ def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
-    """Return the share of each plain frequency that Llama 3.1's scaling keeps, ``[F]``.
-
-    The share grows linearly with the number of turns over the original length: from 0 at
-    low_freq_factor turns to 1 at high_freq_factor turns.
-    """
+    """Return the share of each plain frequency that Llama 3.1's scaling keeps, ``[F]``."""
     turns_F = rope.original_max_position * plain_F / (2 * math.pi)
     return (
         (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -157,11 +149,8 @@ def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
 
 
 def _fuses(x_BNHD: Tensor) -> bool:
-    """Return whether to rotate in one kernel: one new token per sequence, in eager mode on a GPU.
-
-    There the launches of eager mode cost the most. Prompts keep the operations of training, so
-    that both round alike.
-    """
+    """Return whether to rotate in one kernel: one new token per sequence, in eager mode on a GPU."""
+    # Launches cost the most there. Prompts keep the operations of training, so that both round alike.
     return (
         x_BNHD.is_cuda
         and x_BNHD.shape[1] == 1

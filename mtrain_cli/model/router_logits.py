@@ -51,11 +51,9 @@ def _gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[Tensor
 
 
 def _split_gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of tokens and weight with products of bfloat16 numbers.
-
-    A float32 number is the sum of two bfloat16 numbers with a relative error of at most 2^-16, far
-    below the rounding of the results to bfloat16. So each product has two terms.
-    """
+    """Return the gradients of tokens and weight with products of bfloat16 numbers."""
+    # A float32 number is the sum of two bfloat16 numbers with a relative error of at most 2^-16, far
+    # below the rounding of the results to bfloat16. So each product has two terms.
     low = x_TC.dtype
     first_TE = grad_TE.to(low)
     terms = torch.cat([first_TE, (grad_TE - first_TE).to(low)], 1)  # [T, 2 E]

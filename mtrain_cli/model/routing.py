@@ -156,12 +156,9 @@ class Routing:
         return _decision(chosen_TK, order_S, ends[self._batch - 1 :: self._batch], load_BE)
 
     def _fits(self, keys_TK: Tensor, scores_TK: Tensor) -> Tensor:
-        """Return which pairs are within the capacity of their expert, in the whole sequences.
-
-        The pairs with the highest scores are. Where the capacity ends, the first positions are,
-        among all pairs whose scores are about equal (`_EQUAL`) to the last score that fits. This
-        score changes as little as the scores do, so the number of workers cannot decide a tie.
-        """
+        """Return which pairs are within the capacity of their expert, in the whole sequences."""
+        # Those with the highest scores. Among scores about equal to the last that fits, the first
+        # positions fit: this score moves as little as the scores do, so workers cannot decide a tie.
         moe, options = self.moe, self.options
         share = options.capacity * moe.top_k / moe.experts
         capacity_B = torch.tensor([ceil(share * length) for length in self._lengths])
@@ -263,11 +260,7 @@ def part_of(decision: Decision, begin: int, end: int) -> Decision:
 
 
 def _grouped(keys_TK: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Return the order of pairs by key, and the number of pairs up to each key below ``keys``.
-
-    Args:
-        keys: the keys are from 0 to this number.
-    """
+    """Return the order of pairs by key, and the number of pairs up to each key below ``keys``."""
     # A GPU sorts two bytes in a quarter of the passes that eight bytes need.
     dtype = torch.int16 if keys <= torch.iinfo(torch.int16).max else torch.int32
     ordered, order_S = keys_TK.flatten().to(dtype).sort(stable=True)

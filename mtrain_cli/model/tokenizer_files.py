@@ -165,15 +165,8 @@ def token_ids(folder: Path) -> dict[str, Any]:
 def _complete(
     files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the files with a tokenizer_config.json, and the ids with ``eos`` as the end token.
-
-    If the end tokens in ``ids`` include ``eos``, keep the ids. Otherwise ``eos`` replaces the end
-    token of config.json, which may be wrong: the config.json of some families has the ids 1 and 2
-    with every tokenizer.
-
-    Args:
-        eos: id of the token that ended the documents. None if unknown.
-    """
+    """Return the files with a tokenizer_config.json, and the ids with ``eos`` as the end token."""
+    # The end token of config.json may be wrong: some families have 1 and 2 with every tokenizer.
     ids = dict(ids)
     if not _includes(ids["eos_token_id"], eos):
         ids["eos_token_id"] = eos
@@ -194,10 +187,7 @@ def _complete(
 
 
 def _includes(ids: object, wanted: object) -> bool:
-    """Return whether ``ids`` include all of ``wanted``. None in ``wanted`` asks for nothing.
-
-    ids, wanted: one id, a list of ids, or None.
-    """
+    """Return whether ``ids`` include all of ``wanted``. None in ``wanted`` asks for nothing."""
     known, asked = (value if isinstance(value, list) else [value] for value in (ids, wanted))
     return wanted is None or wanted == ids or all(one in known for one in asked)
 
@@ -230,10 +220,7 @@ def _added_tokens(tokenizer: bytes) -> dict[str, int]:
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that stands for each byte in a byte-level tokenizer.
-
-    A printable byte stands for itself. The other bytes get the characters 256, 257 and so on.
-    """
+    """Return the character that stands for each byte in a byte-level tokenizer."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -97,12 +97,7 @@ def verify(
 
 
 def _load_with_transformers(folder: Path | str) -> Any:
-    """Load the model of a folder with transformers.
-
-    Raises:
-        ConfigError: transformers rejects the folder. transformers checks more keys of config.json
-            than mtrain does.
-    """
+    """Load the model of a folder with transformers."""
     import transformers
 
     try:

@@ -250,11 +250,7 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
 
 
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
-    """Return whether each kernel can run a typical model, for each compute capability and the CPU.
-
-    The model has head_dim 128, 16 query heads and 2 KV heads. The dtype is bfloat16 on GPUs and
-    float32 on the CPU.
-    """
+    """Return whether each kernel can run a typical model, for each compute capability and the CPU."""
     requests = [
         KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)
         for capability in sorted({gpu.capability for gpu in gpus})
@@ -307,10 +303,7 @@ def _check_gloo() -> CheckResult:
 
 
 def _check_kernel(state: KernelState) -> CheckResult:
-    """Run one small causal forward pass and compare its output with the float64 reference.
-
-    The check passes if the largest difference does not exceed the rounding error of the dtype.
-    """
+    """Run one small causal forward pass and compare its output with the float64 reference."""
     name = f"kernel {state.name} on {state.device}"
     tokens, dtype = 256, getattr(torch, state.dtype)
     positions = np.arange(tokens, dtype=np.int64)

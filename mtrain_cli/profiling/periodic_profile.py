@@ -79,10 +79,7 @@ class TrainingProfile(Callback):
             self._writer = None
 
     def _cases(self) -> list[MeasurementCase]:
-        """Return the cases of this attempt: one for all steps, and one for dense first steps.
-
-        Leave out the second case if the attempt has no dense first steps.
-        """
+        """Return the cases of this attempt: one for all steps, and one for dense first steps."""
         trainer = self._trainer
         config, choices = trainer.config, trainer.choices
 
@@ -101,11 +98,7 @@ class TrainingProfile(Callback):
         return cases
 
     def _earlier_attempts(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the summary's entries of earlier cases, and the number of their samples.
-
-        Delete the samples of steps that this attempt repeats. If the folder holds no profile that
-        this attempt can continue, rename the folder.
-        """
+        """Return the summary's entries of earlier cases, and the number of their samples."""
         if not self._folder.exists():
             return [], 0
         try:
@@ -229,12 +222,7 @@ def cost_of_recording(more: float, after: float) -> str:
 def _numbered(
     earlier: list[dict[str, Any]], cases: list[MeasurementCase], trainer: Trainer
 ) -> tuple[list[dict[str, Any]], dict[bool, MeasurementCase]]:
-    """Number the cases. A case that continues an earlier case keeps the earlier number.
-
-    Returns:
-        The entries of the summary (earlier cases, then new cases), and the numbered cases in a
-        dictionary. A key says whether attention is dense.
-    """
+    """Number the cases. A case that continues an earlier case keeps the earlier number."""
     kept, numbered = list(earlier), {}
     for case in cases:
         # A round trip through JSON makes the types equal to those of the earlier entries.

@@ -69,7 +69,6 @@ class ProfileWriter:
             "cases": [case.facts(bench.environment) for case in cases]
             if entries is None
             else list(entries),
-            "peers": [],
             "results": [],
             "command": facts.get("command", []),
         }
@@ -253,10 +252,8 @@ class ProfileWriter:
     def _parts_of_indices(
         self, cases: Sequence[MeasurementCase]
     ) -> Iterator[tuple[str, int, Index | None]]:
-        """Yield (pattern, layer, index), layer by layer.
-
-        All workers must iterate to the end: some steps gather an index on the first worker.
-        """
+        """Yield (pattern, layer, index), layer by layer."""
+        # All workers must iterate to the end: some steps gather an index on the first worker.
         e = self.bench.environment
         first_group = not any(e.dims.coordinate(dim, e.rank) for dim in ("dp", "tp"))
         if e.dims.pp > 1:

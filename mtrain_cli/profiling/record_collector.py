@@ -191,11 +191,9 @@ _PASS = ["micro", "layer", "direction", "payload"]
 
 
 def _find_late(table: np.ndarray) -> None:
-    """Set peer and late_us of waits.
-
-    A message starts when its last participant posts it. `late_us` is the part of a wait before this
-    start, and `peer` is the last participant.
-    """
+    """Set peer and late_us of waits."""
+    # A message starts when its last participant posts it. `late_us` is the part of a wait before this
+    # start, and `peer` is that participant.
     import pandas
 
     more = "phase rank number to source first peers link start_us dur_us"
@@ -236,10 +234,7 @@ def _find_late(table: np.ndarray) -> None:
 
 
 def _find_late_hops(table: np.ndarray) -> None:
-    """Set late_us of waits for a stage of a pipeline: the part before its pass has ended.
-
-    A stage sends the result of a pass at once.
-    """
+    """Set late_us of waits for a stage of a pipeline: the part before its pass has ended."""
     phase, forward = table["phase"], table["direction"] == _DIRECTION[recording.FORWARD]
     passes = table[phase == _KIND[recording.STAGE]]
     ends = {
