@@ -383,7 +383,7 @@ def compute(
 
 
 def _with_way_out(study: Study, cell: Cell, problems: Sequence[str]) -> list[str]:
-    """Return lines on what went wrong. If a file of the run is damaged, the last says what to do."""
+    """Return the problems, and what to do if a file of the run is damaged."""
     run = study.path(cell) / RUN
     files = tuple(f"{lead}{path}" for lead in ("", "--resume ") for path in (run, run.resolve()))
     lines = list(problems)

@@ -302,7 +302,7 @@ class _GradientSums:
 
 def _tiles(options: FeedForwardOptions, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tiles of each contiguous tensor, as views."""
-    # A tile of the heads ``[B, N, H, D]`` of all workers that share the layer is [workers, R, H * D].
+    # A tile of the heads ``[B, N, H, D]`` of all workers of a layer is ``[workers, R, H * D]``.
     workers = 1 if options.tensor is None else options.tensor.size
     for tensor in tensors:
         rows_and_width = tensor.flatten(0, 1).flatten(1)
@@ -342,7 +342,7 @@ def _norm_backward(
     h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of h and the gradient of the norm's weight."""
-    # Float32 inputs ``h_RC`` and ``dn_RC`` are overwritten; grad_RC is the residual stream's gradient.
+    # Overwrites float32 h and dn. grad_RC is the gradient of the residual stream.
     high = accumulation_dtype(h_RC.dtype)
     unit_RC, dn_RC = h_RC.to(high), dn_RC.to(high)
     scale_R1 = torch.rsqrt(unit_RC.square().mean(-1, keepdim=True) + eps)

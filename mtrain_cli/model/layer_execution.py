@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mtrain_cli.model import layer_parts
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
-from mtrain_cli.model.expert_tiles import ExpertExecution
+from mtrain_cli.model.expert_products import ExpertExecution
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
 from mtrain_cli.model.rope import Rotation

@@ -179,8 +179,8 @@ def _row_losses(
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the cross entropy and the total loss of each row, and the gradient of the logits."""
-    # The gradient ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot) overwrites logits of the
-    # same dtype. The losses are not multiplied by ``scale``. Without gradient_dtype there is none.
+    # The gradient, scale * (softmax * (1 + 2 z_loss logsumexp) - one_hot), overwrites logits of the
+    # same dtype; without gradient_dtype there is none. The losses are not multiplied by ``scale``.
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = logits_RV.sub_(highest_R1)

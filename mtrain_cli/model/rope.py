@@ -149,8 +149,8 @@ def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
 
 
 def _fuses(x_BNHD: Tensor) -> bool:
-    """Return whether to rotate in one kernel: one new token per sequence, in eager mode on a GPU."""
-    # Launches cost the most there. Prompts keep the operations of training, so that both round alike.
+    # One new token per sequence in eager mode, where launches cost the most. Prompts keep the
+    # operations of training, so that both round alike.
     return (
         x_BNHD.is_cuda
         and x_BNHD.shape[1] == 1

@@ -1,10 +1,7 @@
 """Which experts compute which tokens, the losses that balance them, and their loads.
 
-A router scores all experts for each token, in float32. The experts with the highest scores compute
-the token. Everything here that depends on several tokens of a sequence covers the whole sequence,
-so it does not depend on how workers share the sequence.
-
-Shape suffixes: B sequences of a micro-batch, T own tokens of all sequences, E experts, K chosen
+What depends on several tokens covers the whole sequence, however workers share it. Shape suffixes:
+B sequences of a micro-batch, T own tokens of all sequences, C hidden size, E experts, K chosen
 experts of a token, S = T K pairs of a token and an expert.
 """
 
@@ -20,7 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
@@ -40,9 +40,7 @@ class RouterOptions:
     """What training adds to the routing.
 
     sequences: sequences of an optimizer step, over all workers.
-    balance_loss, z_loss: coefficients of the losses.
-    capacity: most tokens of a sequence that an expert computes, as a multiple of the mean; 0 for no
-        limit.
+    capacity: most tokens of a sequence for an expert, as a multiple of the mean; 0 for no limit.
     """
 
     sequences: int
@@ -53,10 +51,7 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class SharingGroup:
-    """Workers that share sequences, and this worker's rank among them.
-
-    peer_errors: returns a context in which the loss of a worker is an error that names the group.
-    """
+    """Workers that share sequences. peer_errors: context that names the group if one is lost."""
 
     rank: int
     size: int
@@ -158,7 +153,7 @@ class Routing:
     def _fits(self, keys_TK: Tensor, scores_TK: Tensor) -> Tensor:
         """Return which pairs are within the capacity of their expert, in the whole sequences."""
         # Those with the highest scores. Among scores about equal to the last that fits, the first
-        # positions fit: this score moves as little as the scores do, so workers cannot decide a tie.
+        # positions: this score moves as little as the scores do, so workers cannot decide a tie.
         moe, options = self.moe, self.options
         share = options.capacity * moe.top_k / moe.experts
         capacity_B = torch.tensor([ceil(share * length) for length in self._lengths])
@@ -274,3 +269,57 @@ def _decision(
     place_S = torch.empty_like(order_S)
     place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
     return Decision(chosen_TK, order_S, place_S, ends_E.to(torch.int32).contiguous(), load_BE)
+
+
+def router_logits(x_TC: Tensor, weight_EC: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` in float32, or in float64 for float64 inputs, ``[T, E]``.
+
+    Tensor cores of a GPU compute it from bfloat16 tokens without a float32 copy: their products are
+    exact in float32. Autograd keeps only the inputs, in their own dtype.
+    """
+    return _RouterLogits.apply(x_TC, weight_EC)
+
+
+class _RouterLogits(torch.autograd.Function):
+    """PyTorch has no derivative of a product whose result has another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_EC: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_EC)
+        if _on_tensor_cores(x_TC, weight_EC):
+            return _mixed_product(x_TC, weight_EC.t())
+        high = accumulation_dtype(x_TC.dtype)
+        return functional.linear(x_TC.to(high), weight_EC.to(high))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TC, weight_EC = ctx.saved_tensors
+        compute = _split_gradients if _on_tensor_cores(x_TC, weight_EC) else _gradients
+        return compute(grad_TE, x_TC, weight_EC)
+
+
+def _gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[Tensor, Tensor]:
+    high = grad_TE.dtype
+    dx_TC = (grad_TE @ weight_EC.to(high)).to(x_TC.dtype)
+    return dx_TC, (grad_TE.t() @ x_TC.to(high)).to(weight_EC.dtype)
+
+
+def _split_gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens and weight with products of bfloat16 numbers."""
+    # A float32 number is the sum of two bfloat16 numbers up to 2^-16, far below the rounding of the
+    # results to bfloat16. So each product has two terms.
+    low = x_TC.dtype
+    first_TE = grad_TE.to(low)
+    terms = torch.cat([first_TE, (grad_TE - first_TE).to(low)], 1)  # [T, 2 E]
+    dx_TC = terms @ torch.cat([weight_EC, weight_EC])
+    of_terms = _mixed_product(terms.t(), x_TC).unflatten(0, (2, -1))
+    return dx_TC, of_terms.sum(0).to(weight_EC.dtype)
+
+
+def _on_tensor_cores(x_TC: Tensor, weight_EC: Tensor) -> bool:
+    return x_TC.is_cuda and x_TC.dtype == weight_EC.dtype == torch.bfloat16
+
+
+def _mixed_product(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mm(left, right, out_dtype=torch.float32)  # only on GPUs

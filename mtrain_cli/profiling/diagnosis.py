@@ -250,7 +250,7 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
 
 
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
-    """Return whether each kernel can run a typical model, for each compute capability and the CPU."""
+    """Return which kernels run a typical model, for each compute capability and the CPU."""
     requests = [
         KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)
         for capability in sorted({gpu.capability for gpu in gpus})

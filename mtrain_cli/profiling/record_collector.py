@@ -192,8 +192,8 @@ _PASS = ["micro", "layer", "direction", "payload"]
 
 def _find_late(table: np.ndarray) -> None:
     """Set peer and late_us of waits."""
-    # A message starts when its last participant posts it. `late_us` is the part of a wait before this
-    # start, and `peer` is that participant.
+    # A message starts when its last participant posts it. `late_us` is the part of a wait before
+    # this start, and `peer` is that participant.
     import pandas
 
     more = "phase rank number to source first peers link start_us dur_us"
