@@ -47,9 +47,10 @@ def with_z_loss(
     """Return the total loss and the cross entropy. The total loss includes the z-loss.
 
     Cross entropy: ``scale`` times the sum of -log softmax(x W^T)[label]. z-loss: ``scale`` times
-    the sum of z_loss * logsumexp(x W^T)^2, which keeps logits from drifting (arXiv:2204.02311, section
-    5; arXiv:2202.08906, equation 5). Both are float32 scalars, or float64 for float64 input, over
-    rows whose label is not -100. Only the total has a gradient; that of W is summed in float32.
+    the sum of z_loss * logsumexp(x W^T)^2, which keeps logits from drifting (arXiv:2204.02311,
+    section 5; arXiv:2202.08906, equation 5). Both are float32 scalars, or float64 for float64
+    input, over rows whose label is not -100. Only the total has a gradient; that of W is summed in
+    float32.
 
     The function does not synchronize with a GPU, where a label outside [0, V) makes the loss NaN.
 

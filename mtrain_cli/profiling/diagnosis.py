@@ -62,10 +62,7 @@ _ACCESS = {
 
 @dataclass(frozen=True)
 class DetectedGpu:
-    """One GPU.
-
-    free_gib: memory that no process uses, in GiB.
-    """
+    """One GPU. free_gib: memory that no process uses, in GiB."""
 
     index: int
     name: str
@@ -78,8 +75,8 @@ class DetectedGpu:
 class DetectedLink:
     """The path from GPU ``a`` to GPU ``b``.
 
-    kind: ``NV`` followed by the number of NVLinks, or a PCIe path class of nvidia-smi such as
-        ``PIX``. If nvidia-smi lists no paths, ``peer`` (direct access) or ``no peer``.
+    kind: ``NV`` and the number of NVLinks, or a PCIe path class of nvidia-smi such as ``PIX``. If
+        nvidia-smi lists no paths, ``peer`` (direct access) or ``no peer``.
     """
 
     a: int
@@ -91,7 +88,7 @@ class DetectedLink:
 class Package:
     """A Python package that mtrain can use.
 
-    version: installed version; None if the package is not installed.
+    version: None if the package is not installed.
     extra: extra of mtrain that installs the package; None if mtrain always installs it.
     purpose: feature that needs the package; empty if all of mtrain needs it.
     """
@@ -104,10 +101,7 @@ class Package:
 
 @dataclass(frozen=True)
 class KernelState:
-    """Whether a kernel can run on a device.
-
-    reason: why the kernel cannot run on the device; None if it can.
-    """
+    """Whether a kernel can run on a device. reason: why not; None if it can."""
 
     name: str
     device: str
@@ -117,10 +111,7 @@ class KernelState:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
-
-    detail: what the check observed, or the error that made it fail.
-    """
+    """The result of one check. detail: what it observed, or its error."""
 
     name: str
     passed: bool
@@ -146,10 +137,7 @@ class Diagnosis:
 
 
 def diagnose(check: bool) -> Diagnosis:
-    """Inspect this machine.
-
-    check: whether to also start two processes over gloo and run every usable kernel once.
-    """
+    """Inspect this machine. check: also start two processes over gloo, and run usable kernels."""
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     nccl = torch.cuda.nccl.version() if gpus and torch.distributed.is_nccl_available() else None
     kernels = _kernels(gpus)
@@ -235,10 +223,7 @@ def parse_topology(text: str) -> list[DetectedLink]:
 
 
 def describe_links(links: list[DetectedLink]) -> list[str]:
-    """Return one line per kind of link. A line lists the GPU pairs with this kind of link.
-
-    If all pairs have the same kind, the line says "every pair".
-    """
+    """Return one line per kind of link, with the GPU pairs that have it."""
     kinds = grouped((link for link in links if link.a < link.b), lambda link: link.kind)
     lines = []
     for kind, of_kind in sorted(kinds.items()):

@@ -17,7 +17,7 @@ from mtrain_cli.profiling.measurement import Bench, MeasurementPlan, Measurement
 def test_a_saved_plan_is_loaded_with_its_cases_in_order(tmp_path):
     seqs = (512, 256, 1024)
     cases = [(f"case of {seq}", compose([f"seq={seq}"])) for seq in seqs]
-    plan = MeasurementPlan("attention", cases, samples=3, warmup=2, every=4, peer=True, quiet=True)
+    plan = MeasurementPlan("attention", cases, samples=3, warmup=2, every=4, quiet=True)
     plan.save(RunDir(tmp_path))
     assert MeasurementPlan.load(RunDir(tmp_path)) == plan
 

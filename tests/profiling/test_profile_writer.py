@@ -17,7 +17,7 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.profiling import profile_writer
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter, _in_parts
-from mtrain_cli.profiling.recorded_work import Estimated
+from mtrain_cli.profiling.record_collector import Estimated
 from mtrain_cli.records.record_files import ROW, SUMMARY, WORDS
 
 SEQ = 64
