@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class ExecutedLayer(DecoderLayer):
         with nullcontext() if offload is None else _input_offloaded(offload, self.index):
             # Saving the state of the random generators would synchronize with the GPU. Layers use
             # no random numbers.
-            options = {"use_reentrant": False, "preserve_rng_state": False}
+            options: Any = {"use_reentrant": False, "preserve_rng_state": False}
             return checkpoint(compute, x_BNC, context_fn=passes.contexts, **options)
 
     def _stages(
@@ -157,8 +158,9 @@ def project_shared(
     own_RC = normed(x_BNC[0], own_part(norm.weight), norm.eps)
     batch, tokens = cos_BN1F.shape[:2]
     all_NC = gather_rows(own_RC, tensor)[: batch * tokens]
-    whole = ProjectionWeights.of(attention)
-    weights = ProjectionWeights(*(w if w is None else own_part(w) for w in whole))
+    weights = ProjectionWeights.of(attention)
+    own = {name: own_part(w) for name, w in weights._asdict().items() if w is not None}
+    weights = weights._replace(**own)
     gathered_BNC = all_NC.view(batch, tokens, -1)
     return heads(gathered_BNC, weights, attention.head_dim, attention.eps, cos_BN1F, sin_BN1F)
 

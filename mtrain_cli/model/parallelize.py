@@ -1,13 +1,7 @@
 """Prepare a decoder to run on many workers. The preparation does not change the result.
 
-The order of the steps, from the innermost to the outermost:
-
-1. tensor parallelism: cut the matrices of the layers over a tensor group; expert parallelism: deal
-   the experts over an expert group
-2. compile: the operations of a layer before attention and after it
-3. tiling: the part of a layer after attention, one tile of the sequence after another
-4. checkpointing: run a layer's forward pass again in the backward pass
-5. FSDP: gather the weights of a layer before all its operations, and shard its gradients
+From the innermost to the outermost: tensor and expert parallelism, compilation, tiling after
+attention, checkpointing, FSDP.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from mtrain_cli.config.schema import ConfigError
 class Rotation:
     """Cosine and sine of every token's angles, float32 ``[B, N, 1, F]``.
 
-    This is a dataclass so that the values stay float32: FSDP2 casts the tensors that a module
-    receives as arguments, but not the tensors inside a dataclass.
+    In a dataclass they stay float32: FSDP2 casts only tensors that are arguments of a module.
     """
 
     cos_BN1F: Tensor
@@ -38,11 +37,7 @@ class Rotation:
 def rope_factor(rope: RopeConfig, seq: int) -> float:
     """Return the factor by which positions are stretched for sequences of ``seq`` tokens.
 
-    The factor is 1 without scaling. ``model.rope.factor=auto`` gives
-    max(1, seq / original_max_position).
-
-    Raises:
-        ConfigError: ``model.rope.factor`` is neither ``auto`` nor a number of at least 1.
+    ``auto`` is max(1, seq / original_max_position). A wrong factor raises ConfigError.
     """
     if rope.scaling == "none":
         return 1.0
@@ -60,18 +55,14 @@ def rope_factor(rope: RopeConfig, seq: int) -> float:
 
 
 def attention_factor(rope: RopeConfig, factor: float) -> float:
-    """Return the factor that multiplies cosine and sine.
-
-    YaRN multiplies by 0.1 ln(factor) + 1 (section 3.4), all other scalings by 1.
-    """
+    """Return the factor of cosine and sine: for YaRN, 0.1 ln(factor) + 1 (section 3.4)."""
     return 0.1 * math.log(factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
-    """Return the frequency of each pair of dimensions in radians per position, float32 ``[F]``.
+    """Return the radians per position of each pair of dimensions, float32 ``[F]`` on the CPU.
 
-    The result is on the CPU, even under ``torch.device("meta")``. The result is float32, because
-    released models were trained with frequencies rounded to float32.
+    Released models were trained with frequencies rounded to float32.
     """
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F
@@ -117,10 +108,8 @@ def rotation(
 ) -> Rotation:
     """Return the cosine and sine of the angles of tokens at any positions, in any order.
 
-    Angles are computed in float64. A float32 angle at position 4 million is wrong by up to a
-    quarter of a radian. With such errors, q.k would not depend only on the distance of two tokens.
-
-    ``positions_BN`` and ``inverse_frequencies_F`` must be on the same device.
+    In float64: a float32 angle at position 4 million is wrong by up to a quarter of a radian, and
+    q.k would not depend only on the distance of two tokens.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
     return Rotation(

@@ -62,14 +62,12 @@ class SharingGroup:
 class Decision(NamedTuple):
     """Which experts compute which tokens of a layer.
 
-    chosen_TK: number of each token's chosen experts.
-    order_S: pairs of token and expert, numbered token * K + k, ordered by expert. Pairs that no
-        expert computes (padding, or beyond the capacity) come last.
-    place_S: place of each pair in that order.
+    chosen_TK: the experts of each token.
+    order_S, place_S: pairs of token and expert, numbered token * K + k, by expert, and the place of
+        each pair. Pairs that no expert computes (padding, or beyond the capacity) come last.
     ends_E: int32, number of pairs of this and all earlier experts.
-    load_BE: number of tokens of a whole sequence that chose each expert, divided by the mean; None
-        without `Routing`.
-    chunks: how rows travel between the workers that share the experts (`expert_parallel.Tile`).
+    load_BE: tokens of a whole sequence that chose each expert / mean; None without `Routing`.
+    chunks: how rows travel between the workers that share the experts (`expert_journey.Tile`).
     """
 
     chosen_TK: Tensor
@@ -83,13 +81,11 @@ class Decision(NamedTuple):
 class Routing:
     """The sequences of a micro-batch, for the routers of all layers in training.
 
-    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the part
-        of the balance loss and of the z-loss (without coefficients, summed over sequences), the
-        entropy of the scores in nats, and the number of pairs beyond the capacity.
-    beyond: float64 [layers, E], pairs of this worker's tokens beyond the capacity of an expert;
-        None without a capacity.
+    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the parts
+        of balance loss and z-loss (without coefficients, summed over sequences), the entropy of the
+        scores in nats, and the number of pairs beyond the capacity.
+    beyond: float64 [layers, E], pairs beyond the capacity of an expert; None without a capacity.
     decided: numbers of the layers whose routers decided on this worker.
-    recorder: records the passes of the experts; None records nothing.
     """
 
     def __init__(
@@ -107,8 +103,6 @@ class Routing:
         Args:
             slots: for each of this worker's tokens, sequence * padded_seq + position, or `PADDING`.
             lengths: number of tokens of each sequence, without padding.
-            padded_seq: tokens of a sequence with padding.
-            layers: number of layers of the model.
             groups: the groups of workers that share these sequences, innermost first.
         """
         self.options, self.groups, self.moe = options, tuple(groups), moe
@@ -190,18 +184,11 @@ class Routing:
     def loss(
         self, logits_TE: Tensor, scores_TE: Tensor, decision: Decision, layer: int, *, count: bool
     ) -> Tensor:
-        """Return this worker's part of a layer's losses, a scalar.
+        """Return this worker's part of a layer's losses, means over the sequences of the step.
 
-        - Balance loss of a sequence: sum over experts of f P (arXiv:2101.03961, equation 4). f is
-          the expert's share of the chosen experts, divided by the mean. P is its mean share of the
-          scores. 1 is perfect balance.
-        - z-loss: mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906, equation 5).
-
-        The mean over the sequences of the step, times the coefficients, is added up over layers. A
-        sequence's tokens are those before its padding.
-
-        Args:
-            count: whether to add the values to `loads`.
+        Balance loss: sum over experts of f P (arXiv:2101.03961, equation 4): share of the chosen
+        experts / mean, times mean share of the scores. z-loss: mean over tokens of
+        logsumexp(logits)^2 (arXiv:2202.08906, equation 5). count: add the values to `loads`.
         """
         assert decision.load_BE is not None
         shares_TE = scores_TE
@@ -225,10 +212,7 @@ class Routing:
 
 
 def choose(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return the numbers of each token's experts with the highest scores + bias, ``[T, K]``.
-
-    Of equal experts, those with the lowest numbers are chosen.
-    """
+    """Return each token's experts with the highest scores + bias, ``[T, K]``; lowest of equals."""
     is_float = scores_TE.dtype == bias_E.dtype == torch.float32
     if scores_TE.is_cuda and is_float and importlib.util.find_spec("triton") is not None:
         from mtrain_cli.kernels.triton import router

@@ -1,15 +1,9 @@
-"""Find this machine's devices, versions, packages and usable kernels for `mtrain doctor`.
-
-This module runs without a GPU and without optional packages.
-"""
+"""Find devices, versions, packages and usable kernels for `mtrain doctor`, whatever is missing."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +17,6 @@ from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.grouping import grouped
 from mtrain_cli.launch.environment import cpu_cores, host_memory, loopback_variables
 from mtrain_cli.profiling.timing import installed_version
 from mtrain_cli.training.memory import GIB
@@ -45,19 +38,6 @@ _PACKAGES: tuple[tuple[str, tuple[str, ...], str | None, str], ...] = (
     ("transformers", ("transformers",), "hf", "mtrain checkpoint verify"),
     ("tensorboard", ("tensorboard",), "tensorboard", "run.tensorboard=true"),
 )
-# The path classes of `nvidia-smi topo -m`.
-_LINKS = {
-    "X": "itself",
-    "SYS": "PCIe and the link between sockets",
-    "NODE": "PCIe host bridges of one socket",
-    "PHB": "PCIe host bridge",
-    "PXB": "several PCIe switches",
-    "PIX": "one PCIe switch",
-}
-_ACCESS = {
-    "peer": "direct access between the two GPUs",
-    "no peer": "no direct access, through host memory",
-}
 
 
 @dataclass(frozen=True)
@@ -69,19 +49,6 @@ class DetectedGpu:
     memory_gib: float
     free_gib: float
     capability: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class DetectedLink:
-    """The path from GPU ``a`` to GPU ``b``.
-
-    kind: ``NV`` and the number of NVLinks, or a PCIe path class of nvidia-smi such as ``PIX``. If
-        nvidia-smi lists no paths, ``peer`` (direct access) or ``no peer``.
-    """
-
-    a: int
-    b: int
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -130,7 +97,6 @@ class Diagnosis:
     driver: str | None
     nccl: str | None
     gpus: list[DetectedGpu]
-    links: list[DetectedLink]
     packages: list[Package]
     kernels: list[KernelState]
     checks: list[CheckResult]
@@ -154,7 +120,6 @@ def diagnose(check: bool) -> Diagnosis:
         driver=_driver() if gpus else None,
         nccl=".".join(map(str, nccl)) if nccl else None,
         gpus=gpus,
-        links=_links(len(gpus)),
         packages=[
             Package(name, next(filter(None, map(installed_version, names)), None), extra, purpose)
             for name, names, extra, purpose in _PACKAGES
@@ -177,61 +142,13 @@ def _cpu_memory() -> float | None:
         return None
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of nvidia-smi, or None if it is missing or fails."""
-    if shutil.which("nvidia-smi") is None:
-        return None
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return None
-
-
-def _driver() -> str | None:
-    text = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    return text.split()[0] if text and text.split() else None
-
-
-def _links(gpus: int) -> list[DetectedLink]:
-    if gpus < 2:
-        return []
-    links = parse_topology(_nvidia_smi("topo", "-m") or "")
-    if len(links) == gpus * (gpus - 1):
-        return links
-    return [
-        DetectedLink(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer")
-        for a, b in itertools.permutations(range(gpus), 2)
-    ]
-
-
-def parse_topology(text: str) -> list[DetectedLink]:
-    """Parse `nvidia-smi topo -m` into one link per ordered pair of different GPUs."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    rows = {
-        int(words[0][3:]): words[1:]
-        for words in lines
-        if words and re.fullmatch(r"GPU\d+", words[0])
-    }
-    return [
-        DetectedLink(a, b, row[b])
-        for a, row in sorted(rows.items())
-        for b in sorted(rows)
-        if a != b and b < len(row)
-    ]
-
-
-def describe_links(links: list[DetectedLink]) -> list[str]:
-    """Return one line per kind of link, with the GPU pairs that have it."""
-    kinds = grouped((link for link in links if link.a < link.b), lambda link: link.kind)
-    lines = []
-    for kind, of_kind in sorted(kinds.items()):
-        nvlink = f"NVLink, {kind[2:]} links" if kind.startswith("NV") else "unknown path"
-        path = _ACCESS.get(kind) or f"{kind}: {_LINKS.get(kind, nvlink)}"
-        pairs = ", ".join(f"{link.a}-{link.b}" for link in of_kind)
-        lines.append(f"{path} ({'every pair' if len(kinds) == 1 else pairs})")
-    return lines
+    return next(iter(found.split()), None)
 
 
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:

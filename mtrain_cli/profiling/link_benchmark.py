@@ -354,8 +354,11 @@ class _Load:
         return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
 
     def _alone(self) -> float:
-        device = "cuda" if self.gpu else "cpu"
-        return median_ms(lambda: [self.once() for _ in range(20)], device, 3) / 20
+        def many() -> None:
+            for _ in range(20):
+                self.once()
+
+        return median_ms(many, "cuda" if self.gpu else "cpu", 3) / 20
 
 
 def _machine(device: torch.device) -> link_fit.MeasuredMachine:
