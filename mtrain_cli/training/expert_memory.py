@@ -65,7 +65,7 @@ class ExpertMemory:
 
     @property
     def _by_chunk(self) -> bool:
-        """Whether the experts have the backward pass of `expert_tiles` or `expert_parallel`."""
+        """Whether the experts have the backward pass of several chunks or of `expert_parallel`."""
         return self.chunks > 1 or self.degree > 1
 
     @property
