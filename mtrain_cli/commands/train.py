@@ -216,7 +216,6 @@ def _print_plan(
         config,
         config_dir,
         exchange=run_plan.exchange.name,
-        layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
     free = None if run_plan.hardware.absent else free_disk(config)

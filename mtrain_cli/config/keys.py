@@ -79,7 +79,7 @@ class ConfigKey:
     help: one line that says what the key sets.
     choices: allowed words; empty if any value of the type is allowed.
     range: allowed numbers; None if any number is allowed.
-    counts_tokens: whether the key takes sizes such as 512k. Most people would read 1k steps as 1000.
+    counts_tokens: whether the key takes sizes such as 512k; 1k steps could mean 1000 or 1024.
     expects: text on the allowed values, for messages; "" if the type says it.
     """
 

@@ -88,7 +88,8 @@ class Names:
             _names.reset(token)
 
 
-_names: ContextVar[Names] = ContextVar("names", default=Names())
+_COMMAND_LINE = Names()
+_names: ContextVar[Names] = ContextVar("names", default=_COMMAND_LINE)
 
 
 def setting(name: str) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS
-from mtrain_cli.config.parallel_checks import NEED_WHOLE_MODEL
+from mtrain_cli.config.parallel_checks import (
+    NEED_ALL_EXPERTS,
+    NEED_WHOLE_MODEL,
+    tensor_problems,
+    unsupported,
+)
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.parallel_checks import tensor_problems, unsupported
 from mtrain_cli.simulation.scenario import Scenario
 
 _MOST_STAGES = 16

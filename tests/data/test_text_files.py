@@ -17,9 +17,9 @@ import pytest
 
 from mtrain_cli import install_command, resource_dir
 from mtrain_cli.commands.data import prepare
-from mtrain_cli.config.validate import TEXT
 from mtrain_cli.config.groups import summary
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.validate import TEXT
 from mtrain_cli.data import text_files
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.filters import describe_left_out
