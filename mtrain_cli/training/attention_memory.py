@@ -11,10 +11,15 @@ from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from mtrain_cli.attention.block_lists import list_widths, mask_list_bytes
+from mtrain_cli.attention.block_lists import (
+    BLOCK,
+    list_widths,
+    mask_list_bytes,
+    most_partial_blocks,
+    word_bytes,
+)
 from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.attention.mask_words import BLOCK, most_partial_blocks, word_bytes
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.mask_settings import MaskSettings
@@ -24,15 +29,12 @@ from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Striped, Zigzag
+from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Placement, Striped, Zigzag
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
-from mtrain_cli.sparsity.pattern import Pattern
-from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 
 _MOST_OF_16_BITS = 32767
 # From kernels/triton/sparse/key_gradient.py, which cannot be imported without Triton.

@@ -18,7 +18,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts, scored_row
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.parallel.traffic import Rates
 from mtrain_cli.step.interpreters import MessageCost, time, traffic
 from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
 from mtrain_cli.step.program import Message, Post

@@ -14,8 +14,7 @@ from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_n
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
-from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.layout import Balanced, Layout, Placement, make_layout
 from mtrain_cli.parallel.traffic import LayerMasks, MovedRows, Nodes, Traffic, count_traffic
 
 # auto takes the balanced layout only if it costs less than this share of the other layout.
