@@ -27,7 +27,7 @@ from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.records.step_breakdown import LINKS, WAITS, find_parts, messages, shortest
 from mtrain_cli.training.dry_run import fits
-from mtrain_cli.training.expert_price import ExpertRun
+from mtrain_cli.training.expert_traffic import ExpertRun
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.trainer import Trainer
