@@ -38,7 +38,6 @@ MOST_HEAD_DIM = 4096  # the limit of model.head_dim
 MOST_IDS = 2**31 - 1  # the limit of model.vocab_size
 MOST_DOCUMENTS = 2**40  # at one token each, these fill the largest disks
 MOST_COMPARED = 2**16  # tokens; with 152k ids their float32 logits take 40 GiB
-LARGEST_DEGREE = MOST_WORKERS  # imbalance degree when one worker does everything
 LARGEST_TOLERANCE = 1e3  # logit difference; a larger one would accept any logits
 MOST_DIGITS = 18  # digits of a whole number in a list
 
@@ -91,15 +90,6 @@ ConfigDir = Annotated[
 ]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
-Threads = Annotated[
-    int | None,
-    bounded(
-        1,
-        MOST_THREADS,
-        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
-        "share of the cores.",
-    ),
-]
 CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
 
 

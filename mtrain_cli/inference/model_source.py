@@ -212,9 +212,8 @@ def load_decoder(
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.model.huggingface import load_into
     from mtrain_cli.model.layer_execution import LayerExecution
-    from mtrain_cli.model.layer_parts import cut_layers
     from mtrain_cli.model.loss import LossOptions
-    from mtrain_cli.model.parallelize import execute_layers
+    from mtrain_cli.model.parallelize import cut_layers, execute_layers
 
     train = source.config.train
     loss = LossOptions(chunk_bytes=train.loss_chunk_mib << 20)

@@ -43,7 +43,7 @@ from mtrain_cli.reporting.plots import Figure, FigureView, Trace
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
 from mtrain_cli.reporting.table import Column, Table
 from mtrain_cli.sparsity.pattern import make_pattern
-from mtrain_cli.training.index_memory import column_width
+from mtrain_cli.training.attention_memory import column_width
 from mtrain_cli.training.layout_choice import choose_layout
 
 RANKS = 8  # most ranks in the figure

@@ -157,11 +157,7 @@ def _static_costs(
 def _costs(
     balancer: Balancer, dispatch: Dispatch, masks: LayerMasks, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
-    """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs.
-
-    dispatch: the balanced dispatch of ``masks``.
-    by_mask: whether only the rows that a mask needs move in ``layout``.
-    """
+    """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs."""
     inside = Placement(layout, balancer.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
     traffic = count_traffic(
@@ -177,10 +173,7 @@ def _costs(
 
 
 def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
-    """Return the traffic if every rank receives all shards, and each shard enters a node once.
-
-    rows: number of rows of a shard, summed over layers.
-    """
+    """Return the traffic if every rank receives all shards, and each shard enters a node once."""
     mates, others = nodes.per_node - 1, nodes.count - 1
     moved = (np.full(nodes.workers, rows * shards) for shards in (mates, mates * others, others))
     near, relayed, outer = (MovedRows(number, number) for number in moved)

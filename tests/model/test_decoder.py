@@ -39,10 +39,7 @@ def test_loss_and_gradients_equal_cross_entropy_of_the_logits(family, tied):
 def test_the_z_loss_changes_gradients_but_not_the_reported_loss():
     model = tiny_model(tied=True)
     tokens, positions, labels = tokens_and_labels(model)
-    decoder, plain = (
-        make_decoder(model, z_loss=0.01, recompute=True),
-        make_decoder(model),
-    )
+    decoder, plain = (make_decoder(model, z_loss=0.01, recompute=True), make_decoder(model))
     loss = decoder(tokens, positions, labels, causal_attend, 1 / 48)
     loss.backward()
     logits = plain.logits(tokens, positions, causal_attend).flatten(0, 1)
