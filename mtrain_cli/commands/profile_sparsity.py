@@ -272,7 +272,7 @@ def _compose_patterns(
     _require_causal_intervals(config)
     configs = [compose_with(name, keys_for(name, keys), rest) for name in wanted]
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.sparsity.pattern_registry import make_pattern
+    from mtrain_cli.sparsity.pattern import make_pattern
 
     patterns = []
     for each in configs:

@@ -28,7 +28,7 @@ class ExchangeTraits:
     schedule: str = field(kw_only=True, compare=False, default="")
 
 
-_GATHERS, _RINGS = "mtrain_cli.parallel.gather_schedules", "mtrain_cli.parallel.ring_schedules"
+_GATHERS, _RINGS = "mtrain_cli.parallel.gather", "mtrain_cli.parallel.ring"
 OWN = {
     "all_gather": ExchangeTraits(True, False, schedule=f"{_GATHERS}:all_gather"),
     "hierarchical_all_gather": ExchangeTraits(

@@ -438,7 +438,7 @@ def score_text(result: Result) -> str:
 
 def pattern_text(config: Config) -> str:
     """Return the settings of a pattern for the user; "" for dense attention."""
-    from mtrain_cli.sparsity.pattern_registry import make_pattern
+    from mtrain_cli.sparsity.pattern import make_pattern
 
     pattern: Any = make_pattern(config.sparsity, config.seed)
     if pattern is None:

@@ -18,7 +18,7 @@ from mtrain_cli.inference.cache import StoringAttention
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.collectives import all_gather
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange import make_chosen_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group

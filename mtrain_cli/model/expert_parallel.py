@@ -27,8 +27,7 @@ from mtrain_cli.model.expert_products import WeightGradients, grouped_rows, grou
 from mtrain_cli.model.experts import Experts, expert_layers
 from mtrain_cli.model.routing import Decision
 from mtrain_cli.parallel.expert_group import ExpertGroup
-from mtrain_cli.parallel.parameter_shards import own_part
-from mtrain_cli.parallel.tensor_group import staggered
+from mtrain_cli.parallel.tensor_group import own_part, staggered
 
 
 @dataclass(frozen=True)

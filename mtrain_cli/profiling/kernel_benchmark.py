@@ -20,8 +20,8 @@ from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest, Sav
 from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.attention.packed_columns import SharedColumns
 from mtrain_cli.attention.partials import accumulation_dtype, row_delta
-from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.parallel.layout import Layout, make_layout
@@ -29,8 +29,7 @@ from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.plan import positions_of
 from mtrain_cli.parallel.program import Compute, Whole
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.profiling.timing import median_ms
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.work_counts import (

@@ -20,8 +20,7 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.pipeline_group import PipelineGroup, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
@@ -29,7 +28,7 @@ from mtrain_cli.parallel.tensor_group import TensorGroup, make_tensor_group
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.records.expert_loads import expert_facts
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
-from mtrain_cli.training.index_memory import column_width
+from mtrain_cli.training.attention_memory import column_width
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:

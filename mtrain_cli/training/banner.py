@@ -12,7 +12,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.config.unused_settings import unused_after_auto
 from mtrain_cli.console import grid
-from mtrain_cli.sparsity.pattern_remarks import remarks
+from mtrain_cli.sparsity.pattern import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.memory import size
 from mtrain_cli.training.optimizer import LearningRateSchedule

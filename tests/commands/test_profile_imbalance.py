@@ -19,8 +19,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile_imbalance import _cases
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records.imbalance import imbalance
 from mtrain_cli.records.index_file import load_indices
 from mtrain_cli.records.record_files import open_records

@@ -19,7 +19,7 @@ from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.pinned_memory import ARENA, PinnedMemory, register, unregister

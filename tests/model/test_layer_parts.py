@@ -12,7 +12,7 @@ from mtrain_cli.model.decoder import Decoder, ProjectionWeights
 from mtrain_cli.model.feed_forward import FeedForwardWeights
 from mtrain_cli.model.parallelize import cut_layers
 from mtrain_cli.parallel.mesh import TENSOR, make_parameter_mesh
-from mtrain_cli.parallel.parameter_shards import own_part
+from mtrain_cli.parallel.tensor_group import own_part
 
 
 def meta_decoder() -> Decoder:

@@ -29,7 +29,7 @@ from mtrain_cli.model.layer_execution import LayerExecution
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.activation_offload import ActivationOffload
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import early_queries, make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
