@@ -20,11 +20,7 @@ HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")
 def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     words = ["topology.device=cpu", "topology.workers=2", "--sizes", "4k,256k", "--repeats", "3"]
     result = mtrain(
-        tmp_path,
-        "profile",
-        "links",
-        *words,
-        *split("--cluster-out my.yaml --json run.name=one"),
+        tmp_path, "profile", "links", *words, *split("--cluster-out my.yaml --json run.name=one")
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
