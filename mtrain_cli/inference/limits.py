@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,11 @@ def require_prompts(
             tokens do not see the whole cache under the model's mask.
     """
     vocabulary, most = source.config.model.vocab_size, source.max_position
+    numbered = [f"prompt {n}" for n in range(1, len(prompts) + 1)]
     problems = []
-    for name, ids in zip(names or _numbered(len(prompts)), prompts, strict=True):
+    for name, ids in zip(
+        names or (numbered if len(prompts) > 1 else ["the prompt"]), prompts, strict=True
+    ):
         outside = next(((at, one) for at, one in enumerate(ids) if not 0 <= one < vocabulary), None)
         if not ids:
             problems.append(f"{name} is empty; give at least one token")
@@ -60,11 +64,11 @@ def require_prompts(
             )
         elif len(ids) + max_new > most and not beyond:
             fits = most - len(ids)
-            with_new = f"; with {cli_option('max_new', max_new)} it exceeds"
-            more_than = with_new if max_new else ", more than"
+            exceeds = f"; with {cli_option('max_new', max_new)} it exceeds"
+            exceeds = exceeds if max_new else ", more than"
             smaller = cli_option("max_new", fits) if fits > 0 else "a shorter prompt"
             problems.append(
-                f"{name} has {with_count(len(ids), 'token')}{more_than} the {most:,} positions of "
+                f"{name} has {with_count(len(ids), 'token')}{exceeds} the {most:,} positions of "
                 f"the model. Give {smaller}, or add {cli_option('beyond', True)} to go on anyway"
             )
     if problems:
@@ -84,11 +88,6 @@ def longer_than_trained(source: ModelSource, tokens: int) -> str:
     )
 
 
-def _numbered(prompts: int) -> list[str]:
-    """Return names of prompts in the order in which the user gave them."""
-    return ["the prompt"] if prompts == 1 else [f"prompt {n}" for n in range(1, prompts + 1)]
-
-
 def require_known_ids(
     ids: Sequence[int] | np.ndarray, vocabulary: int, where: str, tokenizer: str
 ) -> None:
@@ -96,7 +95,7 @@ def require_known_ids(
 
     Args:
         vocabulary: number of the model's ids.
-        where: what needs the text, for the message.
+        where: what needs the text.
         tokenizer: subject of the message.
 
     Raises:
@@ -139,7 +138,7 @@ def require_hidden_labels(config: Config, what: str) -> None:
     """Raise ConfigError if the losses of a text say nothing, because queries see later tokens.
 
     Args:
-        what: what needs the losses, for the message.
+        what: what needs the losses.
     """
     if config.mask.shows_later_keys:
         raise ConfigError(
@@ -187,6 +186,7 @@ class MemoryNeed:
             ConfigError: no kernel supports the settings.
         """
         from mtrain_cli.inference.attention_need import AttentionNeed
+        from mtrain_cli.model.huggingface import parameter_shapes
         from mtrain_cli.training.resolution import resolve_run
 
         choices = choices or resolve_run(config, environment)
@@ -198,10 +198,10 @@ class MemoryNeed:
         # Norm; q, k and v; q again in float32 while it is rotated; gathered keys and values.
         attended = (2 * model.hidden_size + 2 * width + 2 * kv) * itemsize + 6 * width
         attended += kv * workers * itemsize if workers > 1 else 0
-        logits = MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES)
+        parameters = sum(map(math.prod, parameter_shapes(model).values()))
         return MemoryNeed(
             capacity=_worker_memory(config, environment),
-            fixed=_parameters(config) * itemsize + logits,
+            fixed=parameters * itemsize + MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES),
             per_cached=model.num_layers * kv * itemsize,
             # Residual stream, result of attention, result; cosine and sine in float32.
             per_token=(2 * model.hidden_size + width) * itemsize + 8 * model.head_dim,
@@ -241,48 +241,36 @@ class MemoryNeed:
         Raises:
             ConfigError: not even one prompt fits.
         """
-        if not self.fits(prompt, max_new):
-            where = "of GPU memory" if device == "cuda" else "of memory"
-            raise ConfigError(
-                f"a prompt of {with_count(prompt, 'token')} with {cli_option('max_new', max_new)} "
-                f"needs {format_bytes(self.bytes(prompt, max_new))} per worker for weights, keys "
-                f"and values; a worker has {format_bytes(_USABLE * self.capacity)} {where}"
-                f"{self._what_fits(prompt, max_new)}"
-            )
-        return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
-
-    def _what_fits(self, prompt: int, max_new: int) -> str:
-        """Return the end of a sentence on a prompt that does not fit, with advice."""
-        longest, most_new = self.longest(max_new), self.most_new(prompt)
+        if self.fits(prompt, max_new):
+            return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
         given = cli_option("max_new")
-        if longest:
-            this = f"; this one fits with {cli_option('max_new', most_new)}" if most_new else ""
-            return (
-                f", and the longest that fits has {with_count(longest, 'token')}{this}. Give a "
-                f"shorter prompt, a smaller {given} or more topology.workers"
+        if longest := self.longest(max_new):
+            advice = (
+                f", and the longest that fits has {with_count(longest, 'token')}. Give a shorter "
+                f"prompt, a smaller {given} or more topology.workers"
             )
-        none_fits = f", so no prompt fits with this {given}"
-        if most_new:
-            smaller = cli_option("max_new", most_new)
-            return f"{none_fits}. Give {smaller} or less, or more topology.workers"
-        if with_one := self.longest(1):
-            return (
-                f"{none_fits}; with {cli_option('max_new', 1)}, the longest that fits has "
-                f"{with_count(with_one, 'token')}. Give both smaller, or more topology.workers"
+        elif most_new := self.most_new(prompt):
+            advice = (
+                f", so no prompt fits with this {given}. Give {cli_option('max_new', most_new)} or "
+                "less, or more topology.workers"
             )
-        return (
-            f", and the weights and logits alone take {format_bytes(self.fixed)}. Give "
-            "topology.tensor_parallel=N, by which N workers share the weights"
+        else:
+            advice = (
+                f", and weights and logits alone take {format_bytes(self.fixed)}. Give "
+                "topology.tensor_parallel=N, by which N workers share the weights, or a shorter "
+                f"prompt and a smaller {given}"
+            )
+        raise ConfigError(
+            f"a prompt of {with_count(prompt, 'token')} with {cli_option('max_new', max_new)} "
+            f"needs {format_bytes(self.bytes(prompt, max_new))} per worker for weights, keys and "
+            f"values; a worker has {format_bytes(_USABLE * self.capacity)} of "
+            f"{'GPU memory' if device == 'cuda' else 'memory'}{advice}"
         )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Return the largest number of tokens that fits, if all smaller ones fit; 0 if none fits."""
-    low, high = 0, MOST_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect.bisect(range(1, MOST_TOKENS + 1), False, key=lambda tokens: not fits(tokens))
 
 
 def _worker_memory(config: Config, environment: Environment) -> int:
@@ -297,12 +285,3 @@ def _worker_memory(config: Config, environment: Environment) -> int:
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory
-
-
-def _parameters(config: Config) -> int:
-    """Return the number of parameters of a model."""
-    from math import prod
-
-    from mtrain_cli.model.huggingface import parameter_shapes
-
-    return sum(map(prod, parameter_shapes(config.model).values()))
