@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,6 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.filters import describe_left_out
-from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import refuse_unread_key, text_corpus
@@ -75,8 +73,13 @@ def sequences_of_files(
             f"{longest:,}. Give longer documents, or a smaller --length"
         )
     begin = np.array(tokenizer.begin.ids, np.int32)
-    parts = itertools.islice(_cut(store, len(begin), length - len(begin)), count)
-    return [Sequence(np.concatenate([begin, ids])) for ids in parts]
+    skip, own = len(begin), length - len(begin)
+    parts = (
+        store.read(int(unit), skip + turn * own, skip + (turn + 1) * own).tokens.astype(np.int32)
+        for turn in range((int(tokens.max()) - skip) // own)
+        for unit in np.flatnonzero(tokens - skip >= (turn + 1) * own)
+    )
+    return [Sequence(np.concatenate([begin, ids])) for ids in itertools.islice(parts, count)]
 
 
 def left_out_of_files(store: TokenStore, length: int) -> str:
@@ -85,15 +88,6 @@ def left_out_of_files(store: TokenStore, length: int) -> str:
     if short := int((np.diff(store.offsets) < length).sum()):
         counts[f"shorter than {length:,} tokens"] = short
     return describe_left_out(counts)
-
-
-def _cut(store: TokenStore, skip: int, length: int) -> Iterator[np.ndarray]:
-    """Yield parts of ``length`` tokens of documents without their first ``skip`` tokens, int32."""
-    tokens = np.diff(store.offsets) - skip
-    for turn in range(int(tokens.max()) // length):
-        for unit in np.flatnonzero(tokens >= (turn + 1) * length):
-            start = skip + turn * length
-            yield store.read(int(unit), start, start + length).tokens.astype(np.int32)
 
 
 def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
@@ -126,29 +120,18 @@ def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
         )
     samples = open_dataset(config).held_out
     joined = [_joined(samples)] if length > config.seq else [_joined([one]) for one in samples]
-    found = [
+    sequences = [
         Sequence(ids[at : at + length], _numbered(documents[at : at + length]))
         for ids, documents in joined
         for at in range(0, len(ids) - length + 1, length)
     ]
-    if not found:
+    if not sequences:
         raise ConfigError(
             f"--length {format_size(length)}: the run held out "
             f"{with_count(data.eval_sequences, 'sequence')} of at most {config.seq:,} tokens "
             "(data.eval_sequences). Give a smaller --length or --text FILE"
         )
-    return found[:count]
-
-
-def held_out_count(config: Config, length: int) -> int:
-    """Return how many sequences of ``length`` tokens a run held out, if all of its are full.
-
-    A sequence at the end of a corpus may have fewer tokens.
-    """
-    data, seq = config.data, config.seq
-    weights = [1.0] if data.mix is None else parse_mix(data.mix).values()
-    held_out = sum(max(1, round(data.eval_sequences * weight)) for weight in weights)
-    return held_out * (seq // length) if length <= seq else held_out * seq // length
+    return sequences[:count]
 
 
 def _joined(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
