@@ -255,12 +255,7 @@ def _steps(study: Study, cell: Cell) -> int:
 
 
 def _density_words(study: Study, cell: Cell) -> list[str]:
-    """Return the settings of `fixed` that compute as many pairs as another cell.
-
-    Slashes and columns have the same share s of the pairs. They are drawn independently, so that
-    together they have 1 - (1 - s)^2. A column has on average a share of 1 / seq. Dense layers count
-    in a density, so the other layers share what is left.
-    """
+    """Return the settings of `fixed` that compute as many pairs as another cell."""
     variant = cell.variant
     if variant is None or not variant.density_of:
         return []
@@ -388,10 +383,7 @@ def compute(
 
 
 def _with_way_out(study: Study, cell: Cell, problems: Sequence[str]) -> list[str]:
-    """Return lines on what went wrong. If a file of the run is damaged, the last says what to do.
-
-    The trainer and `mtrain eval`, which found the damage, do not know how a study goes on.
-    """
+    """Return the problems, and what to do if a file of the run is damaged."""
     run = study.path(cell) / RUN
     files = tuple(f"{lead}{path}" for lead in ("", "--resume ") for path in (run, run.resolve()))
     lines = list(problems)

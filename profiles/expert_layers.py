@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain_cli.config.schema import ModelConfig
-from mtrain_cli.model.expert_tiles import ExpertExecution
+from mtrain_cli.model.expert_products import (
+    ExpertExecution,
+    grouped_rows,
+    grouped_rows_back,
+    grouped_sums,
+)
 from mtrain_cli.model.experts import MixtureOfExperts
-from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import RouterOptions, Routing
 
 ZIPF = 0.5  # the expert of rank r gets a share proportional to 1 / r^ZIPF

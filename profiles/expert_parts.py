@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli.model import expert_kernels
-from mtrain_cli.model.expert_tiles import by_place
+from mtrain_cli.model.expert_products import by_place, grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.experts import MixtureOfExperts, compute_experts
-from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
-from mtrain_cli.model.router_logits import router_logits
-from mtrain_cli.model.routing import Decision, choose, part_of
+from mtrain_cli.model.routing import Decision, choose, part_of, router_logits
 
 FORWARD, BACKWARD, INSTEAD = "forward", "backward", "instead"
 

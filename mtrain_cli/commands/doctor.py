@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def doctor(as_json: Json = False, check: Annotated[bool, flag("--check")] = False) -> None:
-    """Show devices, links and versions, and why each attention kernel is or is not usable.
+    """Show devices and versions, and why each attention kernel is or is not usable.
 
     [bold]Examples[/bold]
 
@@ -70,8 +70,6 @@ def _section(title: str, rows: Iterable[tuple[str, str | Text]], width: int = 14
 
 
 def _devices(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
-    from mtrain_cli.profiling.diagnosis import describe_links
-
     memory = f", {diagnosis.cpu_memory_gib:.0f} GiB" if diagnosis.cpu_memory_gib is not None else ""
     yield "cpu", f"{diagnosis.cpu_cores} cores{memory}, {diagnosis.system}"
     for gpu in diagnosis.gpus:
@@ -81,8 +79,6 @@ def _devices(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     if not diagnosis.gpus:
         no_cuda = "" if diagnosis.cuda else "; this torch is built without CUDA"
         yield "cuda", f"no GPU visible{no_cuda}"
-    for number, line in enumerate(describe_links(diagnosis.links)):
-        yield "" if number else "links", line
 
 
 def _versions(diagnosis: Diagnosis) -> Iterator[tuple[str, str | Text]]:

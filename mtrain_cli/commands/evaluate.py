@@ -22,7 +22,6 @@ from mtrain_cli.commands.options import (
     name_list,
     option,
     warn,
-    warn_of_unused_settings,
     with_options,
     writing,
 )
@@ -264,12 +263,10 @@ def run_evaluation(
     **options: Any,
 ) -> None:
     """Check everything, evaluate, and show the results."""
-    from mtrain_cli.config.unused_settings import unused_by_model
     from mtrain_cli.evaluation.other_kinds import find
     from mtrain_cli.inference.limits import longer_than_trained
 
     words = list(overrides or ())
-    warn_of_unused_settings(words)
     # Other evaluations and files of samples have lengths of their own.
     only_files = "ruler" in options and not options["ruler"].tasks
     lengths = [0] if find(kind) or only_files else token_lengths("--length", common.length)
@@ -306,7 +303,7 @@ def run_evaluation(
     )
     configs = tuple(source.config for source in sources.values())
     environment = resolve_environment(first.config)
-    lines = unused_by_model(words, configs)
+    lines: list[str] = []
     if line := longer_than_trained(first, max(lengths)):
         lines.append(f"--length {common.length}: {line}")
     tasks = None

@@ -112,7 +112,7 @@ def _configuration(
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan, data_elsewhere=data_elsewhere)
-    from mtrain_cli.config.optim_checks import keep_schedule
+    from mtrain_cli.config.validate import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
@@ -172,7 +172,7 @@ def _print_configuration(config: Config) -> None:
     from rich.text import Text
 
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.listing import annotated_yaml
+    from mtrain_cli.config.resolved_file import annotated_yaml
     from mtrain_cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -216,7 +216,6 @@ def _print_plan(
         config,
         config_dir,
         exchange=run_plan.exchange.name,
-        layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
     free = None if run_plan.hardware.absent else free_disk(config)
@@ -227,7 +226,7 @@ def _print_plan(
 
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
-    from mtrain_cli.config.data_checks import require_manifest
+    from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.data.open_dataset import require_columns
     from mtrain_cli.data.text_files import open_corpus
 

@@ -41,7 +41,7 @@ from mtrain_cli.launch.failures import RunError, not_written
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
-from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.sparsity.pattern import make_pattern
 from mtrain_cli.training.resolution import compute_dtype
 
 TARGET = "mtrain_cli.evaluation.runner:run"

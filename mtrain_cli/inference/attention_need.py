@@ -8,7 +8,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import CACHED_MASK_BYTES, MASK_BYTES, ROWS_PER_CALL, SdpaKernel
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.layout import Contiguous
-from mtrain_cli.training.index_memory import IndexShape
+from mtrain_cli.training.attention_memory import IndexShape
 from mtrain_cli.training.resolution import ResolvedRun
 
 # Temporary tensors of a CPU call, in bytes of its mask: the mask, comparisons, and what the index

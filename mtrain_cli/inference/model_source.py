@@ -16,11 +16,11 @@ from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.foreign_words import hub_hint
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import ConfigError, Names, setting
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import adapter_hint, no_such
-from mtrain_cli.config.tensor_parallel import require_degree_1
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of
@@ -189,9 +189,8 @@ def load_decoder(
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.model.huggingface import load_into
     from mtrain_cli.model.layer_execution import LayerExecution
-    from mtrain_cli.model.layer_parts import cut_layers
     from mtrain_cli.model.loss import LossOptions
-    from mtrain_cli.model.parallelize import execute_layers
+    from mtrain_cli.model.parallelize import cut_layers, execute_layers
 
     train = source.config.train
     loss = LossOptions(chunk_bytes=train.loss_chunk_mib << 20)

@@ -22,7 +22,7 @@ from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.parallel.collectives import all_gather
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange import make_chosen_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.cast_rows import largest_shares
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Layout, Placement
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import (
     Compute,
     Copy,
@@ -30,9 +29,8 @@ from mtrain_cli.parallel.program import (
     Wait,
     Whole,
 )
-from mtrain_cli.parallel.rates import Rates
 from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, INNER, OUTER, Schedule
-from mtrain_cli.parallel.traffic import Nodes, pairs_per_query
+from mtrain_cli.parallel.traffic import Nodes, Rates, pairs_per_query
 
 Clock = NDArray[np.float64]
 Work = dict[int | None, NDArray[np.floating]]  # FLOP by stage, [workers] each

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost

@@ -21,12 +21,9 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.cast_rows import too_many_to_count
-from mtrain_cli.parallel.layout import Balanced
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.layout import Balanced, Placement
 from mtrain_cli.parallel.traffic import count_traffic
-from mtrain_cli.sparsity.pattern import display_name
-from mtrain_cli.sparsity.pattern_registry import make_pattern
-from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
+from mtrain_cli.sparsity.pattern import computes_everything, display_name, make_pattern, remarks
 from mtrain_cli.training import initial_weights
 from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import causal_pairs

@@ -13,7 +13,7 @@ from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.parallel.traffic import Rates
 from mtrain_cli.step.interpreters import MessageCost, time, traffic
 from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
 from mtrain_cli.step.program import Message, Post

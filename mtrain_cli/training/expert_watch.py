@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.config.schema import MoeConfig
 from mtrain_cli.training.callback import Callback, FinishedStep
 
 _ALL = 0.999  # share of the tokens of a step that counts as all

@@ -236,10 +236,7 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
 
 
 def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
-    """Return how many of a worker's queries backward recomputes, starting with the first query.
-
-    sharing: number of ranks that share heads. Ranks that share heads count as one worker.
-    """
+    """Return how many of a worker's queries backward recomputes, starting with the first query."""
     unit = layout.unit if layout.unit > 1 else None
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
 
@@ -270,10 +267,7 @@ def recomputed_pair_share(
 
 @lru_cache(maxsize=64)
 def _pairs_of_first(early: int, layout: Layout, sharing: int, rule: MaskRule) -> int:
-    """Count the pairs of the first `early` tokens of every shard, summed over shards.
-
-    sharing: number of ranks that share heads. Such ranks hold one shard together.
-    """
+    """Count the pairs of the first `early` tokens of every shard, summed over shards."""
     joined = Joined.of(layout, sharing)
     first = np.concatenate([joined.positions(rank)[:early] for rank in range(joined.workers)])
     mask = rule.undivided(layout.seq, layout.seq)

@@ -14,8 +14,7 @@ from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_n
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
-from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.layout import Balanced, Layout, Placement, make_layout
 from mtrain_cli.parallel.traffic import LayerMasks, MovedRows, Nodes, Traffic, count_traffic
 
 # auto takes the balanced layout only if it costs less than this share of the other layout.
@@ -158,11 +157,7 @@ def _static_costs(
 def _costs(
     balancer: Balancer, dispatch: Dispatch, masks: LayerMasks, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
-    """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs.
-
-    dispatch: the balanced dispatch of ``masks``.
-    by_mask: whether only the rows that a mask needs move in ``layout``.
-    """
+    """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs."""
     inside = Placement(layout, balancer.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
     traffic = count_traffic(
@@ -178,10 +173,7 @@ def _costs(
 
 
 def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
-    """Return the traffic if every rank receives all shards, and each shard enters a node once.
-
-    rows: number of rows of a shard, summed over layers.
-    """
+    """Return the traffic if every rank receives all shards, and each shard enters a node once."""
     mates, others = nodes.per_node - 1, nodes.count - 1
     moved = (np.full(nodes.workers, rows * shards) for shards in (mates, mates * others, others))
     near, relayed, outer = (MovedRows(number, number) for number in moved)

@@ -6,8 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
-from mtrain_cli.parallel.pipeline_schedule import RECEIVE, SEND, Pipeline, in_flight
+from mtrain_cli.parallel.pipeline_schedule import (
+    RECEIVE,
+    SEND,
+    SENDS_IN_FLIGHT,
+    Pipeline,
+    in_flight,
+)
 from mtrain_cli.training.flops import Shape, root_shapes
 from mtrain_cli.training.stage_cut import stage_layers
 

@@ -339,11 +339,7 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
 
 
 def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
-    """Return the kind and name of each tensor that belongs to a parameter, by storage address.
-
-    Args:
-        names: name of each parameter, by `id` of the parameter.
-    """
+    """Return the kind and name of each tensor that belongs to a parameter, by storage address."""
     found: dict[int, tuple[str, str]] = {}
 
     def add(tensor: Any, kind: str, name: str) -> None:

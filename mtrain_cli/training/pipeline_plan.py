@@ -7,8 +7,7 @@ from functools import cached_property
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.pipeline_player import Played, TimedPipeline
-from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.parallel.pipeline_schedule import Pipeline, Played, TimedPipeline
 from mtrain_cli.training.flops import own_tiles
 from mtrain_cli.training.stage_cut import head_cost, layer_costs, stage_layers
 

@@ -10,7 +10,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.step.interpreters import traffic
 from mtrain_cli.step.layer import layers
 from mtrain_cli.step.program import Message

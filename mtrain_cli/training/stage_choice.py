@@ -11,10 +11,9 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.rates import Rates
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.parallel.stage_prices import attention_seconds
+from mtrain_cli.parallel.traffic import Rates
 from mtrain_cli.training.layout_choice import LayoutChoice
 
 # auto takes more than one stage only if attention then takes less than this share of its time.

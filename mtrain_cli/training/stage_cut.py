@@ -99,10 +99,7 @@ def cut(costs: Sequence[float], head: float, stages: int) -> tuple[int, ...]:
 
 
 def _fewest(sums: Sequence[float], head: float, most: float) -> list[int]:
-    """Return, for each layer, how few stages hold it and all later ones at a cost of ``most``.
-
-    sums: cost of the layers before each layer, and of all layers.
-    """
+    """Return, for each layer, how few stages hold it and all later ones at a cost of ``most``."""
     layers = len(sums) - 1
     fewest = [layers + 1] * (layers + 1)  # without a layer, the head has no stage
     for begin in reversed(range(layers)):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mtrain_cli.launch import progress_record
 from mtrain_cli.model.decoder import Attend
-from mtrain_cli.parallel import parameter_shards, profiler_labels
+from mtrain_cli.parallel import profiler_labels, tensor_group
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.fsdp import begin_micro_batch
@@ -136,7 +136,7 @@ class Step:
         else:
             loss = worker.stage.forward_backward(decoder, batches, attends, valid, self.recorder)
         if worker.tensor is not None:
-            parameter_shards.sum_copied_gradients(decoder.parameters(), worker.tensor)
+            tensor_group.sum_copied_gradients(decoder.parameters(), worker.tensor)
         return loss
 
     def _forward_backward(

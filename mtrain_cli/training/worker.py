@@ -12,8 +12,7 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.activation_offload import ActivationOffload
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.expert_group import make_expert_group
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.tensor_group import make_tensor_group

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from mtrain_cli.attention import cupy_kernels
-from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable, cupy_unsupported_reason
+from mtrain_cli.attention import partials
+from mtrain_cli.attention.partials import cuda_kernels_usable, cupy_unsupported_reason
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def fresh() -> Iterator[None]:
 
 def install(monkeypatch: pytest.MonkeyPatch, check) -> None:
     """Pretend that CuPy is installed and that ``check`` compiles the smallest kernel."""
-    monkeypatch.setattr(cupy_kernels.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(partials.importlib.util, "find_spec", lambda name: name)
     module = ModuleType("nvrtc")
     if check is not None:
         module.check = check  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def install(monkeypatch: pytest.MonkeyPatch, check) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(cupy_kernels.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(partials.importlib.util, "find_spec", lambda _: None)
     assert cupy_unsupported_reason() == "CuPy is not installed"
 
 

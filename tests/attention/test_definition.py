@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.attention import definition
+from mtrain_cli.attention import reference
 
 SCALE = 0.3
 
@@ -26,21 +26,21 @@ def test_output_and_gradients_equal_a_masked_softmax():
     p = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~seen, 0.0)
     want = p @ leaves[2]
     want.backward(dout)
-    out, lse = definition.forward(q, k, v, seen, SCALE)
+    out, lse = reference.forward(q, k, v, seen, SCALE)
     torch.testing.assert_close(out, want.detach())
     torch.testing.assert_close(lse, scores.detach().logsumexp(-1))
     delta = (out * dout).sum(-1)
-    gradients = definition.backward(dout, q, k, v, lse, delta, seen, SCALE)
+    gradients = reference.backward(dout, q, k, v, lse, delta, seen, SCALE)
     for got, leaf in zip(gradients, leaves, strict=True):
         torch.testing.assert_close(got, leaf.grad)
 
 
 def test_a_query_without_keys_has_output_0_and_lse_minus_infinity():
     dout, q, k, v, seen = problem()
-    out, lse = definition.forward(q, k, v, seen, SCALE)
+    out, lse = reference.forward(q, k, v, seen, SCALE)
     assert (out[:, :, 1] == 0).all()
     assert torch.isneginf(lse[:, :, 1]).all()
-    dq, dk, dv = definition.backward(dout, q, k, v, lse, (out * dout).sum(-1), seen, SCALE)
+    dq, dk, dv = reference.backward(dout, q, k, v, lse, (out * dout).sum(-1), seen, SCALE)
     assert (dq[:, :, 1] == 0).all()
     assert all(t.isfinite().all() for t in (dq, dk, dv))
 
@@ -48,11 +48,11 @@ def test_a_query_without_keys_has_output_0_and_lse_minus_infinity():
 def test_gradients_of_two_sets_of_keys_add_up_under_the_lse_of_both():
     """A worker sees some of the keys, and takes lse and delta over all of them."""
     dout, q, k, v, seen = problem()
-    out, lse = definition.forward(q, k, v, seen, SCALE)
+    out, lse = reference.forward(q, k, v, seen, SCALE)
     delta = (out * dout).sum(-1)
-    dq, dk, dv = definition.backward(dout, q, k, v, lse, delta, seen, SCALE)
+    dq, dk, dv = reference.backward(dout, q, k, v, lse, delta, seen, SCALE)
     parts = [
-        definition.backward(
+        reference.backward(
             dout, q, k[:, :, keys], v[:, :, keys], lse, delta, seen[..., keys], SCALE
         )
         for keys in (slice(0, 2), slice(2, 5))

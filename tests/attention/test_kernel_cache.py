@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain_cli.attention import flash4, kernel_cache
-from mtrain_cli.attention.kernel_cache import ENABLED, FOLDER, persistent_kernel_cache
+from mtrain_cli.attention import flash4
+from mtrain_cli.attention.flash4 import ENABLED, FOLDER, persistent_kernel_cache
 
 DENSE = "mtrain_cli.kernels.flash4.dense"
 
@@ -23,7 +23,7 @@ def user_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv(ENABLED, raising=False)
     monkeypatch.delenv(FOLDER, raising=False)
-    kernel_cache._usable.cache_clear()
+    flash4._usable.cache_clear()
     return tmp_path / f"mtrain-{os.getuid()}"
 
 
@@ -49,22 +49,22 @@ def test_the_cache_is_a_private_folder_of_the_user(user_folder):
     os.close(other)
 
 
-@pytest.mark.parametrize("changed", ["masks", *kernel_cache._COMPILERS, "cuda", "gpu"])
+@pytest.mark.parametrize("changed", ["masks", *flash4._COMPILERS, "cuda", "gpu"])
 def test_every_input_of_compilation_changes_the_folder(user_folder, monkeypatch, changed):
     first = cache_in_use()
     assert first is not None
-    version = kernel_cache._version
+    version = flash4._version
     if changed == "masks":
         (user_folder / "flash4").mkdir()
         (user_folder / "flash4/dense.py").write_text("masks")
-        monkeypatch.setattr(kernel_cache, "resource_dir", lambda name: user_folder)  # noqa: ARG005
+        monkeypatch.setattr(flash4, "resource_dir", lambda name: user_folder)  # noqa: ARG005
     elif changed == "cuda":
         monkeypatch.setattr(torch.version, "cuda", "99")
     elif changed == "gpu":
-        monkeypatch.setattr(kernel_cache, "_gpu", lambda: ["NVIDIA B200", "10.0", "148"])
+        monkeypatch.setattr(flash4, "_gpu", lambda: ["NVIDIA B200", "10.0", "148"])
     else:
         monkeypatch.setattr(
-            kernel_cache,
+            flash4,
             "_version",
             lambda package: "99" if package == changed else version(package),
         )

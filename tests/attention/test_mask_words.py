@@ -7,17 +7,17 @@ import pytest
 import torch
 from attention.dense_problems import random_slices
 
-from mtrain_cli.attention import mask_words as module
-from mtrain_cli.attention.block_lists import block_flags
-from mtrain_cli.attention.mask import KeySpans, SequenceMask
-from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.attention.mask_words import (
+from mtrain_cli.attention import block_lists as module
+from mtrain_cli.attention.block_lists import (
     BLOCK,
+    block_flags,
     mask_words,
     most_partial_blocks,
     word_and_bit,
     word_bytes,
 )
+from mtrain_cli.attention.mask import KeySpans, SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MASKS
 

@@ -15,7 +15,6 @@ from mtrain_cli.profiling import diagnosis
 from mtrain_cli.profiling.diagnosis import (
     CheckResult,
     DetectedGpu,
-    DetectedLink,
     KernelState,
     diagnose,
 )
@@ -66,7 +65,7 @@ def test_a_missing_package_is_shown_with_its_extra(monkeypatch):
     assert printed.count("not installed") == 1
 
 
-def test_gpus_links_and_reasons_are_shown(here):
+def test_gpus_and_reasons_are_shown(here):
     gpus = [DetectedGpu(index, "NVIDIA H200", 139.8, 120.2, (9, 0)) for index in range(2)]
     kernels = [
         KernelState("flash4", "cuda", "bfloat16", "flash-attn-4 is not installed"),
@@ -77,13 +76,11 @@ def test_gpus_links_and_reasons_are_shown(here):
         replace(
             here,
             gpus=gpus,
-            links=[DetectedLink(0, 1, "NV18"), DetectedLink(1, 0, "NV18")],
             kernels=kernels,
             checks=checks,
         )
     )
     assert "cuda:1          NVIDIA H200, 140 GiB (120 free), compute capability 9.0" in printed
-    assert "NVLink, 18 links (every pair)" in printed
     assert "no: flash-attn-4 is not installed" in printed
     assert "FAILED  no answer" in printed
 

@@ -342,9 +342,7 @@ def test_one_warmup_step_is_enough(tmp_path):
     assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
 
 
-def test_json_without_trace_records_a_sparse_step_after_dense_ones(
-    tmp_path,
-):
+def test_json_without_trace_records_a_sparse_step_after_dense_ones(tmp_path):
     words = [*SMALL, *SPARSE, "sparsity.dense_steps=2 topology.workers=1 model.num_layers=1"]
     result = run(tmp_path, "--json --no-trace", *words)
     assert result.returncode == 0, result.stderr

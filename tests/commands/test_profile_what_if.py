@@ -90,10 +90,7 @@ def test_json_matches_the_table(tmp_path):
             ["--pattern mobo"],
             "--pattern mobo: no such pattern (did you mean moba?); allowed: vertical_slash, moba",
         ),
-        (
-            ["--workers 8,x"],
-            "--workers 8,x: x is not a number; give items such as 8,32",
-        ),
+        (["--workers 8,x"], "--workers 8,x: x is not a number; give items such as 8,32"),
         (["--workers 8,"], "--workers 8,: an empty item is not a number"),
         (["--workers 0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
         (

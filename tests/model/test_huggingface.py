@@ -29,9 +29,9 @@ from mtrain_cli.model.huggingface import (
     HuggingFaceFolder,
     load_into,
     parameter_shapes,
+    whole,
     write_folder,
 )
-from mtrain_cli.model.stored_tensors import whole
 from mtrain_cli.model.tokenizer_files import of_folder
 
 
@@ -60,8 +60,9 @@ def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
     (folder / SUMS).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
+@pytest.mark.parametrize(
+    ("dtype", "max_file_bytes"), [(torch.float32, 40_000), (torch.bfloat16, 10**9)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_keeps_every_bit_and_transformers_opens_it(
     tmp_path, family, max_file_bytes, dtype
@@ -207,11 +208,6 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
             "tie_word_embeddings=1: must be true or false"),
         (
             lambda f: edit_config(f, rope_parameters=None,
-                rope_scaling={"type": "yarn", "factor": 2.0, "truncate": False}),
-            "truncate=false is not",
-        ),
-        (
-            lambda f: edit_config(f, rope_parameters=None,
                 rope_scaling={"type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": 2}),
             "mscale",
         ),
@@ -320,28 +316,6 @@ def test_many_problems_are_cut_short(tmp_path):
         HuggingFaceFolder(tmp_path / "hf")
     assert len(caught.value.problems) == 9
     assert caught.value.problems[-1].startswith("... and ")
-
-
-@pytest.mark.parametrize(
-    ("family", "key", "size"),
-    [
-        ("qwen2", "hidden_size", 40),
-        ("qwen2", "num_hidden_layers", 3),
-        ("qwen3_moe", "num_experts", 6),
-        ("qwen3_moe", "moe_intermediate_size", 24),
-        ("mixtral", "num_local_experts", 6),
-        ("mixtral", "intermediate_size", 56),
-    ],
-)
-def test_a_wrong_size_in_config_json_is_one_line(tmp_path, family, key, size):
-    export(tmp_path / "hf", tiny_model(family))
-    edit_config(tmp_path / "hf", **{key: 2 * size})
-    with pytest.raises(ConfigError) as caught:
-        HuggingFaceFolder(tmp_path / "hf")
-    config = tmp_path / "hf" / "config.json"
-    assert list(caught.value.problems) == [
-        f"{config}: {key}={2 * size}: the tensors of this folder have {size}"
-    ]
 
 
 def test_a_stored_tied_head_and_stored_frequencies_are_ignored(tmp_path):

@@ -65,9 +65,7 @@ def test_gradcheck_in_float64(recompute, z_loss):
     assert torch.autograd.gradcheck(total, (x, weight))
 
 
-def test_only_a_gradient_in_the_logits_dtype_is_formed_in_place(
-    monkeypatch,
-):
+def test_only_a_gradient_in_the_logits_dtype_is_formed_in_place(monkeypatch):
     compiled = []
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: compiled.append(function) or function
@@ -122,8 +120,7 @@ def test_recomputed_gradients_equal_those_formed_in_forward():
         x, weight, labels = problem(dtype)
         results = [
             torch.autograd.grad(
-                loss_of(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again),
-                (x, weight),
+                loss_of(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again), (x, weight)
             )
             for again in (False, True)
         ]

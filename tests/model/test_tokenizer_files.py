@@ -109,9 +109,7 @@ def test_the_folder_decides_the_end_token(tmp_path: Path) -> None:
     }
 
 
-def test_the_documents_end_token_takes_precedence_over_unknown_ids(
-    tmp_path: Path,
-) -> None:
+def test_the_documents_end_token_takes_precedence_over_unknown_ids(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"type": "BPE", "vocab": {"<|endoftext|>": 0}}})
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from mtrain_cli.parallel import arrangements
-from mtrain_cli.parallel.arrangements import Arrange, ArrangePart, ArrangeShards
+from mtrain_cli.parallel import operations
 from mtrain_cli.parallel.buffers import Buffer
+from mtrain_cli.parallel.operations import Arrange, ArrangePart, ArrangeShards
 from mtrain_cli.parallel.program import Copy, Post, Program, ShardSizes, Wait
 
 Copying = TypeVar("Copying", bound=Copy)
 ARRANGEMENTS = {
     kind
-    for kind in vars(arrangements).values()
+    for kind in vars(operations).values()
     if isinstance(kind, type) and issubclass(kind, Arrange)
 } - {Arrange, ArrangePart, ArrangeShards}
 SIZES = ShardSizes(tokens=64, heads=48, kv_heads=24, head_dim=8, dtype_bytes=2)

@@ -7,10 +7,10 @@ from itertools import product
 from parallel.programs import ARRANGEMENTS
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.arrangements import Arrange
 from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.operations import Arrange
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import make_schedule
 
 
 def test_programs_use_every_arrangement():

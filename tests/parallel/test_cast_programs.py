@@ -7,12 +7,10 @@ from fractions import Fraction
 
 from parallel.programs import FEW, copies
 
-from mtrain_cli.parallel.arrangements import MergeRows, OwnRows, SplitRows
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import ReduceRows
-from mtrain_cli.parallel.schedule import DKV, KV, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.operations import MergeRows, OwnRows, ReduceRows, SplitRows
+from mtrain_cli.parallel.schedule import DKV, KV, ScheduleOptions, make_schedule
 
 # A rank sends and receives half as many rows as it has in the first cast, 3 times as many in the
 # second.

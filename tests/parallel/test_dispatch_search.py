@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from parallel.mask_samples import local_mask, random_mask
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.dispatch_search import (
+from mtrain_cli.parallel.dispatch import (
     Assignment,
-    BlockPrices,
     ChunkWork,
+    RowPrices,
     _by_node,
     best_assignment,
     seeds,
@@ -46,7 +46,7 @@ class Problem:
         ]
         self.layers = rng.integers(1, 3, len(self.masks)).tolist()
         self.row_prices = rng.integers(0, padded // 2 + 1, 2).tolist()
-        self.prices = BlockPrices(*(BLOCK * price for price in self.row_prices))
+        self.prices = RowPrices(*(BLOCK * price for price in self.row_prices))
         held = np.repeat(np.eye(self.chunks, dtype=bool), self.chunk // BLOCK, axis=1)
         self.work = ChunkWork(
             pairs_per_query(self.masks, self.layers).reshape(self.chunks, self.chunk).sum(1),
@@ -159,7 +159,7 @@ def test_nodes_cost_at_most_the_best_seed_of_nodes(problem):
     merged, single = problem.work.merged(nodes.per_node), Nodes(nodes.count, nodes.count)
 
     def cost(of_node: np.ndarray) -> int:
-        price = BlockPrices(prices.outer, 0)
+        price = RowPrices(prices.outer, 0)
         return int(Assignment(merged, of_node, single, price).cost.max())
 
     seeded = [cost(of_node) for _, of_node in seeds(merged.pairs, nodes.count)]
@@ -169,7 +169,7 @@ def test_nodes_cost_at_most_the_best_seed_of_nodes(problem):
 @settings(max_examples=60, deadline=None)
 @given(problems)
 def test_the_result_costs_at_most_the_best_seed(problem):
-    _, found = best_assignment(problem.work, problem.nodes, problem.prices, 100)
+    found = best_assignment(problem.work, problem.nodes, problem.prices, 100)
     seeded = [
         max(problem.counted(owner)) for _, owner in seeds(problem.work.pairs, problem.nodes.workers)
     ]
@@ -180,7 +180,7 @@ def test_the_result_costs_at_most_the_best_seed(problem):
 
 def test_no_swap_is_made_beyond_the_limit():
     problem = Problem(3, 4, 4)
-    _, found = best_assignment(problem.work, problem.nodes, problem.prices, 0)
+    found = best_assignment(problem.work, problem.nodes, problem.prices, 0)
     assert found.swaps == 0
 
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange, make_exchange
+from mtrain_cli.parallel.exchange import make_chosen_exchange, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 
 GROUP = ContextGroup(2, tuple(range(8)), per_node=4, heads=2)
 

@@ -16,21 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.arrangements import Arrange, Order, Shards
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Exchange, ShardTiles
-from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.executor import Executor
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.exchange import Exchange, ShardTiles, make_exchange
+from mtrain_cli.parallel.executor import Executor, RunningAttention
+from mtrain_cli.parallel.layout import Placement, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.operations import Arrange, Order, Shards
 from mtrain_cli.parallel.program import Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.running_attention import RunningAttention
-from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, COLUMNS = 4, 256, 8, 4, 16, 6

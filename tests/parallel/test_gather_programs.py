@@ -9,14 +9,13 @@ import torch
 from parallel.programs import FEW, copies
 from training.allocations import LiveBytes
 
-from mtrain_cli.parallel.arrangements import AddHeads, Cut, Join, Shards
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.layout import Joined, make_layout
 from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.operations import AddHeads, Cut, Join, Shards
 from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 
 
 @pytest.mark.parametrize("name", ["all_gather", "hierarchical_all_gather"])

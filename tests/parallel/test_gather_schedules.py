@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtrain_cli.parallel.head_parts import (
+from mtrain_cli.parallel.wide_copy import (
     concatenate,
     part_of_heads,
     split_heads,

@@ -14,8 +14,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.mesh import SHARD, TENSOR, make_parameter_mesh
-from mtrain_cli.parallel.parameter_shards import copies, own_region, sum_copied_gradients
-from mtrain_cli.parallel.tensor_group import make_tensor_group
+from mtrain_cli.parallel.tensor_group import (
+    copies,
+    make_tensor_group,
+    own_region,
+    sum_copied_gradients,
+)
 
 SHAPES = {"by_output": (10, 3), "by_input": (5, 8), "copied": (7,)}
 KINDS = {"by_output": Shard(0), "by_input": Shard(1), "copied": Replicate()}

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_cli.parallel.pipeline_player import ScheduleError, play
-from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, RECEIVE, SEND, Pipeline
+from mtrain_cli.parallel.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE,
+    SEND,
+    Pipeline,
+    ScheduleError,
+    play,
+)
 
 
 def schedules(most_stages: int) -> list[Pipeline]:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.parallel.layout import Balanced, make_layout
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.layout import Balanced, Placement, make_layout
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.parallel.query_message import QueryMessage
+from mtrain_cli.parallel.executor import QueryMessage
 
 
 def test_parts_of_a_message_start_at_multiples_of_256_bytes():

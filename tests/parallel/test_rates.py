@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mtrain_cli.config.cluster import Constant, load_cluster
-from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.parallel.traffic import Rates
 
 
 def test_the_rates_are_those_of_the_clusters_file():

@@ -8,14 +8,12 @@ import pytest
 from parallel.programs import FEW, SIZES, copies
 
 from mtrain_cli.parallel import buffers, schedule
-from mtrain_cli.parallel.arrangements import Delta
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import AddColumns, Merge, Reduce
+from mtrain_cli.parallel.operations import AddColumns, Delta, Merge, Reduce
 from mtrain_cli.parallel.program import Begin, Shard, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer, make_schedule
 
 
 def test_a_ring_of_keys_step_by_step():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from parallel.test_schedule import crosses_nodes
 
-from mtrain_cli.parallel.schedule import DKV, DQ, KV, QUERIES, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import DKV, DQ, KV, QUERIES, ScheduleOptions, make_schedule
 
 
 @pytest.mark.parametrize("workers", [2, 7])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.parallel.running_attention import RunningAttention
+from mtrain_cli.parallel.executor import RunningAttention
 
 
 def test_partial_outputs_in_bfloat16_are_merged_in_float32():

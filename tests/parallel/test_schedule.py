@@ -20,8 +20,8 @@ from mtrain_cli.parallel.schedule import (
     ScheduleOptions,
     ScheduleStep,
     Transfer,
+    make_schedule,
 )
-from mtrain_cli.parallel.schedule_registry import make_schedule
 
 SIZES = [
     (1, 1),

@@ -9,13 +9,11 @@ import pytest
 from parallel.programs import FEW, copies
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import AddDq, MergeStage, OwnRows, SplitRows
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import ReduceRows
+from mtrain_cli.parallel.operations import AddDq, MergeStage, OwnRows, ReduceRows, SplitRows
 from mtrain_cli.parallel.program import Compute, Post, Program, Shard, Stage, Wait
-from mtrain_cli.parallel.schedule import DKV, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import DKV, ScheduleOptions, make_schedule
 
 # By cast, the rows that a rank sends and receives, divided by its own 320 elements.
 CASTS = replace(FEW, casts=tuple((Fraction(n), Fraction(n)) for n in (1, 2, 3)))

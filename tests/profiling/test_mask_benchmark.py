@@ -9,7 +9,13 @@ from attention.mask_definitions import predicate as definition
 
 from mtrain_cli.profiling import kernel_benchmark, mask_benchmark
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
-from mtrain_cli.profiling.mask_benchmark import MASKS, documents, make_mask, profile_masks
+from mtrain_cli.profiling.mask_benchmark import (
+    MASKS,
+    FlexAttention,
+    documents,
+    make_mask,
+    profile_masks,
+)
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16)
 
@@ -111,3 +117,13 @@ def test_without_flex_auto_is_timed_and_has_no_ratio(monkeypatch):
     assert (time.kernel, time.intervals, time.forward_ratio) == ("sdpa", 2, None)
     assert time.forward_ms > 0
     assert time.backward_ms is not None
+
+
+def test_flex_attention_computes_the_pairs_of_its_predicate(monkeypatch):
+    compiled: list = []
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call) or call)
+    attend = FlexAttention.make(lambda b, h, q, k: q - k == 1, 5, "cpu")  # noqa: ARG005
+    assert [call.__name__ for call in compiled] == ["flex_attention"]
+    q, k, v = (torch.randn(1, heads, 5, 16) for heads in (6, 2, 2))
+    values = v.repeat_interleave(3, 1)
+    torch.testing.assert_close(attend(q, k, v)[:, :, 1:], values[:, :, :-1])

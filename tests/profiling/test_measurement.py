@@ -11,18 +11,13 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.profiling import measurement
-from mtrain_cli.profiling.measurement import (
-    Bench,
-    MeasurementPlan,
-    MeasurementProgress,
-    rotated,
-)
+from mtrain_cli.profiling.measurement import Bench, MeasurementPlan, MeasurementProgress, rotated
 
 
 def test_a_saved_plan_is_loaded_with_its_cases_in_order(tmp_path):
     seqs = (512, 256, 1024)
     cases = [(f"case of {seq}", compose([f"seq={seq}"])) for seq in seqs]
-    plan = MeasurementPlan("attention", cases, samples=3, warmup=2, every=4, peer=True, quiet=True)
+    plan = MeasurementPlan("attention", cases, samples=3, warmup=2, every=4, quiet=True)
     plan.save(RunDir(tmp_path))
     assert MeasurementPlan.load(RunDir(tmp_path)) == plan
 

@@ -18,8 +18,8 @@ from mtrain_cli.profiling import non_attention_benchmark as measuring
 from mtrain_cli.profiling.non_attention_benchmark import (
     NonAttentionTime,
     profile_non_attention,
-    result_file,
 )
+from mtrain_cli.profiling.timing import save_times
 from mtrain_cli.simulation.calibration import (
     LOSS,
     NonAttentionPoint,
@@ -174,7 +174,7 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
         )
         for n in (100, 200, 400)
     ]
-    result_file(configs[0], "cpu").save(path, times, "mtrain profile non-attention")
+    save_times(path, times, "mtrain profile non-attention", **measuring.about(configs[0], "cpu"))
     found = load_calibration(path)
     assert found.curves == ()
     assert found.non_attention is not None

@@ -119,13 +119,7 @@ def test_repeated_steps_are_recorded_once_and_other_workers_are_another_case(tmp
     frame = recorded.frame()
     assert {
         (case, iteration) for case, iteration in zip(frame.case, frame.iteration, strict=True)
-    } == {
-        (0, 1),
-        (0, 2),
-        (0, 3),
-        (1, 4),
-        (1, 5),
-    }
+    } == {(0, 1), (0, 2), (0, 3), (1, 4), (1, 5)}
     assert [case["workers"] for case in recorded.summary["cases"]] == [2, 3]
     assert [case["label"] for case in recorded.summary["cases"]] == [
         "dense striped ring",

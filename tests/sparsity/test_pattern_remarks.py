@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.sparsity.pattern_remarks import remarks
+from mtrain_cli.sparsity.pattern import remarks
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
 from mtrain_cli.training.planning import make_plan

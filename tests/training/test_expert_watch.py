@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.config.schema import MoeConfig
 from mtrain_cli.training.callback import FinishedStep
 from mtrain_cli.training.expert_watch import ExpertWatch
 

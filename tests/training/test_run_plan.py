@@ -10,8 +10,7 @@ import yaml
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.training.flops import causal_pairs, training_flops
 from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.memory import GIB

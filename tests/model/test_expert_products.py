@@ -1,4 +1,4 @@
-"""Experts in chunks of tokens give the results of one chunk, and need less memory."""
+"""The experts of one worker: grouped products, chunks of tokens, and fused operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from moe_models import make_module, moe_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from mtrain_cli.model.expert_tiles import ExpertExecution, WeightGradients
+from mtrain_cli.model import expert_products
+from mtrain_cli.model.expert_products import (
+    ExpertExecution,
+    WeightGradients,
+    grouped_rows,
+    grouped_rows_back,
+    grouped_sums,
+)
 from mtrain_cli.model.experts import compute_experts
 from mtrain_cli.model.routing import Decision, decide_alone
 
@@ -153,3 +160,134 @@ def test_bounds_split_the_tokens_evenly():
         assert (bounds[0], bounds[-1]) == (0, 10)
         assert {end - begin for begin, end in pairwise(bounds)} <= {10, 3, 4, 1}
         assert len(bounds) == min(chunks, 10) + 1
+
+
+@pytest.fixture
+def rows_behind_the_last_group(monkeypatch):
+    """Fill them with NaN, as a grouped product on a GPU may."""
+    product = expert_products.grouped_rows_back
+
+    def poisoned(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        result = product(rows, weights, ends)
+        result[int(ends[-1]) :] = torch.nan
+        return result
+
+    monkeypatch.setattr(expert_products, "grouped_rows_back", poisoned)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(expert_products, "_compiled", lambda function: function)
+
+
+def decision_with_drops(tokens: int, beyond: int) -> Decision:
+    """Return a decision with an empty expert, and with pairs beyond the capacity."""
+    chosen = torch.rand(tokens, EXPERTS - 1, generator=torch.Generator().manual_seed(3)).topk(2)
+    found = decide_alone(chosen.indices, EXPERTS)
+    return found._replace(ends_E=found.ends_E.clamp(max=2 * tokens - beyond))
+
+
+def computed_by(dtype: torch.dtype, beyond: int = 5, **options: Any) -> dict[str, torch.Tensor]:
+    """Return output and gradients of the experts of some tokens."""
+    module = make_module(moe_model()).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    x, grad, scores = (torch.randn(TOKENS, n, generator=generator).to(dtype) for n in (40, 40, 2))
+    inputs = x, scores.to(torch.promote_types(dtype, torch.float32))
+    for each in inputs:
+        each.requires_grad_()
+    options = {"bounds": [0, TOKENS], "recompute": False, "inputs_only": False} | options
+    out = compute_experts(*inputs, module.experts, decision_with_drops(TOKENS, beyond), **options)
+    out.backward(grad)
+    weights = module.experts.gate_up.grad, module.experts.down.grad
+    found = (out.detach(), *(each.grad for each in inputs), *weights)
+    return dict(zip(NAMES, found, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [[0, TOKENS], [0, 8, 15, TOKENS]])
+@pytest.mark.parametrize("beyond", [0, 5, 2 * TOKENS])
+@pytest.mark.usefixtures("uncompiled", "rows_behind_the_last_group")
+def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond):
+    for recompute in (False, True):
+        options = {"beyond": beyond, "bounds": bounds, "recompute": recompute}
+        expected, found = (
+            computed_by(torch.float64, compile=each, **options) for each in (False, True)
+        )
+        for name in NAMES:
+            assert expected[name].isfinite().all(), name
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_compiled_operations_in_bfloat16_are_as_close_as_separate_ones():
+    exact, apart, fused = (
+        computed_by(dtype, compile=fused)
+        for dtype, fused in (
+            (torch.float64, False),
+            (torch.bfloat16, False),
+            (torch.bfloat16, True),
+        )
+    )
+    for name in NAMES:
+        errors = [float((each[name].double() - exact[name]).norm()) for each in (apart, fused)]
+        assert errors[1] < 1.2 * errors[0], name
+
+
+ENDS = torch.tensor([3, 3, 10, 12], dtype=torch.int32)  # the second group is empty
+
+
+def problem(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (15, 8), (15, 16), (4, 16, 8)
+    return tuple(torch.randn(s, generator=generator).to(dtype) for s in sizes)
+
+
+COMPUTED = 12  # rows before the end of the last group
+
+
+def by_loop(rows_SA, rows_SB, weights_EBA) -> tuple[torch.Tensor, ...]:
+    forward = torch.zeros(COMPUTED, 16).to(rows_SA)
+    back = torch.zeros(COMPUTED, 8).to(rows_SA)
+    sums = torch.zeros_like(weights_EBA)
+    for e, (begin, end) in enumerate([(0, 3), (3, 3), (3, 10), (10, 12)]):
+        for s in range(begin, end):
+            forward[s] = weights_EBA[e] @ rows_SA[s]
+            back[s] = rows_SB[s] @ weights_EBA[e]
+            sums[e] += torch.outer(rows_SB[s], rows_SA[s])
+    return forward, back, sums
+
+
+def found(rows_SA, rows_SB, weights_EBA) -> tuple[torch.Tensor, ...]:
+    return (
+        grouped_rows(rows_SA, weights_EBA, ENDS)[:COMPUTED],
+        grouped_rows_back(rows_SB, weights_EBA, ENDS)[:COMPUTED],
+        grouped_sums(rows_SB, rows_SA, ENDS),
+    )
+
+
+def test_products_are_those_of_each_row():
+    given = problem(torch.float64)
+    torch.testing.assert_close(found(*given), by_loop(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pytorch_gives_the_same_on_a_cpu_too(dtype, monkeypatch):
+    given = problem(dtype)
+    expected = found(*given)
+    try:
+        torch._grouped_mm(given[0], given[2].transpose(1, 2), offs=ENDS)
+    except RuntimeError as error:
+        pytest.skip(f"this PyTorch has none on a CPU: {error}")
+    monkeypatch.setattr(expert_products, "_runs_grouped", lambda *_: True)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found(*given), expected, **tolerance)
+
+
+def test_no_rows_give_no_rows_and_zero_sums():
+    """On a GPU, too, a worker that receives no row must not call PyTorch's product."""
+    rows_SA, rows_SB, weights_EBA = problem(torch.float32)
+    ends = torch.zeros_like(ENDS)
+    assert grouped_rows(rows_SA[:0], weights_EBA, ends).shape == (0, 16)
+    assert grouped_rows_back(rows_SB[:0], weights_EBA, ends).shape == (0, 8)
+    sums = grouped_sums(rows_SB[:0], rows_SA[:0], ends)
+    assert sums.shape == weights_EBA.shape
+    assert not sums.any()
