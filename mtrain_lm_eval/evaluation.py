@@ -51,9 +51,8 @@ class LmEval(OtherKind):
     def adapter(self, engine: Engine, codec: TextCodec, source: ModelSource, beyond: bool) -> LM:
         """Return an open model for `lm_eval.simple_evaluate`.
 
-        Raises:
-            ConfigError: lm-eval is missing, or the model has no tokenizer, or it sees the tokens
-                that it predicts.
+        Raises ConfigError if lm-eval is missing, or the model has no tokenizer, or it sees the
+        tokens that it predicts.
         """
         try:
             from mtrain_lm_eval.model import HarnessModel

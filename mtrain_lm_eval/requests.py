@@ -43,8 +43,7 @@ class Continuing:
     def of(settings: Mapping[str, Any]) -> Continuing:
         """Return what the generation settings of a task mean.
 
-        Raises:
-            ConfigError: mtrain does not know a setting, or a value is wrong.
+        Raises ConfigError if mtrain does not know a setting, or a value is wrong.
         """
         for key, value in settings.items():
             if key not in _KNOWN:

@@ -113,10 +113,8 @@ class HarnessRunner(Evaluation):
     def run(self) -> None:
         """Evaluate all settings.
 
-        Raises:
-            StoppedError: the user asked to stop.
-            ConfigError: lm-eval or a task refuses to run, weights cannot be loaded, or the folder
-                has results of another model.
+        Raises StoppedError if the user asked to stop. Raises ConfigError if lm-eval or a task
+        refuses to run, weights cannot be loaded, or the folder has results of another model.
         """
         if not self.first:
             while (call := share(None)[0]) is not None:
@@ -185,8 +183,7 @@ class HarnessRunner(Evaluation):
     def call(self, setting: int, kind: str, *arguments: Any) -> Any:
         """Compute a call on all workers. Only the first worker makes calls.
 
-        Raises:
-            StoppedError: the user asked to stop.
+        Raises StoppedError if the user asked to stop.
         """
         self._waiting = False  # if this fails, it fails on all workers
         if self.stop():
@@ -269,11 +266,7 @@ class _KeptAnswers:
 
 
 def load_tasks(request: EvaluationRequest) -> HarnessTasks:
-    """Load the tasks of a request.
-
-    Raises:
-        ConfigError: as in `HarnessTasks.load`.
-    """
+    """Load the tasks of a request. Raises ConfigError as in `HarnessTasks.load`."""
     options, samples = request.lm_eval, request.samples or None
     return HarnessTasks.load(options.tasks, options.include_path, options.num_fewshot, samples)
 

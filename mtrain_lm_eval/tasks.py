@@ -43,12 +43,9 @@ class HarnessTasks:
     ) -> HarnessTasks:
         """Load tasks by name, with their data.
 
-        Args:
-            folder: folder with further tasks, as YAML files.
-            shots: solved examples before each question; None for what each task prescribes.
-
-        Raises:
-            ConfigError: lm-eval is missing, there is no such task, or its data cannot be read.
+        folder: folder with further tasks, as YAML files. shots: solved examples before each
+        question; None for what each task prescribes. Raises ConfigError if lm-eval is missing,
+        there is no such task, or its data cannot be read.
         """
         loaded = _load(names, folder)
         for name, task in loaded["tasks"].items():
@@ -67,8 +64,7 @@ class HarnessTasks:
     def plan(self, codec: TextCodec, plan: Plan) -> Plan:
         """Count the requests of all tasks in a plan without requests, and return it.
 
-        Raises:
-            ConfigError: a request is too long, or needs what mtrain does not support.
+        Raises ConfigError if a request is too long, or needs what mtrain does not support.
         """
         from mtrain_lm_eval.model import HarnessModel
 

@@ -125,9 +125,7 @@ def launch_workers(
 ) -> int:
     """Run a model on several workers, and return the exit code. Nothing stays on the disk.
 
-    Args:
-        target: what each worker runs.
-        save: writes what the workers read into their folder.
+    target: what each worker runs. save: writes what the workers read into their folder.
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
@@ -144,11 +142,7 @@ def launch_workers(
 
 
 def _prompts(texts: list[str] | None, file: str | None) -> dict[str, str | list[int]]:
-    """Return the prompts, each a text or token ids, by their names for messages.
-
-    Raises:
-        ConfigError: there is no prompt, or the file cannot be read.
-    """
+    """Return the prompts, each a text or token ids, by their names for messages."""
     if texts and file is not None:
         raise ConfigError(f"--prompt-file {file}: --prompt already gives a prompt; give only one")
     if texts:

@@ -42,11 +42,8 @@ class Sequence:
 def store_of_files(path: str, text_key: str, tokenizer: Tokenizer) -> TokenStore:
     """Return the tokens of a file or folder of text.
 
-    Args:
-        text_key: name of the key or column that holds the text.
-
-    Raises:
-        ConfigError: the path cannot be read.
+    text_key: name of the key or column that holds the text. Raises ConfigError if the path cannot
+    be read.
     """
     corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
     refuse_unread_key(corpus, text_key)
@@ -60,10 +57,8 @@ def sequences_of_files(
 
     Each starts with the begin token of the tokenizer, also if it does not begin its document. The
     first sequence of each document comes first, then the second, so that few documents do not give
-    all sequences. Shorter documents, and the rest of each document, are left out.
-
-    Raises:
-        ConfigError: no document is long enough.
+    all sequences. Shorter documents, and the rest of each document, are left out. Raises
+    ConfigError if no document is long enough.
     """
     tokens = np.diff(store.offsets)
     if not len(tokens) or tokens.max() < length:
@@ -93,13 +88,9 @@ def left_out_of_files(store: TokenStore, length: int) -> str:
 def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
     """Return at most ``count`` sequences of ``length`` tokens that a run held out of training.
 
-    Documents keep their borders if the run masks them (``data.document_mask``).
-
-    Args:
-        config: configuration of the run, with its own ``seq``.
-
-    Raises:
-        ConfigError: the run held out fewer tokens, or its data are missing or bring masks.
+    Documents keep their borders if the run masks them (``data.document_mask``). config:
+    configuration of the run, with its own ``seq``. Raises ConfigError if the run held out fewer
+    tokens, or its data are missing or bring masks.
     """
     data = config.data
     if not data.eval_sequences:

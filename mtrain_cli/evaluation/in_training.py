@@ -65,8 +65,7 @@ def requests(config: Config, run: Path, step: int = 0) -> list[EvaluationRequest
 def codec_of(config: Config) -> TextCodec:
     """Return the tokenizer of a run's data.
 
-    Raises:
-        ConfigError: the data do not name a tokenizer.
+    Raises ConfigError if the data do not name a tokenizer.
     """
     files, reason = tokenizer_of_data(config)
     if files is None:
@@ -77,9 +76,8 @@ def codec_of(config: Config) -> TextCodec:
 def require_tasks(config: Config) -> None:
     """Check ``train.eval_tasks`` before a run starts, by making the first samples.
 
-    Raises:
-        ConfigError: a length is too short or exceeds the positions of the model, a text or the
-            tokenizer is missing, or the mask shows the model the tokens that it predicts.
+    Raises ConfigError if a length is too short or exceeds the positions of the model, a text or the
+    tokenizer is missing, or the mask shows the model the tokens that it predicts.
     """
     if not config.train.eval_tasks:
         return
@@ -106,8 +104,7 @@ class TaskEvaluations(Callback):
     def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
         """Open the texts. message: shows a line to the user, as a warning with ``warning=True``.
 
-        Raises:
-            ConfigError: a text is missing, or no kernel supports a length.
+        Raises ConfigError if a text is missing, or no kernel supports a length.
         """
         self._trainer, self._message = trainer, message
         config = trainer.config

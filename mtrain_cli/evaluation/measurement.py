@@ -55,8 +55,7 @@ class Measurement(ABC):
     def items(self, cell: Cell) -> Iterator[Item]:
         """Yield the samples of a cell, with the key ``ids``. Only the first worker calls this.
 
-        Raises:
-            ConfigError: the length is too short, or a file is missing.
+        Raises ConfigError if the length is too short, or a file is missing.
         """
 
     @abstractmethod

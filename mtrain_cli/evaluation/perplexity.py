@@ -202,8 +202,7 @@ def open_perplexity(
 ) -> Perplexity:
     """Open the text of a request.
 
-    Raises:
-        ConfigError: it is missing or too short, or the model has no tokenizer.
+    Raises ConfigError if it is missing or too short, or the model has no tokenizer.
     """
     options, samples, lengths = request.perplexity, request.samples, request.lengths
     if options.text is not None:
@@ -264,10 +263,8 @@ def short_losses(
 
     A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer. The text is
     computed in windows of 1.25 * ``short`` tokens, each of which counts for its last fifth. The
-    losses are in nats.
-
-    Args:
-        kept: number of begin tokens, with which every window starts. Without ``documents``.
+    losses are in nats. kept: number of begin tokens, with which every window starts. Without
+    ``documents``.
     """
     stride = max(1, short // STRIDES)
     losses = np.empty(len(ids) - 1)
@@ -286,9 +283,8 @@ def short_losses(
 def key_places(long: np.ndarray, short: np.ndarray, counted: np.ndarray) -> np.ndarray:
     """Return the places of the key tokens (LongPPL, section 3).
 
-    Args:
-        long, short: losses with the long and with the short context, in nats.
-        counted: tokens that may be key.
+    long, short: losses with the long and with the short context, in nats. counted: tokens that may
+    be key.
     """
     return np.flatnonzero(counted & (short - long > LEAST_GAIN) & (-long > LEAST_LOG_P))
 

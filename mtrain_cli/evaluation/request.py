@@ -103,8 +103,7 @@ class Weights:
     def of_checkpoint(path: Path) -> Weights:
         """Return the weights of a checkpoint.
 
-        Raises:
-            ConfigError: the manifest is unreadable, or a file has another size.
+        Raises ConfigError if the manifest is unreadable, or a file has another size.
         """
         try:
             manifest = Manifest.read(path)
@@ -172,8 +171,7 @@ def open_measurement(
 ) -> Measurement:
     """Open the texts of an evaluation.
 
-    Raises:
-        ConfigError: a text is missing or too short, or the model has no tokenizer.
+    Raises ConfigError if a text is missing or too short, or the model has no tokenizer.
     """
     if request.kind == PERPLEXITY:
         return open_perplexity(request, source, codec)

@@ -152,11 +152,8 @@ class ResultsFolder:
     def open(path: Path, model: str) -> ResultsFolder:
         """Open or create a folder. Remove damaged lines, and lines that a crash cut short.
 
-        Args:
-            model: name of the model that `model_name` returns.
-
-        Raises:
-            ConfigError: the folder holds results of another model, or something else.
+        model: name of the model that `model_name` returns. Raises ConfigError if the folder holds
+        results of another model, or something else.
         """
         require_own(path, model)
         path.mkdir(parents=True, exist_ok=True)
@@ -217,8 +214,7 @@ def model_name(model: Path, out: Path) -> str:
 def require_own(path: Path, model: str) -> None:
     """Check that a folder is new or empty, or holds results of this model.
 
-    Raises:
-        ConfigError: it holds results of another model, or something else.
+    Raises ConfigError if it holds results of another model, or something else.
     """
     about = path / ABOUT
     if path.exists() and not path.is_dir():
@@ -254,8 +250,7 @@ def _has_rows(folder: Path) -> bool:
 def remove_unused(created: Sequence[Path]) -> None:
     """Remove a folder without samples, and its parents.
 
-    Args:
-        created: the folder and its parents that an evaluation created, the folder first.
+    created: the folder and its parents that an evaluation created, the folder first.
     """
     if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
         return
@@ -292,8 +287,7 @@ def read_whole_results(folder: Path) -> tuple[list[Result], str]:
 def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of the samples in a folder of results.
 
-    Raises:
-        ConfigError: the folder has no samples.
+    Raises ConfigError if the folder has no samples.
     """
     for place in (folder / FOLDER, folder):
         if (place / SAMPLES).is_file():

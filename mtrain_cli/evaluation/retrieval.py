@@ -95,15 +95,13 @@ class DepthGrid:
     ) -> Iterator[DepthSample]:
         """Yield samples with a needle at each depth.
 
-        The questions come in random order, so that no answer is always the last.
+        The questions come in random order, so that no answer is always the last. Raises ConfigError
+        if the length is too short, or a depth is not from 0 to 1.
 
         Args:
             length: tokens of each sample.
             depths: share of the haystack before each needle, from 0 to 1.
             seed: determines names, numbers and the part of the haystack.
-
-        Raises:
-            ConfigError: the length is too short, or a depth is not from 0 to 1.
         """
         depths = tuple(depths)
         for depth in depths:
@@ -232,11 +230,7 @@ class Retrieval(Measurement):
 
 
 def open_retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
-    """Open the haystack of a request.
-
-    Raises:
-        ConfigError: it is missing or holds no text.
-    """
+    """Open the haystack of a request. Raises ConfigError if it is missing or holds no text."""
     options = request.niah
     named = "eval.haystack" if request.weights[0].is_in_training else "--haystack"
     given = as_typed(named, options.haystack)

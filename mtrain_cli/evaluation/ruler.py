@@ -111,8 +111,7 @@ RULER13 = tuple(TASKS)
 def find_task(name: str) -> Task:
     """Return the task of a name such as ``niah_single_2`` or ``niah_single_2@FILE``.
 
-    Raises:
-        ConfigError: there is no such task, or it takes no file.
+    Raises ConfigError if there is no such task, or it takes no file.
     """
     base, at, file = name.partition("@")
     if base not in TASKS:
@@ -126,8 +125,7 @@ def find_task(name: str) -> Task:
 def needs_words(name: str) -> bool:
     """Return whether a task takes words from the package wonderwords.
 
-    Raises:
-        ConfigError: there is no such task.
+    Raises ConfigError if there is no such task.
     """
     task = find_task(name)
     by_words = task.needles is not None and "words" in (task.needles.key, task.needles.value)
@@ -137,8 +135,7 @@ def needs_words(name: str) -> bool:
 def files_of(name: str, sources: Sources) -> list[Path]:
     """Return the user's files that a task reads.
 
-    Raises:
-        ConfigError: there is no such task, or it lacks a file.
+    Raises ConfigError if there is no such task, or it lacks a file.
     """
     source, (_, _, given) = find_task(name).source, name.partition("@")
     if given:
@@ -161,16 +158,15 @@ def generate(
 ) -> Iterator[Sample]:
     """Yield ``count`` samples of a task.
 
+    Raises ConfigError if there is no such task, the length is too short for it, or it lacks words
+    or a file.
+
     Args:
         task: a name in `TASKS`, or ``niah_single_2@FILE`` for another haystack than the essays.
         length: most tokens of a sample, those for the answer included.
         tokenizer: tokenizer of the model to evaluate.
         seed: 42 gives RULER's samples.
         sources: files for the tasks with essays and questions.
-
-    Raises:
-        ConfigError: there is no such task, the length is too short for it, or it lacks words or a
-            file.
     """
 
     def tokens(text: str) -> int:
@@ -196,12 +192,8 @@ def generate(
 def score(task: str, predictions: Sequence[str], outputs: Sequence[Sequence[str]]) -> float:
     """Return RULER's score of a task in percent, rounded to two digits.
 
-    Args:
-        predictions: the text that the model wrote for each sample.
-        outputs: the expected answers of each sample.
-
-    Raises:
-        ConfigError: there is no such task, or there are no predictions.
+    predictions: the text that the model wrote for each sample. outputs: the expected answers of
+    each sample. Raises ConfigError if there is no such task, or there are no predictions.
     """
     if not predictions:
         raise ConfigError(f"RULER: {task}: no predictions")
@@ -212,8 +204,7 @@ def score(task: str, predictions: Sequence[str], outputs: Sequence[Sequence[str]
 def grade(task: str, prediction: str, outputs: Sequence[str]) -> float:
     """Return the grade of a prediction, from 0 to 1.
 
-    Raises:
-        ConfigError: there is no such task.
+    Raises ConfigError if there is no such task.
     """
     return find_task(task).metric(clean_prediction(prediction), outputs)
 

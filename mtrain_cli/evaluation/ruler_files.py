@@ -63,8 +63,7 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
 def read_samples(path: Path) -> Iterator[Sample]:
     """Yield the samples of a .jsonl file of RULER, or of another file with input and outputs.
 
-    Raises:
-        ConfigError: the file cannot be read, has no samples, or a line is not a sample.
+    Raises ConfigError if the file cannot be read, has no samples, or a line is not a sample.
     """
     missing = f"--file {path}: no such file. Give a .jsonl file of samples."
     keys = "give lines with the keys input and outputs"
@@ -126,8 +125,7 @@ class Questions:
 def read_haystack(path: Path) -> list[str]:
     """Return the words of a text file, or of the key ``text`` of a .json file.
 
-    Raises:
-        ConfigError: the file cannot be read, or holds no words.
+    Raises ConfigError if the file cannot be read, or holds no words.
     """
     if path.suffix.lower() == ".json":
         text = _read(path, lambda content: content["text"])
@@ -141,8 +139,7 @@ def read_haystack(path: Path) -> list[str]:
 def read_words(path: Path) -> list[str]:
     """Return the words of RULER's english_words.json.
 
-    Raises:
-        ConfigError: the file cannot be read, or is not an object of words.
+    Raises ConfigError if the file cannot be read, or is not an object of words.
     """
     words = _read(path, lambda content: list(content.values()))
     if not all(isinstance(word, str) for word in words):
@@ -153,8 +150,7 @@ def read_words(path: Path) -> list[str]:
 def read_squad(path: Path) -> Questions:
     """Read SQuAD 2.0 without the questions that have no answer.
 
-    Raises:
-        ConfigError: the file cannot be read, or is not SQuAD.
+    Raises ConfigError if the file cannot be read, or is not SQuAD.
     """
     return _read(path, _parse_squad)
 
@@ -162,8 +158,7 @@ def read_squad(path: Path) -> Questions:
 def read_hotpotqa(path: Path) -> Questions:
     """Read HotpotQA in its distractor setting.
 
-    Raises:
-        ConfigError: the file cannot be read, or is not HotpotQA.
+    Raises ConfigError if the file cannot be read, or is not HotpotQA.
     """
     return _read(path, _parse_hotpotqa)
 

@@ -99,8 +99,7 @@ class Prompts(ABC):
     def draw(self, stream: Stream, size: int, index: int) -> Draft:
         """Return a prompt for sample number ``index``.
 
-        Raises:
-            ValueError: the size is too small for the task.
+        Raises ValueError if the size is too small for the task.
         """
 
 
@@ -123,8 +122,7 @@ def fitting(
 ) -> Iterator[Draft]:
     """Yield samples of at most ``limit`` tokens, with those for the answer, after the search.
 
-    Raises:
-        TooShortError: a sample does not fit, whatever its size.
+    Raises TooShortError if a sample does not fit, whatever its size.
     """
     largest = find_size(prompts, stream, limit, count)
     for index in range(samples):
@@ -285,11 +283,7 @@ class TrackingPrompts(ChainPrompts):
     """A chain of assignments to follow, after a solved example with other names and values."""
 
     def __init__(self, length: int, stream: Stream, count: Count) -> None:
-        """Draw the solved example.
-
-        Raises:
-            TooShortError: the example has too many tokens.
-        """
+        """Draw the solved example. Raises TooShortError if the example has too many tokens."""
         super().__init__(10 if length >= 4096 else 5, letters=5, value=_five_digits)
         solved = ChainPrompts(5, letters=3, value=lambda _: _EXAMPLE_VALUE)
         (draft,) = fitting(solved, stream, _EXAMPLE_TOKENS, count, 1)
@@ -307,11 +301,7 @@ class TrackingPrompts(ChainPrompts):
 
 
 def tracking_prompts(length: int, stream: Stream, count: Count) -> TrackingPrompts:
-    """Return the prompts of vt.
-
-    Raises:
-        ConfigError: the solved example has too many tokens.
-    """
+    """Return the prompts of vt. Raises ConfigError if the solved example has too many tokens."""
     try:
         return TrackingPrompts(length, stream, count)
     except TooShortError as error:
@@ -354,9 +344,8 @@ class CommonWordPrompts(Prompts):
     def draw(self, stream: Stream, size: int, index: int) -> Draft:  # noqa: ARG002
         """Return a solved example and a list of ``size`` different words.
 
-        Raises:
-            ConfigError: the word lists have fewer words.
-            ValueError: the list would have fewer words than the question asks for.
+        Raises ConfigError if the word lists have fewer words. Raises ValueError if the list would
+        have fewer words than the question asks for.
         """
         if size < _COMMON:
             raise ValueError(f"{size} words cannot hold {_COMMON} common ones")
@@ -423,11 +412,8 @@ def frequent_words(
 ) -> Iterator[Draft]:
     """Yield samples of fwe: coded words, with frequencies that follow a zeta distribution.
 
-    Args:
-        limit: most tokens of a prompt.
-
-    Raises:
-        TooShortError: no sample fits, or the words to name would not be the most frequent.
+    limit: most tokens of a prompt. Raises TooShortError if no sample fits, or the words to name
+    would not be the most frequent.
     """
     step, coded = limit // 32, limit // 50
     if coded < _NAMED + 2:

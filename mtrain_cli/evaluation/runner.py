@@ -174,10 +174,8 @@ class Runner(Evaluation):
     def run(self) -> None:
         """Measure all results that the folder does not hold.
 
-        Raises:
-            StoppedError: the user asked to stop.
-            ConfigError: a sample does not fit or cannot be made, weights cannot be loaded, or the
-                folder holds results of another model.
+        Raises StoppedError if the user asked to stop. Raises ConfigError if a sample does not fit
+        or cannot be made, weights cannot be loaded, or the folder holds results of another model.
         """
         self.run_in(self.open_folder() if self.first else None)
 
@@ -423,9 +421,7 @@ def make_runner(
 def evaluate(runner: Evaluator, environment: Environment) -> None:
     """Run an evaluation.
 
-    Raises:
-        ConfigError: as in `Runner.run`.
-        RunError: the GPU ran out of memory.
+    Raises ConfigError as in `Runner.run`. Raises RunError if the GPU ran out of memory.
     """
     try:
         runner.run()

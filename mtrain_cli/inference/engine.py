@@ -94,11 +94,8 @@ class Engine(Scorer):
     ) -> None:
         """Load the model. With several workers, the process group must exist.
 
-        Args:
-            report: called with the reason why a damaged checkpoint is skipped.
-
-        Raises:
-            ConfigError: the weights cannot be loaded, or no kernel supports the settings.
+        report: called with the reason why a damaged checkpoint is skipped. Raises ConfigError if
+        the weights cannot be loaded, or no kernel supports the settings.
         """
         timeout = timedelta(seconds=source.config.topology.timeout_s)
         tensor = make_tensor_group(
@@ -125,10 +122,8 @@ class Engine(Scorer):
     ) -> tuple[Tensor, Layout]:
         """Compute a prompt. Return this place's hidden states [1, tokens, hidden], and the layout.
 
-        Workers of a tensor group share a place in the layout.
-
-        Args:
-            store: takes layer, keys and values of this worker's tokens, padding included.
+        Workers of a tensor group share a place in the layout. store: takes layer, keys and values
+        of this worker's tokens, padding included.
         """
         batch, layout = self._batch(ids)
         own_1RC = self.decoder.hidden(batch.tokens, batch.positions, attention_of(batch, store))
@@ -138,8 +133,7 @@ class Engine(Scorer):
     def prefill(self, ids: Ids, cache: KvCache, row: int) -> Tensor:
         """Compute a prompt, store its keys and values, and return the last logits [1, vocabulary].
 
-        Args:
-            row: row of the cache.
+        row: row of the cache.
         """
         held = self.held(ids)[self.group.rank]
 
@@ -180,6 +174,8 @@ class Engine(Scorer):
     ) -> Iterator[Completion]:
         """Generate tokens, and yield the completion of each prompt in order.
 
+        Raises ConfigError if the keys and values of a prompt do not fit the memory.
+
         Args:
             prompts: token ids, checked by `limits.require_prompts`.
             stop: ids that end a text.
@@ -187,9 +183,6 @@ class Engine(Scorer):
             ended: returns whether new ids end a text, for endings other than an id.
             seeds: seed of each prompt, so that its sample does not depend on the other prompts.
                 None for the seed of ``sampling`` and the number of the prompt.
-
-        Raises:
-            ConfigError: the keys and values of a prompt do not fit the memory.
         """
         most = self._most_together(max(map(len, prompts)), max_new)
         together = min(most, len(prompts))
@@ -220,11 +213,7 @@ class Engine(Scorer):
             yield from self._generate(prompts[chosen], max_new, uniforms[chosen], takes, decoding)
 
     def _most_together(self, longest: int, max_new: int) -> int:
-        """Return how many prompts can generate together, the least of workers of unequal memory.
-
-        Raises:
-            ConfigError: a prompt does not fit the memory of some worker.
-        """
+        """Return how many prompts can generate together, the least of workers of unequal memory."""
         need = MemoryNeed.of(self.config, self.environment, self.choices)
         own, problem = 0, None
         try:

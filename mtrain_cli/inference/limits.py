@@ -38,15 +38,14 @@ def require_prompts(
 ) -> None:
     """Check the ids and the lengths of prompts.
 
+    Raises ConfigError if a prompt is empty, has an id outside the vocabulary or is too long, or new
+    tokens do not see the whole cache under the model's mask.
+
     Args:
         prompts: token ids.
         max_new: most tokens to generate for a prompt. 0 if the prompts are only scored.
         beyond: allow positions for which the model was not trained.
         names: name of each prompt, for messages; by default its number.
-
-    Raises:
-        ConfigError: a prompt is empty, has an id outside the vocabulary or is too long, or new
-            tokens do not see the whole cache under the model's mask.
     """
     vocabulary, most = source.config.model.vocab_size, source.max_position
     numbered = [f"prompt {n}" for n in range(1, len(prompts) + 1)]
@@ -93,13 +92,12 @@ def require_known_ids(
 ) -> None:
     """Check the ids of a text that a tokenizer made, perhaps that of another model.
 
+    Raises ConfigError if an id is outside the vocabulary.
+
     Args:
         vocabulary: number of the model's ids.
         where: what needs the text.
         tokenizer: subject of the message.
-
-    Raises:
-        ConfigError: an id is outside the vocabulary.
     """
     array = np.asarray(ids)
     outside = array[(array < 0) | (array >= vocabulary)]
@@ -113,10 +111,8 @@ def require_known_ids(
 def require_whole_cache(mask: MaskSettings, tokens: int) -> None:
     """Raise ConfigError unless a query after the prompt sees all earlier keys, and no later ones.
 
-    Under a prefix-LM, this is so for all queries after the prefix.
-
-    Args:
-        tokens: tokens of the longest prompt with its new tokens.
+    Under a prefix-LM, this is so for all queries after the prefix. tokens: tokens of the longest
+    prompt with its new tokens.
     """
     if mask.caches_whole >= tokens:
         return
@@ -137,8 +133,7 @@ def require_whole_cache(mask: MaskSettings, tokens: int) -> None:
 def require_hidden_labels(config: Config, what: str) -> None:
     """Raise ConfigError if the losses of a text say nothing, because queries see later tokens.
 
-    Args:
-        what: what needs the losses.
+    what: what needs the losses.
     """
     if config.mask.shows_later_keys:
         raise ConfigError(
@@ -179,11 +174,8 @@ class MemoryNeed:
     ) -> MemoryNeed:
         """Return the needs of a model on the workers of a context group.
 
-        Args:
-            choices: kernel and pattern; None to choose them.
-
-        Raises:
-            ConfigError: no kernel supports the settings.
+        choices: kernel and pattern; None to choose them. Raises ConfigError if no kernel supports
+        the settings.
         """
         from mtrain_cli.inference.attention_need import AttentionNeed
         from mtrain_cli.model.huggingface import parameter_shapes
@@ -238,8 +230,7 @@ class MemoryNeed:
     def require_fit(self, prompt: int, max_new: int, device: str) -> int:
         """Return how many prompts can generate together, at most `MOST_TOGETHER`.
 
-        Raises:
-            ConfigError: not even one prompt fits.
+        Raises ConfigError if not even one prompt fits.
         """
         if self.fits(prompt, max_new):
             return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))

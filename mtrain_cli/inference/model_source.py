@@ -79,14 +79,9 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     """Find a model and read its configuration, but no weights.
 
     By default a run keeps its pattern, a Hugging Face folder is dense, and one worker computes.
-
-    Args:
-        overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
-            train.compile.
-
-    Raises:
-        ConfigError: the path names no model, an override is wrong, or the pattern ignores its
-            input.
+    overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
+    train.compile. Raises ConfigError if the path names no model, an override is wrong, or the
+    pattern ignores its input.
     """
     for word in overrides:
         key, _, value = word.partition("=")
@@ -175,14 +170,13 @@ def load_decoder(
 ) -> tuple[Decoder, int | None]:
     """Load the model on one device. Return it, and the step of its checkpoint if it has one.
 
+    Raises ConfigError if the weights are missing, damaged or of another shape.
+
     Args:
         dtype: dtype of all weights.
         report: called with the reason why a damaged checkpoint is skipped.
         tensor: the workers that share each layer; None if this worker computes whole layers.
         mesh: the same workers as a device mesh, if there are some.
-
-    Raises:
-        ConfigError: the weights are missing, damaged or of another shape.
     """
     import torch
 

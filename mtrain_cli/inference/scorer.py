@@ -65,8 +65,7 @@ class Scorer:
     ) -> None:
         """Prepare communication. With several workers, the process group must exist.
 
-        Raises:
-            ConfigError: no kernel supports the settings.
+        Raises ConfigError if no kernel supports the settings.
         """
         self.config, self.environment, self.tensor = config, environment, tensor
         self.device = device_of(environment)
@@ -204,8 +203,7 @@ def attention_of(
 ) -> Attend:
     """Return the attention of a batch without a backward pass: it keeps nothing of a layer.
 
-    Args:
-        store: takes layer, keys and values before a layer is computed.
+    store: takes layer, keys and values before a layer is computed.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:

@@ -71,11 +71,8 @@ class TextCodec:
     def encode(self, text: str, name: str = "the prompt") -> list[int]:
         """Return the ids of a prompt.
 
-        Args:
-            name: name of the prompt, for messages.
-
-        Raises:
-            ConfigError: the model has no tokenizer, or the prompt is not Unicode text.
+        name: name of the prompt, for messages. Raises ConfigError if the model has no tokenizer, or
+        the prompt is not Unicode text.
         """
         if self.tokenizer is None:
             how = if_has("prompt_file", ': --prompt-file FILE.jsonl with lines {"ids": [1, 2]}')
@@ -111,11 +108,8 @@ class TextCodec:
 def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
     """Open the tokenizer of a model.
 
-    Args:
-        folder: folder with a tokenizer to use instead of the model's.
-
-    Raises:
-        ConfigError: ``folder`` has no tokenizer, or a tokenizer is broken.
+    folder: folder with a tokenizer to use instead of the model's. Raises ConfigError if ``folder``
+    has no tokenizer, or a tokenizer is broken.
     """
     if folder is not None:
         given = cli_option("tokenizer", folder)
@@ -148,11 +142,7 @@ def _files_of_run(source: ModelSource) -> tuple[TokenizerFiles | None, str]:
 
 
 def codec_of_files(files: TokenizerFiles) -> TextCodec:
-    """Return the codec of tokenizer files.
-
-    Raises:
-        ConfigError: the files are broken.
-    """
+    """Return the codec of tokenizer files. Raises ConfigError if the files are broken."""
     tokenizer: ByteTokenizer | FileTokenizer
     if files.name == ByteTokenizer.name or files.files.get(TOKENIZER) == exported_bytes():
         tokenizer = ByteTokenizer()

@@ -158,12 +158,9 @@ def answer(
 ) -> None:
     """Load the model and generate. The first worker prints.
 
-    Args:
-        stop: says whether the user asked to stop; None to go on to the end.
-
-    Raises:
-        ConfigError: the model cannot be loaded, or a prompt does not fit the memory.
-        RunError: the GPU ran out of memory.
+    stop: says whether the user asked to stop; None to go on to the end. Raises ConfigError if the
+    model cannot be loaded, or a prompt does not fit the memory. Raises RunError if the GPU ran out
+    of memory.
     """
     source = ModelSource(Path(request.path), request.is_folder, config)
     longest = max(map(len, request.prompts))
