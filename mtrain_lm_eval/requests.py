@@ -29,14 +29,10 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Continuing:
-    """How to go on with a prompt.
+    """How to go on with a prompt."""
 
-    max_new: most tokens to generate.
-    until: strings that end the text. The text does not contain them.
-    """
-
-    max_new: int
-    until: tuple[str, ...] = ()
+    max_new: int  # most tokens to generate
+    until: tuple[str, ...] = ()  # strings that end the text. The text does not contain them.
     sampling: Sampling = GREEDY
 
     @staticmethod
@@ -113,18 +109,15 @@ class Plan:
     """Counts requests instead of answering them, and refuses those that are too long.
 
     positions, vocabulary: of the model.
-    beyond: allow more tokens than the model has positions.
-    task: name of the task for messages; "" if unknown.
-    mask: mask of the model. New tokens must see the whole cache.
     lengths: tokens of each request, those to generate included.
     generates: whether a request asks for a text.
     """
 
     positions: int
     vocabulary: int
-    beyond: bool = False
-    task: str = ""
-    mask: MaskSettings = CAUSAL
+    beyond: bool = False  # allow more tokens than the model has positions
+    task: str = ""  # name of the task for messages; "" if unknown
+    mask: MaskSettings = CAUSAL  # mask of the model. New tokens must see the whole cache.
 
     def __post_init__(self) -> None:
         self.lengths: list[int] = []

@@ -28,14 +28,10 @@ _LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Loaded tasks of lm-eval.
+    """Loaded tasks of lm-eval."""
 
-    loaded: what lm-eval's TaskManager returns: tasks and groups by their names.
-    samples: most samples of each task; None for all.
-    """
-
-    loaded: Mapping[str, Any]
-    samples: int | None
+    loaded: Mapping[str, Any]  # what lm-eval's TaskManager returns: tasks and groups by their names
+    samples: int | None  # most samples of each task; None for all
 
     @staticmethod
     def load(

@@ -26,20 +26,15 @@ PREFIX, FILE = "ruler:", "file:"
 
 @dataclass
 class Generated(Measurement):
-    """Tasks of RULER at several lengths, and files of samples.
-
-    lengths: most tokens of a sample of RULER, those for the answer included.
-    samples: number of samples of each task and length.
-    max_new: most tokens to generate for a sample of a file.
-    """
+    """Tasks of RULER at several lengths, and files of samples."""
 
     codec: TextCodec
     tasks: Sequence[str]
-    lengths: Sequence[int]
-    samples: int
+    lengths: Sequence[int]  # most tokens of a sample of RULER, those for the answer included
+    samples: int  # number of samples of each task and length
     sources: Sources = field(default_factory=Sources)
     files: Sequence[Path] = ()
-    max_new: int = 128
+    max_new: int = 128  # most tokens to generate for a sample of a file
     together = MOST_TOGETHER
     _hashes: dict[Path, str] = field(default_factory=dict, init=False, repr=False)
 

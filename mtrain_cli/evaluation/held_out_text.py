@@ -22,11 +22,10 @@ from mtrain_cli.data.tokenizers import Tokenizer
 class Sequence:
     """A whole sequence.
 
-    ids: token ids, int32 [length].
     documents: number of each token's document, int32 [length]; None if all tokens are one document.
     """
 
-    ids: np.ndarray
+    ids: np.ndarray  # token ids, int32 [length]
     documents: np.ndarray | None = None
 
     @property

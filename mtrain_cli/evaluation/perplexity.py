@@ -62,25 +62,19 @@ KeyPlaces = Mapping[str, Sequence[int]]
 class Perplexity(Measurement):
     """Perplexity of sequences of several lengths.
 
-    sequences: sequences by length.
-    origin: path of the text, or `HELD_OUT`.
     short: tokens of the short context that key tokens are compared with; None for no key tokens.
     keys: places of the key tokens by the hash of a sequence, from other results; None to find them.
-    key_origin: hash that identifies the source of ``keys``.
-    key_label: name of the source of ``keys``, for the user.
-    keys_from: folder of ``keys``; "" if they come from a model of this evaluation.
-    remarks: what text is left out, by length.
     begin: ids with which each sequence starts, and so each window of a short context.
     """
 
-    sequences: Mapping[int, Sequence[TextSequence]]
-    origin: str
+    sequences: Mapping[int, Sequence[TextSequence]]  # sequences by length
+    origin: str  # path of the text, or `HELD_OUT`
     short: int | None = None
     keys: KeyPlaces | None = None
-    key_origin: str = ""
-    key_label: str = ""
-    keys_from: str = ""
-    remarks: Mapping[int, str] = field(default_factory=dict)
+    key_origin: str = ""  # hash that identifies the source of ``keys``
+    key_label: str = ""  # name of the source of ``keys``, for the user
+    keys_from: str = ""  # folder of ``keys``; "" if they come from a model of this evaluation
+    remarks: Mapping[int, str] = field(default_factory=dict)  # what text is left out, by length
     begin: tuple[int, ...] = ()
 
     def cells(self) -> list[Cell]:

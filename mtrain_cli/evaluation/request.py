@@ -76,17 +76,12 @@ class HarnessOptions:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model.
+    """The weights of a model."""
 
-    path: a Hugging Face folder or one checkpoint.
-    step: optimizer steps of the checkpoint; None for a folder.
-    identity: hash that differs between weights.
-    """
-
-    path: str
+    path: str  # a Hugging Face folder or one checkpoint
     is_folder: bool
-    step: int | None
-    identity: str
+    step: int | None  # optimizer steps of the checkpoint; None for a folder
+    identity: str  # hash that differs between weights
 
     @staticmethod
     def of_folder(path: Path) -> Weights:
@@ -129,24 +124,17 @@ class Weights:
 class EvaluationRequest:
     """What to evaluate. Every combination of weights, attention, task and length gives a result.
 
-    kind: `PERPLEXITY`, `NIAH`, `RULER` or the name of an `OtherKind`.
-    out: folder of the results.
-    model: name of the model in the results (`results.model_name`).
     weights: in the order in which to evaluate them. The first finds the key tokens.
-    attentions: names of the patterns.
-    lengths: tokens of a sample.
-    samples: number of samples for each result. 0 with lm-eval means all samples of a task.
-    tokenizer: folder of a tokenizer to use instead of the model's.
     """
 
-    kind: str
-    out: str
-    model: str
+    kind: str  # `PERPLEXITY`, `NIAH`, `RULER` or the name of an `OtherKind`
+    out: str  # folder of the results
+    model: str  # name of the model in the results (`results.model_name`)
     weights: tuple[Weights, ...]
-    attentions: tuple[str, ...]
-    lengths: tuple[int, ...]
-    samples: int
-    tokenizer: str | None = None
+    attentions: tuple[str, ...]  # names of the patterns
+    lengths: tuple[int, ...]  # tokens of a sample
+    samples: int  # number of samples for each result. 0 with lm-eval means all samples of a task.
+    tokenizer: str | None = None  # folder of a tokenizer to use instead of the model's
     perplexity: PerplexityOptions = PerplexityOptions()
     niah: NeedleOptions = NeedleOptions()
     ruler: RulerOptions = RulerOptions()

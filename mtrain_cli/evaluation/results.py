@@ -34,15 +34,13 @@ class Part:
 
     begin, end: the part. For perplexity, tokens with ``begin`` to ``end`` - 1 earlier tokens. For
         needles, depths from ``begin`` to ``end`` percent of the sequence.
-    count: number of tokens or questions.
-    score: None if there are none, or if the score is not finite.
     error: standard error of the score over the samples; None for fewer than two samples.
     """
 
     begin: int
     end: int
-    count: int
-    score: float | None
+    count: int  # number of tokens or questions
+    score: float | None  # None if there are none, or if the score is not finite
     error: float | None = None
 
 
@@ -50,39 +48,27 @@ class Part:
 class Result:
     """The score of a model in one task, at one length, with one attention.
 
-    key: hash of everything that determines the samples, apart from their number.
-    task: ``perplexity``, ``niah``, or ``ruler:`` or ``lm-eval:`` with the name of a task.
-    length: tokens of a sample. 0 if the task chooses it.
-    attention: name of the pattern.
-    pattern: settings of the pattern, for the user.
-    step: optimizer steps of the checkpoint; None for a Hugging Face folder.
-    samples: number of samples.
     score: mean over the samples, for perplexity over their tokens; None if it is not finite.
-    error: standard error of the score; None for fewer than two samples.
-    unit: `NATS` or `PERCENT`.
-    seconds: time to compute all samples.
-    parts: scores by context or by depth.
     key_tokens: number of key tokens, with their loss in nats; None if it was not asked for.
-    note: what a reader must know to compare the score.
     settings: settings of the samples, for the user. Reports show those in which results differ.
     details: further settings, from the most telling to the least. Reports show one if results of
         equal ``settings`` differ in it.
     """
 
-    key: str
-    task: str
-    length: int
-    attention: str
-    pattern: str
-    step: int | None
-    samples: int
+    key: str  # hash of everything that determines the samples, apart from their number
+    task: str  # ``perplexity``, ``niah``, or ``ruler:`` or ``lm-eval:`` with the name of a task
+    length: int  # tokens of a sample. 0 if the task chooses it.
+    attention: str  # name of the pattern
+    pattern: str  # settings of the pattern, for the user
+    step: int | None  # optimizer steps of the checkpoint; None for a Hugging Face folder
+    samples: int  # number of samples
     score: float | None
-    error: float | None
-    unit: str
-    seconds: float = 0.0
-    parts: tuple[Part, ...] = ()
+    error: float | None  # standard error of the score; None for fewer than two samples
+    unit: str  # `NATS` or `PERCENT`
+    seconds: float = 0.0  # time to compute all samples
+    parts: tuple[Part, ...] = ()  # scores by context or by depth
     key_tokens: Part | None = None
-    note: str = ""
+    note: str = ""  # what a reader must know to compare the score
     settings: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
 
@@ -140,13 +126,12 @@ class ResultsFolder:
 
     samples: rows of samples by the key of their result and by their number.
     results: results by their key, in the order of the file.
-    damage: a line on each file with lines that could not be read.
     """
 
     path: Path
     samples: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
-    damage: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()  # a line on each file with lines that could not be read
 
     @staticmethod
     def open(path: Path, model: str) -> ResultsFolder:

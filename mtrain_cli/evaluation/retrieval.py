@@ -50,13 +50,11 @@ _LEAST_TEXT = 16  # tokens of haystack in the shortest sample
 class DepthProbe:
     """One needle and the question about it. Positions count tokens of the sample.
 
-    depth: share of the haystack before the needle, from 0 to 1.
-    text: the answer.
     needle, answer: their first and last position, the last excluded.
     """
 
-    depth: float
-    text: str
+    depth: float  # share of the haystack before the needle, from 0 to 1
+    text: str  # the answer
     needle: tuple[int, int]
     answer: tuple[int, int]
 
@@ -174,14 +172,12 @@ def _span(parts: Sequence[np.ndarray]) -> tuple[int, int]:
 class Retrieval(Measurement):
     """Needles at several lengths.
 
-    lengths: tokens of a sequence.
     make: returns the items of a length: ids, places of the answers and depths.
-    origin: what determines the items, for the key of a result.
     """
 
-    lengths: Sequence[int]
+    lengths: Sequence[int]  # tokens of a sequence
     make: Callable[[int], Iterator[Item]]
-    origin: Mapping[str, Any]
+    origin: Mapping[str, Any]  # what determines the items, for the key of a result
 
     def cells(self) -> list[Cell]:
         return [Cell(TASK, length) for length in self.lengths]

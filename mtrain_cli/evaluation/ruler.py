@@ -69,18 +69,12 @@ def string_match_part(prediction: str, outputs: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """One task of RULER.
+    """One task of RULER."""
 
-    template: its prompt.
-    needles: what it hides; None for tasks without needles.
-    source: field of `Sources` that it needs; "" for none.
-    metric: grade of a prediction.
-    """
-
-    template: Template
-    needles: NeedleKinds | None = None
-    source: str = ""
-    metric: Callable[[str, Sequence[str]], float] = string_match_all
+    template: Template  # its prompt
+    needles: NeedleKinds | None = None  # what it hides; None for tasks without needles
+    source: str = ""  # field of `Sources` that it needs; "" for none
+    metric: Callable[[str, Sequence[str]], float] = string_match_all  # grade of a prediction
 
 
 def _needles(haystack: str, **kinds: str | int) -> Task:

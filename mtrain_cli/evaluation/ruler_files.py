@@ -23,18 +23,15 @@ class Sample:
 
     index: number of the sample. RULER's needle tasks store here the character offset of the first
         answer instead.
-    input: the text and the question.
-    outputs: the expected answers.
     length: number of tokens of input and answer_prefix, plus the tokens reserved for the answer.
-    answer_prefix: beginning of the answer, which the model continues.
     answer_token: number of tokens of the input before the first answer; None if not recorded.
     """
 
     index: int
-    input: str
-    outputs: tuple[str, ...]
+    input: str  # the text and the question
+    outputs: tuple[str, ...]  # the expected answers
     length: int
-    answer_prefix: str = ""
+    answer_prefix: str = ""  # beginning of the answer, which the model continues
     answer_token: int | None = None
 
     @property
@@ -92,15 +89,12 @@ def read_samples(path: Path) -> Iterator[Sample]:
 class Sources:
     """Files that the user gives.
 
-    essays: text, or RULER's PaulGrahamEssays.json.
-    squad: RULER's squad.json (SQuAD 2.0).
-    hotpotqa: RULER's hotpotqa.json (HotpotQA, distractor setting).
     words: RULER's english_words.json, for lists of more words than wonderwords has.
     """
 
-    essays: Path | None = None
-    squad: Path | None = None
-    hotpotqa: Path | None = None
+    essays: Path | None = None  # text, or RULER's PaulGrahamEssays.json
+    squad: Path | None = None  # RULER's squad.json (SQuAD 2.0)
+    hotpotqa: Path | None = None  # RULER's hotpotqa.json (HotpotQA, distractor setting)
     words: Path | None = None
 
 

@@ -151,14 +151,13 @@ class NeedleKinds:
     haystack: ``noise`` repeats one sentence, ``needle`` repeats other needles, ``essay`` is text.
     key, value: ``words``, ``numbers`` or ``uuids``.
     keys, queries: number of keys in the text, and of those to ask for.
-    values: number of values for each key.
     """
 
     haystack: str
     key: str = "words"
     value: str = "numbers"
     keys: int = 1
-    values: int = 1
+    values: int = 1  # number of values for each key
     queries: int = 1
 
 

@@ -40,17 +40,15 @@ OnToken = Callable[[int, int], None]
 class Completion:
     """The tokens generated for one prompt.
 
-    prompt_tokens: number of tokens of the prompt.
     ids: the generated ids, without the id that ended the text.
     finish: `END` if an end token came, `LENGTH` if ``max_new`` tokens were generated.
-    prefill_seconds: time to compute the prompt.
     decode_seconds: time to generate all tokens after the first, for all prompts of the batch.
     """
 
-    prompt_tokens: int
+    prompt_tokens: int  # number of tokens of the prompt
     ids: list[int] = field(default_factory=list)
     finish: str = LENGTH
-    prefill_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # time to compute the prompt
     decode_seconds: float = 0.0
 
 

@@ -145,28 +145,17 @@ def require_hidden_labels(config: Config, what: str) -> None:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory of one worker, by arithmetic, in bytes.
+    """The memory of one worker, by arithmetic, in bytes."""
 
-    capacity: memory of the worker.
-    fixed: weights and logits.
-    per_cached: of a token in the cache.
-    per_token: of a token of a prompt while a layer computes it.
-    per_attended: of a token in attention, in addition.
-    per_tiled: of a token in the MLP, in addition.
-    tile: most bytes in the MLP; 0 means no limit.
-    workers: number of workers that share a prompt.
-    attention: index and masks.
-    """
-
-    capacity: int
-    fixed: int
-    per_cached: int
-    per_token: int
-    per_attended: int
-    per_tiled: int
-    tile: int
-    workers: int
-    attention: AttentionNeed
+    capacity: int  # memory of the worker
+    fixed: int  # weights and logits
+    per_cached: int  # of a token in the cache
+    per_token: int  # of a token of a prompt while a layer computes it
+    per_attended: int  # of a token in attention, in addition
+    per_tiled: int  # of a token in the MLP, in addition
+    tile: int  # most bytes in the MLP; 0 means no limit
+    workers: int  # number of workers that share a prompt
+    attention: AttentionNeed  # index and masks
 
     @staticmethod
     def of(

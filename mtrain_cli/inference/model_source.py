@@ -48,14 +48,12 @@ _GIVEN_BY_MODEL = Names(lacks=("seq",))
 class ModelSource:
     """A model on disk, and how to run it.
 
-    path: a Hugging Face folder, a run, its checkpoints folder, or a checkpoint.
-    is_folder: whether ``path`` is a Hugging Face folder.
     config: model, mask, pattern, topology, kernel and dtype. ``seq`` is the sequence length of
         training, from which an automatic rotary factor follows.
     """
 
-    path: Path
-    is_folder: bool
+    path: Path  # a Hugging Face folder, a run, its checkpoints folder, or a checkpoint
+    is_folder: bool  # whether ``path`` is a Hugging Face folder
     config: Config
 
     @property

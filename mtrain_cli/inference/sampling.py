@@ -18,16 +18,13 @@ if TYPE_CHECKING:
 class Sampling:
     """How to choose a token.
 
-    temperature: divides the logits; 0 always takes the token with the largest logit.
-    top_p: keep the fewest most likely tokens with at least this probability together.
-    top_k: keep this many most likely tokens; 0 keeps all.
     seed: random numbers depend only on it, the number of the prompt and that of the token, so
         batches and workers do not change a sample.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = 0.0  # divides the logits; 0 always takes the token with the largest logit
+    top_p: float = 1.0  # keep the fewest most likely tokens with at least this probability together
+    top_k: int = 0  # keep this many most likely tokens; 0 keeps all
     seed: int = 0
 
     def require_valid(self) -> None:

@@ -39,16 +39,13 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer makes of a part of a character
 class TextCodec:
     """The tokenizer of a model. Prompts start as documents did in training.
 
-    tokenizer: None if the model has none.
-    stop: ids that end a text.
-    missing: why there is no tokenizer; "" if there is one.
     first: id that begins a text without a prompt: the begin token, or the end token of the text
         before; None if the tokenizer has neither.
     """
 
-    tokenizer: ByteTokenizer | FileTokenizer | None
-    stop: frozenset[int]
-    missing: str = ""
+    tokenizer: ByteTokenizer | FileTokenizer | None  # None if the model has none
+    stop: frozenset[int]  # ids that end a text
+    missing: str = ""  # why there is no tokenizer; "" if there is one
     first: int | None = None
 
     @property

@@ -37,24 +37,16 @@ _TOKENS_PER_CHECK = 8  # between checks whether the user asked to stop
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What to generate.
+    """What to generate."""
 
-    path: the model, as in `ModelSource`.
-    prompts: token ids, checked by `limits.require_prompts`.
-    max_new: most tokens to generate for a prompt.
-    ignore_end: generate ``max_new`` tokens, whatever they are.
-    tokenizer: folder of a tokenizer to use instead of the model's.
-    as_json: print JSON instead of text.
-    """
-
-    path: str
+    path: str  # the model, as in `ModelSource`
     is_folder: bool
-    prompts: list[list[int]]
-    max_new: int
+    prompts: list[list[int]]  # token ids, checked by `limits.require_prompts`
+    max_new: int  # most tokens to generate for a prompt
     sampling: Sampling
-    ignore_end: bool = False
-    tokenizer: str | None = None
-    as_json: bool = False
+    ignore_end: bool = False  # generate ``max_new`` tokens, whatever they are
+    tokenizer: str | None = None  # folder of a tokenizer to use instead of the model's
+    as_json: bool = False  # print JSON instead of text
 
     @staticmethod
     def of(document: dict) -> GenerateRequest:
