@@ -10,7 +10,6 @@ from rich.text import Text
 from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.config.unused_settings import unused_after_auto
 from mtrain_cli.console import grid
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.memory import size
@@ -38,7 +37,6 @@ def banner(
     """
     config = plan.config
     recomputation = f"recomputation: {dry_run.describe_activations(config)}"
-    warnings = [*_unused_cluster(plan), *_unused_after_auto(plan, run_dir)]
     rows = [
         ("model", f"{dry_run.describe_model(plan)}, {dry_run.describe_rope(plan)}"),
         *dry_run.position_rows(config),
@@ -57,7 +55,7 @@ def banner(
         ("data", f"{data}; order from seed {config.seed}"),
         *([("targets", targets)] if targets else []),
         ("run", str(run_dir)),
-        *(("warning", line) for line in warnings),
+        *(("warning", line) for line in _unused_cluster(plan)),
     ]
     return Group(Text(f"mtrain {__version__}", style="bold"), grid(rows))
 
@@ -77,16 +75,6 @@ def _unused_cluster(plan: RunPlan) -> list[str]:
     if plan.environment.device != "cpu" or topology.device == "cpu" or topology.cluster == "auto":
         return []
     return ["the run uses this machine's CPU; topology.cluster only affects plans"]
-
-
-def _unused_after_auto(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return warnings about overrides that the exchange and layout chosen by auto do not read."""
-    try:
-        overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    words, layout = overrides.splitlines(), plan.layout.name
-    return unused_after_auto(words, plan.config, plan.exchange.name, layout)
 
 
 def _weights(config: Config, resumed: int | None) -> str:

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
-from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
+from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS, NEED_WHOLE_LAYERS, NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training.expert_traffic import ExpertRun, degrees_in_a_node
 from mtrain_cli.training.flops import (
