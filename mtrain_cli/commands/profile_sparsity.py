@@ -21,7 +21,6 @@ from mtrain_cli.commands.options import (
     name_list,
     option,
     parse_names,
-    warn_of_unused_settings,
     with_measurement_folder,
     with_options,
     writing,
@@ -112,10 +111,11 @@ def sparsity(
             request = request.with_counts(config.seq)
     if request is not None:
         request.require_fit(config)
-    warn_of_unused_settings(words)
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import pattern_quality
+    from mtrain_cli.reporting.tables import sparsity_tables
+    from mtrain_cli.reporting.terminal_width import print_table
     from mtrain_cli.sparsity.pattern import display_name
 
     analyzer: Any = None
@@ -138,7 +138,9 @@ def sparsity(
         analyzer.finish()
     names = {p.name: display_name(p) for p in patterns}
     done = sorted({record.step for record in records})
-    _print_tables(console, records, names)
+    shown = [dataclasses.asdict(r) | {"pattern": names[r.pattern]} for r in records]
+    for table in sparsity_tables(shown):
+        print_table(console, table)
     about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
     if source is not None:
         about["checkpoints"] = [str(folder) for folder in source]
@@ -185,11 +187,8 @@ def _of_checkpoints(
             ) from None
         raise ConfigError(*(f"--checkpoints {line}" for line in error.problems)) from None
     saved = resolved_file.load(checkpoint_source.run_of(source) / checkpoint_source.RESOLVED)
-    alone = [
-        "topology=local",
-        "topology.workers=1",
-        f"topology.block_size={saved.topology.block_size}",
-    ]
+    alone = ["topology=local", "topology.workers=1"]
+    alone.append(f"topology.block_size={saved.topology.block_size}")
 
     def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
         chosen = [] if name == saved.sparsity.pattern else [f"sparsity={name}"]
@@ -201,16 +200,6 @@ def _of_checkpoints(
 
     config, patterns = _compose_patterns(words, pattern, saved.sparsity.pattern, compose_with)
     return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
-
-
-def _print_tables(console: Console, records: list[HeadRecord], names: dict[str, str]) -> None:
-    """Print a table for each pattern at the first and at the last measured step."""
-    from mtrain_cli.reporting.tables import sparsity_tables
-    from mtrain_cli.reporting.terminal_width import print_table
-
-    shown = [dataclasses.replace(r, pattern=names[r.pattern]) for r in records]
-    for table in sparsity_tables([dataclasses.asdict(r) for r in shown]):
-        print_table(console, table)
 
 
 def _save_measurement(
@@ -228,13 +217,8 @@ def _save_measurement(
 
     run = run_dir.create(with_measurement_folder(config, SPARSITY), words)
     facts = json.loads(run.environment.read_text()) if run.environment.exists() else {}
-    header = {
-        "kind": SPARSITY,
-        "complete": True,
-        "command": facts.get("command", []),
-        "environment": facts,
-        "workers": 1,
-    }
+    header = {"kind": SPARSITY, "complete": True, "command": facts.get("command", [])}
+    header |= {"environment": facts, "workers": 1}
     try:
         with writing(run.path / HEAD_ROWS):
             rows = pandas.DataFrame([dataclasses.asdict(r) for r in records])
@@ -251,10 +235,12 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     """Return the configuration to train with, and the patterns to measure."""
     from mtrain_cli.composition.compose import compose
 
-    def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
-        return compose([*others, f"sparsity={name}", "topology.workers=1", *keys])
-
-    return _compose_patterns(overrides, names, "dense", compose_with)
+    return _compose_patterns(
+        overrides, names, "dense",
+        lambda name, keys, others: compose(
+            [*others, f"sparsity={name}", "topology.workers=1", *keys]
+        ),
+    )  # fmt: skip
 
 
 def _compose_patterns(

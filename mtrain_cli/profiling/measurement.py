@@ -22,9 +22,7 @@ from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.pipeline_group import PipelineGroup, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
-from mtrain_cli.parallel.tensor_group import TensorGroup, make_tensor_group
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.records.expert_loads import expert_facts
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
@@ -195,18 +193,6 @@ class Bench:
         """Make this worker's context group. dims: replace those of the environment."""
         e = self.environment
         return make_context_group(e.rank, dims or e.dims, self.device, self._timeout, **options)
-
-    def tensor_group(self) -> TensorGroup | None:
-        e = self.environment
-        return make_tensor_group(e.rank, e.dims, self.device, self._timeout)
-
-    def pipeline_group(self) -> PipelineGroup | None:
-        e = self.environment
-        if e.dims.pp == 1:
-            return None
-        # The channels of a pipeline are the same for every number of micro-batches.
-        pipeline = Pipeline.of(self.config.topology, e.dims.pp)
-        return make_pipeline_group(e.rank, e.dims, pipeline, self.device, self._timeout)
 
     def _exchange(self, choices: ResolvedRun) -> Exchange:
         chosen, key = choices.exchange, _kind(choices)
