@@ -27,9 +27,7 @@ from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results
 from mtrain_cli.launch.environment import resolve_environment
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_lock import LOCK, RunLock
-from mtrain_cli.launch.study_folder import COMMAND, RUN, STUDY
+from mtrain_cli.launch.run_dir import COMMAND, LOCK, RUN, STUDY, RunDir, RunLock
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_readable_metrics
 from mtrain_studies import package_corpus
 from mtrain_studies.tiers import BASE, DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest

@@ -16,7 +16,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/api.py": "Python code of users",
     "mtrain_cli/commands": "commands that Typer registers",
     "mtrain_cli/composition/yaml_groups.py": "Hydra's search path plugin",
-    "mtrain_cli/data/unpacking.py": "io.BufferedReader",
+    "mtrain_cli/data/text_files.py": "io.BufferedReader",
     "mtrain_cli/evaluation/depth_grid.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/evaluation/ruler.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/evaluation/samples.py": "the Python interface of docs/evaluation.md",

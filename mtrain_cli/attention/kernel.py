@@ -140,6 +140,6 @@ class Kernel(Protocol):
         On a GPU, the call neither waits for the GPU nor reads ``used`` on the host, so a CUDA graph
         can contain it.
 
-            used: number of keys that each query sees, int32 [batch], on the device of q.
+        used: number of keys that each query sees, int32 [batch], on the device of q.
         """
         ...

@@ -21,7 +21,6 @@ from mtrain_cli.commands.options import (
     name_list,
     option,
     warn,
-    warn_of_unused_settings,
     with_options,
     writing,
 )
@@ -255,12 +254,10 @@ def run_evaluation(
     """Check everything, evaluate, and show the results."""
     from mtrain_cli.commands.data_ruler import token_lengths
     from mtrain_cli.commands.evaluate_checks import check_work, require_positions
-    from mtrain_cli.config.unused_settings import unused_by_model
     from mtrain_cli.evaluation.other_kinds import find
     from mtrain_cli.inference.limits import longer_than_trained
 
     words = list(overrides or ())
-    warn_of_unused_settings(words)
     # Other evaluations and files of samples have lengths of their own.
     has_length = find(kind) is None and not _has_only_files(options.get("ruler"))
     lengths = token_lengths(common.length) if has_length else [0]
@@ -292,7 +289,7 @@ def run_evaluation(
     from mtrain_cli.launch.environment import resolve_environment
 
     environment = resolve_environment(first.config)
-    lines = unused_by_model(words, configs)
+    lines = list[str]()
     if line := longer_than_trained(first, max(lengths)):
         lines.append(f"--length {common.length}: {line}")
     work = check_work(request, first, beyond=common.beyond)
@@ -437,7 +434,7 @@ def _locked(out: Path) -> Iterator[None]:
     """Keep other evaluations out of a folder of results. An unused new folder does not stay."""
     from mtrain_cli.evaluation.results import remove_unused
     from mtrain_cli.launch.job import job_rank
-    from mtrain_cli.launch.run_lock import RunLock
+    from mtrain_cli.launch.run_dir import RunLock
 
     if job_rank():
         yield

@@ -18,7 +18,6 @@ from mtrain_cli.commands.options import (
     flag,
     option,
     warn,
-    warn_of_unused_settings,
 )
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
@@ -88,7 +87,6 @@ def generate(
     sampling.require_valid()
     given = _prompts(prompt, prompt_file)
     words = list(overrides or ())
-    warn_of_unused_settings(words)
     from mtrain_cli.inference.model_source import open_source
 
     source = open_source(model, words)
@@ -96,7 +94,6 @@ def generate(
 
     environment = resolve_environment(source.config)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.config.unused_settings import unused_by_model
     from mtrain_cli.inference.limits import longer_than_trained, require_prompts
     from mtrain_cli.inference.text import open_codec
     from mtrain_cli.inference.worker import GenerateRequest, answer
@@ -105,7 +102,7 @@ def generate(
     ids = [one.encode(codec) for one in given]
     require_prompts(source, ids, max_new, beyond=beyond, names=[one.name for one in given])
     tokens = max(map(len, ids)) + max_new
-    lines = [sampling.without_effect(), *unused_by_model(words, [source.config])]
+    lines = [sampling.without_effect()]
     if line := longer_than_trained(source, tokens):
         lines.append(f"prompt and --max-new have up to {tokens:,} tokens; {line}")
     warn([*filter(None, lines)])

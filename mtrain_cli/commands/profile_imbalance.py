@@ -20,15 +20,14 @@ from mtrain_cli.commands.options import (
     option,
     parse_names,
     print_summary,
-    warn_of_unused_settings,
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.exchanges import exchange_name
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_degree_1
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
@@ -108,7 +107,6 @@ def imbalance(
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
-    warn_of_unused_settings(words)
     if remark and not job_rank():
         print(f"mtrain: {remark}", file=sys.stderr)
     # Imported late: it takes seconds, and mistakes are reported above.

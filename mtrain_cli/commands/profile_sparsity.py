@@ -21,7 +21,6 @@ from mtrain_cli.commands.options import (
     name_list,
     option,
     parse_names,
-    warn_of_unused_settings,
     with_measurement_folder,
     with_options,
     writing,
@@ -116,7 +115,6 @@ def sparsity(
             request = request.with_counts(config.seq)
     if request is not None:
         request.require_fit(config)
-    warn_of_unused_settings(words)
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import pattern_quality

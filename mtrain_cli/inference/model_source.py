@@ -16,11 +16,11 @@ from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.foreign_words import hub_hint
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import ConfigError, Names, setting
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint, no_such
-from mtrain_cli.config.tensor_parallel import require_degree_1
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of

@@ -14,8 +14,7 @@ from typing import Any
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config import documents, keys
 from mtrain_cli.config.mask_settings import FULL_LAYERS, MaskSettings
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.model import huggingface_experts

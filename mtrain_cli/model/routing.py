@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
+from mtrain_cli.config.schema import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.recording import Recorder

@@ -123,9 +123,8 @@ class Exchange:
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
         key = backward, traits or Traits()
         if key not in self._programs:
-            self._programs[key] = lower(
-                self.schedule, self.group.rank, backward=backward, traits=traits
-            )
+            rank = self.group.rank
+            self._programs[key] = lower(self.schedule, rank, backward=backward, traits=traits)
         return self._programs[key]
 
     @property
@@ -167,10 +166,8 @@ class Exchange:
         """Return the index's columns that this rank gathers, once per pass."""
         if not self.gathers_columns or shard_tiles.index is None:
             return None
-        whole, own = (
-            shard_tiles.for_pair(self.own, keys, self.part) for keys in (Whole(), self.own)
-        )
-        return SharedColumns.make(whole, own)
+        pairs = (shard_tiles.for_pair(self.own, keys, self.part) for keys in (Whole(), self.own))
+        return SharedColumns.make(*pairs)
 
     def forward(
         self,
@@ -202,25 +199,26 @@ class Exchange:
         scale: float,
         label: str = "",
     ) -> Triple:
-        columns = self.columns_of(shard_tiles)
-        traits = Traits(kernel.needs_out, columns is not None)
-        program = self.program(backward=True, traits=traits)
+        traits = Traits(kernel.needs_out, self.columns_of(shard_tiles) is not None)
         tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
         tensors[buffers.DOUT.on(self._side)] = dout
-        transport = self._transport(label, BACKWARD, program)
-        run = Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
-        run.run(program.operations)
-        transport.end()
-        dq, dk, dv = (tensors[name] for name in program.results)
+        run = self._begin(BACKWARD, tensors, shard_tiles, kernel, scale, label)
+        run.run(run.program.operations)
+        run.transport.end()
+        dq, dk, dv = (tensors[name] for name in run.program.results)
         return dq, dk, dv
 
-    def _begin_forward(self, q, k, v, shard_tiles, kernel, scale, label) -> Executor:
+    def _begin_forward(self, q, k, v, *call) -> Executor:
         self.kv_heads = k.shape[2]
-        columns = self.columns_of(shard_tiles)
-        program = self.program(backward=False, traits=Traits(kernel.needs_out, columns is not None))
         inputs = (buffer.on(self._side) for buffer in (buffers.Q, buffers.K, buffers.V))
-        tensors = dict(zip(inputs, (q, k, v), strict=True))
-        transport = self._transport(label, FORWARD, program)
+        return self._begin(FORWARD, dict(zip(inputs, (q, k, v), strict=True)), *call)
+
+    def _begin(self, direction, tensors, shard_tiles, kernel, scale, label) -> Executor:
+        columns, backward = self.columns_of(shard_tiles), direction == BACKWARD
+        traits = Traits(kernel.needs_out, columns is not None)
+        program = self.program(backward=backward, traits=traits)
+        names = self.group, self.name, label, direction
+        transport = Transport(*names, program.steps, self.recorder)
         return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
 
     @property
@@ -290,9 +288,6 @@ class Exchange:
         out, lse, *columns = kept
         keys = torch.stack([k, v]) if self._ends_with_own_keys else columns.pop()
         return out, (q, keys, out, lse, *columns)
-
-    def _transport(self, label: str, direction: str, program: Program) -> Transport:
-        return Transport(self.group, self.name, label, direction, program.steps, self.recorder)
 
 
 def make_exchange(

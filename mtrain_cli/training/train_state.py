@@ -32,10 +32,7 @@ class TrainState:
     """
 
     def __init__(self, worker: Worker, loader: Loader[Any]) -> None:
-        """Build the decoder on the meta device, shard it, then fill the shards.
-
-        No worker ever holds the whole model.
-        """
+        """Build the decoder on the meta device, shard it, then fill the shards."""
         config, environment, stage = worker.config, worker.environment, worker.stage
         self._worker, self._loader = worker, loader
         sharing = expert_mesh = None

@@ -9,8 +9,7 @@ from tiny_models import YARN, loss_and_gradients, make_decoder, tiny_model, toke
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.verify import causal_attend
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_models import LLAMA3, PLAIN, YARN
 
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import ConfigError, RopeConfig
 from mtrain_cli.model.rope import (
     attention_factor,
     inverse_frequencies,
