@@ -107,9 +107,9 @@ def sparsity(
             raise ConfigError(f"--samples {samples}: only with --checkpoints RUN")
         source, (config, patterns) = None, _patterns(words, pattern)
     else:
-        for name, value in (("--steps", steps), ("--every", every)):
-            if value is not None:
-                raise ConfigError(f"{name} {value}: trains; leave it out with --checkpoints")
+        for name, number in (("--steps", steps), ("--every", every)):
+            if number is not None:
+                raise ConfigError(f"{name} {number}: trains; leave it out with --checkpoints")
         source, config, patterns = _of_checkpoints(checkpoints, words, pattern)
         if request is not None:
             request = request.with_counts(config.seq)

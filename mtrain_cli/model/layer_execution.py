@@ -97,7 +97,7 @@ class ExecutedLayer(DecoderLayer):
         routing: Routing | None,
     ) -> Tensor:  # fmt: skip
         execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
-        before = staged(project, execution.compile, execution.any_length)
+        before: Any = staged(project, execution.compile, execution.any_length)
         if tensor is not None:
             before = partial(project_shared, tensor=tensor, compile=execution.compile)
         # No variable refers to q, k and v, so their memory is free after attention.

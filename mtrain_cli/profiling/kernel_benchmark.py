@@ -231,8 +231,8 @@ def _measure(bench: KernelBench, kernel: Kernel, case: KernelCase) -> KernelTime
         }
         tiles = tiles.with_index(index.to(bench.device))
     ms = bench.time_passes(kernel, case, tiles)
-    about = {"kernel": kernel.name, "case": case, "skips": kernel.skips}
-    return KernelTime(**about, **counts, **ms, mask_pairs=mask_pairs)
+    counts |= {"skips": kernel.skips, "mask_pairs": mask_pairs}
+    return KernelTime(kernel=kernel.name, case=case, **counts, **ms)
 
 
 @dataclass(frozen=True)
