@@ -12,13 +12,7 @@ from studies.test_outcomes import A, measured, three
 
 from mtrain_cli.evaluation.cost import format_flop
 from mtrain_studies import learning_tables
-from mtrain_studies.cells import (
-    DONE,
-    Done,
-    Study,
-    estimated_flop,
-    estimated_seconds,
-)
+from mtrain_studies.cells import DONE, Done, Study, estimated_flop, estimated_seconds
 from mtrain_studies.learning_tables import document, remarks, show_plan, show_summary, tables
 from mtrain_studies.outcomes import (
     FAILED,
