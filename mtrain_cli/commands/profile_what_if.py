@@ -89,15 +89,22 @@ def what_if(
 
     layouts = parse_names("--layout", layout, LAYOUTS)
     exchanges = parse_names("--exchange", exchange, exchange_names())
-    counts = _parse_workers(workers)
+    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
+    if not all(1 <= count <= _MOST_WORKERS for count in counts):
+        raise ConfigError(f"--workers {workers}: allowed: 1 to {_MOST_WORKERS}")
     wanted = parse_items("--layers", layers, parse_whole_number, "0,5") if layers else []
     recorded = load_indices(_index_file(run))
     patterns = list(recorded.patterns)
     if pattern:
         patterns = parse_names("--pattern", pattern, patterns)
-    _require_layers(recorded, patterns, wanted, layers)
+    for name, layer in itertools.product(patterns, wanted):
+        if layer not in recorded.layers(name):
+            available = ", ".join(map(str, recorded.layers(name)))
+            raise ConfigError(
+                f"--layers {layers}: layer {layer} of {name} was not recorded; allowed: {available}"
+            )
     machine = None if cluster is None else load_cluster(cluster)
-    made = recorded.setup
+    made, counts = recorded.setup, list(dict.fromkeys(counts))
     usual = made.per_node if machine is None else machine.gpus_per_node
     setups = list(setups_of(layouts, exchanges, counts or [made.workers], per_node or usual))
     numbers = list(dict.fromkeys(wanted)) or None
@@ -113,29 +120,6 @@ def what_if(
     for name, rows in replays.items():
         print_table(console, _table(recorded, name, rows))
     say(console, _LEGEND)
-
-
-def _parse_workers(workers: str) -> list[int]:
-    """Return the numbers of workers, without repeats."""
-    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
-    for count in counts:
-        if not 1 <= count <= _MOST_WORKERS:
-            raise ConfigError(
-                f"--workers {workers}: {count} is out of range; allowed: 1 to {_MOST_WORKERS}"
-            )
-    return list(dict.fromkeys(counts))
-
-
-def _require_layers(
-    recorded: RecordedIndices, patterns: Sequence[str], layers: Sequence[int], typed: str
-) -> None:
-    """Raise ConfigError if a layer was not recorded for a pattern. typed: value of --layers."""
-    for name, layer in itertools.product(patterns, layers):
-        if layer not in recorded.layers(name):
-            available = ", ".join(map(str, recorded.layers(name)))
-            raise ConfigError(
-                f"--layers {typed}: layer {layer} of {name} was not recorded; allowed: {available}"
-            )
 
 
 _LEGEND = (
@@ -176,10 +160,7 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
         f"{setup.workers} workers, {setup.layout}"
     )
     # Both passes usually have the same work; then one group of columns shows it.
-    same = all(
-        len({tuple(vars(replayed.degrees).values()) for replayed in row.passes.values()}) == 1
-        for row in rows
-    )
+    same = all(len({str(p.degrees) for p in row.passes.values()}) == 1 for row in rows)
     title += ", work of both passes" if same else ""
     passes = ("",) if same else ("forward", "backward")
     columns = [
@@ -196,7 +177,7 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
             for direction in passes
             for degree in _DEGREES
         ),
-        Column("largest", _largest, drop=4),
+        Column("largest", lambda r: f"{r.shares.max():.1%} / {1 / r.setup.workers:.1%}", drop=4),
         Column("sent", lambda r: sum(p.sent for p in r.passes.values()), format_bytes, drop=3),
         Column(_BARS, lambda row: row.shares.tolist(), _bar, words=True),
     ]
@@ -205,10 +186,6 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
 
 # Degrees, by their rank among the columns that a narrow terminal drops.
 _DROPS = {"critical": 1, "total": 2, "step": 5}
-
-
-def _largest(row: ReplayedSetup) -> str:
-    return f"{row.shares.max():.1%} / {1 / row.setup.workers:.1%}"
 
 
 def _pass(row: ReplayedSetup, direction: str) -> ReplayedPass:

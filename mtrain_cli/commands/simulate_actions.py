@@ -24,7 +24,7 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.console import Console
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse

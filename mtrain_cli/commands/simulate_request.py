@@ -18,7 +18,6 @@ from mtrain_cli.commands.options import (
     parse_names,
     parse_whole_number,
     warn,
-    warn_of_unused_settings,
 )
 from mtrain_cli.config.exchanges import (
     COMPARED_EXCHANGES,
@@ -401,7 +400,6 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
     if (worst := max(request.slow, default=-1)) >= (workers or machine.gpus):
         allowed = f"there is no such rank; allowed: 0 to {(workers or machine.gpus) - 1}"
         raise ConfigError(f"slow={worst}={request.slow[worst]:g}: {allowed}")
-    warn_of_unused_settings(words)
     if price is not None and tokens is None:
         warn([f"price={price:g}: has no effect without tokens"])
     elif price is None and machine.dollars_per_gpu_hour is not None:

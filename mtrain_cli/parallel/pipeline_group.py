@@ -17,12 +17,12 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import recording
 from mtrain_cli.parallel.mesh import connect_all
-from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
 from mtrain_cli.parallel.pipeline_schedule import (
     ACTIVATIONS,
     FORWARD,
     RECEIVE,
     SEND,
+    SENDS_IN_FLIGHT,
     Action,
     Channel,
     Pipeline,
@@ -36,8 +36,6 @@ from mtrain_cli.parallel.transport import explain_peer_loss
 class PipelineGroup:
     """The workers that pass a micro-batch on, from the view of one worker.
 
-    stage: this worker's stage, counted from 0.
-    ranks: global rank of each stage's worker.
     channels: communicators of this worker's channels. Each payload has its own communicator in
         each direction, so that no message queues behind another.
     ends: communicator of the first and the last stage if they share the weight of tied embeddings;
@@ -80,10 +78,6 @@ def make_pipeline_group(
     """Make the communicators of all pipelines and return this rank's group.
 
     All ranks must call this.
-
-    Args:
-        timeout: longest wait for one message; None for torch's default.
-        tied: whether the first and the last stage share the weight of the embedding.
     """
     channels: dict[Channel, dist.ProcessGroup] = {}
     ends = None
@@ -110,12 +104,7 @@ def _send_first(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Send one number through each channel of a pipeline, channel by channel.
-
-    With NCCL, the host of both ends waits in the first message of a communicator until the other
-    end takes part. Stages post their first messages in different orders, so they would wait for
-    each other. Here all stages have the same order.
-    """
+    """Send one number through each channel of a pipeline, channel by channel."""
     number = torch.zeros(1, device=device)
     for (_, sender, receiver), group in channels.items():
         sends = ranks[sender] == rank
@@ -128,25 +117,18 @@ def _send_first(
 class StagePasses(Protocol):
     """The computations of one stage, which `PipelineExecutor` calls."""
 
-    def received_like(self, micro_batch: int) -> Tensor:
-        """Return an uninitialized tensor for the hidden states of a micro-batch."""
-        ...
+    def received_like(self, micro_batch: int) -> Tensor: ...
 
     def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        """Return the hidden states after a virtual stage; the last one returns anything.
-
-        received: hidden states of the previous virtual stage; None in the first one.
-        """
-        ...
+        """Return the hidden states after a virtual stage; the last one returns anything."""
 
     def backward(
         self, virtual_stage: int, micro_batch: int, gradient: Tensor | None
     ) -> Tensor | None:
-        """Return the gradient of what `forward` received; None in the first virtual stage.
+        """Return the gradient of what `forward` received; None in the first virtual stage."""
 
-        gradient: gradient of the hidden states that `forward` returned; None in the last one.
-        """
-        ...
+
+_Message = tuple[Action, Tensor, list[dist.Work]]
 
 
 class PipelineExecutor:
@@ -160,25 +142,20 @@ class PipelineExecutor:
     def __init__(
         self, group: PipelineGroup, pipeline: Pipeline, recorder: Recorder | None = None
     ) -> None:
-        """recorder: records the passes, and the waits for messages; None records nothing."""
         self._group, self._pipeline, self._recorder = group, pipeline, recorder
         # Results to send, messages on their way by `Action.message`, and sends by channel.
         self._results: dict[Action, Tensor] = {}
-        self._arriving: dict[tuple[str, int, int], tuple[Action, Tensor, list[dist.Work]]] = {}
-        self._leaving: dict[Channel, deque[tuple[Action, Tensor, list[dist.Work]]]] = defaultdict(
-            deque
-        )
+        self._arriving: dict[tuple[str, int, int], _Message] = {}
+        self._leaving: dict[Channel, deque[_Message]] = defaultdict(deque)
 
     def run(self, actions: Sequence[Action], passes: StagePasses) -> None:
-        """Run the actions of this stage.
-
-        Raises:
-            ExchangeError: a message did not arrive. The error names stage and micro-batch.
-        """
+        """Run the actions of this stage."""
         try:
             for action in actions:
                 if action.kind == RECEIVE:
-                    self._start_receive(action, passes)
+                    tensor = passes.received_like(action.micro_batch)
+                    works = self._post(action, dist.irecv, tensor)
+                    self._arriving[action.message] = action, tensor, works
                 elif action.kind == SEND:
                     self._start_send(action)
                 else:
@@ -193,7 +170,7 @@ class PipelineExecutor:
         forward, pipeline = action.kind == FORWARD, self._pipeline
         (receive,) = pipeline.received(action) or (None,)
         (send,) = pipeline.sent(action) or (None,)
-        arrived = None if receive is None else self._arrived(receive)
+        arrived = self._finish(*self._arriving.pop(receive.message)) if receive else None
         compute = passes.forward if forward else passes.backward
         place = f"{self._where(action)}, {action.kind}"
         with progress_record.inside(place), self._recorded(recording.STAGE, action):
@@ -201,11 +178,6 @@ class PipelineExecutor:
         if send is not None:
             assert result is not None, action
             self._results[send] = result
-
-    def _start_receive(self, action: Action, passes: StagePasses) -> None:
-        tensor = passes.received_like(action.micro_batch)
-        works = self._post(action, dist.irecv, tensor)
-        self._arriving[action.message] = action, tensor, works
 
     def _start_send(self, action: Action) -> None:
         channel = self._pipeline.channel(action)
@@ -217,46 +189,33 @@ class PipelineExecutor:
     def _post(
         self, action: Action, operation: Callable[..., Any], tensor: Tensor
     ) -> list[dist.Work]:
-        peer = self._peer(action)
+        peer, way = self._peer(action), "to" if action.kind == SEND else "from"
         group = self._group.channels[self._pipeline.channel(action)]
-        posts = f"{action.kind}s {action.payload} {self._way(action)} rank {peer}"
-        with self._peer_errors(action, posts, None):
+        with self._peer_errors(action, f"{action.kind}s {action.payload} {way} rank {peer}", None):
             # A batch of one uses the channel's own communicator. NCCL would make another one for a
             # single message.
             return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
 
-    def _arrived(self, receive: Action) -> Tensor:
+    def _wait_for_sends(self, channel: Channel, most: int) -> None:
+        """Wait until at most ``most`` sends of a channel are on their way."""
+        while len(self._leaving[channel]) > most:
+            self._finish(*self._leaving[channel].popleft())
+
+    def _finish(self, action: Action, tensor: Tensor, works: list[dist.Work]) -> Tensor:
         """Wait for a message and return it."""
-        action, tensor, works = self._arriving.pop(receive.message)
-        peer = self._peer(action)
-        activity = f"waits for {action.payload} from rank {peer}"
-        with self._peer_errors(action, activity, peer), self._waiting(action, tensor):
+        peer, payload = self._peer(action), action.payload
+        to, source, activity = -1, peer, f"waits for {payload} from rank {peer}"
+        if action.kind == SEND:
+            to, source, activity = peer, -1, f"waits for rank {peer} to receive {payload}"
+        tag = MessageTag(STAGE, payload, to=to, source=source, size=tensor.nbytes)
+        with self._peer_errors(action, activity, peer), self._recorded(WAIT, action, tag):
             for work in works:
                 work.wait()
         return tensor
 
-    def _wait_for_sends(self, channel: Channel, most: int) -> None:
-        """Wait until at most ``most`` sends of a channel are on their way."""
-        leaving = self._leaving[channel]
-        while len(leaving) > most:
-            action, tensor, works = leaving.popleft()
-            peer = self._peer(action)
-            activity = f"waits for rank {peer} to receive {action.payload}"
-            with self._peer_errors(action, activity, peer), self._waiting(action, tensor):
-                for work in works:
-                    work.wait()
-
-    def _waiting(self, action: Action, tensor: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which this stage waits for a message."""
-        peer = self._peer(action)
-        to, source = (peer, -1) if action.kind == SEND else (-1, peer)
-        tag = MessageTag(STAGE, action.payload, to=to, source=source, size=tensor.nbytes)
-        return self._recorded(WAIT, action, tag)
-
     def _recorded(
         self, kind: str, action: Action, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Return a context that is recorded as one span of an action."""
         if self._recorder is None:
             return nullcontext()
         forward = action.kind == FORWARD or action.payload == ACTIVATIONS
@@ -266,12 +225,7 @@ class PipelineExecutor:
         )
 
     def _peer(self, action: Action) -> int:
-        """Return the global rank at the other end of a message."""
         return self._group.ranks[action.peer % self._pipeline.stages]
-
-    @staticmethod
-    def _way(action: Action) -> str:
-        return "to" if action.kind == SEND else "from"
 
     def _where(self, action: Action) -> str:
         stage = f"pipeline, stage {self._group.stage}"
@@ -282,7 +236,6 @@ class PipelineExecutor:
     def _peer_errors(
         self, action: Action, activity: str, waits_for: int | None
     ) -> AbstractContextManager[None]:
-        """Return a context in which the loss of a peer names stage, micro-batch and rank."""
         verb = "were not received by" if action.kind == SEND else "did not arrive from"
         failure = f"{action.payload} {verb} rank {self._peer(action)}"
         return explain_peer_loss(self._where(action), activity, failure, waits_for)

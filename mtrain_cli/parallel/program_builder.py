@@ -1,7 +1,5 @@
 """Collect the operations of one rank's program, with the lifetimes and the sizes of its buffers.
 
-`ProgramBuilder.program` derives from the operations when each buffer is freed.
-
 The simulator charges time for the bytes that an operation's `moves` gives. If one charge covers
 several copies, only the first copy carries the charge.
 """
@@ -11,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from mtrain_cli.parallel.buffers import Buffer, Kind, Side
 from mtrain_cli.parallel.operations import POSTS, PostCast, PostGather, PostReturn, PostScatter
@@ -52,6 +51,7 @@ from mtrain_cli.parallel.schedule import (
     UNSCHEDULED,
     Schedule,
     ScheduleStep,
+    Steps,
     Transfer,
 )
 from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
@@ -61,7 +61,6 @@ from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
 ADDED, COPIED = 2 * high(QUERIES) + low(QUERIES), high(QUERIES) + low(QUERIES)
 KEYS_ADDED, KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
 
-Steps = Sequence[ScheduleStep]
 Emit = Callable[["ProgramBuilder", Steps], None]
 
 
@@ -70,7 +69,6 @@ class Traits:
     """Properties of the kernel, the index and the layout on which a program depends.
 
     needs_out: whether the kernel reads out in backward and derives delta from it.
-    columns: whether single columns of the index are gathered once, outside the steps of a ring.
     copies_parts: whether the kernel copies out, dout and lse when it computes a part of the heads,
         and allocates a placeholder for an out that it does not get.
     zigzag: whether the layout is zigzag, so that cutting a sequence into shards reverses the order
@@ -126,7 +124,6 @@ class ProgramBuilder:
 
     @property
     def kv(self) -> Buffer:
-        """The keys and values of this rank."""
         return Kind.KV.of(self.own)
 
     def emit(
@@ -144,7 +141,6 @@ class ProgramBuilder:
         self._operations.append(operation)
 
     def begin(self, at: int, step: ScheduleStep) -> None:
-        """Begin step number ``at``, unless it has begun."""
         if at != self._step:
             self._step = at
             self.emit(Begin, (), (), computes=bool(step.queries))
@@ -157,23 +153,14 @@ class ProgramBuilder:
         writes: Sequence[Buffer],
         scratch: Size = NOTHING,
     ) -> None:
-        self.emit(
-            kind,
-            reads,
-            writes,
-            queries=Shard(self.shard(step.queries)),
-            keys=self._keys(step),
-            part=step.part,
-            piece=self.piece(step.part),
-            with_columns=not self.traits.columns,
-            scratch=scratch,
-        )
-
-    def _keys(self, step: ScheduleStep) -> Keys:
+        keys: Keys = Whole()
         if step.stage:
-            return Stage(step.stage)
-        one = step.stage == 0 or not self.schedule.gathers
-        return Shard(self.shard(step.keys)) if one else Whole()
+            keys = Stage(step.stage)
+        elif step.stage == 0 or not self.schedule.gathers:
+            keys = Shard(self.shard(step.keys))
+        fields: dict[str, Any] = {"queries": Shard(self.shard(step.queries)), "keys": keys}
+        fields |= {"part": step.part, "piece": self.piece(step.part), "scratch": scratch}
+        self.emit(kind, reads, writes, **fields, with_columns=not self.traits.columns)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait for the transfers with these numbers, which must be in flight."""
@@ -183,7 +170,6 @@ class ProgramBuilder:
             self.emit(Wait, (), (), number=number)
 
     def payload(self, t: Transfer) -> Size:
-        """Return the size of one shard of a transfer."""
         return _payload(t.payload, t.part[1], self.traits)
 
     @property
@@ -200,10 +186,7 @@ class ProgramBuilder:
         self._held |= dict.fromkeys(buffers, len(self._operations) - 1)
 
     def end_step(self, step: ScheduleStep, *computed: Buffer) -> None:
-        """End a step. Free the shards that it computed and the buffers that it finished sending.
-
-        If these buffers were freed earlier, the step's gradients could reuse their memory.
-        """
+        """End a step. Free the shards that it computed and the buffers that it finished sending."""
         left = (self.posted[n].reads for n in step.wait if n in self.posted)
         self.hold(*computed, *(buffer for buffers in left for buffer in buffers))
 
@@ -211,14 +194,12 @@ class ProgramBuilder:
         """Sum single columns, or their gradients, over all ranks that hold the same heads."""
         peers = tuple(range(self.rank % self.sharing, self.schedule.workers, self.sharing))
         part = self.rank % self.sharing, self.sharing
-        transfer = Transfer(
-            UNSCHEDULED, SUM, COLUMN_PAYLOAD, CONTEXT, (), (), peers=peers, part=part
-        )
+        kind = SUM, COLUMN_PAYLOAD, CONTEXT
+        transfer = Transfer(UNSCHEDULED, *kind, (), (), peers=peers, part=part)
         self.post(transfer, (columns,), (columns,), size)
 
     @property
     def casts(self) -> range:
-        """The numbers of the group casts."""
         posts = (op for op in self._operations if isinstance(op, Post))
         return range(len({op.cast for op in posts if op.transfer.kind == GROUP_CAST}))
 
@@ -259,10 +240,6 @@ class ProgramBuilder:
         )
 
     def _last_uses(self) -> dict[Buffer, int]:
-        """Return the index of the last operation that uses each buffer.
-
-        A buffer that a transfer sends is in use until the transfer's `Wait`.
-        """
         waits = {op.number: at for at, op in enumerate(self._operations) if isinstance(op, Wait)}
         last = dict(self._held)
         for at, op in enumerate(self._operations):
@@ -291,15 +268,9 @@ class ProgramBuilder:
         piece: Part = (0, 1),
         cast: int = 0,
     ) -> None:
-        post = POSTS[transfer.kind](
-            step=self._step,
-            reads=reads,
-            writes=writes,
-            transfer=transfer,
-            payload=payload,
-            piece=piece,
-            cast=cast,
-        )
+        fields: dict[str, Any] = {"payload": payload, "piece": piece, "cast": cast}
+        fields |= {"step": self._step, "reads": reads, "writes": writes}
+        post = POSTS[transfer.kind](transfer=transfer, **fields)
         self._operations.append(post)
         self.in_flight[transfer.number] = self.posted[transfer.number] = post
         self.sized.update(zip(writes, self._sizes_of_post(post), strict=False))
@@ -320,7 +291,6 @@ class ProgramBuilder:
         return ()
 
     def _size(self, buffer: Buffer, by_kind: dict[Kind, Size]) -> Size:
-        """Return the size of a buffer. by_kind: the result of `_sizes`."""
         if buffer in self.sized:
             return self.sized[buffer]
         kind = buffer.kind

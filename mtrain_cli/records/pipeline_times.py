@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.parallel.pipeline_player import Played, Span, TimedPipeline
 from mtrain_cli.parallel.pipeline_schedule import (
     BACKWARD,
     FORWARD,
@@ -20,6 +19,9 @@ from mtrain_cli.parallel.pipeline_schedule import (
     ONE_F_ONE_B,
     Action,
     Pipeline,
+    Played,
+    Span,
+    TimedPipeline,
 )
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS, STAGE, WAIT
 from mtrain_cli.parallel.schedule import STAGE as STAGE_LINK

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.parallel.pipeline_player import Played
-from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline
+from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline, Played
 from mtrain_cli.records.pipeline_times import PipelineTimes, predicted_pipeline, recorded_step
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.report_source import ReportSource, typical_rows

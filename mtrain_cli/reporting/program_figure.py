@@ -17,10 +17,10 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
-from mtrain_cli.parallel.arrangements import Arrange
 from mtrain_cli.parallel.cast_rows import whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange, parse_label
 from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.operations import Arrange
 from mtrain_cli.parallel.program import (
     Begin,
     Compute,
@@ -35,16 +35,15 @@ from mtrain_cli.parallel.program import (
 )
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, COLUMNS
-from mtrain_cli.parallel.schedule import GRADIENTS, OUTER, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import GRADIENTS, OUTER, ScheduleOptions, make_schedule
 from mtrain_cli.records.analysis import CaseAnalysis
 from mtrain_cli.records.record_sums import LATE
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
 from mtrain_cli.reporting.table import Column, Table
-from mtrain_cli.sparsity.pattern_registry import make_pattern
-from mtrain_cli.training.index_memory import column_width
+from mtrain_cli.sparsity.pattern import make_pattern
+from mtrain_cli.training.attention_memory import column_width
 from mtrain_cli.training.layout_choice import choose_layout
 
 RANKS = 8  # most ranks in the figure

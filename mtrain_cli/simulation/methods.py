@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config import tensor_parallel
+from mtrain_cli.config import parallel_checks
 from mtrain_cli.config.exchanges import ULYSSES, exchange_name
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import problems
@@ -161,7 +161,7 @@ def _limit(method: Method, config: Config, per_node: int) -> tuple[str, Callable
 
     def splits_products(degree: int) -> bool:
         changed = config.changed(topology={_TENSOR: degree})
-        return per_node % degree == 0 and not any(tensor_parallel.problems(changed))
+        return per_node % degree == 0 and not any(parallel_checks.tensor_problems(changed))
 
     if not method.degree:
         return "sequences per step", lambda degree: degree == 1

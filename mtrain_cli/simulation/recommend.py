@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mtrain_cli.config import tensor_parallel
+from mtrain_cli.config import parallel_checks
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
-from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
-from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
+from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS, NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation.expert_cost import dealt_over
@@ -35,8 +34,7 @@ from mtrain_cli.simulation.scenario import (
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import KEPT
-from mtrain_cli.training.memory_setting import CHOICES, format_value, get_setting
+from mtrain_cli.training.memory_search import CHOICES, KEPT, format_value, get_setting
 from mtrain_cli.training.run_plan import USABLE, RunPlan
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -81,6 +79,10 @@ class Recommendation:
     ranked: tuple[PredictedScenario, ...]
     rejected: tuple[RejectedSetup, ...]
     least: RunPlan | None = None
+
+    @property
+    def best(self) -> PredictedScenario:
+        return self.ranked[0]
 
 
 @dataclass(frozen=True)
@@ -411,7 +413,7 @@ def groupings(scenario: Scenario, workers: int, per_node: int) -> Iterator[Group
 def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
     config, key = scenario.config, "topology.pipeline_parallel"
     given = config.topology.pipeline_parallel
-    needs_all = any(tensor_parallel.unsupported(config, key, NEED_WHOLE_MODEL))
+    needs_all = any(parallel_checks.unsupported(config, key, NEED_WHOLE_MODEL))
     if given > 1 or scenario.sets(key) or needs_all:
         return [given]
     most = min(_MOST_STAGES, config.model.num_layers, config.train.global_batch)
@@ -453,7 +455,7 @@ def expert_degrees(scenario: Scenario) -> list[int | str]:
     config = scenario.config
     given = config.topology.expert_parallel
     fixed = given != 1 or scenario.sets("topology.expert_parallel")
-    needs_all = any(tensor_parallel.unsupported(config, "", NEED_ALL_EXPERTS))
+    needs_all = any(parallel_checks.unsupported(config, "", NEED_ALL_EXPERTS))
     return [given] if fixed or not config.model.moe.experts or needs_all else [1, "auto"]
 
 
@@ -465,6 +467,6 @@ def tensor_degrees(scenario: Scenario, per_node: int) -> list[int]:
 
     def possible(degree: int) -> bool:
         changed = config.changed(topology={"tensor_parallel": degree})
-        return per_node % degree == 0 and not any(tensor_parallel.problems(changed))
+        return per_node % degree == 0 and not any(parallel_checks.tensor_problems(changed))
 
     return list(filter(possible, range(1, per_node + 1)))

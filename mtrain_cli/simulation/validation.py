@@ -127,7 +127,7 @@ def replay(
     if workers > cluster.gpus:
         raise ConfigError(
             f"--cluster {cluster.name}: has {cluster.gpus} GPUs, but {run.folder} used {workers}; "
-            "give a larger cluster, such as one from `mtrain profile links --per-node N`"
+            "give a larger cluster"
         )
     config = _config(run, case)
     try:
@@ -201,8 +201,8 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
         )
     problem = PairSource(pattern).problem(config)
     made = replace(made, seq=seq, columns={}, iteration=0)
-    layers, full = tuple(case.layers), problem.full
-    return workload(made, problem.masks, layers, problem.index, full=full, estimated=False)
+    shown, full = tuple(case.layers), problem.full
+    return workload(made, problem.masks, shown, problem.index, full=full, estimated=False)
 
 
 def _config(run: MeasuredRun, case: CaseAnalysis) -> Config | None:

@@ -312,14 +312,13 @@ def test_an_unwritable_folder_is_refused_before_computing(tmp_path, monkeypatch)
 def test_the_first_line_says_which_pairs_are_predicted():
     words = "model=tiny seq=16k --layout zigzag --exchange ring --no-files"
 
-    def first(more: str) -> str:
-        return run("simulate", words, more, columns=200).stdout.splitlines()[0]
+    def first(*more: str) -> str:
+        return run("simulate", words, *more, columns=200).stdout.splitlines()[0]
 
     dense = "pairs  dense: all causal pairs, each sequence one document"
     assert first("sparsity=dense") == dense
     assert (
-        first("")
-        == f"{dense}, the default of mtrain train; set sparsity, density or index for fewer"
+        first() == f"{dense}, the default of mtrain train; set sparsity, density or index for fewer"
     )
     window = "pairs  dense: all pairs of sliding_window, window 4,096, each sequence"
     assert first("mask=sliding_window").startswith(window)

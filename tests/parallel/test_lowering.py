@@ -10,21 +10,12 @@ import pytest
 from parallel.programs import SIZES, copies, play
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.arrangements import AddHeads
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import MergeBackward
-from mtrain_cli.parallel.program import (
-    Compute,
-    Operation,
-    Post,
-    Shard,
-    Stage,
-    Whole,
-)
+from mtrain_cli.parallel.operations import AddHeads, MergeBackward
+from mtrain_cli.parallel.program import Compute, Operation, Post, Shard, Stage, Whole
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions, make_schedule
 
 
 def traits_of(schedule: Schedule) -> list[Traits]:

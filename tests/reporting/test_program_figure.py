@@ -14,16 +14,16 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, parse_label
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Compute, Wait
+from mtrain_cli.parallel.recording import DIRECTIONS
+from mtrain_cli.reporting.profile_figures import RANKS
 from mtrain_cli.reporting.program_figure import (
-    DIRECTIONS,
-    RANKS,
     DrawnExchange,
-    place,
     program_figure,
     program_table,
     transfers,
 )
 from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.simulation.recommend import place
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.layout_choice import choose_layout
 
