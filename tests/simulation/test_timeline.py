@@ -7,12 +7,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from mtrain_cli.parallel.arrangements import Cut, FromHeads, FromTokens, Shards, ToHeads, ToTokens
 from simulation.event_loop import EventLoop
 from simulation.free_prices import Prices
 
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import Merge, Reduce
+from mtrain_cli.parallel.operations import (
+    Cut,
+    FromHeads,
+    FromTokens,
+    Merge,
+    Reduce,
+    Shards,
+    ToHeads,
+    ToTokens,
+)
 from mtrain_cli.parallel.program import Operation
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mtrain_cli.parallel.exchange_registry import make_exchange
 from simulation.counting import count_work
 from simulation.recordings import BLOCK, HEADS, PADDED, SEQ, SETUP, bitmap, lines, masks, record
 
@@ -18,6 +17,7 @@ from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
