@@ -20,15 +20,14 @@ from mtrain_cli.commands.options import (
     option,
     parse_names,
     print_summary,
-    warn_of_unused_settings,
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_resolvable
 from mtrain_cli.config.exchanges import exchange_name
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_degree_1
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
@@ -107,7 +106,6 @@ def imbalance(
         require_resolvable(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
-    warn_of_unused_settings(words)
     if remark and not job_rank():
         print(f"mtrain: {remark}", file=sys.stderr)
     # Imported late: it takes seconds, and mistakes are reported above.
@@ -176,6 +174,8 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[st
 
 def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
     from mtrain_cli.composition.compose import compose
+    from mtrain_cli.config import keys
+    from mtrain_cli.config.pattern_settings import PATTERNS
 
     for word in words:
         key = word.partition("=")[0]
@@ -185,7 +185,15 @@ def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[s
                 f"{word}: {option} {','.join(typed[option])} already compares this setting; give "
                 "only one of the two"
             )
-    _check_values(typed)
+    for key, compares in _COMPARED.items():
+        allowed = list(PATTERNS) if key == "sparsity" else keys.all_keys()[key].choices
+        if allowed and typed[compares]:
+            parse_names(compares, ",".join(typed[compares]), allowed)
+    for value in typed["--seq"]:
+        try:
+            keys.all_keys()["seq"].convert(value)
+        except ValueError as error:
+            raise ConfigError(f"--seq {value}: {error}") from None
     patterns = typed["--pattern"]
     sparse = [word for word in words if word.startswith("sparsity.")] if patterns else []
     rest = [word for word in words if word not in sparse]
@@ -200,19 +208,3 @@ def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[s
         several = len(typed["--seq"]) > 1
         cases.append((f"{label} {compared['seq']}" if several else label, config))
     return cases
-
-
-def _check_values(typed: dict[str, list[str]]) -> None:
-    """Raise ConfigError, naming the option, if a value to compare is not allowed."""
-    from mtrain_cli.config import keys
-    from mtrain_cli.config.pattern_settings import PATTERNS
-
-    for key, compares in _COMPARED.items():
-        allowed = list(PATTERNS) if key == "sparsity" else keys.all_keys()[key].choices
-        if allowed and typed[compares]:
-            parse_names(compares, ",".join(typed[compares]), allowed)
-    for value in typed["--seq"]:
-        try:
-            keys.all_keys()["seq"].convert(value)
-        except ValueError as error:
-            raise ConfigError(f"--seq {value}: {error}") from None

@@ -15,7 +15,6 @@ from mtrain_cli.commands.options import (
     bounded,
     option,
     parse_items,
-    warn_of_unused_settings,
     with_measurement_folder,
     writing,
 )
@@ -74,7 +73,6 @@ def links(
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "links")
     environment = resolve_environment(config)
-    warn_of_unused_settings(words)
     message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
     dims = environment.dims
     if dims.workers < 2:

@@ -12,7 +12,6 @@ from mtrain_cli.commands.options import (
     bounded,
     option,
     parse_items,
-    warn_of_unused_settings,
 )
 from mtrain_cli.commands.profile import app, calibrating
 from mtrain_cli.config.schema import Config, ConfigError
@@ -56,7 +55,6 @@ def non_attention(
     from mtrain_cli.reporting.table import Column, fixed, number
 
     device = resolve_environment(config).device
-    warn_of_unused_settings(words)
     usual = "1k,4k,16k,64k" if device == "cuda" else "256,1k,4k"
     lengths = parse_items("--seq", usual if seq == "auto" else seq, parse_size, "32k,128k")
     configs = [_single_worker(words, length) for length in dict.fromkeys(lengths)]

@@ -101,7 +101,7 @@ def _configuration(
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan, data_elsewhere=data_elsewhere)
-    from mtrain_cli.config.optim_checks import keep_schedule
+    from mtrain_cli.config.validate import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
@@ -157,7 +157,7 @@ def _print_configuration(config: Config) -> None:
     from rich.text import Text
 
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.listing import annotated_yaml
+    from mtrain_cli.config.resolved_file import annotated_yaml
     from mtrain_cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -174,7 +174,7 @@ def _data_rows(config: Config) -> list[tuple[str, str]]:
     data = config.data
     if data.kind != "stdlib" and data.path is None and data.mix is None:
         return [("data", "not opened: data.path is not set, which the run needs")]
-    from mtrain_cli.data.first_look import look_at_data
+    from mtrain_cli.data.open_dataset import look_at_data
     from mtrain_cli.training.batch import describe_targets
 
     require_data(config)
@@ -194,9 +194,8 @@ def _print_plan(
 
     require_runnable(config, data=False)
     run_plan = make_plan(config)
-    chosen = {"exchange": run_plan.exchange.name, "layout": run_plan.layout.name}
-    device = run_plan.environment.device
-    warn_of_unused_settings(words, config, config_dir, device=device, **chosen)
+    exchange, device = run_plan.exchange.name, run_plan.environment.device
+    warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
     free = None if run_plan.hardware.absent else free_disk(config)
     Console().print(render(run_plan, estimate_step(run_plan), data, free))
     if not fits(run_plan):
@@ -205,7 +204,7 @@ def _print_plan(
 
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
-    from mtrain_cli.config.data_checks import require_manifest
+    from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.data.open_dataset import require_columns
     from mtrain_cli.data.text_files import open_corpus
 

@@ -64,8 +64,7 @@ class MaskSettings(variants.Variant):
     def first_keys(self, starts: NDArray[Any]) -> NDArray[Any] | None:
         """Return the first key that each query sees, if it depends on where its document starts.
 
-        Args:
-            starts: position at which the document of each query starts, int64 [seq].
+        starts: position at which the document of each query starts, int64 [seq].
         """
         del starts
         return None
@@ -121,10 +120,7 @@ class MaskSettings(variants.Variant):
         return False
 
     def layer_kinds(self, layers: int) -> dict[str, list[int]]:
-        """Return the numbers of the layers of each kind, for a model of ``layers``.
-
-        The keys are `LAYER_KINDS`, or "" if all layers have the same mask.
-        """
+        """Return the numbers of the layers by `LAYER_KINDS`; by "" if all have the same mask."""
         full = [layer for layer in range(layers) if self.is_full(layer)]
         if not full:
             return {"": list(range(layers))}

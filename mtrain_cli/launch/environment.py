@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config.pipeline_parallel import uneven_rounds
+from mtrain_cli.config.parallel_checks import number_of_chunks, uneven_rounds
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config, TopologyConfig, TrainConfig
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.config.topology_checks import number_of_chunks
 from mtrain_cli.launch.job import Job, current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain_cli.config.expert_settings import SIGMOID
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import SIGMOID, ModelConfig
 from mtrain_cli.model.expert_products import ChunkedExperts, ExpertExecution
 from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone, router_logits
 from mtrain_cli.parallel import profiler_labels

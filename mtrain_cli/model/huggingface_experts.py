@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.expert_settings import DENSE, SOFTMAX, MoeConfig
 from mtrain_cli.config.keys import show
-from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.schema import DENSE, SOFTMAX, ConfigError, ModelConfig, MoeConfig
 
 if TYPE_CHECKING:
     from mtrain_cli.model.huggingface_config import ConfigFields

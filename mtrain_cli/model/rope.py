@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from mtrain_cli.attention.decode import has_triton
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import ConfigError, RopeConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
+from mtrain_cli.config.schema import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.recording import Recorder
@@ -67,7 +67,7 @@ class Decision(NamedTuple):
         each pair. Pairs that no expert computes (padding, or beyond the capacity) come last.
     ends_E: int32, number of pairs of this and all earlier experts.
     load_BE: tokens of a whole sequence that chose each expert / mean; None without `Routing`.
-    chunks: how rows travel between the workers that share the experts (`expert_journey.Tile`).
+    chunks: how rows travel between the workers that share the experts (`expert_parallel.Tile`).
     """
 
     chosen_TK: Tensor

@@ -6,7 +6,7 @@ so this module does not import PyTorch.
 
 from __future__ import annotations
 
-from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.config.schema import MoeConfig
 
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP

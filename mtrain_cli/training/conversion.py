@@ -37,7 +37,6 @@ from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 TOKENIZER = "tokenizer"  # in an imported run, the folder with the source's tokenizer files
 BEGIN = "begin.json"  # in that folder: what the documents of the training start with
-_COPY = "copy one with --tokenizer FOLDER"
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ def export_checkpoint(
     run = run_of(source)
     config = resolved_file.load(run / RESOLVED)
     named = None if tokenizer is None else of_folder(tokenizer)
-    files, remark = tokenizer_of_run(config, run) if named is None else (named, "")
+    files, reason = tokenizer_of_run(config, run) if named is None else (named, "")
+    remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
     # Before reading weights, refuse shapes that the model family does not support.
     mask, model, seq = config.mask, config.model, config.seq
     config_json(model, rope_factor=1.0, seq=seq, dtype="float32", mask=mask)
@@ -151,7 +151,7 @@ def export_checkpoint(
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:
-    """Return the tokenizer that a run was trained with and "", or None and a line with the reason.
+    """Return the tokenizer that a run was trained with and "", or None and why there is none.
 
     If the data do not name a tokenizer, return the tokenizer of `train.init_from`.
     """
@@ -161,7 +161,7 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
         begin = _recorded_begin(config, run) if trained else None
         return dataclasses.replace(files, begin=begin), ""
     if not trained:
-        return None, f"no tokenizer: the imported folder has none; {_COPY}"
+        return None, "the imported folder has none"
     return tokenizer_of_data(config)
 
 
@@ -177,8 +177,8 @@ def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
         if files is not None:
             return dataclasses.replace(files, begin=_begin(config)), ""
     except ConfigError as error:
-        return None, f"no tokenizer: {error.problems[0]}; {_COPY}"
-    return None, f"no tokenizer: data.path={data.path} does not name a tokenizer; {_COPY}"
+        return None, error.problems[0]
+    return None, f"data.path={data.path} does not name a tokenizer"
 
 
 def record_begin(config: Config, run: Path) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mtrain_cli.config.expert_settings import SIGMOID
-from mtrain_cli.config.schema import Config, ModelConfig
+from mtrain_cli.config.schema import SIGMOID, Config, ModelConfig
 from mtrain_cli.model.tiling import ONE_ADDITION, layers_with_products
 from mtrain_cli.parallel.activation_offload import block_sizes
 from mtrain_cli.parallel.layout import Layout, early_queries

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from attention.mask_definitions import by_slices, question
 from masked_documents import (
-    FIELDS,
     prepared,
     question_record,
     without_checksums,
@@ -23,9 +22,8 @@ from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.document_columns import SLICES
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.record_key import RecordKey
 from mtrain_cli.data.store import TokenStore
-from mtrain_cli.data.token_documents import TokenFields
+from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
 
 def records(number: int = 30) -> list[dict[str, Any]]:
@@ -88,25 +86,6 @@ def test_parquet_files_hold_the_same(store: TokenStore, tmp_path: Path) -> None:
         prepared(tmp_path / "a.parquet", tmp_path / "third", fields=missing)
 
 
-def test_a_store_may_have_one_column_or_none(store: TokenStore, tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    masks = prepared(source, tmp_path / "m", fields=TokenFields(FIELDS.tokens, FIELDS.mask))
-    positions = prepared(
-        source, tmp_path / "p", fields=TokenFields(FIELDS.tokens, None, FIELDS.positions)
-    )
-    plain = prepared(source, tmp_path / "n", fields=TokenFields(FIELDS.tokens))
-    assert [s.meta.keys for s in (masks, positions, plain)] == [["mask"], ["at"], []]
-    assert len({s.meta.sha256 for s in (store, masks, positions, plain)}) == 4
-    assert (masks.columns.positions, positions.columns.slices) == (None, None)
-    assert plain.columns.arrays == []
-    assert {path.name for path in (tmp_path / "n").iterdir()} == {
-        "tokens.bin",
-        "documents.bin",
-        "domains.bin",
-        "meta.json",
-    }
-
-
 def test_filters_drop_and_cut_the_columns_too(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", records())
     filters = Filters(domains=("odd",), max_tokens=9, truncate=True, min_tokens=3)
@@ -131,20 +110,6 @@ def test_a_cut_document_whose_tokens_see_nothing_is_not_causal(tmp_path: Path) -
     source = write_jsonl(tmp_path / "a.jsonl", [line])
     store = prepared(source, tmp_path / "store", filters=Filters(max_tokens=4, truncate=True))
     assert not by_slices(store.columns.slices_of(0), 4).any()
-
-
-def test_tokens_that_see_no_key_and_empty_slices_are_counted(tmp_path: Path) -> None:
-    assert mask_counts(tmp_path / "all", records()) == (0, 0)
-    lines = [
-        {"ids": [1] * 6, "mask": [[0, 6, 5, 6, "causal"]], "at": None},  # the last token sees a key
-        {"ids": [1] * 3, "mask": [[1, 2, 0, 1, 0], [2, 2, 0, 3, 0], [0, 3, 3, 3, 1]], "at": None},
-        {"ids": [1] * 9, "mask": None, "at": None},
-    ]
-    assert mask_counts(tmp_path / "some", lines) == (5 + 2, 2)
-    assert mask_counts(tmp_path / "none", lines[1:2], Filters(max_tokens=1, truncate=True)) == (
-        1,
-        2,
-    )
 
 
 def mask_counts(folder: Path, lines: list[dict[str, Any]], filters: Filters = EVERYTHING) -> tuple:
@@ -216,7 +181,7 @@ def test_the_checksum_covers_the_columns(store: TokenStore) -> None:
     path.write_bytes(path.read_bytes()[:-4] + b"\1\0\0\0")
     with pytest.raises(ConfigError, match=r"positions\.bin has changed"):
         TokenStore.open(store.folder)
-    with pytest.raises(ConfigError, match=r"or a column has changed.*sha256"):
+    with pytest.raises(ConfigError, match=r"or another file has changed.*sha256"):
         TokenStore.open(without_checksums(store.folder)).verify()
 
 
@@ -261,13 +226,6 @@ def test_a_sequence_has_the_masks_and_positions_of_its_parts(
             assert (sample.labels[place - begin] != IGNORED) == continued
 
 
-def test_only_wanted_columns_are_in_a_sample(store: TokenStore) -> None:
-    plain = PackedDataset(store, 16)[0]
-    assert (plain.slices, plain.positions) == (None, None)
-    assert PackedDataset(store, 16, masked=True)[0].positions is None
-    assert PackedDataset(store, 16, positioned=True)[0].slices is None
-
-
 @pytest.mark.parametrize(("name", "value"), [("slices.bin", 2**40), ("positions.bin", 2**30)])
 def test_impossible_values_are_one_clear_line(store: TokenStore, name: str, value: int) -> None:
     path = store.folder / name
@@ -281,28 +239,6 @@ def test_impossible_values_are_one_clear_line(store: TokenStore, name: str, valu
         dataset[0]
     assert str(caught.value) == (
         f"{store.folder}: {name} is corrupt: it holds impossible values. Prepare the store again."
-    )
-
-
-@pytest.mark.parametrize("intervals", [3, 17])
-def test_a_query_with_more_intervals_than_listed_is_one_clear_line(
-    tmp_path: Path, intervals: int
-) -> None:
-    """The kernel was chosen by the number in meta.json, and no kernel takes more than 16."""
-    length = 2 * intervals
-    queries = [[0, length, 2 * key, 2 * key + 1, "full"] for key in range(intervals)]
-    record = {"ids": [97] * length, "mask": [queries[0]] * intervals, "at": None}
-    store = prepared(write_jsonl(tmp_path / "documents.jsonl", [record]), tmp_path / "store")
-    assert store.meta.columns.intervals == 1
-    slices = np.array([[*row[:4], 0] for row in queries], "<i8")
-    slices.tofile(store.folder / SLICES)
-    opened = TokenStore.open(without_checksums(store.folder))
-    dataset = PackedDataset(opened, length, masked=True)
-    with pytest.raises(ConfigError) as caught:
-        dataset[0]
-    assert str(caught.value) == (
-        f"{store.folder}: slices.bin is corrupt: document 0 has a query with more than 1 separate "
-        "intervals of keys, the most that meta.json lists. Prepare the store again."
     )
 
 

@@ -10,8 +10,7 @@ import torch
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.layer_execution import LayerExecution

@@ -10,9 +10,8 @@ import pytest
 from tiny_models import LLAMA3, PLAIN, SEQ, YARN, edit_config, export, tiny_model
 
 from mtrain_cli.attention.named_masks import SlidingWindow
-from mtrain_cli.config.expert_settings import MoeConfig
 from mtrain_cli.config.mask_settings import MASKS
-from mtrain_cli.config.schema import FAMILIES, ConfigError
+from mtrain_cli.config.schema import FAMILIES, ConfigError, MoeConfig
 from mtrain_cli.model.huggingface_config import read_config, read_mask
 
 

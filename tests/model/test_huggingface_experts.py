@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from tiny_models import edit_config, export, tiny_model
 
-from mtrain_cli.config.expert_settings import MoeConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import ConfigError, MoeConfig
 from mtrain_cli.model.huggingface_config import config_json, read_config
 
 
