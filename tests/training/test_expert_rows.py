@@ -100,14 +100,7 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
     DONE[:] = ["start"]
     with Products():
         out = expert_parallel._SharedExperts.apply(
-            x,
-            scores,
-            experts.gate_up,
-            experts.down,
-            tiles,
-            group,
-            checkpoint != "none",
-            False,
+            x, scores, experts.gate_up, experts.down, tiles, group, checkpoint != "none", False
         )
     assert DONE[1:] == named(FORWARD_CHUNK)
     DONE[:] = ["start"]
