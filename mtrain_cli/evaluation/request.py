@@ -15,7 +15,7 @@ from mtrain_cli.evaluation.measurement import Measurement
 from mtrain_cli.evaluation.perplexity import open_perplexity
 from mtrain_cli.evaluation.results import key_of
 from mtrain_cli.evaluation.retrieval import STDLIB, open_retrieval
-from mtrain_cli.evaluation.ruler_files import Sources
+from mtrain_cli.evaluation.ruler_files import NO_SOURCES, Sources
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.text import TextCodec
 from mtrain_cli.launch.manifest import Manifest, ManifestError
@@ -48,21 +48,12 @@ class NeedleOptions:
 
 @dataclass(frozen=True)
 class RulerOptions:
-    """Tasks of RULER, paths of the user's files, and files of samples."""
+    """Tasks of RULER with the user's files, and files of samples."""
 
     tasks: tuple[str, ...] = ()
-    essays: str | None = None
-    squad: str | None = None
-    hotpotqa: str | None = None
-    words: str | None = None
+    sources: Sources = NO_SOURCES
     files: tuple[str, ...] = ()
     max_new: int = 128
-
-    @property
-    def sources(self) -> Sources:
-        names = ("essays", "squad", "hotpotqa", "words")
-        paths = (getattr(self, name) for name in names)
-        return Sources(*(None if path is None else Path(path) for path in paths))
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileTokeni
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     folder = tmp_path_factory.mktemp("sources")
-    return Sources(write_essays(folder), write_squad(folder), write_hotpotqa(folder))
+    return Sources(*(str(write(folder)) for write in (write_essays, write_squad, write_hotpotqa)))
 
 
 def _sha256(*arguments, **options) -> str:
