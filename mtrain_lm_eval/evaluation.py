@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.other_kinds import OtherKind
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from mtrain_lm_eval.tasks import HarnessTasks
 
 
-class LmEval(OtherKind):
+class LmEval:
     """The tasks of lm-eval."""
 
     def check(

@@ -34,9 +34,9 @@ from mtrain_cli.evaluation.ruler_prompts import (
     QuestionPrompts,
     Stream,
     TooShortError,
+    TrackingPrompts,
     fitting,
     frequent_words,
-    tracking_prompts,
 )
 from mtrain_cli.evaluation.ruler_templates import (
     COMMON_WORDS,
@@ -221,7 +221,7 @@ def _drafts(
 
     prompts: Prompts
     if task.template is TRACKING:
-        prompts = tracking_prompts(length, stream, tokens)
+        prompts = TrackingPrompts(length, stream, tokens)
     elif task.template is COMMON_WORDS:
         prompts = CommonWordPrompts(length, seed, *read(read_words))
     elif task.needles is not None:

@@ -226,11 +226,9 @@ class Engine(Scorer):
         if problem is not None:
             raise problem
         if not own:
-            raise ConfigError(
-                f"a prompt of {longest:,} tokens with {cli_option('max_new', max_new)} does not "
-                "fit the memory of another worker. Give a shorter prompt, a smaller "
-                f"{cli_option('max_new')} or more topology.workers"
-            )
+            given = cli_option("max_new", max_new)
+            what = f"a prompt of {longest:,} tokens with {given}"
+            raise ConfigError(f"{what} does not fit the memory of another worker; give less")
         return own
 
     def _decoding(

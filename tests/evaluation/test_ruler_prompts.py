@@ -26,10 +26,10 @@ from mtrain_cli.evaluation.ruler_prompts import (
     QuestionPrompts,
     Stream,
     TooShortError,
+    TrackingPrompts,
     find_size,
     fitting,
     frequent_words,
-    tracking_prompts,
 )
 from mtrain_cli.evaluation.ruler_templates import NOISE, Template
 
@@ -192,7 +192,7 @@ def _chain(text: str) -> list[str]:
 
 def test_the_text_answers_the_question_after_a_solved_example(count) -> None:
     stream = Stream(42)
-    prompts = tracking_prompts(4096, stream, count)
+    prompts = TrackingPrompts(4096, stream, count)
     seen = set()
     for index in range(5):
         draft = prompts.draw(stream, 30, index)
