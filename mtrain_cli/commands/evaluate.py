@@ -131,8 +131,6 @@ def perplexity(
             f"--short {short}: no token of a sequence of {least:,} tokens has more context than "
             "that; give a smaller --short or a larger --length"
         )
-    if text is None and text_key != "text":
-        warn([f"--text-key {text_key}: has no effect without --text"])
     options = PerplexityOptions(text, text_key, tokens, _text(keys_from))
     run_evaluation(PERPLEXITY, common, model, overrides, samples or 8, perplexity=options)
 
@@ -238,10 +236,8 @@ def ruler(
 
     names = ruler_tasks(tasks) if tasks or not file else []
     sources = Sources(*map(_text, (essays, squad, hotpotqa, words)))
-    used = [str(path) for name in names for path in files_of(name, sources)]
-    for source, path in vars(sources).items():
-        if path is not None and path not in used:
-            warn([f"--{source} {path}: has no effect, no task reads it"])
+    for name in names:
+        files_of(name, sources)
     files = tuple(str(path.expanduser().absolute()) for path in file or ())
     options = RulerOptions(tuple(names), sources, files, max_new)
     run_evaluation(RULER, common, model, overrides, samples, ruler=options)

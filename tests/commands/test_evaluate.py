@@ -216,7 +216,7 @@ def test_samples_without_outputs_and_too_long_ones_are_refused():
     assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
-def test_what_has_no_effect_or_was_not_trained_gets_a_warning(tmp_path):
+def test_sequences_beyond_those_of_training_get_a_warning(tmp_path):
     run = small_run(tmp_path, "topology.device=cpu", "data.eval_sequences=2")
 
     def warned(*words: str) -> list[str]:
@@ -226,9 +226,6 @@ def test_what_has_no_effect_or_was_not_trained_gets_a_warning(tmp_path):
     (line,) = warned("perplexity", str(run), "--length", "513")
     assert line.startswith("mtrain: warning: --length 513: the run trained only on sequences of")
     assert warned("perplexity", str(run), "--length", "512", "--samples", "1") == []
-    few = ("--length", "1k", "--beyond", "--tasks", "fwe", "--samples", "1")
-    line, *_ = warned("ruler", str(run), *few, "--essays", "text.txt")
-    assert line.endswith("/text.txt: has no effect, no task reads it")
 
 
 def test_results_of_another_model_are_refused(tmp_path, run):
@@ -411,18 +408,3 @@ def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
         api.load("run")
     told = [str(one.message) for one in caught if "step-40" in str(one.message)]
     assert [f"mtrain: warning: {line}" for line in told] == lines[0]
-
-
-@pytest.mark.parametrize("damage", DAMAGES[1:])
-def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_same_line(
-    damage, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    text_file(tmp_path)
-    run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
-    newest = run / "checkpoints/step-40"
-    damage(newest)
-    line = refused("perplexity", str(newest), *SHORT)
-    generated = CliRunner().invoke(app, ["generate", str(newest), "--prompt", "a"])
-    assert generated.stderr.splitlines()[-1] == line
-    assert not (run / "evaluation").exists()

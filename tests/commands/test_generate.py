@@ -91,14 +91,6 @@ def test_samples_follow_the_options():
     ("typed", "warning"),
     [
         (
-            "--prompt a --top-k 3",
-            "--top-k 3: without effect, --temperature 0 takes",
-        ),
-        (
-            "--prompt a topology.layout=striped",
-            "topology.layout=striped: has no effect, one worker",
-        ),
-        (
             "--prompt-file long.txt --max-new 213",
             "prompt and --max-new have up to 513 tokens; the run trained only on sequences of 512",
         ),
@@ -106,7 +98,7 @@ def test_samples_follow_the_options():
         ("--prompt a topology.host_memory_gib=1", None),
     ],
 )
-def test_what_has_no_effect_or_was_not_trained_gets_a_warning(typed, warning):
+def test_a_length_beyond_those_of_training_gets_a_warning(typed, warning):
     result = run(f"generate run --json {typed}", CPU)
     assert result.exit_code == 0, result.output
     warnings = [line for line in result.stderr.splitlines() if "warning" in line]

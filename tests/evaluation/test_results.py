@@ -68,13 +68,6 @@ def test_a_number_that_is_not_finite_is_null_in_the_files(tmp_path):
     assert [result.score for result in read_results(tmp_path)] == [None]
 
 
-def test_a_later_result_replaces_an_earlier_one(tmp_path):
-    folder = ResultsFolder.open(tmp_path, "m")
-    folder.add_result(RESULT)
-    folder.add_result(dataclasses.replace(RESULT, samples=9))
-    assert [result.samples for result in read_results(tmp_path)] == [9]
-
-
 def test_a_line_cut_short_is_dropped_and_the_next_line_is_whole(tmp_path):
     folder = ResultsFolder.open(tmp_path, "m")
     folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
@@ -104,14 +97,6 @@ def test_a_damaged_line_is_named_until_the_folder_is_written_again(tmp_path, dam
     assert list(again.results) == ["k0", "k1"]
     assert again.damage[0].startswith(f"{file}: damaged lines: 3; removed, and the `mtrain eval`")
     assert read_whole_results(tmp_path) == (results, "")
-
-
-def test_several_damaged_lines_are_one_message(tmp_path):
-    ResultsFolder.open(tmp_path, "m")
-    (tmp_path / "results.jsonl").write_text("{\n" * 8)
-    results, line = read_whole_results(tmp_path)
-    assert results == []
-    assert "damaged lines: 1, 2, 3, 4, 5 and more; a result each is not shown" in line
 
 
 @pytest.mark.parametrize("row", [{"index": -1}, {"index": "0"}, {"index": 0.0}, {"key": 1}])
@@ -217,16 +202,6 @@ def test_a_run_can_move_with_its_results(tmp_path):
 def test_keys_depend_on_every_setting_but_not_on_their_order():
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
     assert key_of({"a": 1, "b": 2}) != key_of({"a": 1, "b": 3})
-
-
-def test_dropped_samples_leave_no_result(tmp_path):
-    folder = ResultsFolder.open(tmp_path, "m")
-    for key in ("k1", "k2"):
-        folder.add_sample({"key": key, "index": 0, "score": 1.0})
-        folder.add_result(dataclasses.replace(RESULT, key=key))
-    folder.drop_samples("k1")
-    for left in (folder, ResultsFolder.open(tmp_path, "m")):
-        assert list(left.samples) == list(left.results) == ["k2"]
 
 
 def test_what_a_run_trains_again_is_dropped(tmp_path):
