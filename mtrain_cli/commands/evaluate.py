@@ -440,7 +440,7 @@ def _locked(out: Path) -> Iterator[None]:
     """Keep other evaluations out of a folder of results. An unused new folder does not stay."""
     from mtrain_cli.evaluation.results import remove_unused
     from mtrain_cli.launch.job import job_rank
-    from mtrain_cli.launch.run_lock import RunLock
+    from mtrain_cli.launch.run_dir import RunLock
 
     if job_rank():
         yield

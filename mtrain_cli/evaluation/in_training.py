@@ -27,8 +27,7 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, codec_of_files
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.failures import not_written
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_lock import RunLock
+from mtrain_cli.launch.run_dir import RunDir, RunLock
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.parallel.fsdp import reshard
 from mtrain_cli.training.callback import Callback, FinishedStep

@@ -18,7 +18,7 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import naming, replace_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.run_lock import LOCK
+from mtrain_cli.launch.run_dir import LOCK
 
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
