@@ -76,8 +76,7 @@ class Result:
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean of independent values and its standard error, sd / sqrt(n).
 
-    The mean is None for no values or a mean that is not finite. The error is None for fewer than
-    two values.
+    None for a mean that is not finite or of no values, and for an error of fewer than two.
     """
     return weighted_mean_and_error(values, [1.0] * len(values))
 
@@ -135,10 +134,9 @@ class ResultsFolder:
 
     @staticmethod
     def open(path: Path, model: str) -> ResultsFolder:
-        """Open or create a folder. Remove damaged lines, and lines that a crash cut short.
+        """Open or create a folder, without damaged lines and lines that a crash cut short.
 
-        model: name of the model that `model_name` returns. Raises ConfigError if the folder holds
-        results of another model, or something else.
+        model: from `model_name`. Raises ConfigError if the folder holds something else.
         """
         require_own(path, model)
         path.mkdir(parents=True, exist_ok=True)
@@ -225,10 +223,7 @@ def require_own(path: Path, model: str) -> None:
 
 
 def remove_unused(created: Sequence[Path]) -> None:
-    """Remove a folder without samples, and its parents.
-
-    created: the folder and its parents that an evaluation created, the folder first.
-    """
+    """Remove a folder without samples, the first of these new folders, and its parents."""
     if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
         return
     for name in (ABOUT, LOCK):

@@ -146,11 +146,10 @@ def fitting(
 
 @dataclass(frozen=True)
 class NeedleKinds:
-    """What a task hides and asks.
+    """What a task hides and asks: number of keys, of keys to ask for, and of values of each.
 
     haystack: ``noise`` repeats one sentence, ``needle`` repeats other needles, ``essay`` is text.
     key, value: ``words``, ``numbers`` or ``uuids``.
-    keys, queries: number of keys in the text, and of those to ask for.
     """
 
     haystack: str
