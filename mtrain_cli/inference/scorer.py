@@ -176,8 +176,8 @@ class Scorer:
     def score_together(self, pairs: Sequence[Pair]) -> list[Score]:
         """Score continuations of contexts in one sequence, kept apart by a document mask.
 
-        Return for each text the sum of log p over the continuation, in nats, and whether each of its
-        tokens is the most likely one. No context or continuation is empty.
+        Return for each text the sum of log p over the continuation, in nats, and whether each of
+        its tokens is the most likely one. No context or continuation is empty.
         """
         ids: list[int] = []
         places: list[int] = []

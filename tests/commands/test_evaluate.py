@@ -117,14 +117,9 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("niah", "run", "--checkpoints", "7"), "has no checkpoint of step 7; it has 3"),
         (("niah", "run", "--form", "song"), "--form song: expected sentences or python"),
         (("niah", "run", "--chains", "0.5"), "only with --form python"),
-        (("niah", "nowhere"), "nowhere: no such folder"),
         (
             ("niah", "run", "--tokenizer", "no"),
             "/no: no such folder; give a folder with tokenizer.json",
-        ),
-        (
-            ("niah", "run", "--tokenizer", "text.txt"),
-            "/text.txt: is a file; give a folder with tokenizer.json",
         ),
         (("niah", "run", "--haystack", "none.txt"), "--haystack none.txt: no such file"),
         (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: ruler6, "),
@@ -136,7 +131,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("perplexity", "run", "--length", "512"), "the run held out no text"),
         (("perplexity", "run", "--text", "none.txt"), "--text none.txt: no such file"),
         (("perplexity", "run", "--short", "1"), "--short 1: must be from 2"),
-        (("perplexity", "run", "--length", "1"), "--length 1: must be from 2"),
         (
             ("perplexity", "run", "--length", "1k,512", "--short", "512"),
             "--short 512: no token of a sequence of 512 tokens has more context than that",
@@ -144,10 +138,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (
             ("niah", "run", "--form", "python", "--length", "300"),
             "--needles 10: 300 tokens of bytes have no room for them",
-        ),
-        (
-            ("niah", "run/checkpoints/step-9"),
-            "no such checkpoint; the checkpoints of this run are s",
         ),
         (("niah", "run", "--haystack", "none.md"), "--haystack none.md: holds no text"),
         (
@@ -158,13 +148,7 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
             ("ruler", "run", "--tasks", "niah_single_2@gone.txt", "--length", "2k"),
             "--tasks niah_single_2@gone.txt: no such file",
         ),
-        (
-            ("ruler", "run", "--tasks", "qa_1", "--squad", "text.txt", "--length", "2k"),
-            "/text.txt: cannot be read",
-        ),
-        (("niah", "run", "sparsity=x"), "no such sparsity; allowed: dense, vertical_slash, xatt"),
         (("perplexity", "run", "--keys-from", "run"), "needs --short N"),
-        (("perplexity", "run", "seq=512"), "seq=512: the model gives this setting"),
     ],
 )
 def test_mistakes_get_one_line(words, message):
