@@ -118,7 +118,7 @@ class EvaluationRequest:
     weights: in the order in which to evaluate them. The first finds the key tokens.
     """
 
-    kind: str  # `PERPLEXITY`, `NIAH`, `RULER` or the name of an `OtherKind`
+    kind: str  # `PERPLEXITY`, `NIAH`, `RULER` or one of `other_kinds`
     out: str  # folder of the results
     model: str  # name of the model in the results (`results.model_name`)
     weights: tuple[Weights, ...]
