@@ -36,7 +36,7 @@ class LmEval:
         from mtrain_lm_eval.runner import load_tasks
 
         codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
-        assert codec.required
+        _ = codec.required  # refuses a model without a tokenizer
         require_hidden_labels(source.config, "this evaluation")
         tasks = load_tasks(request)
         tasks.plan(codec, Plan.of(source, beyond=beyond))

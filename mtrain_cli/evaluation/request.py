@@ -154,15 +154,15 @@ def open_measurement(
     """
     if request.kind == PERPLEXITY:
         return open_perplexity(request, source, codec)
+    tokenizer = codec.required
     if request.kind == NIAH:
-        return open_retrieval(request, codec.required)
+        return open_retrieval(request, tokenizer)
     options = request.ruler
     files = tuple(map(Path, options.files))
     names = [path.stem for path in files]
     for path in files:
         if names.count(path.stem) > 1:
             raise ConfigError(f"--file {path}: another file has this name; rename one")
-    assert codec.required
     return Generated(
         codec, options.tasks, request.lengths, request.samples, options.sources, files,
         options.max_new,
