@@ -92,10 +92,6 @@ def test_samples_follow_the_options():
     [
         ("--prompt a --top-k 3", "--top-k 3: has no effect, --temperature 0 takes the most likely"),
         (
-            "--prompt a topology.layout=striped",
-            "topology.layout=striped: has no effect, one worker",
-        ),
-        (
             "--prompt-file long.txt --max-new 213",
             "prompt and --max-new have up to 513 tokens; the run trained only on sequences of 512",
         ),
