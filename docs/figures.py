@@ -300,7 +300,7 @@ def waits() -> str:
     return d.finish(bottom + 16)
 
 
-BALANCE = "expert-balance-cpu.json"  # of profiles/expert_balance.py
+BALANCE = "expert-balance-cpu.json"
 KINDS = {"none": "no balance", "loss": "balance loss 0.01", "bias": "bias, steps of 0.01"}
 CURVES = {
     "load": "largest load of an expert / mean",

@@ -42,10 +42,7 @@ def key_of(word: str) -> str:
 
 
 def require_known_keys(words: Sequence[str], patterns: Sequence[str], shown: Sequence[str]) -> None:
-    """Raise ConfigError if no pattern has the key of a setting ``sparsity.KEY=...``.
-
-    shown: the patterns to name in the message.
-    """
+    """Raise ConfigError if no pattern has the key of a setting; name the patterns ``shown``."""
     from mtrain_cli.config.pattern_settings import pattern_keys
 
     for word in words:
@@ -72,18 +69,10 @@ def is_calibration(out: Path, kind: str) -> bool:
 def check_output(
     out: Path | None, is_own: Callable[[Path], bool], description: str, option: str = "--out"
 ) -> str:
-    """Check before a long measurement that a file can be written, and create its folders.
+    """Check before a measurement that ``out`` can be written, and create its folders.
 
-    Args:
-        out: the file; None for none.
-        is_own: whether an existing file is an earlier result, which may be replaced.
-        description: noun for the content of the file, for messages.
-
-    Returns:
-        A remark that an earlier result will be replaced, or "".
-
-    Raises:
-        ConfigError: the file cannot be written, or holds something else.
+    Return a remark if an earlier ``description`` will be replaced, else "". Anything else that
+    exists, or cannot be written, raises ConfigError.
     """
     if out is None:
         return ""
@@ -160,14 +149,8 @@ def calibrating(
 ) -> Iterator[Callable[..., None]]:
     """Yield a function that prints a measured time as a row and saves all times so far.
 
-    The times are in a partial file next to ``out``, which replaces ``out`` when the measurement is
-    complete. If it stops early, an earlier ``out`` stays.
-
-    Args:
-        about: arguments of `timing.save_times`.
-
-    Raises:
-        ConfigError: ``out`` cannot be written, or holds something else.
+    A partial file next to ``out`` replaces it when the measurement is complete. about: arguments of
+    `timing.save_times`.
     """
     from mtrain_cli.profiling.timing import save_times
 

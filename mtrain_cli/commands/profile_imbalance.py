@@ -175,6 +175,8 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[st
 
 def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
     from mtrain_cli.composition.compose import compose
+    from mtrain_cli.config import keys
+    from mtrain_cli.config.pattern_settings import PATTERNS
 
     for word in words:
         key = word.partition("=")[0]
@@ -184,7 +186,15 @@ def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[s
                 f"{word}: {option} {','.join(typed[option])} already compares this setting; give "
                 "only one of the two"
             )
-    _check_values(typed)
+    for key, compares in _COMPARED.items():
+        allowed = list(PATTERNS) if key == "sparsity" else keys.all_keys()[key].choices
+        if allowed and typed[compares]:
+            parse_names(compares, ",".join(typed[compares]), allowed)
+    for value in typed["--seq"]:
+        try:
+            keys.all_keys()["seq"].convert(value)
+        except ValueError as error:
+            raise ConfigError(f"--seq {value}: {error}") from None
     patterns = typed["--pattern"]
     sparse = [word for word in words if word.startswith("sparsity.")] if patterns else []
     rest = [word for word in words if word not in sparse]
@@ -199,19 +209,3 @@ def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[s
         several = len(typed["--seq"]) > 1
         cases.append((f"{label} {compared['seq']}" if several else label, config))
     return cases
-
-
-def _check_values(typed: dict[str, list[str]]) -> None:
-    """Raise ConfigError, naming the option, if a value to compare is not allowed."""
-    from mtrain_cli.config import keys
-    from mtrain_cli.config.pattern_settings import PATTERNS
-
-    for key, compares in _COMPARED.items():
-        allowed = list(PATTERNS) if key == "sparsity" else keys.all_keys()[key].choices
-        if allowed and typed[compares]:
-            parse_names(compares, ",".join(typed[compares]), allowed)
-    for value in typed["--seq"]:
-        try:
-            keys.all_keys()["seq"].convert(value)
-        except ValueError as error:
-            raise ConfigError(f"--seq {value}: {error}") from None

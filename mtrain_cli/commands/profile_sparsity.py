@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,15 +97,19 @@ def sparsity(
 
     words = list(overrides or ())
     request = None if _STUDY is None else _STUDY.parse(options)
-    _require_one_worker(words)
+    degrees = ("workers", "context_parallel", "tensor_parallel", "pipeline_parallel")
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.removeprefix("topology.") in degrees and value not in ("1", "auto"):
+            raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
     if checkpoints is None:
         if samples is not None:
             raise ConfigError(f"--samples {samples}: only with --checkpoints RUN")
         source, (config, patterns) = None, _patterns(words, pattern)
     else:
-        for name, value in (("--steps", steps), ("--every", every)):
-            if value is not None:
-                raise ConfigError(f"{name} {value}: trains; leave it out with --checkpoints")
+        for name, number in (("--steps", steps), ("--every", every)):
+            if number is not None:
+                raise ConfigError(f"{name} {number}: trains; leave it out with --checkpoints")
         source, config, patterns = _of_checkpoints(checkpoints, words, pattern)
         if request is not None:
             request = request.with_counts(config.seq)
@@ -114,6 +118,8 @@ def sparsity(
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import pattern_quality
+    from mtrain_cli.reporting.tables import sparsity_tables
+    from mtrain_cli.reporting.terminal_width import print_table
     from mtrain_cli.sparsity.pattern import display_name
 
     analyzer: Any = None
@@ -136,7 +142,9 @@ def sparsity(
         analyzer.finish()
     names = {p.name: display_name(p) for p in patterns}
     done = sorted({record.step for record in records})
-    _print_tables(console, records, names)
+    shown = [dataclasses.asdict(r) | {"pattern": names[r.pattern]} for r in records]
+    for table in sparsity_tables(shown):
+        print_table(console, table)
     about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
     if source is not None:
         about["checkpoints"] = [str(folder) for folder in source]
@@ -148,21 +156,6 @@ def sparsity(
 
 def _say(console: Console, what: str, step: int, loss: float | None) -> None:
     console.print(f"{what.format(step)}  loss {'n.a.' if loss is None else f'{loss:.4f}'}")
-
-
-_NUMBERS_OF_WORKERS = (
-    "topology.workers",
-    "topology.context_parallel",
-    "topology.tensor_parallel",
-    "topology.pipeline_parallel",
-)
-
-
-def _require_one_worker(words: Sequence[str]) -> None:
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in _NUMBERS_OF_WORKERS and value not in ("1", "auto"):
-            raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
 
 
 def _of_checkpoints(
@@ -183,11 +176,8 @@ def _of_checkpoints(
             ) from None
         raise ConfigError(*(f"--checkpoints {line}" for line in error.problems)) from None
     saved = resolved_file.load(checkpoint_source.run_of(source) / checkpoint_source.RESOLVED)
-    alone = [
-        "topology=local",
-        "topology.workers=1",
-        f"topology.block_size={saved.topology.block_size}",
-    ]
+    alone = ["topology=local", "topology.workers=1"]
+    alone.append(f"topology.block_size={saved.topology.block_size}")
 
     def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
         chosen = [] if name == saved.sparsity.pattern else [f"sparsity={name}"]
@@ -199,16 +189,6 @@ def _of_checkpoints(
 
     config, patterns = _compose_patterns(words, pattern, saved.sparsity.pattern, compose_with)
     return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
-
-
-def _print_tables(console: Console, records: list[HeadRecord], names: dict[str, str]) -> None:
-    """Print a table for each pattern at the first and at the last measured step."""
-    from mtrain_cli.reporting.tables import sparsity_tables
-    from mtrain_cli.reporting.terminal_width import print_table
-
-    shown = [dataclasses.replace(r, pattern=names[r.pattern]) for r in records]
-    for table in sparsity_tables([dataclasses.asdict(r) for r in shown]):
-        print_table(console, table)
 
 
 def _save_measurement(
@@ -226,13 +206,8 @@ def _save_measurement(
 
     run = run_dir.create(with_measurement_folder(config, SPARSITY), words)
     facts = json.loads(run.environment.read_text()) if run.environment.exists() else {}
-    header = {
-        "kind": SPARSITY,
-        "complete": True,
-        "command": facts.get("command", []),
-        "environment": facts,
-        "workers": 1,
-    }
+    header = {"kind": SPARSITY, "complete": True, "command": facts.get("command", [])}
+    header |= {"environment": facts, "workers": 1}
     try:
         with writing(run.path / HEAD_ROWS):
             rows = pandas.DataFrame([dataclasses.asdict(r) for r in records])
@@ -249,10 +224,12 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     """Return the configuration to train with, and the patterns to measure."""
     from mtrain_cli.composition.compose import compose
 
-    def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
-        return compose([*others, f"sparsity={name}", "topology.workers=1", *keys])
-
-    return _compose_patterns(overrides, names, "dense", compose_with)
+    return _compose_patterns(
+        overrides, names, "dense",
+        lambda name, keys, others: compose(
+            [*others, f"sparsity={name}", "topology.workers=1", *keys]
+        ),
+    )  # fmt: skip
 
 
 def _compose_patterns(
@@ -284,24 +261,17 @@ def _compose_patterns(
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.sparsity.pattern import make_pattern
 
-    patterns = []
-    for each in configs:
-        built = make_pattern(each.sparsity, each.seed)
-        assert built is not None
-        patterns.append(built)
-    return config, patterns
+    patterns = [make_pattern(each.sparsity, each.seed) for each in configs]
+    return config, [pattern for pattern in patterns if pattern is not None]
 
 
 def _require_causal_intervals(config: Config) -> None:
     """Raise ConfigError for a mask under which no pattern can be measured."""
     mask, key = config.mask, config.data.mask_key
-    if key is not None:
-        given = f"data.mask_key={key}"
-    elif mask.full_every:
+    given = f"data.mask_key={key}" if key is not None else mask.for_dense_only()
+    if mask.full_every and key is None:
         given = f"mask.full_every={mask.full_every}"
-    elif (reason := mask.for_dense_only()) is not None:
-        given = reason
-    else:
+    if given is None:
         return
     raise ConfigError(
         f"{given}: `mtrain profile sparsity` needs a mask in which each query sees one interval of "

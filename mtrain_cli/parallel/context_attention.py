@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -41,7 +41,6 @@ class IndexRecord:
         until `DynamicIndex.count` counts its work.
     workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
         all queries.
-    started, ended: CUDA events, or on a CPU times in seconds.
     """
 
     layer: int
@@ -74,7 +73,6 @@ class DynamicIndex:
         bitmaps are gathered from all workers.
     kept: the index of each layer, from the layer's forward to its backward pass. Recomputation
         reuses this index.
-    estimated: the index of each layer, kept after backward for a profile; None outside a profile.
     """
 
     pattern: Pattern
@@ -95,7 +93,8 @@ class DynamicIndex:
                 f"index, layer {layer}", "estimates", "a message of another worker did not arrive"
             )
             with torch.no_grad(), profiler_labels.label(profiler_labels.INDEX), span, peer_errors:
-                record_index_messages(self.masked.group, recorder)
+                if isinstance(self.masked.group, DistributedIndexGroup):
+                    self.masked.group.set_recorder(recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 counts_or_index: IndexCounts | VerticalSlash
                 if isinstance(index, VerticalSlash):
@@ -120,26 +119,16 @@ class DynamicIndex:
         should wait for a metric.
         """
         with profiler_labels.label(profiler_labels.INDEX):
-            self._count()
-
-    def _count(self) -> None:
-        waiting = [
-            (i, r.counts_or_index)
-            for i, r in enumerate(self.records)
-            if isinstance(r.counts_or_index, VerticalSlash)
-        ]
-        while waiting:
-            # Layers in a batch are padded to the widest.
-            size = max(lines.slashes.numel() + lines.columns.numel() for _, lines in waiting)
-            at_once = max(1, _COUNTED_AT_ONCE // size)
-            batch, waiting = waiting[:at_once], waiting[at_once:]
-            counts = (
-                VerticalSlash.joined([lines for _, lines in batch])
-                .counts(self.masked.tables)
-                .parts(len(batch))
-            )
-            for (i, _), counts_or_index in zip(batch, counts, strict=True):
-                self.records[i] = replace(self.records[i], counts_or_index=counts_or_index)
+            named = ((i, record.counts_or_index) for i, record in enumerate(self.records))
+            waiting = {i: lines for i, lines in named if isinstance(lines, VerticalSlash)}
+            while waiting:
+                # Layers in a batch are padded to the widest.
+                size = max(n.slashes.numel() + n.columns.numel() for n in waiting.values())
+                batch = list(waiting)[: max(1, _COUNTED_AT_ONCE // size)]
+                lines = VerticalSlash.joined([waiting.pop(i) for i in batch])
+                counts = lines.counts(self.masked.tables).parts(len(batch))
+                for i, of_layer in zip(batch, counts, strict=True):
+                    self.records[i] = replace(self.records[i], counts_or_index=of_layer)
 
 
 def _now(device: torch.device) -> torch.cuda.Event | float:
@@ -154,7 +143,6 @@ def _now(device: torch.device) -> torch.cuda.Event | float:
 class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)``, exact over what mask and index allow.
 
-    kept: for each layer, the tensors of the first forward pass that recomputation needs.
     narrowed: for each layer, the tiles and early tiles of `plan`, narrowed by the layer's index. An
         entry lives until the layer's backward pass, because kernels cache in the tiles what they
         derive from the index (`Tiles.index_cache`).
@@ -218,29 +206,18 @@ class ContextAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Compute attention of this rank's queries over the whole sequence."""
-        recorder = self.exchange.recorder
         # This call only joins kept tensors: no computation and no message to record.
         again = self.exchange.recomputes(self.plan.early)
         quiet = layer in self.kept and again is Recompute.NOTHING
-        with (
-            profiler_labels.label(profiler_labels.ATTENTION),
-            _range_of_kind(self.kind, FORWARD, layer),
-            nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
-        ):
-            tiles, early_tiles = self._narrowed(layer, q, k, recorder)
+        with _recorded(self, layer, FORWARD, quiet=quiet):
+            tiles, early_tiles = self.plan.tiles, self.plan.early_tiles
+            if self.index is not None:
+                index = self.index.of(layer, q, k, self.exchange.recorder)
+                if layer not in self.narrowed:
+                    early = None if early_tiles is None else early_tiles.under(index)
+                    self.narrowed[layer] = tiles.under(index), early
+                tiles, early_tiles = self.narrowed[layer]
             return _Attend.apply(q, k, v, self, tiles, layer, early_tiles, torch.is_grad_enabled())
-
-    def _narrowed(
-        self, layer: int, q: Tensor, k: Tensor, recorder: Recorder | None
-    ) -> tuple[ShardTiles, ShardTiles | None]:
-        tiles, early_tiles = self.plan.tiles, self.plan.early_tiles
-        if self.index is None:
-            return tiles, early_tiles
-        index = self.index.of(layer, q, k, recorder)
-        if layer not in self.narrowed:
-            early = None if early_tiles is None else early_tiles.under(index)
-            self.narrowed[layer] = tiles.under(index), early
-        return self.narrowed[layer]
 
     def release(self, layer: int) -> None:
         self.kept.pop(layer, None)
@@ -263,33 +240,30 @@ class ContextAttention:
             stays if self.offload is None else [self.offload.put(layer, t) for t in stays]
         )
 
-    def load_kept(self, layer: int) -> tuple[Tensor, ...]:
-        """Return a layer's kept tensors. Offloaded tensors can be loaded only once."""
-        return tuple(t.detach() if isinstance(t, Tensor) else t.get() for t in self.kept[layer])
 
-
-def _range_of_kind(kind: str, direction: str, layer: int) -> AbstractContextManager[None]:
-    """Return an NVTX range such as ``window layer.forward``, with the layer as payload."""
-    return nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext()
+@contextmanager
+def _recorded(
+    attention: ContextAttention, layer: int, direction: str, *, quiet: bool = False
+) -> Iterator[None]:
+    """Record a pass of a layer, with an NVTX range such as ``window layer.forward``."""
+    recorder, kind = attention.exchange.recorder, attention.kind
+    with (
+        profiler_labels.label(profiler_labels.ATTENTION),
+        nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext(),
+        nullcontext() if not recorder or quiet else recorder.attention_pass(layer, direction),
+    ):
+        yield
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        q,
-        k,
-        v,
-        attention: ContextAttention,
-        tiles: ShardTiles,
-        layer: int,
-        early_tiles: ShardTiles | None = None,
-        keep: bool = False,
-    ):
+    def forward(ctx, q, k, v, attention, tiles, layer, early_tiles=None, keep=False):
         call = attention.kernel, attention.scale(q.shape[-1]), f"layer {layer}"
         if layer in attention.kept:
-            early, kept = attention.plan.early, attention.load_kept(layer)
-            assert early is not None
+            early = attention.plan.early
+            # Offloaded tensors can be loaded only once.
+            stored = attention.kept[layer]
+            kept = tuple(t.detach() if isinstance(t, Tensor) else t.get() for t in stored)
             rows = early_tiles or tiles  # without early queries the tiles are not used
             out, saved = attention.exchange.recompute(q, k, v, kept, early, rows, *call)
         else:
@@ -303,13 +277,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         attention: ContextAttention = ctx.attention
-        recorder = attention.exchange.recorder
         saved = ctx.saved_tensors  # under checkpointing, this recomputes the forward pass
-        with (
-            profiler_labels.label(profiler_labels.ATTENTION),
-            _range_of_kind(attention.kind, BACKWARD, ctx.layer),
-            nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
-        ):
+        with _recorded(attention, ctx.layer, BACKWARD):
             gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)
         attention.release(ctx.layer)
         return *gradients, None, None, None, None, None
@@ -362,12 +331,6 @@ def make_index_group(group: ContextGroup) -> IndexGroup:
         return SingleWorkerGroup()
     assert group.whole is not None
     return DistributedIndexGroup(group.rank, group.size, group.whole, group.ranks)
-
-
-def record_index_messages(group: IndexGroup, recorder: Recorder | None) -> None:
-    """Record the messages of the next estimate. A single worker sends none."""
-    if isinstance(group, DistributedIndexGroup):
-        group.set_recorder(recorder)
 
 
 def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:

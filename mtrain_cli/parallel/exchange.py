@@ -13,6 +13,7 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.packed_columns import SharedColumns
+from mtrain_cli.attention.partials import Triple
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Side
@@ -29,7 +30,6 @@ from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedul
 from mtrain_cli.parallel.transport import Buffers, Transport
 
 Saved = tuple[Tensor, ...]
-Triple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class ShardTiles:
 
     tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (queries,
         keys). They are made once per batch, and all layers share them.
-    rows: the rows of keys that group casts move; None for other exchanges.
     """
 
     tiles: dict[tuple[Shard, Keys], Tiles]
@@ -53,11 +52,7 @@ class ShardTiles:
     def for_pair(
         self, queries: Shard, keys: Keys, part: Part = (0, 1), *, columns: bool = True
     ) -> Tiles:
-        """Return the tiles of queries and keys, narrowed by the index.
-
-        part: (i, n), the i-th of n equal parts of the heads.
-        columns: whether to include the single columns of the index.
-        """
+        """Return the tiles of queries and keys, narrowed by the index."""
         if self.index is None:
             return self.tiles[queries, keys]
         key = queries, keys, part, columns
@@ -74,8 +69,6 @@ class Exchange:
 
     shared_columns: whether a ring gathers the KV of the index's single columns once per pass. If
         True, the ring's steps compute block diagonals only.
-    part: (i, n), the part of the model's heads that this rank computes: the i-th of n equal parts.
-    own: the shard of this rank in `Placement.inside`.
     """
 
     def __init__(
@@ -123,9 +116,8 @@ class Exchange:
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
         key = backward, traits or Traits()
         if key not in self._programs:
-            self._programs[key] = lower(
-                self.schedule, self.group.rank, backward=backward, traits=traits
-            )
+            rank = self.group.rank
+            self._programs[key] = lower(self.schedule, rank, backward=backward, traits=traits)
         return self._programs[key]
 
     @property
@@ -167,10 +159,8 @@ class Exchange:
         """Return the index's columns that this rank gathers, once per pass."""
         if not self.gathers_columns or shard_tiles.index is None:
             return None
-        whole, own = (
-            shard_tiles.for_pair(self.own, keys, self.part) for keys in (Whole(), self.own)
-        )
-        return SharedColumns.make(whole, own)
+        pairs = (shard_tiles.for_pair(self.own, keys, self.part) for keys in (Whole(), self.own))
+        return SharedColumns.make(*pairs)
 
     def forward(
         self,
@@ -202,25 +192,26 @@ class Exchange:
         scale: float,
         label: str = "",
     ) -> Triple:
-        columns = self.columns_of(shard_tiles)
-        traits = Traits(kernel.needs_out, columns is not None)
-        program = self.program(backward=True, traits=traits)
+        traits = Traits(kernel.needs_out, self.columns_of(shard_tiles) is not None)
         tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
         tensors[buffers.DOUT.on(self._side)] = dout
-        transport = self._transport(label, BACKWARD, program)
-        run = Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
-        run.run(program.operations)
-        transport.end()
-        dq, dk, dv = (tensors[name] for name in program.results)
+        run = self._begin(BACKWARD, tensors, shard_tiles, kernel, scale, label)
+        run.run(run.program.operations)
+        run.transport.end()
+        dq, dk, dv = (tensors[name] for name in run.program.results)
         return dq, dk, dv
 
-    def _begin_forward(self, q, k, v, shard_tiles, kernel, scale, label) -> Executor:
+    def _begin_forward(self, q, k, v, *call) -> Executor:
         self.kv_heads = k.shape[2]
-        columns = self.columns_of(shard_tiles)
-        program = self.program(backward=False, traits=Traits(kernel.needs_out, columns is not None))
         inputs = (buffer.on(self._side) for buffer in (buffers.Q, buffers.K, buffers.V))
-        tensors = dict(zip(inputs, (q, k, v), strict=True))
-        transport = self._transport(label, FORWARD, program)
+        return self._begin(FORWARD, dict(zip(inputs, (q, k, v), strict=True)), *call)
+
+    def _begin(self, direction, tensors, shard_tiles, kernel, scale, label) -> Executor:
+        columns, backward = self.columns_of(shard_tiles), direction == BACKWARD
+        traits = Traits(kernel.needs_out, columns is not None)
+        program = self.program(backward=backward, traits=traits)
+        names = self.group, self.name, label, direction
+        transport = Transport(*names, program.steps, self.recorder)
         return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
 
     @property
@@ -290,9 +281,6 @@ class Exchange:
         out, lse, *columns = kept
         keys = torch.stack([k, v]) if self._ends_with_own_keys else columns.pop()
         return out, (q, keys, out, lse, *columns)
-
-    def _transport(self, label: str, direction: str, program: Program) -> Transport:
-        return Transport(self.group, self.name, label, direction, program.steps, self.recorder)
 
 
 def make_exchange(

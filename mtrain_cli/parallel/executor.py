@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.packed_columns import SharedColumns
-from mtrain_cli.attention.partials import accumulation_dtype, merge
+from mtrain_cli.attention.partials import Pair, accumulation_dtype, merge
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.program import Operation, Program
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    columns: the single columns of the index that are gathered once per pass; None if no columns
-        are gathered.
-    message: format of the query messages that circulate.
     widths: heads of the tensors that Ulysses trades together.
     """
 
@@ -72,10 +69,9 @@ class Executor:
 
     def total(self, buffer: Buffer) -> RunningAttention:
         """Return the output so far. The first call begins it."""
-        total = self.tensors.get(buffer)
-        if total is None:
-            total = self.tensors[buffer] = RunningAttention(self.tensors[buffers.Q])
-        return total
+        if buffer not in self.tensors:
+            self.tensors[buffer] = RunningAttention(self.tensors[buffers.Q])
+        return self.tensors[buffer]
 
 
 class QueryMessage:
@@ -113,37 +109,27 @@ class QueryMessage:
 
 
 class RunningAttention:
-    """Attention output and lse over the keys added so far."""
+    """Attention over the keys added so far.
+
+    sums: out and lse; None before the first keys.
+    """
 
     def __init__(self, q: Tensor) -> None:
-        self._q = q
-        self._high = accumulation_dtype(q.dtype)
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._q, self._high = q, accumulation_dtype(q.dtype)
+        self.sums: Pair | None = None
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention over further keys into the sums. No key may be added twice.
+        """Merge the attention over further keys. The first call takes over ``out`` and ``lse``."""
+        if self.sums is None:
+            self.sums = out, lse
+        else:
+            self.sums = self.sums[0].to(self._high), self.sums[1]
+            merge(*self.sums, out, lse)
 
-        The first call takes over ``out`` and ``lse`` as the sums.
-        """
-        if self._out is None or self._lse is None:
-            self._out, self._lse = out, lse
-            return
-        self._out = self._out.to(self._high)
-        merge(self._out, self._lse, out, lse)
-
-    def partial(self) -> tuple[Tensor, Tensor] | None:
-        return None if self._out is None or self._lse is None else (self._out, self._lse)
-
-    def replace_partial(self, out: Tensor, lse: Tensor) -> None:
-        """Replace the sums by ``out`` and ``lse``, which already include the sums."""
-        self._out, self._lse = out, lse
-
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> Pair:
         """Return out in the dtype of q, and lse. If no key was added, out is 0 and lse -inf."""
         q = self._q
-        if self._out is None or self._lse is None:
-            shape = q.shape[0], q.shape[2], q.shape[1]
-            lse = torch.full(shape, float("-inf"), dtype=self._high, device=q.device)
-            return torch.zeros_like(q), lse
-        return self._out.to(q.dtype), self._lse
+        if self.sums is not None:
+            return self.sums[0].to(q.dtype), self.sums[1]
+        shape = q.shape[0], q.shape[2], q.shape[1]
+        return torch.zeros_like(q), q.new_full(shape, float("-inf"), dtype=self._high)

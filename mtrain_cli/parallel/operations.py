@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.partials import row_delta
+from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
-from mtrain_cli.parallel.executor import QueryMessage, RunningAttention
+from mtrain_cli.parallel.executor import Executor, QueryMessage, RunningAttention
 from mtrain_cli.parallel.program import Compute, ComputeColumns, Copy, Part, Post
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE
 from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, SUM
@@ -29,10 +30,6 @@ from mtrain_cli.parallel.wide_copy import (
     split_heads,
     sum_repeated_heads,
 )
-
-if TYPE_CHECKING:
-    from mtrain_cli.attention.tiles import Tiles
-    from mtrain_cli.parallel.executor import Executor
 
 
 class PostHop(Post):
@@ -176,10 +173,9 @@ class ColumnsForward(ComputeColumns):
         total = state.total(self.writes[0])
         assert state.columns is not None
         with state.transport.span(COLUMNS):
-            partial = state.kernel.forward_columns(
-                q, columns, state.columns, state.scale, total.partial()
+            total.sums = state.kernel.forward_columns(
+                q, columns, state.columns, state.scale, total.sums
             )
-            total.replace_partial(*partial)
 
 
 class ColumnsBackward(ComputeColumns):
@@ -266,44 +262,28 @@ class ReduceRows(Reduce):
         state.rows.add_returned(self.cast, total, arrived)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Arrange(Copy):
-    """An arrangement.
+    """Copy tensors into another order, shape or dtype.
 
     timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
+    among: number of ranks per node if shards come from or go to a hierarchical collective, else 0.
+    stage: copy only the rows of this stage of a group cast; None for all rows.
     """
 
     timed: ClassVar[bool] = True
+    piece: Part = (0, 1)
+    among: int = 0
+    stage: int | None = None
 
     def run(self, state: Executor) -> None:
         with state.transport.span(ARRANGE) if self.timed else nullcontext():
             made = self.copy(state)
-        for buffer, tensor in zip(self.writes, made, strict=True):
-            state.tensors[buffer] = tensor
+        state.tensors.update(zip(self.writes, made, strict=True))
 
     def copy(self, state: Executor) -> Sequence[Any]:
         """Return the tensors that the operation writes."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrangePart(Arrange):
-    """An arrangement of a part of the heads.
-
-    piece: (i, n): copy the i-th of n equal parts of this rank's heads.
-    """
-
-    piece: Part = (0, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrangeShards(Arrange):
-    """An arrangement of the shards of all ranks.
-
-    among: number of ranks per node if the shards come from or go to a hierarchical collective;
-        otherwise 0.
-    """
-
-    among: int = 0
 
 
 class Pack(Arrange):
@@ -358,7 +338,7 @@ class TakeSum(Arrange):
         return (state.buffers.take_like(state.tensors[self.reads[0]], state.high),)
 
 
-class Result(ArrangePart):
+class Result(Arrange):
     """Convert the output, or a part of its heads, to the compute dtype."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -378,7 +358,7 @@ class Gradients(Arrange):
         return dq.to(q.dtype), dk, dv
 
 
-class Take(ArrangePart):
+class Take(Arrange):
     """Copy one part of the heads from this rank's keys."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -386,7 +366,7 @@ class Take(ArrangePart):
         return ([part_of_heads(packed[i], self.piece, 2).contiguous() for i in (0, 1)],)
 
 
-class Order(ArrangeShards):
+class Order(Arrange):
     """Bring gathered keys into sequence order."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -405,7 +385,7 @@ class JoinOut(Arrange):
         return concatenate(outs, 2), concatenate(lses, 1)
 
 
-class Cut(ArrangePart):
+class Cut(Arrange):
     """Copy one part of the heads from lse."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -414,7 +394,7 @@ class Cut(ArrangePart):
         return (part_of_heads(lse, self.piece, 1).contiguous(),)
 
 
-class Place(ArrangePart):
+class Place(Arrange):
     """Write one part's gradients into the whole tensors. The first part allocates them."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -430,7 +410,7 @@ class Place(ArrangePart):
         return whole, whole_keys
 
 
-class Shards(ArrangeShards):
+class Shards(Arrange):
     """Cut key gradients into the ranks' shards."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -446,7 +426,7 @@ class Shards(ArrangeShards):
         return (shards,)
 
 
-class MergeRows(ArrangePart):
+class MergeRows(Arrange):
     """Bring own keys and those of a group cast into sequence order."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -454,17 +434,14 @@ class MergeRows(ArrangePart):
         return (state.rows.merged(part_of_heads(own, self.piece, 3), arrived),)
 
 
-@dataclass(frozen=True, kw_only=True)
 class MergeStage(Arrange):
     """Bring the keys of one stage of a group cast into sequence order."""
-
-    stage: int
 
     def copy(self, state: Executor) -> Sequence[Any]:
         return (state.rows.merged(None, self.read(state), self.stage),)
 
 
-class ZeroRows(ArrangePart):
+class ZeroRows(Arrange):
     """Start the gradients of own rows and received rows."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
@@ -472,14 +449,8 @@ class ZeroRows(ArrangePart):
         return (state.rows.zeros(part_of_heads(own, self.piece, 3), state.high),)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SplitRows(Arrange):
-    """Bring key gradients into the order in which the rows arrived.
-
-    stage: write only the rows of this stage, into gradients that exist; None for all rows.
-    """
-
-    stage: int | None = None
+    """Bring key gradients into the order in which the rows arrived."""
 
     def copy(self, state: Executor) -> Sequence[Any]:
         # A step without pairs has no gradients.
@@ -502,7 +473,7 @@ class OwnRows(Arrange):
         return (own,)
 
 
-class AddDq(ArrangePart):
+class AddDq(Arrange):
     def copy(self, state: Executor) -> Sequence[Any]:
         of_queries, *of_stages = self.reads
         q = state.tensors[of_queries]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from mtrain_cli.config.schema import TopologyConfig
@@ -36,7 +36,6 @@ class Action:
 
     kind: FORWARD or BACKWARD of a micro-batch through a virtual stage, or SEND or RECEIVE of a
         message.
-    payload: ACTIVATIONS or GRADIENTS of a message; "" for a computation.
     """
 
     kind: str
@@ -177,6 +176,9 @@ def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Coun
 SENDS_IN_FLIGHT = 2
 
 
+_Messages = list[tuple[Action, float]]
+
+
 class ScheduleError(RuntimeError):
     """A schedule whose stages wait for each other for ever, or whose messages are out of order."""
 
@@ -231,14 +233,6 @@ class TimedPipeline:
         return play(self.pipeline, seconds, hop=self.hop)
 
 
-@dataclass
-class _Channel:
-    """Messages of one channel in order, and when they were sent and their receives posted."""
-
-    sent: list[tuple[Action, float]] = field(default_factory=list)
-    posted: list[tuple[Action, float]] = field(default_factory=list)
-
-
 def play(
     pipeline: Pipeline,
     seconds: Callable[[Action], float] = lambda _: 1.0,
@@ -251,82 +245,60 @@ def play(
     A computation waits for its message. A send does not wait, unless `SENDS_IN_FLIGHT` sends of
     its channel have no receive yet.
 
-        seconds: duration of a computation.
-        hop: duration of a message, from the time when both ends have posted it.
-        actions: those of each stage; None for a training step.
+    hop: duration of a message, from the time when both ends have posted it.
 
     Raises:
         ScheduleError: the stages wait for each other, or a channel's ends disagree on its messages.
     """
     stages = range(pipeline.stages)
     lists = [pipeline.actions(stage) for stage in stages] if actions is None else actions
-    player = _Player(pipeline, seconds, hop)
+    now, spans = [0.0] * pipeline.stages, list[Span]()
+    # The messages of each channel in order, with the times when they were sent or posted.
+    sent, posted = defaultdict[Channel, _Messages](list), defaultdict[Channel, _Messages](list)
+
+    def arrival(action: Action) -> float | None:
+        """Return when the input of a computation has arrived. None if it is not on its way."""
+        for receive in pipeline.received(action):
+            channel = pipeline.channel(receive)
+            place = [message for message, _ in posted[channel]].index(receive)
+            if place >= len(sent[channel]):
+                return None
+            send, when = sent[channel][place]
+            if send.message != receive.message:
+                raise ScheduleError(f"{pipeline}: {receive} would get {send.message}")
+            return max(when, posted[channel][place][1]) + hop
+        return 0.0
+
+    def step(stage: int, action: Action) -> bool:
+        """Play one action of a stage. Return False if it has to wait for another stage."""
+        if action.kind in (FORWARD, BACKWARD):
+            if (arrived := arrival(action)) is None:
+                return False
+            begin = max(now[stage], arrived)
+            now[stage] = begin + seconds(action)
+            spans.append(Span(stage, action, begin, now[stage]))
+            return True
+        channel = pipeline.channel(action)
+        if action.kind == SEND:
+            oldest = len(sent[channel]) - SENDS_IN_FLIGHT
+            if oldest >= len(posted[channel]):
+                return False
+            if oldest >= 0:
+                now[stage] = max(now[stage], posted[channel][oldest][1])
+        (sent if action.kind == SEND else posted)[channel].append((action, now[stage]))
+        return True
+
     at, going = [0] * len(lists), True
     while going:
         going = False
         for stage, own in enumerate(lists):
-            while at[stage] < len(own) and player.step(stage, own[at[stage]]):
+            while at[stage] < len(own) and step(stage, own[at[stage]]):
                 at[stage] += 1
                 going = True
     stuck = [f"stage {s} at {own[at[s]]}" for s, own in enumerate(lists) if at[s] < len(own)]
     if stuck:
         raise ScheduleError(f"{pipeline}: waits for ever: {'; '.join(stuck)}")
-    player.check_ends()
-    return Played(pipeline.stages, tuple(player.spans))
-
-
-class _Player:
-    def __init__(self, pipeline: Pipeline, seconds: Callable[[Action], float], hop: float) -> None:
-        self.pipeline, self.seconds, self.hop = pipeline, seconds, hop
-        self.spans: list[Span] = []
-        self._now = [0.0] * pipeline.stages
-        self._channels: dict[Channel, _Channel] = defaultdict(_Channel)
-
-    def step(self, stage: int, action: Action) -> bool:
-        """Play one action of a stage. Return False if it has to wait for another stage."""
-        if action.kind in (SEND, RECEIVE):
-            return self._message(stage, action)
-        arrived = self._arrival(action)
-        if arrived is None:
-            return False
-        begin = max(self._now[stage], arrived)
-        end = begin + self.seconds(action)
-        self.spans.append(Span(stage, action, begin, end))
-        self._now[stage] = end
-        return True
-
-    def check_ends(self) -> None:
-        """Check that both ends of each channel have the same messages in the same order."""
-        for channel, ends in self._channels.items():
-            sent, posted = ([a.message for a, _ in end] for end in (ends.sent, ends.posted))
-            if sent != posted:
-                raise ScheduleError(f"{self.pipeline}: messages of {channel} are out of order")
-
-    def _message(self, stage: int, action: Action) -> bool:
-        channel = self._channels[self.pipeline.channel(action)]
-        if action.kind == RECEIVE:
-            channel.posted.append((action, self._now[stage]))
-            return True
-        oldest = len(channel.sent) - SENDS_IN_FLIGHT
-        if oldest >= len(channel.posted):
-            return False
-        if oldest >= 0:
-            self._now[stage] = max(self._now[stage], channel.posted[oldest][1])
-        channel.sent.append((action, self._now[stage]))
-        return True
-
-    def _arrival(self, action: Action) -> float | None:
-        """Return when the input of a computation has arrived. None if it is not on its way."""
-        for receive in self.pipeline.received(action):
-            channel = self._channels[self.pipeline.channel(receive)]
-            place = next(
-                (n for n, (posted, _) in enumerate(channel.posted) if posted == receive), None
-            )
-            assert place is not None, f"{action} without its receive"
-            if place >= len(channel.sent):
-                return None
-            sent, when = channel.sent[place]
-            if sent.message != receive.message:
-                raise ScheduleError(f"{self.pipeline}: {receive} would get {sent.message}")
-            return max(when, channel.posted[place][1]) + self.hop
-        return 0.0
+    for channel in sent.keys() | posted.keys():
+        if [a.message for a, _ in sent[channel]] != [a.message for a, _ in posted[channel]]:
+            raise ScheduleError(f"{pipeline}: messages of {channel} are out of order")
+    return Played(pipeline.stages, tuple(spans))

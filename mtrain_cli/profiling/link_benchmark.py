@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.pipeline_group import PipelineGroup
-from mtrain_cli.parallel.pipeline_schedule import ACTIVATIONS
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.profiling.timing import device_name, measure, median_ms, result_document
 from mtrain_cli.simulation import link_fit
@@ -74,15 +71,6 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
         channels=(schedule.INNER, schedule.OUTER),
     )
     operations = list(_operations(group, bench.device))
-    if (tensor := bench.tensor_group()) is not None:
-        messages = _Messages(bench.device, tensor.size, tensor.process_group, tensor.process_group)
-        operations += [  # all tensor groups send theirs at once
-            _Operation(schedule.TENSOR, link_fit.GATHER, tensor.size, messages.gather),
-            _Operation(schedule.TENSOR, link_fit.SCATTER, tensor.size, messages.scatter),
-        ]
-    if (stages := bench.pipeline_group()) is not None:
-        start = partial(_stage_hop, stages, bench.device)
-        operations.append(_Operation(schedule.STAGE, link_fit.HOP, 2, start))
     times: list[link_fit.LinkTime] = []
     stopped = False
     bench.synchronize()
@@ -199,24 +187,6 @@ class _Messages:
             return [work]
 
         return start, parts[0].nbytes * (self.ranks - 1)
-
-
-def _stage_hop(group: PipelineGroup, device: torch.device, size: int) -> tuple[Start, int]:
-    """Prepare a message from each stage to the next. The last stage only receives."""
-    leaving, arriving = (_ones(device, size) for _ in range(2))
-    stage = group.stage
-    messages = [
-        dist.P2POp(operation, tensor, group.ranks[peer], channel)
-        for operation, tensor, peer, hop in (
-            (dist.irecv, arriving, stage - 1, (stage - 1, stage)),
-            (dist.isend, leaving, stage + 1, (stage, stage + 1)),
-        )
-        if (channel := group.channels.get((ACTIVATIONS, *hop))) is not None
-    ]
-    return (
-        lambda: [work for message in messages for work in dist.batch_isend_irecv([message])],
-        leaving.nbytes,
-    )
 
 
 def _measured(

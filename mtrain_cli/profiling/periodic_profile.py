@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,7 +61,6 @@ class TrainingProfile(Callback):
         self._seen: list[ContextAttention | MixedAttention] = []
         self._plain: list[float] = []
         self._recorded: list[float] = []
-        self._after: list[float] = []
         self._writer: ProfileWriter | None = None
         try:
             cases = list(self._by_kind.values())
@@ -148,7 +146,6 @@ class TrainingProfile(Callback):
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
             return
-        began = time.perf_counter()
         self._trainer.record(None)
         computed = [estimated(attend) for attend in self._seen]
         self._seen.clear()
@@ -165,7 +162,6 @@ class TrainingProfile(Callback):
                 "is missing; the run continues"
             )
         self._recorded.append(seconds)
-        self._after.append(time.perf_counter() - began)
 
     def close(self) -> None:
         summary = self._complete()
@@ -190,22 +186,12 @@ class TrainingProfile(Callback):
         self.problem = self.problem or self._writer.problem
         if not self._recorded:
             return ""
-        count = f"recorded {with_count(len(self._recorded), 'step')} in {self._folder}"
-        if not steady:
-            return count
-        more = statistics.median(self._recorded) / statistics.median(steady) - 1
-        return f"{count}; {cost_of_recording(more, statistics.median(self._after))}"
+        return f"recorded {with_count(len(self._recorded), 'step')} in {self._folder}"
 
     def _warn(self) -> None:
         problem, self.problem = self.problem, None
         if problem:
             self._message(problem, warning=True)
-
-
-def cost_of_recording(more: float, after: float) -> str:
-    """Return what a recorded step costs: share of its time, and seconds to write its records."""
-    change = f"{more:.1%} longer" if more >= 0 else f"{-more:.1%} less time"
-    return f"a recorded step took {change} than the others, and {after:.2f} s to write its records"
 
 
 def _numbered(

@@ -191,6 +191,7 @@ def _document(
     """Return the content of summary.json. Times are in milliseconds per step."""
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu, facts = trainer.device.type == "cuda", bench.facts()
+    parallel = {dim: size for dim in ("tp", "pp") if (size := e.dims.sizes[dim]) > 1}
     return {
         "kind": record_files.STEP,
         "complete": True,
@@ -203,18 +204,11 @@ def _document(
         "warmup": plan.warmup,
         "steps": plan.steps,
         "settings": {
-            "model": config.model.name,
-            "layers": config.model.num_layers,
-            "seq": config.seq,
-            "global_batch": config.train.global_batch,
-            "cp": e.dims.cp,
-            **{dim: size for dim in ("tp", "pp") if (size := e.dims.sizes[dim]) > 1},
-            "layout": choices.layout.name,
-            "exchange": choices.exchange.label,
-            "pattern": config.sparsity.pattern,
-            "kernel": choices.kernel.name,
-            "dtype": str(choices.dtype).removeprefix("torch."),
-            "compile": choices.compile,
+            **{"model": config.model.name, "layers": config.model.num_layers, "seq": config.seq},
+            **{"global_batch": config.train.global_batch, "cp": e.dims.cp, **parallel},
+            **{"layout": choices.layout.name, "exchange": choices.exchange.label},
+            **{"pattern": config.sparsity.pattern, "kernel": choices.kernel.name},
+            **{"dtype": str(choices.dtype).removeprefix("torch."), "compile": choices.compile},
             "activation_checkpoint": config.train.activation_checkpoint,
             "shard": config.train.shard,
             **expert_facts(config.model, expert_workers(trainer)),
@@ -276,10 +270,11 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
 def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for breakdown in everyone:
+        scale = breakdown.steps * len(everyone)
         for kind in breakdown.kinds:
             totals = sums[kind.name, kind.part]
-            totals[0] += kind.calls / breakdown.steps / len(everyone)
-            totals[1] += kind.ns / 1e6 / breakdown.steps / len(everyone)
+            totals[0] += kind.calls / scale
+            totals[1] += kind.ns / 1e6 / scale
     most = sorted(sums.items(), key=lambda item: -item[1][1])[:SHOWN]
     return [
         {"name": name, "part": part, "calls": calls, "ms": ms} for (name, part), (calls, ms) in most

@@ -17,7 +17,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.grouping import show_spans, spans
-from mtrain_cli.launch import study_folder
+from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.printable import one_line
 from mtrain_cli.records import other_records
@@ -263,7 +263,7 @@ def find(name: str, holding: str = "") -> Path:
     ships = [path.stem for path in shipped() if is_useful(path)]
     most = len(ships) + SHOWN
     root = path.parent if "/" in name else MEASUREMENTS
-    studies = [] if holding else [file.parent for file in root.glob(f"*/{study_folder.STUDY}")]
+    studies = [] if holding else [file.parent for file in root.glob(f"*/{run_dir.STUDY}")]
     names = [*ships, *(folder.name for folder in [*known(), *sorted(studies)] if is_useful(folder))]
     if "/" in name:
         names = sorted(str(folder) for folder in {*_dated(root), *studies} if is_useful(folder))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from mtrain_cli.commands.profile_imbalance import _cases
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.records.imbalance import imbalance
 from mtrain_cli.records.index_file import load_indices
 from mtrain_cli.records.record_files import open_records
 
@@ -85,15 +82,6 @@ def test_all_cases_are_measured_on_the_same_steps(profile):
     assert (work[2] < 0.8 * work[0]).all()
 
 
-def test_density_matches_the_computed_pairs(profile):
-    dense, _, sparse, _ = open_records(profile).summary["cases"]
-    frame = open_records(profile).frame()
-    heads, causal = 4, 512 * 513 / 2
-    last = frame[(frame.iteration == 3) & (frame.direction == "forward") & (frame.case == 2)]
-    assert sparse["density"] == pytest.approx(last.pairs.sum() / (heads * 2 * causal))
-    assert dense["density"] > sparse["density"]
-
-
 def test_every_moment_of_every_pass_has_one_reason(profile):
     frame = open_records(profile).frame()
     key = ["case", "iteration", "rank", "layer", "direction"]
@@ -139,35 +127,6 @@ def test_recorded_work_equals_the_schedules(profile):
         assert (backward.flop == 10 * 32 * backward.pairs).all()
 
 
-def test_overhead_comes_from_the_recorded_iterations(profile):
-    recorded = open_records(profile)
-    frame = recorded.frame()
-    whole = frame[frame.phase == "iteration"].groupby(["case", "iteration"]).dur_us.max() / 1e3
-    for number, case in enumerate(recorded.summary["cases"]):
-        # The wall-clock times around the passes match the recorded ones.
-        np.testing.assert_allclose(sorted(case["recorded_ms"]), sorted(whole[number]), rtol=0.05)
-        ratios = np.array(case["recorded_ms"]) / case["iteration_ms"]
-        assert case["overhead"] == pytest.approx(np.median(ratios) - 1, abs=1e-4)
-
-
-def test_results_are_computed_from_the_records(profile):
-    recorded = open_records(profile)
-    frame = recorded.frame()
-    for number, result in enumerate(recorded.summary["results"]):
-        mine = frame[(frame.case == number) & (frame.direction == "forward")]
-        tables = mine[mine.phase == "attention"].pivot_table(
-            index=["iteration", "layer", "rank"], columns="step", values="pairs", aggfunc="sum"
-        )
-        columns = mine[mine.phase == "columns"].groupby(["iteration", "layer", "rank"]).pairs.sum()
-        degrees = []
-        for key, table in tables.groupby(level=["iteration", "layer"]):
-            extra = [columns.loc[key].to_numpy()[:, None]] if len(columns) else []
-            degrees.append(imbalance(np.hstack([table.to_numpy(), *extra])).worker)
-        assert result["passes"]["forward"]["work"]["worker"]["mean"] == pytest.approx(
-            np.mean(degrees), abs=1e-4
-        )
-
-
 def test_saved_indices_match_the_recorded_steps(profile):
     indices = load_indices(profile / "index.npz")
     assert indices.patterns == ("dense", "vertical_slash")
@@ -178,61 +137,6 @@ def test_saved_indices_match_the_recorded_steps(profile):
     assert int(index.slashes.sum(-1).max()) <= 3 + 1
     assert indices.setup.workers == 3
     assert indices.masks[0].length == 512
-
-
-def test_the_trace_has_the_format_of_viewers(profile):
-    events = json.loads((profile / "trace.json").read_text())["traceEvents"]
-    slices = [e for e in events if e["ph"] == "X"]
-    frame = open_records(profile).frame()
-    last = frame[(frame.iteration == 3) & (frame.phase != "gap")]
-    last = last[~(last.phase.isin(COMPUTING) & (last.dur_us == 0))]
-    assert len(slices) == len(last)
-    assert {e["args"]["iteration"] for e in slices} == {3}
-    assert {e["args"]["case"] for e in slices} == {
-        case["label"] for case in open_records(profile).summary["cases"]
-    }
-    by_thread: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for e in slices:
-        assert e["dur"] >= 0
-        by_thread.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
-    for spans in by_thread.values():
-        open_ends: list[float] = []
-        for start, end in sorted(spans, key=lambda s: (s[0], -s[1])):
-            while open_ends and open_ends[-1] <= start + 2e-3:
-                open_ends.pop()
-            # Within the open span or after it, never across its end.
-            assert not open_ends or end <= open_ends[-1] + 2e-3
-            open_ends.append(end)
-    ends = {ph: {e["id"]: e for e in events if e["ph"] == ph} for ph in "sf"}
-    hops = last[(last.phase == "send") & (last.peer >= 0)]
-    assert set(ends["s"]) == set(ends["f"])
-    assert len(ends["s"]) == len(hops)
-    for number, begin in ends["s"].items():
-        end = ends["f"][number]
-        assert begin["pid"] != end["pid"]
-        assert begin["ts"] <= end["ts"]
-        # If the clocks of two ranks put an arrival before its departure, the arrow has no length.
-        for e in (begin, end) if begin["ts"] < end["ts"] else (begin,):
-            assert any(
-                start - 2e-3 <= e["ts"] <= stop + 2e-3
-                for start, stop in by_thread[e["pid"], e["tid"]]
-            )
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
-        "rank 0",
-        "rank 1",
-        "rank 2",
-    }
-    assert len(list((profile / "trace").glob("rank-*.json.gz"))) == 3
-    for rank in range(3):
-        with gzip.open(profile / f"trace/rank-{rank}.json.gz", "rt") as file:
-            text = file.read()
-        # HolisticTraceAnalysis finds a file's rank by the first line with this text and space.
-        assert re.search(r'"rank":\s+(\d+)', text).group(1) == str(rank)
-        of_rank = json.loads(text)
-        assert of_rank["distributedInfo"] == {"rank": rank, "world_size": 3, "backend": "mtrain"}
-        assert [e["ts"] for e in of_rank["traceEvents"]] == [
-            e["ts"] for e in events if e["pid"] == rank
-        ]
 
 
 def test_attention_alone_at_several_lengths(tmp_path):
@@ -438,20 +342,6 @@ def test_a_replay_is_compared_with_the_micro_batch_that_it_repeats(tmp_path):
     assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
     for case in document["cases"]:
         assert sum("the first micro-batch of the last" in line for line in case["remarks"]) == 1
-
-
-@pytest.mark.slow
-def test_a_configured_chunk_is_recorded_and_replayed(tmp_path):
-    """The layout depends on the prices of rows on the cluster of the run, and on the chunk."""
-    words = "topology.balanced_chunk=32 --layout balanced --exchange group_cast --seq 512"
-    result = run(tmp_path, words, "topology.workers=2 --attention-only --steps 1 run.name=one")
-    assert result.returncode == 0, result.stderr
-    folder = tmp_path / "measurements/one"
-    assert load_indices(folder / "index.npz").setup.chunk == 32
-    validated = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
-    assert validated.returncode == 0, validated.stderr
-    agreement = json.loads(validated.stdout)["agreement"]
-    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
 
 
 @pytest.mark.slow

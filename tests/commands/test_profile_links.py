@@ -20,11 +20,7 @@ HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")
 def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     words = ["topology.device=cpu", "topology.workers=2", "--sizes", "4k,256k", "--repeats", "3"]
     result = mtrain(
-        tmp_path,
-        "profile",
-        "links",
-        *words,
-        *split("--cluster-out my.yaml --json run.name=one"),
+        tmp_path, "profile", "links", *words, *split("--cluster-out my.yaml --json run.name=one")
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
@@ -131,35 +127,3 @@ def test_mistakes_are_one_line_and_keep_existing_files(tmp_path: Path, monkeypat
     assert len(result.stderr.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["notes.yaml"]
     assert (tmp_path / "notes.yaml").read_text() == "mine"
-
-
-def test_messages_of_tensor_groups_are_measured_besides(tmp_path):
-    words = split(
-        "topology.device=cpu topology.workers=2 topology.tensor_parallel=2 --sizes",
-        "4k,64k --repeats 3 --json",
-    )
-    result = mtrain(tmp_path, "profile", "links", *words, "run.name=tensor")
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
-    assert [(t["what"], t["size"]) for t in document["times"] if t["link"] == "tensor"] == [
-        (what, size) for what in (GATHER, SCATTER) for size in (4 << 10, 64 << 10)
-    ]
-    assert {t["what"] for t in document["times"] if t["link"] == "inner"} >= {HOP, ALL_TO_ALL}
-    assert document["fits"]["tensor"]["collectives"]["points"] == 4
-    assert set(document["cluster"]["links"]) == {"inner"}
-
-
-def test_messages_between_stages_are_measured_besides(tmp_path):
-    words = split(
-        "topology.device=cpu topology.workers=3 topology.pipeline_parallel=3 --sizes",
-        "4k,64k --repeats 3 --json model.num_layers=3",
-    )
-    result = mtrain(tmp_path, "profile", "links", *words, "run.name=stages")
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
-    times = [t for t in document["times"] if t["link"] == "stage"]
-    assert [(t["what"], t["size"], t["ranks"]) for t in times] == [
-        (HOP, 4 << 10, 2), (HOP, 64 << 10, 2)
-    ]  # fmt: skip
-    assert set(document["fits"]["stage"]) == {HOP}
-    assert set(document["cluster"]["links"]) == {"inner"}

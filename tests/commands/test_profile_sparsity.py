@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 
 import numpy as np
 import pytest
 from commands.typed_line import split
-from reporting.test_tables import printed
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile_sparsity import _patterns
-from mtrain_cli.profiling.pattern_quality import HeadRecord
 from mtrain_cli.records.record_files import HEAD_ROWS
-from mtrain_cli.reporting.tables import sparsity_table
 from mtrain_studies.attention.files import read_attention_files
 
 SHAPE = (
@@ -64,35 +60,6 @@ def test_sparsity_leaves_no_thread_running(tmp_path):
     assert result.exit_code == 0, result.output
     assert set(threading.enumerate()) <= before
     assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.parametrize(("of_mask", "columns"), [(0.25, 6), (0.5, 7)])
-def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
-    records = [
-        HeadRecord(
-            step=1,
-            pattern="moba",
-            layer=layer,
-            head=0,
-            density=0.25,
-            of_mask=of_mask,
-            recall=0.9,
-            worst=worst,
-            slashes=40000,
-            columns=100000,
-        )
-        for layer, worst in enumerate((0.3, 0.1))
-    ]
-    table = sparsity_table([dataclasses.asdict(r) for r in records], "moba, step 1")
-    assert len(table.shown) == columns
-    lines = printed(table, width=60).splitlines()
-    assert max(map(len, lines)) <= 60
-    cells = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"], ["all"])]
-    density = ["25.00%"] if columns == 6 else ["25.00%", "50.00%"]
-    worst = (("0", "0.300"), ("1", "0.100"), ("all", "0.100"))
-    assert cells == [
-        [name, "0.9000", least, *density, "40000.0", "100000"] for name, least in worst
-    ]
 
 
 def test_a_key_goes_to_every_pattern_that_has_it():

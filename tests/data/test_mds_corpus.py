@@ -10,10 +10,10 @@ import pytest
 from test_mds import PACKED, RAW, write_mds
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data import mds_source as corpora
 from mtrain_cli.data import prepare
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.mds_source import mds_corpus
+from mtrain_cli.data.mds_source import mds_corpus as corpora
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.model import experts
 from mtrain_cli.model.decoder import SwiGLU
-from mtrain_cli.model.experts import expert_layers, record_experts, reset_biases
+from mtrain_cli.model.experts import record_experts, reset_biases
 from mtrain_cli.parallel.profiler_labels import layer_of
 from mtrain_cli.parallel.recording import Recorder
 
@@ -70,16 +70,6 @@ def test_a_bias_changes_the_choice_but_not_the_scores():
     torch.testing.assert_close(module(x), wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_all_tokens_on_one_expert_and_experts_without_tokens():
-    module, x = module_of({"top_k": 1}), inputs().requires_grad_()
-    module.selection_bias = torch.tensor([0.0, 9, 0, 0, 0, 0])
-    module(x).sum().backward()
-    by_expert = module.experts.gate_up.grad.abs().amax((1, 2))
-    assert by_expert[1] > 0
-    assert by_expert[[0, 2, 3, 4, 5]].max() == 0
-    assert module.experts.down.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_second_pass_of_a_checkpoint_keeps_the_choice_bitwise(dtype, monkeypatch):
     model = moe_model(moe={"shared_size": 8, "dense_layers": 1})
@@ -106,11 +96,6 @@ def test_the_bias_follows_the_loads():
     module = module_of({})
     module.change_bias(torch.tensor([10.0, 0, 4, 4, 3, 3]), 0.01)
     torch.testing.assert_close(module.selection_bias, torch.tensor([-0.01, 0.01, 0, 0, 0.01, 0.01]))
-
-
-def test_layers_with_experts_are_found():
-    decoder = make_decoder(moe_model(moe={"dense_layers": 1}))
-    assert [mlp.layer for mlp in expert_layers(decoder.layers)] == [1, 2]
 
 
 class _Slow(torch.autograd.Function):

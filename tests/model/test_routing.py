@@ -19,7 +19,6 @@ from mtrain_cli.model.routing import (
     RouterOptions,
     Routing,
     SharingGroup,
-    _grouped,
     choose,
     decide_alone,
     part_of,
@@ -113,24 +112,6 @@ def test_losses_and_their_gradients_are_the_definition(settings):
     assert float(given.loads[1, E + 2]) == pytest.approx(entropy, rel=1e-6)
     assert given.loads[1, :E].tolist() == chosen[real].flatten().bincount(minlength=E).tolist()
     assert given.loads[[0, 2]].abs().max() == 0
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 0.05])
-def test_losses_do_not_depend_on_what_is_counted(z_loss):
-    found = []
-    for count in (False, True):
-        given = routing({}, balance_loss=0.3, z_loss=z_loss)
-        decision = given.decide(logits().topk(2).indices, scored(logits(), {}), 1)
-        found.append(given.loss(logits(), scored(logits(), {}), decision, 1, count=count))
-        assert bool(given.loads[1, E:].any()) == count
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
-
-
-def test_pairs_of_many_experts_keep_their_order():
-    keys = torch.tensor([[32_768, 0], [32_767, 1]])
-    order, ends = _grouped(keys, 32_768)
-    assert order.tolist() == [1, 3, 2, 0]
-    assert (int(ends[0]), int(ends[-1])) == (1, 3)
 
 
 def test_padding_is_not_computed_and_pairs_are_ordered_by_expert():

@@ -15,8 +15,8 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.profiling import attention_benchmark
-from mtrain_cli.profiling.attention_benchmark import HEADER, _draw, _medians, _row
+from mtrain_cli.profiling import imbalance_benchmark
+from mtrain_cli.profiling.imbalance_benchmark import _draw, _medians
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.records.record_files import open_records
@@ -65,12 +65,6 @@ def test_medians_and_spread_are_of_the_slowest_worker():
     assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(9 / 6)}
 
 
-def test_a_row_stands_under_the_header():
-    row = _row("a case", 0.125, {"forward_ms": 1.5, "backward_ms": 3.25, "spread": 0.5})
-    assert len(row) == len(HEADER)
-    assert row.split() == ["a", "case", "12.50%", "1.50", "3.25", "4.75", "50.0%"]
-
-
 def two_lengths(rank: int, world: int, folder: str) -> list[Any]:
     """Measure two lengths. Return (file of rows, completed samples) after each sample."""
     cases = [(f"{seq} tokens", compose([f"seq={seq}"])) for seq in (48, 96)]
@@ -84,9 +78,9 @@ def two_lengths(rank: int, world: int, folder: str) -> list[Any]:
             calls.append((number, samples))
             super().sampled(number, samples)
 
-    attention_benchmark.ProfileWriter = Watched
+    imbalance_benchmark.ProfileWriter = Watched
     environment = gloo.environment(rank, world)
-    assert not attention_benchmark.run(cases[0][1], run_dir, environment, False)
+    assert not imbalance_benchmark.record_attention(cases[0][1], run_dir, environment, False)
     return calls
 
 

@@ -96,8 +96,3 @@ def test_delta_is_computed_before_the_timed_calls_unless_the_kernel_derives_it(
     tiles = bench.tiles(SequenceMask.causal(CASE.seq, CASE.seq), whole, whole, CASE.dense)
     bench.time_passes(kernel, CASE, tiles, with_delta=with_delta)  # type: ignore[arg-type]
     assert {delta is not None for delta in kernel.delta} == {given}
-
-
-def test_every_call_draws_the_same_index():
-    assert CASE.index().columns.equal(CASE.index().columns)
-    assert CASE.index().columns.shape[-1] == CASE.columns

@@ -46,22 +46,6 @@ def test_masks_are_those_of_their_names():
         assert np.array_equal(mask.spans(np.arange(96), np.arange(96)).seen(), seen), name
 
 
-def test_sizes_describe_the_masks():
-    sizes = {name: make_mask(name, 100).sizes for name in MASKS}
-    count, longest = documents(100)[-1] + 1, np.bincount(documents(100)).max()
-    drawn = f"{count} documents of up to {longest} tokens"
-    assert sizes == {
-        "full": "",
-        "causal": "",
-        "documents_full": drawn,
-        "documents": drawn,
-        "window": "25 tokens",
-        "documents_block_causal": f"{drawn}, in blocks of 12",
-        "video": "4x5x5 tokens, window 4x3x5",
-        "shared_question": "question of 20 tokens, 8 answers of up to 10",
-    }
-
-
 @pytest.mark.parametrize(("seq", "intervals"), [(4096, 9), (32768, 9), (131072, 9), (7, 1)])
 def test_a_video_has_nine_intervals_at_usual_lengths(seq, intervals):
     assert make_mask("video", seq).mask.intervals == intervals
@@ -108,15 +92,6 @@ def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch
     assert sdpa.forward_tflops == pytest.approx(4 * 16 * pairs / 2.0 / 1e9)
     assert sdpa.backward_tflops == pytest.approx(10 * 16 * pairs / 3.0 / 1e9)
     assert flex.backward_tflops is None
-
-
-def test_without_flex_auto_is_timed_and_has_no_ratio(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    bench = KernelBench([], torch.float32, "cpu", 1)
-    (time,) = profile_masks(bench, ["shared_question"], [CASE], flex=False)
-    assert (time.kernel, time.intervals, time.forward_ratio) == ("sdpa", 2, None)
-    assert time.forward_ms > 0
-    assert time.backward_ms is not None
 
 
 def test_flex_attention_computes_the_pairs_of_its_predicate(monkeypatch):

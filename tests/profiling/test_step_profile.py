@@ -59,5 +59,6 @@ def test_each_layer_with_experts_has_a_time_for_each_pass(tmp_path):
                 assert each.waiting > 0, "rows of gradients"
         assert found.parts["experts"] > 0
         assert sum(found.parts.values()) == found.step
-        row = step_profile._of_experts(found)[0]
+        summary = step_profile._RankSummary(found, [1.0], [1.0], None)
+        row = step_profile._of_rank(0, summary)["experts"][0]
         assert row["experts_ms"] == passes[1, "backward"].computing / 1e6

@@ -183,7 +183,7 @@ def test_a_named_cluster_gives_the_numbers_of_gpus_and_the_memory_of_the_plan(tm
     plan = make_plan(compose(["model=qwen3b", f"topology.cluster={tmp_path}/mine.yaml"]))
     assert (plan.dims.workers, plan.environment.nodes, plan.hardware.absent) == (16, 2, True)
     assert (plan.hardware.gpu, plan.hardware.memory) == ("NVIDIA A100-SXM4-40GB", 20 * GIB)
-    assert "an assumed 33 GiB per GPU" in plan.available_memory
+    assert plan.host_share == round(0.9 * 33 * GIB)
     assert plan.with_config(plan.config).hardware.memory == 20 * GIB
     less = make_plan(compose(["topology.cluster=a100_4x8", "topology.gpu_memory_gib=30"]))
     assert less.hardware.memory == 30 * GIB
