@@ -52,13 +52,6 @@ def test_cfg_prints_the_composed_configuration_and_exits(launched, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
 
 
-def test_a_warning_names_recipe_keys_that_a_group_replaces():
-    result = run("recipe=stdlib_8k", "data=stdlib", "data.eval_sequences=4", "--cfg")
-    assert result.exit_code == 0, result.stderr
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mtrain: warning: recipe=stdlib_8k: data=stdlib replaces its data.docu")
-
-
 def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
     words = (
         "seq=4k",
@@ -128,20 +121,6 @@ def test_a_dry_run_needs_no_weights_and_says_that_the_run_does():
     result = run("train.init_from=hf", "seq=256", "topology.device=cpu", "--dry-run")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "the folder has no model.safetensors yet, which the run needs" in result.stdout
-
-
-def test_a_dry_run_warns_of_a_chunk_that_the_layout_of_auto_does_not_read(tmp_path, monkeypatch):
-    # The longest sequence that fits has tests of its own, and takes seconds to find.
-    monkeypatch.setattr("mtrain_cli.training.dry_run.longest_seq", lambda _: None)
-    words = ("seq=4k", "topology.workers=8", "topology.device=cuda", "--dry-run")
-    result = run("topology.balanced_chunk=256", *words)
-    assert result.exit_code == 0
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mtrain: warning: topology.balanced_chunk=256: has no effect, topology.")
-    result = run("topology.balanced_chunk=256", "topology.layout=balanced", *words)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert "balanced, chunks of 256 assigned for each batch" in result.stdout
-    assert not list(tmp_path.iterdir())
 
 
 def test_train_creates_the_run_folder_and_returns_the_launchers_exit_code(launched):
