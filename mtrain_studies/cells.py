@@ -534,8 +534,7 @@ def _evaluate(
         PerplexityOptions,
         Weights,
     )
-    from mtrain_cli.evaluation.runner import Runner
-    from mtrain_cli.evaluation.worker import evaluate
+    from mtrain_cli.evaluation.runner import Runner, evaluate
     from mtrain_cli.training.checkpoint_source import checkpoints_of
 
     tier, out = study.tier, folder / EVALUATION

@@ -25,7 +25,7 @@ from mtrain_cli.parallel.pipeline_group import (
 from mtrain_cli.parallel.pipeline_schedule import Pipeline, play
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.parallel.tensor_group import copies
-from mtrain_cli.training.stage_cut import stage_layers
+from mtrain_cli.training.pipeline_plan import stage_layers
 
 if TYPE_CHECKING:
     from mtrain_cli.training.batch import Batch
