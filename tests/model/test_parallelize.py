@@ -1,4 +1,4 @@
-"""Settings reach every layer and the loss; parameters and their parts keep names, shapes and dtypes."""
+"""Settings reach every layer and the loss; parameters and parts keep names, shapes and dtypes."""
 
 from __future__ import annotations
 
