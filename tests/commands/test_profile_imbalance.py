@@ -249,36 +249,16 @@ def test_profile_balance_is_the_same_command():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--layout zigzig"],
-            "--layout zigzig: no such layout (did you mean zigzag?); allowed: auto, contiguous, "
-            "zigzag, striped",
-        ),
-        (
-            ["--pattern vertical"],
-            "--pattern vertical: no such pattern (did you mean vertical_slash?); allowed: dense, "
-            "vertical_slash",
-        ),
+        (["--layout zigzig"], "--layout zigzig: no such layout (did you mean zigzag?); allowed:"),
+        (["--pattern vertical"], "--pattern vertical: no such pattern (did you mean"),
         (["--layout ,"], "--layout ',': names nothing"),
-        (
-            ["--layout zigzag topology.layout=zigzag"],
-            "topology.layout=zigzag: --layout zigzag already compares this setting",
-        ),
-        (
-            ["--pattern moba sparsity=moba"],
-            "sparsity=moba: --pattern moba already compares this setting",
-        ),
-        (
-            ["--pattern dense sparsity.p_v=0.5"],
-            "sparsity.p_v=0.5: none of the patterns dense has this key",
-        ),
+        (["--layout zigzag topology.layout=zigzag"], "topology.layout=zigzag: --layout zigzag"),
+        (["--pattern moba sparsity=moba"], "sparsity=moba: --pattern moba already compares this"),
+        (["--pattern dense sparsity.p_v=0.5"], "sparsity.p_v=0.5: none of the patterns dense has"),
         (["--seq 512,1k"], "--seq 512,1k: only with --attention-only; otherwise give one length"),
         (["--seq 512,x --attention-only"], "--seq x: expected"),
         (["--steps 0"], "--steps 0: must be at least 1"),
-        (
-            ["--exchange all_gather,ring topology.chunks=2"],
-            "topology.chunks=2: works only with all_gather",
-        ),
+        (["--exchange all_gather,ring topology.chunks=2"], "topology.chunks=2: works only with"),
         (["recipe=shared_question data.path=nosuch"], "data.path=nosuch: no such file or folder"),
         (
             ["--attention-only recipe=shared_question data.path=nosuch"],

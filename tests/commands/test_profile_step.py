@@ -190,11 +190,7 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(tmp_path):
         (["--steps 0"], "--steps 0: must be at least 1"),
         (["--warmup 0"], "--warmup 0: must be at least 1"),
         (["--warmup x"], "--warmup x: expected a whole number"),
-        (
-            ["train.steps=2"],
-            "--warmup 2 --steps 1: need 3 training steps, more than train.steps=2; give fewer, or "
-            "train.steps=3",
-        ),
+        (["train.steps=2"], "--warmup 2 --steps 1: need 3 training steps, more than"),
         (
             ["--warmup 2 sparsity=vertical_slash sparsity.dense_steps=5"],
             "--warmup 2: with sparsity.dense_steps=5, steps 1 to 5 are dense; give --warmup 6 or "
@@ -203,11 +199,7 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(tmp_path):
         (["topology.chunks=99"], "topology.chunks=99: does not divide the 2 key-value heads"),
         (["sequence=512"], "sequence"),
         (["--out x"], "--out"),
-        (
-            ["topology.layout=zigzig"],
-            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped, balanced "
-            "(did you mean zigzag?)",
-        ),
+        (["topology.layout=zigzig"], "topology.layout=zigzig: expected one of auto, contiguous"),
     ],
 )
 def test_invalid_options_are_one_line(tmp_path, words, expected):
