@@ -20,9 +20,8 @@ from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.traffic import Rates
 from mtrain_cli.step.interpreters import MessageCost, time, traffic
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
+from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer, weight_messages
 from mtrain_cli.step.program import Message, Post
-from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.flops import assumed_density, causal_pairs, own_tiles, training_flops
 from mtrain_cli.training.state_memory import BYTES
 

@@ -40,12 +40,10 @@ class LayoutChoice:
 def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
     """Choose the layout of a context group of ``cp`` workers, ``per_node`` of them on a node.
 
-    With a dynamic index, workers hold whole blocks. For dense attention, the balanced layout makes
-    ``topology.exchange=auto`` a group cast, because only a group cast profits from it.
-
-    A mask other than ``causal`` may leave some queries with few keys. For dense attention, ``auto``
-    then compares two costs (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of
-    the balanced layout with a group cast, and of the layout and exchange for ``causal``.
+    With a dynamic index, workers hold whole blocks. A mask other than ``causal`` may leave some
+    queries with few keys. For dense attention, ``auto`` then compares two costs
+    (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of the balanced layout with
+    a group cast, which alone profits from it, and of the layout and exchange for ``causal``.
     """
     balancer = make_balancer(config, cp, per_node)
     exchange, dense = config.topology.exchange, config.sparsity.pattern == "dense"
@@ -112,8 +110,6 @@ def _prices_on(name: str, heads: int, kv_heads: int) -> RowPrices:
 def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:
     """Return a line if the balanced layout would suit the documents of a batch better, else "".
 
-    `choose_layout` cannot know the documents. It takes each sequence for one document.
-
     masks: the masks of each kind of layer, one per sequence of the batch.
     """
     topology, balancer = config.topology, make_balancer(config, cp, per_node)
@@ -132,7 +128,6 @@ def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> 
 
 @lru_cache(maxsize=64)
 def _static_dispatch(balancer: Balancer, mask: MaskSettings) -> Dispatch:
-    """Return the dispatch of sequences that are one document."""
     return balancer.dispatch(_undivided(mask, balancer.seq, balancer.padded_seq))
 
 
@@ -149,7 +144,6 @@ def _static_layout(balancer: Balancer, mask: MaskSettings) -> Balanced:
 def _static_costs(
     balancer: Balancer, mask: MaskSettings, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
-    """Return the `_costs` of sequences that are one document."""
     masks = _undivided(mask, layout.seq, layout.padded_seq)
     return _costs(balancer, _static_dispatch(balancer, mask), masks, layout, by_mask=by_mask)
 

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.model.decoder import Attend, Decoder
-from mtrain_cli.model.stages import StageDecoder, VirtualStage, virtual_stages
+from mtrain_cli.model.decoder import Attend, Decoder, StageDecoder, VirtualStage, virtual_stages
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.pipeline_group import (
     PipelineExecutor,
@@ -26,7 +25,7 @@ from mtrain_cli.parallel.pipeline_group import (
 from mtrain_cli.parallel.pipeline_schedule import Pipeline, play
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.parallel.tensor_group import copies
-from mtrain_cli.training.stage_cut import stage_layers
+from mtrain_cli.training.pipeline_plan import stage_layers
 
 if TYPE_CHECKING:
     from mtrain_cli.training.batch import Batch
