@@ -196,6 +196,8 @@ class Assignment:
 
     def _bound(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
         """Return a lower bound of `most_after`, [out, into]."""
+        # One chunk leaves or the other joins, each alone. Both together can only cost more: the
+        # chunk that joins may need blocks that the chunk that leaves needed or held.
         return self._most(
             out,
             into,
