@@ -449,12 +449,9 @@ def balance(
         np.repeat(holds[:, None], len(masks), axis=1),
         times,
     )
-    found = best_assignment(
-        work,
-        nodes,
-        RowPrices(*(block * price for price in prices)),
-        max(100, 8 * workers) if most_swaps is None else most_swaps,
-    )
+    most_swaps = max(100, 8 * workers) if most_swaps is None else most_swaps
+    by_block = RowPrices(*(block * price for price in prices))
+    found = best_assignment(work, nodes, by_block, most_swaps)
     blocks = padded // block
     held = block * from_bits(found.held()[:, 0], blocks)
     traffic = Traffic(found.pairs, *rows_moved(from_bits(found.needs, blocks), held, nodes, times))

@@ -71,15 +71,8 @@ class ExchangeChoice:
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> ScheduleOptions:
-        return ScheduleOptions(
-            workers,
-            self.per_node,
-            self.chunks,
-            self.prefetch,
-            self.circulates,
-            self.heads,
-            self.stages,
-        )
+        sizes = workers, self.per_node, self.chunks, self.prefetch
+        return ScheduleOptions(*sizes, self.circulates, self.heads, self.stages)
 
     @property
     def label(self) -> str:

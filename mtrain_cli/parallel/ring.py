@@ -63,11 +63,8 @@ def hierarchical_ring(options: ScheduleOptions) -> Schedule:
 
 
 def _rings(name: str, options: ScheduleOptions) -> Schedule:
-    queries, workers, traits = (
-        options.circulates == QUERY_PAYLOAD,
-        options.workers,
-        EXCHANGE_TRAITS[name],
-    )
+    workers, traits = options.workers, EXCHANGE_TRAITS[name]
+    queries = options.circulates == QUERY_PAYLOAD
     nodes = -(-workers // options.per_node) if traits.hierarchical else 1
     inner = INNER if traits.hierarchical else CONTEXT
     rings = _Rings(nodes, workers // nodes, options.prefetch, inner)
