@@ -26,7 +26,7 @@ from mtrain_cli.commands.options import (
     option,
     with_options,
 )
-from mtrain_cli.commands.simulate_request import DEFAULT_CLUSTER, parse_job
+from mtrain_cli.commands.simulate_request import DEFAULT_CLUSTER, Job, parse_job
 from mtrain_cli.config.schema import ConfigError
 
 
@@ -83,8 +83,8 @@ Files = Annotated[bool, flag("--files/--no-files", "Write records for `mtrain re
 class SimulateOptions:
     """The keys of a prediction besides the settings of `mtrain train`, each also an option.
 
-    overrides: As in `mtrain train`, such as model= and seq=. The options up to --price are
-        settings, too: cluster=a100_4x8 means --cluster a100_4x8.
+    overrides: As in `mtrain train`, such as model= and seq=. Options with a value are settings,
+        too: cluster=a100_4x8 means --cluster a100_4x8.
     nodes: Number of nodes; by default the cluster's.
     workers: Number of GPUs in total; by default all of the cluster.
     layout: Layouts to compare; by default zigzag and striped, balanced under a mask other than
@@ -218,7 +218,7 @@ def sweep(typed: SimulateOptions) -> None:
     predict_sweep(job)
 
 
-def _single(typed: SimulateOptions, **more: bool) -> Any:
+def _single(typed: SimulateOptions, **more: bool) -> Job:
     """Return the job of a command that takes no sweep."""
     job = parse_job(typed, **more)
     job.require_gpus()
@@ -251,12 +251,12 @@ def recommend(typed: SimulateOptions) -> None:
     search(job)
 
 
+_OF_PAIRS = ("index", "density", "columns", "layers", "calibration", "slow", "jitter")
+_OF_STEPS = ("layout", "exchange", "expert_loads", "tokens", "price", "out", "files")
+
+
 @app.command()
-@with_options(
-    SimulateOptions,
-    *("layout", "exchange", "index", "density", "columns", "layers", "calibration", "slow"),
-    *("expert_loads", "jitter", "tokens", "price", "out", "files"),
-)
+@with_options(SimulateOptions, *_OF_PAIRS, *_OF_STEPS)
 def methods(typed: SimulateOptions) -> None:
     """Compare methods of parallelism: memory, traffic, idle time and limits, each used alone.
 
@@ -269,6 +269,8 @@ def methods(typed: SimulateOptions) -> None:
           Compare on the eight GPUs of a node
     """
     job = _single(typed)
+    if unused := next((name for name in _OF_PAIRS if getattr(job.request, name)), None):
+        raise ConfigError(f"{unused}: has no effect on the methods; leave it out")
     from mtrain_cli.commands.simulate_actions import show_methods
 
     show_methods(job)
