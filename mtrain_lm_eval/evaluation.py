@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.other_kinds import OtherKind
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -20,25 +19,24 @@ if TYPE_CHECKING:
     from mtrain_lm_eval.tasks import HarnessTasks
 
 
-class LmEval(OtherKind):
+class LmEval:
     """The tasks of lm-eval."""
 
     def check(
         self, request: EvaluationRequest, source: ModelSource, *, beyond: bool
     ) -> HarnessTasks:
-        """Load the tasks of lm-eval and check their requests, so that mistakes are reported first.
+        """Load the tasks and check their requests.
 
         Raises:
             ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
         """
-        from mtrain_cli.evaluation.request import require_tokenizer
         from mtrain_cli.inference.limits import require_hidden_labels
         from mtrain_cli.inference.text import open_codec
         from mtrain_lm_eval.requests import Plan
         from mtrain_lm_eval.runner import load_tasks
 
         codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
-        require_tokenizer(codec)
+        _ = codec.required  # refuses a model without a tokenizer
         require_hidden_labels(source.config, "this evaluation")
         tasks = load_tasks(request)
         tasks.plan(codec, Plan.of(source, beyond=beyond))
@@ -52,16 +50,14 @@ class LmEval(OtherKind):
     def adapter(self, engine: Engine, codec: TextCodec, source: ModelSource, beyond: bool) -> LM:
         """Return an open model for `lm_eval.simple_evaluate`.
 
-        Raises:
-            ConfigError: lm-eval is missing, or the model has no tokenizer, or it sees the tokens
-                that it predicts.
+        Raises ConfigError if lm-eval is missing, or the model has no tokenizer, or it sees the
+        tokens that it predicts.
         """
         try:
             from mtrain_lm_eval.model import HarnessModel
         except ImportError:
-            raise ConfigError(
-                f"lm_eval: needs the package lm-eval: {install_command('lm-eval')}"
-            ) from None
+            needs = f"lm_eval: needs the package lm-eval: {install_command('lm-eval')}"
+            raise ConfigError(needs) from None
         from mtrain_cli.inference.limits import require_hidden_labels
         from mtrain_lm_eval.requests import Plan
         from mtrain_lm_eval.runner import EngineAnswers

@@ -27,6 +27,7 @@ from mtrain_cli import install_command, resource_dir
 from mtrain_cli.attention.block_lists import index_lists, mask_lists, mask_words
 from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
+from mtrain_cli.attention.partials import Pair, Triple
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
 from mtrain_cli.launch.temporary_folders import own_folder
@@ -34,7 +35,6 @@ from mtrain_cli.launch.temporary_folders import own_folder
 # With more rectangles per sequence, one call with block lists is faster.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
-Pair = tuple[Tensor, Tensor]
 
 
 class Flash4Kernel(TritonColumns):
@@ -71,9 +71,7 @@ class Flash4Kernel(TritonColumns):
             return f"flash-attn-4 is installed, but does not load: {error}"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
         dense = _load_dense()
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
@@ -94,9 +92,7 @@ class Flash4Kernel(TritonColumns):
             )
         return out, lse
 
-    def backward(
-        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
         dense = _load_dense()
         if tiles.index is not None:
             return _sparse_backward(dout, saved, tiles, scale)
@@ -122,6 +118,7 @@ class Flash4Kernel(TritonColumns):
 
 
 def _load_dense() -> ModuleType:
+    # FlashAttention-4 decides at import whether and where it caches compiled kernels.
     loaded = "mtrain_cli.kernels.flash4.dense" in sys.modules
     with nullcontext() if loaded else persistent_kernel_cache():
         from mtrain_cli.kernels.flash4 import dense
@@ -138,9 +135,7 @@ def _load_error() -> str | None:
     return None
 
 
-def _sparse_forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-) -> tuple[Tensor, Tensor]:
+def _sparse_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()
@@ -155,9 +150,7 @@ def _sparse_forward(
     )
 
 
-def _sparse_backward(
-    dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sparse_backward(dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()
@@ -192,6 +185,8 @@ def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
 
 def _is_few_rectangles(tiles: Tiles) -> bool:
     """Return whether the mask consists of a few slices that are full or causal."""
+    # A band or an inverse slice goes to the block lists: FlashAttention-4's own windows were not
+    # checked with them. So do several intervals per query, whose slices would need a merge.
     few = tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
     return few and tiles.intervals == 1 and not any(s.inverse for s in tiles.slices[0])
 
@@ -275,6 +270,8 @@ def _version(package: str) -> str:
 @cache
 def _usable(path: Path) -> bool:
     """Return whether files can be created and locked in the folder."""
+    # FlashAttention-4 locks one file per kernel. The lock of the folder, until the process exits,
+    # keeps systemd-tmpfiles from cleaning it.
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = os.open(path / "probe.lock", os.O_WRONLY | os.O_CREAT, 0o600)

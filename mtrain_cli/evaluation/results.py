@@ -10,8 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import naming, replace_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.run_dir import LOCK, STUDY
+from mtrain_cli.launch.run_dir import LOCK
 
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
@@ -35,15 +34,13 @@ class Part:
 
     begin, end: the part. For perplexity, tokens with ``begin`` to ``end`` - 1 earlier tokens. For
         needles, depths from ``begin`` to ``end`` percent of the sequence.
-    count: number of tokens or questions.
-    score: None if there are none, or if the score is not finite.
     error: standard error of the score over the samples; None for fewer than two samples.
     """
 
     begin: int
     end: int
-    count: int
-    score: float | None
+    count: int  # number of tokens or questions
+    score: float | None  # None if there are none, or if the score is not finite
     error: float | None = None
 
 
@@ -51,39 +48,27 @@ class Part:
 class Result:
     """The score of a model in one task, at one length, with one attention.
 
-    key: hash of everything that determines the samples, apart from their number.
-    task: ``perplexity``, ``niah``, or ``ruler:`` or ``lm-eval:`` with the name of a task.
-    length: tokens of a sample. 0 if the task chooses it.
-    attention: name of the pattern.
-    pattern: settings of the pattern, for the user.
-    step: optimizer steps of the checkpoint; None for a Hugging Face folder.
-    samples: number of samples.
     score: mean over the samples, for perplexity over their tokens; None if it is not finite.
-    error: standard error of the score; None for fewer than two samples.
-    unit: `NATS` or `PERCENT`.
-    seconds: time to compute all samples.
-    parts: scores by context or by depth.
     key_tokens: number of key tokens, with their loss in nats; None if it was not asked for.
-    note: what a reader must know to compare the score.
     settings: settings of the samples, for the user. Reports show those in which results differ.
     details: further settings, from the most telling to the least. Reports show one if results of
         equal ``settings`` differ in it.
     """
 
-    key: str
-    task: str
-    length: int
-    attention: str
-    pattern: str
-    step: int | None
-    samples: int
+    key: str  # hash of everything that determines the samples, apart from their number
+    task: str  # ``perplexity``, ``niah``, or ``ruler:`` or ``lm-eval:`` with the name of a task
+    length: int  # tokens of a sample. 0 if the task chooses it.
+    attention: str  # name of the pattern
+    pattern: str  # settings of the pattern, for the user
+    step: int | None  # optimizer steps of the checkpoint; None for a Hugging Face folder
+    samples: int  # number of samples
     score: float | None
-    error: float | None
-    unit: str
-    seconds: float = 0.0
-    parts: tuple[Part, ...] = ()
+    error: float | None  # standard error of the score; None for fewer than two samples
+    unit: str  # `NATS` or `PERCENT`
+    seconds: float = 0.0  # time to compute all samples
+    parts: tuple[Part, ...] = ()  # scores by context or by depth
     key_tokens: Part | None = None
-    note: str = ""
+    note: str = ""  # what a reader must know to compare the score
     settings: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
 
@@ -91,15 +76,9 @@ class Result:
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean of independent values and its standard error, sd / sqrt(n).
 
-    The mean is None for no values or a mean that is not finite. The error is None for fewer than
-    two values.
+    None for a mean that is not finite or of no values, and for an error of fewer than two.
     """
-    if not values or not all(map(math.isfinite, values)):
-        return None, None
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, None
-    return mean, statistics.stdev(values) / math.sqrt(len(values))
+    return weighted_mean_and_error(values, [1.0] * len(values))
 
 
 def weighted_mean_and_error(
@@ -108,10 +87,8 @@ def weighted_mean_and_error(
     """Return the weighted mean of independent values and its standard error.
 
     The weights are the numbers of tokens or questions, so that this is the mean of all of them. The
-    error is that of a ratio, sqrt(n / (n - 1) * sum (w (x - mean))^2) / sum w. With equal weights
-    it is the error of `mean_and_error`.
-
-    Values of weight 0 do not count. None as in `mean_and_error`.
+    error is that of a ratio, sqrt(n / (n - 1) * sum (w (x - mean))^2) / sum w. Values of weight 0
+    do not count. None as in `mean_and_error`.
     """
     pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     if not pairs or not all(math.isfinite(value) for value, _ in pairs):
@@ -125,19 +102,15 @@ def weighted_mean_and_error(
 
 
 def format_score(value: float | None, error: float | None, unit: str) -> str:
-    """Return a score with its standard error, ``97.5 ± 1.2``; ``-`` without a score.
-
-    A long number has an exponent: ``2.3e+21``.
-    """
+    """Return ``97.5 ± 1.2``, ``2.3e+21``, or ``-`` without a score."""
     if value is None:
         return "-"
     digits = 1 if unit == PERCENT else 4
-    texts = [
+    return " ± ".join(
         f"{one:.{digits}f}" if abs(one) < _LONG else f"{one:.4g}"
         for one in (value, error)
         if one is not None
-    ]
-    return " ± ".join(texts)
+    )
 
 
 def key_of(settings: Mapping[str, Any]) -> str:
@@ -152,63 +125,44 @@ class ResultsFolder:
 
     samples: rows of samples by the key of their result and by their number.
     results: results by their key, in the order of the file.
-    damage: a line on each file with lines that could not be read.
     """
 
     path: Path
     samples: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
-    damage: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()  # a line on each file with lines that could not be read
 
     @staticmethod
     def open(path: Path, model: str) -> ResultsFolder:
-        """Open or create a folder. Remove damaged lines, and lines that a crash cut short.
+        """Open or create a folder, without damaged lines and lines that a crash cut short.
 
-        Args:
-            model: name of the model that `model_name` returns.
-
-        Raises:
-            ConfigError: the folder holds results of another model, or something else.
+        model: from `model_name`. Raises ConfigError if the folder holds something else.
         """
         require_own(path, model)
         path.mkdir(parents=True, exist_ok=True)
         replace_text(path / ABOUT, json.dumps({"model": model}) + "\n")
-        opened = ResultsFolder(path)
-        rows, lost_samples = kept_rows(path / SAMPLES, _is_sample)
-        for row in rows:
-            opened.samples.setdefault(row["key"], {})[row["index"]] = row
-        file, lost = path / RESULTS, ""
-        if file.exists():
-            opened.results, lost = _read(file)
-            if lost or not file.read_bytes().endswith(b"\n"):
-                _rewrite(file, map(asdict, opened.results.values()))
-        opened.damage = tuple(filter(None, (lost_samples, lost)))
-        return opened
+        samples, lost_samples = kept_rows(path / SAMPLES, _is_sample)
+        results, lost = kept_rows(path / RESULTS, _is_result)
+        by_key: dict[str, dict[int, dict[str, Any]]] = {}
+        for row in samples:
+            by_key.setdefault(row["key"], {})[row["index"]] = row
+        own = {row["key"]: documents.checked(Result, row) for row in results}
+        return ResultsFolder(path, by_key, own, tuple(filter(None, (lost_samples, lost))))
 
     def drop_training(self, after: int) -> None:
         """Drop what a run measured during training after step ``after``: it trains these again."""
 
-        def trains_again(step: object) -> bool:
-            return not isinstance(step, int) or step > after
+        def trains_again(row: dict[str, Any]) -> bool:
+            step = row.get("step")
+            return bool(row.get(IN_TRAINING)) and not (isinstance(step, int) and step <= after)
 
-        stale = {
-            key
-            for key, rows in self.samples.items()
-            if any(row.get(IN_TRAINING) and trains_again(row.get("step")) for row in rows.values())
-        }
-        if not stale:
-            return
-        self.samples = {key: rows for key, rows in self.samples.items() if key not in stale}
-        self.results = {key: one for key, one in self.results.items() if key not in stale}
-        self._rewrite()
+        for key in [k for k, rows in self.samples.items() if any(map(trains_again, rows.values()))]:
+            self.drop_samples(key)
 
     def drop_samples(self, key: str) -> None:
         """Drop the samples of a result, and the result: a crash must not leave it without them."""
         self.results.pop(key, None)
         self.samples.pop(key, None)
-        self._rewrite()
-
-    def _rewrite(self) -> None:
         # Results first: a result without samples would be kept for ever.
         _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
         _rewrite(
@@ -242,66 +196,34 @@ def model_name(model: Path, out: Path) -> str:
 def require_own(path: Path, model: str) -> None:
     """Check that a folder is new or empty, or holds results of this model.
 
-    Raises:
-        ConfigError: it holds results of another model, or something else.
+    Raises ConfigError if it holds results of another model, or something else.
     """
+    about = path / ABOUT
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path}: is a file; give a folder")
-    about = path / ABOUT
-    if not about.is_file() and not _has_rows(path):
+    rows = _read(path / SAMPLES, _is_sample)[0] or _read(path / RESULTS, _is_result)[0]
+    if not about.is_file() and not rows:
         if path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
             raise ConfigError(
                 f"--out {path}: is not empty and holds no results of `mtrain eval`; give a new "
                 "folder"
             )
         return
-    found = _model_of(about, model)
-    if found != model:
+    try:
+        held = documents.read_json(about)["model"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--out {path}: holds results of another model, {found}; give another folder"
+            f"{about}: does not name the model ({documents.reason(error)}). Write "
+            f"{json.dumps({'model': model})} into it if the results are of this model"
+        ) from None
+    if held != model:
+        raise ConfigError(
+            f"--out {path}: holds results of another model, {held}; give another folder"
         )
 
 
-def _model_of(about: Path, expected: str | None = None) -> str:
-    """Return the model that a folder of results names. Raise ConfigError without such a name."""
-    try:
-        document = documents.read_json(about)
-        if isinstance(document, dict) and isinstance(model := document.get("model"), str):
-            return model
-        why = "it names no model"
-    except (OSError, ValueError) as error:
-        why = documents.reason(error)
-    state = f"damaged ({why})" if about.exists() else "missing"
-    raise ConfigError(f"{about}: {state}. {_mend(about, expected)} again")
-
-
-def _mend(about: Path, expected: str | None) -> str:
-    """Return what repairs a damaged or missing name of the model, without "again"."""
-    whole = ""
-    if expected is None:
-        for study in list(about.absolute().parents)[3:4]:
-            if (study / STUDY).is_file():
-                return f"Delete {about.parents[1]} and run the study"
-        expected = ".." if about.parent.name == FOLDER else "PATH"
-        whole = "" if expected == ".." else ", with the whole path of the model,"
-    written = json.dumps({"model": expected})
-    return f"Write {written} into it{whole} and give the same command"
-
-
-def _has_rows(folder: Path) -> bool:
-    """Return whether a folder has a sample or result of `mtrain eval`, also without `ABOUT`."""
-    samples, results = folder / SAMPLES, folder / RESULTS
-    return (samples.is_file() and any(map(_is_sample, _rows(samples)))) or (
-        results.is_file() and bool(_read(results)[0])
-    )
-
-
 def remove_unused(created: Sequence[Path]) -> None:
-    """Remove a folder without samples, and its parents.
-
-    Args:
-        created: the folder and its parents that an evaluation created, the folder first.
-    """
+    """Remove a folder without samples, the first of these new folders, and its parents."""
     if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
         return
     for name in (ABOUT, LOCK):
@@ -318,46 +240,21 @@ def read_results(folder: Path) -> list[Result]:
 
 def read_whole_results(folder: Path) -> tuple[list[Result], str]:
     """Do as `read_results`. Also return a line on what cannot be read, or ""."""
-    for place in (folder / FOLDER, folder):
-        if not (place / ABOUT).is_file() and not _has_rows(place):
-            continue
-        try:
-            _model_of(place / ABOUT)
-            unread = ""
-        except ConfigError as error:
-            unread = error.problems[0]
-        if (place / RESULTS).is_file():
-            by_key, damage = _read(place / RESULTS)
-            return list(by_key.values()), "; ".join(filter(None, (unread, damage)))
-        return [], unread
+    for file in (folder / FOLDER / RESULTS, folder / RESULTS):
+        rows, damaged = _read(file, _is_result)
+        if rows or (damaged and (file.parent / ABOUT).is_file()):
+            by_key = {row["key"]: documents.checked(Result, row) for row in rows}
+            lost = documents.lines_not_shown(file, damaged, "result")
+            return list(by_key.values()), lost and f"{lost}. Give the same `mtrain eval` again"
     return [], ""
 
 
 def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of the samples in a folder of results.
-
-    Raises:
-        ConfigError: the folder has no samples.
-    """
-    for place in (folder / FOLDER, folder):
-        if (place / SAMPLES).is_file():
-            return list(_rows(place / SAMPLES))
+    """Return the rows of the samples in a folder of results. Raises ConfigError without them."""
+    for file in (folder / FOLDER / SAMPLES, folder / SAMPLES):
+        if file.is_file():
+            return _read(file, _is_sample)[0]
     raise ConfigError(f"{folder}: holds no {SAMPLES} of `mtrain eval`")
-
-
-def _read(file: Path) -> tuple[dict[str, Result], str]:
-    """Return the results of a file by their keys, and a line on damaged lines or ""."""
-    results: dict[str, Result] = {}
-    damaged = []
-    for number, row in _numbered_rows(file):
-        try:
-            result = documents.checked(Result, row or {})
-        except documents.UnreadableError:
-            damaged.append(number)
-        else:
-            results[result.key] = result
-    lost = documents.lines_not_shown(file, damaged, "result")
-    return results, lost and f"{lost}. Give the same `mtrain eval` again"
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
@@ -373,34 +270,31 @@ def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def kept_rows(
     file: Path, is_whole: Callable[[dict[str, Any]], bool]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return the whole rows of a file, and remove its other lines. A missing file has none.
+    """Return the rows of `_read` and a line on damaged ones or "". Remove all other lines."""
+    rows, damaged = _read(file, is_whole)
+    if damaged or (file.exists() and not file.read_bytes().endswith(b"\n")):
+        _rewrite(file, rows)
+    again = "removed, and the `mtrain eval` that wrote it measures again"
+    return rows, f"{documents.damaged_lines(file, damaged)}; {again}" if damaged else ""
 
-    Args:
-        is_whole: whether a JSON object is a row of this file.
 
-    Returns:
-        The rows, and a line on damaged lines or "". A last line that a crash cut short is none.
+def _read(
+    file: Path, is_whole: Callable[[dict[str, Any]], bool]
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the whole rows of a file, and the numbers of damaged lines. A missing file has none.
+
+    A last line that a crash cut short is neither.
     """
-    if not file.exists():
-        return [], ""
     rows, damaged = [], []
-    for number, row in _numbered_rows(file):
+    # Only "\n" ends a line: with other ends, one damaged line would count as several.
+    lines = file.read_bytes().split(b"\n") if file.is_file() else []
+    for number, line in enumerate(lines, 1):
+        row = documents.json_object(line.decode(errors="replace"))
         if row is not None and is_whole(row):
             rows.append(row)
-        else:
+        elif line.strip() and number < len(lines):
             damaged.append(number)
-    text = file.read_bytes()
-    if damaged or not text.endswith(b"\n"):
-        _rewrite(file, rows)
-    if damaged and damaged[-1] == text.count(b"\n") + 1:  # the last line has no newline
-        damaged.pop()
-    if not damaged:
-        return rows, ""
-    it, it_is = ("it", "it is") if len(damaged) == 1 else ("them", "they are")
-    return rows, (
-        f"{documents.damaged_lines(file, damaged)}; {it_is} removed, and the `mtrain eval` that "
-        f"wrote {it} measures {it} again"
-    )
+    return rows, damaged
 
 
 def _is_sample(row: Mapping[str, Any]) -> bool:
@@ -409,15 +303,7 @@ def _is_sample(row: Mapping[str, Any]) -> bool:
     return isinstance(key, str) and isinstance(index, int) and index >= 0
 
 
-def _rows(file: Path) -> Iterable[dict[str, Any]]:
-    """Yield the JSON objects of a file. Skip other lines, such as one that a crash cut short."""
-    return (row for _, row in _numbered_rows(file) if row is not None)
-
-
-def _numbered_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number, from 1, of each line that is not blank, and its JSON object or None."""
-    # Only "\n" ends a line: with other ends, one damaged line would count as several.
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield number, documents.json_object(line)
+def _is_result(row: Mapping[str, Any]) -> bool:
+    with contextlib.suppress(documents.UnreadableError):
+        return bool(documents.checked(Result, row))
+    return False

@@ -8,6 +8,7 @@ operation must not keep a tensor, because the tensor would add to the next kerne
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.packed_columns import SharedColumns
-from mtrain_cli.attention.partials import accumulation_dtype, merge
+from mtrain_cli.attention.partials import Pair, accumulation_dtype, merge
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.program import Operation, Program
@@ -26,33 +27,27 @@ if TYPE_CHECKING:
     from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    columns: the single columns of the index that are gathered once per pass; None if no columns
-        are gathered.
-    message: format of the query messages that circulate.
     widths: heads of the tensors that Ulysses trades together.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        program: Program,
-        transport: Transport,
-        tiles: ShardTiles,
-        columns: SharedColumns | None,
-        kernel: Kernel,
-        scale: float,
-        tensors: dict[Buffer, Any],
-    ) -> None:
-        self.exchange, self.program, self.transport = exchange, program, transport
-        self.tiles, self.columns, self.kernel, self.scale = tiles, columns, kernel, scale
-        self.tensors = tensors
-        self.buffers = exchange.buffers
-        self.high = accumulation_dtype(next(iter(tensors.values())).dtype)
-        self.message: QueryMessage | None = None
-        self.widths: list[int] = []
+    exchange: Exchange
+    program: Program
+    transport: Transport
+    tiles: ShardTiles
+    columns: SharedColumns | None
+    kernel: Kernel
+    scale: float
+    tensors: dict[Buffer, Any]
+    message: QueryMessage | None = None
+    widths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buffers = self.exchange.buffers
+        self.high = accumulation_dtype(next(iter(self.tensors.values())).dtype)
 
     def run(self, operations: Iterable[Operation]) -> None:
         tensors, pooled = self.tensors, self.program.pooled
@@ -119,7 +114,7 @@ class RunningAttention:
 
     def __init__(self, q: Tensor) -> None:
         self._q, self._high = q, accumulation_dtype(q.dtype)
-        self.sums: tuple[Tensor, Tensor] | None = None
+        self.sums: Pair | None = None
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Merge the attention over further keys. The first call takes over ``out`` and ``lse``."""
@@ -129,7 +124,7 @@ class RunningAttention:
             self.sums = self.sums[0].to(self._high), self.sums[1]
             merge(*self.sums, out, lse)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> Pair:
         """Return out in the dtype of q, and lse. If no key was added, out is 0 and lse -inf."""
         q = self._q
         if self.sums is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +35,8 @@ class Plan:
     early: number of queries that recomputation computes again, counted from this rank's first. The
         first forward pass keeps out and lse of the other queries. None if that pass keeps nothing
         and recomputation computes all queries.
-    early_tiles: the tiles of the first ``early`` queries; None if ``early`` is 0 or None.
-    allowed_pairs: number of query-key pairs that the masks allow over all ranks, per head and
-        layer.
     pairs: number of query-key pairs that this rank computes under the masks, before any index, per
         head and layer. A pair that this rank computes for 1/n of the heads counts as 1/n.
-    buffer: uint8, pinned memory that holds all tables; None if each table has its own memory.
     """
 
     placement: Placement
@@ -67,9 +64,8 @@ class Plan:
     ) -> Plan:
         """Make a plan on the host, without the device or other ranks.
 
-        Args:
-            keep: share of this rank's queries whose out and lse the first forward pass keeps for
-                recomputation, counted from the last query.
+        keep: share of this rank's queries whose out and lse the first forward pass keeps for
+            recomputation, counted from the last query.
         """
         placement, rank = exchange.placed(layout), exchange.group.rank
         block = masked = tables = None
@@ -115,25 +111,19 @@ class Plan:
     def pinned(self) -> Plan:
         """Return the plan with its tables in one pinned buffer, for one asynchronous copy."""
         parts, buffer = packed(self._parts, pin=True)
-        return self._with(parts, buffer)
+        return replace(self, **parts, buffer=buffer)
 
     def to(self, device: torch.device | str) -> Plan:
         """Return the plan with its tables on a device, without waiting for the copies."""
         if self.buffer is None:
-            return self._with(map_tensors(self._parts, lambda tensor: to_device(tensor, device)))
-        return self._with(unpacked(self._parts, self.buffer, device))
+            parts = map_tensors(self._parts, lambda tensor: to_device(tensor, device))
+        else:
+            parts = unpacked(self._parts, self.buffer, device)
+        return replace(self, **parts, buffer=None)
 
     @property
-    def _parts(self) -> tuple[ShardTiles, ShardTiles | None, MaskedPositions | None]:
-        return self.tiles, self.early_tiles, self.masked
-
-    def _with(
-        self,
-        parts: tuple[ShardTiles, ShardTiles | None, MaskedPositions | None],
-        buffer: Tensor | None = None,
-    ) -> Plan:
-        tiles, early_tiles, masked = parts
-        return replace(self, tiles=tiles, early_tiles=early_tiles, masked=masked, buffer=buffer)
+    def _parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("tiles", "early_tiles", "masked")}
 
     def __repr__(self) -> str:
         """Describe layout and masks, and give the number of pairs in each step of forward."""

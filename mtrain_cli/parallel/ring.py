@@ -63,11 +63,8 @@ def hierarchical_ring(options: ScheduleOptions) -> Schedule:
 
 
 def _rings(name: str, options: ScheduleOptions) -> Schedule:
-    queries, workers, traits = (
-        options.circulates == QUERY_PAYLOAD,
-        options.workers,
-        EXCHANGE_TRAITS[name],
-    )
+    workers, traits = options.workers, EXCHANGE_TRAITS[name]
+    queries = options.circulates == QUERY_PAYLOAD
     nodes = -(-workers // options.per_node) if traits.hierarchical else 1
     inner = INNER if traits.hierarchical else CONTEXT
     rings = _Rings(nodes, workers // nodes, options.prefetch, inner)
@@ -76,6 +73,9 @@ def _rings(name: str, options: ScheduleOptions) -> Schedule:
     keeps = PerRank(workers, lambda r: (r,) if queries else forward[r][-1].keys)
     of_ranks = forward, backward, keeps
     return Schedule(name, traits, workers, options.per_node, *of_ranks, options.circulates)
+
+
+Link = tuple[str, int, int]  # channel, rank to send to, rank to receive from
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,10 @@ class _Rings:
 
     def backward_of_keys(self, rank: int) -> Steps:
         """Send KV back the way it came. The gradient of a shard follows one step behind."""
+        # A pass starts with the shard that arrived last in forward, and ends with every shard and
+        # its whole gradient on its owner. At the end of a phase, the counterpart of the shard's
+        # owner has the sum of its node, adds the sum of the previous nodes, and sends the total to
+        # the next node.
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, KV, direction=-1, first=1))
         inner, outer = self._gradient_hops(rank, DKV, -1, _numbers_after(steps))
@@ -117,6 +121,10 @@ class _Rings:
 
     def backward_of_queries(self, rank: int) -> Steps:
         """Keep KV on its rank. Circulate queries, with their gradients one hop behind."""
+        # See BurstEngine, section 3.1. At the start of a phase, this rank keeps its part of a
+        # gradient until the rest has gone round the inner ring. In later phases than the first, the
+        # queries belong to a counterpart, so the node's sum travels from node to node until it
+        # reaches their owner.
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, QUERY_PAYLOAD, direction=1, first=0))
         inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))
@@ -146,23 +154,24 @@ class _Rings:
             steps.append(ScheduleStep((), (), collect=numbers_of(send)))
         return tuple(steps)
 
-    def _gradient_hops(
-        self, rank: int, payload: str, direction: int, number: count[int]
-    ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
-        """Return two functions (shard to send, shard to receive) -> hop."""
+    def _links(self, rank: int, direction: int) -> tuple[Link, Link]:
+        """Return the links inside the node and across nodes on which a rank sends and receives."""
         node, local = divmod(rank, self.size)
         inner = self.rank(node, local + direction), self.rank(node, local - direction)
         outer = self.rank(node + direction, local), self.rank(node - direction, local)
+        return (self.inner, *inner), (OUTER, *outer)
 
-        def hop(channel: str, to: int, source: int, sent: int, received: int) -> Transfer:
-            return self._make_hop(number, payload, channel, sent, received, to, source)
-
-        return partial(hop, self.inner, *inner), partial(hop, OUTER, *outer)
+    def _gradient_hops(
+        self, rank: int, payload: str, direction: int, number: count[int]
+    ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
+        """Return two functions (sent shard, received shard) -> hop: inside and across nodes."""
+        inner, outer = self._links(rank, direction)
+        return partial(_hop, number, payload, inner), partial(_hop, number, payload, outer)
 
     def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
         """Make the steps that compute shards and send them to the next rank, without gradients."""
         node, local = divmod(rank, self.size)
-        number = count()
+        number, (inner, outer) = count(), self._links(rank, direction)
         steps: list[ScheduleStep] = []
         base: Transfer | None = None  # delivers the first shard of the next phase
         for phase in range(self.nodes):
@@ -179,17 +188,11 @@ class _Rings:
             if phase < self.nodes - 1:
                 # Post the outer hop before the inner ones: it has the whole phase to arrive.
                 following = self.rank(from_node - direction, local - direction * first)
-                to, source = self.rank(node + direction, local), self.rank(node - direction, local)
-                base = self._make_hop(
-                    number, payload, OUTER, shards[0], following, to, source, arrived
-                )
+                base = _hop(number, payload, outer, shards[0], following, arrived)
                 posts[0].append(base)
-            to, source = self.rank(node, local + direction), self.rank(node, local - direction)
             before = arrived
             for turn in range(1, self.size):
-                before = self._make_hop(
-                    number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before
-                )
+                before = _hop(number, payload, inner, shards[turn - 1], shards[turn], before)
                 posts[max(0, turn - self.prefetch)].append(before)
                 waits[turn].append(before.number)
             for shard, wait, post in zip(shards, waits, posts, strict=True):
@@ -197,20 +200,14 @@ class _Rings:
                 steps.append(ScheduleStep(*pair, wait=tuple(wait), post=tuple(post)))
         return tuple(steps)
 
-    def _make_hop(
-        self,
-        number: count[int],
-        payload: str,
-        channel: str,
-        sent: int,
-        received: int,
-        to: int,
-        source: int,
-        before: Transfer | None = None,
-    ) -> Transfer:
-        after = None if before is None else before.number
-        route = channel, (sent,), (received,)
-        return Transfer(next(number), "p2p", payload, *route, to=to, source=source, after=after)
+
+def _hop(
+    number: count[int], payload: str, link: Link, sent: int, received: int, before=None
+) -> Transfer:
+    channel, to, source = link
+    after = None if before is None else before.number
+    route = channel, (sent,), (received,), to, source
+    return Transfer(next(number), "p2p", payload, *route, after=after)
 
 
 def _numbers_after(steps: list[ScheduleStep]) -> count[int]:

@@ -84,6 +84,8 @@ def _draw(
     device: torch.device,
 ) -> VerticalSlash:
     """Draw the index of a batch from the length of each sequence."""
+    # Padding depends on the number of workers and on the layout, so nothing drawn depends on
+    # ``blocks``: the index is drawn for the whole blocks of a sequence.
     place, parts = pattern.part
     own = slice(heads * place, heads * (place + 1))
     every = heads * parts
@@ -120,9 +122,7 @@ def fixed_index(
     Diagonals near the recent past are more probable; all columns have equal probability. Every head
     draws its own index, which all sequences of the batch share.
 
-    Args:
-        slashes: number of diagonals per head, at least 1. Ignored if ``density`` is given.
-        density: share of the causal blocks that the diagonals contain; None to use ``slashes``.
+    slashes: number of diagonals per head, at least 1. Ignored if ``density`` is given.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import filecmp
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,12 +41,7 @@ BEGIN = "begin.json"  # in that folder: what the documents of the training start
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export.
-
-    config: configuration of the run.
-    step: step of the exported checkpoint.
-    tokenizer: a line for the user: which tokenizer was exported, or why no tokenizer was.
-    """
+    """Result of an export. tokenizer: a line on which tokenizer was exported, or why none was."""
 
     config: Config
     step: int
@@ -52,10 +49,9 @@ class Exported:
 
 
 def import_folder(source: Path, run: Path) -> Config:
-    """Create a run from a Hugging Face folder. Checkpoint `step-0` holds the float32 weights.
+    """Create a run from a Hugging Face folder, with float32 weights in the checkpoint `step-0`.
 
-    Return the configuration of the run: the model of `source`, and defaults. The whole model must
-    fit the memory of this process. After an error, nothing is left in `run`.
+    Return its configuration: the model of `source`, and defaults. The whole model must fit memory.
 
     Raises:
         ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
@@ -76,7 +72,13 @@ def import_folder(source: Path, run: Path) -> Config:
             for name, shape in huggingface.state_shapes(folder.model).items()
         }
         checkpointer.write_model_state(created.checkpoints, 0, weights)
-        _copy_tokenizer(source, created.path / TOKENIZER)
+        files, copy = None, created.path / TOKENIZER  # an export reads the copy
+        with contextlib.suppress(ConfigError):
+            files = of_folder(source)
+        if files is not None:
+            copy.mkdir()
+            files.write(copy)
+            (copy / "config.json").write_text(json.dumps(dict(files.ids)), encoding="utf-8")
     except BaseException:
         created.discard()
         raise
@@ -98,12 +100,9 @@ def export_checkpoint(
     The whole model must fit the memory of this process in float32.
 
     Args:
-        source: path of a run or of a `step-N` folder, or the name of a run under runs/. From a run,
-            export the newest intact checkpoint.
+        source: path of a run or of a `step-N` folder, or the name of a run under runs/.
         target: a new folder.
-        dtype: dtype of the exported weights.
-        tokenizer: folder to copy the tokenizer from. By default, export the tokenizer that the run
-            was trained with.
+        tokenizer: folder to copy the tokenizer from; by default, that of the run's training.
         report: called with the reason why a checkpoint is skipped.
 
     Raises:
@@ -116,17 +115,18 @@ def export_checkpoint(
     run = run_of(source)
     config = resolved_file.load(run / RESOLVED)
     named = None if tokenizer is None else of_folder(tokenizer)
-    files, remark = tokenizer_of_run(config, run) if named is None else (named, "")
+    files, reason = tokenizer_of_run(config, run) if named is None else (named, "")
+    remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
     # Before reading weights, refuse shapes that the model family does not support.
-    mask = config.mask
-    config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32", mask=mask)
+    mask, model, seq = config.mask, config.model, config.seq
+    config_json(model, rope_factor=1.0, seq=seq, dtype="float32", mask=mask)
     try:
         step, weights = checkpointer.load_model_state(source, report)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    expected, by = huggingface.state_shapes(config.model), str(run / RESOLVED)
-    problems: Sequence[str] = wrong_sizes(config.model, shapes, source, by)
+    expected, by = huggingface.state_shapes(model), str(run / RESOLVED)
+    problems: Sequence[str] = wrong_sizes(model, shapes, source, by)
     problems = problems or huggingface.parameter_problems(
         shapes, expected, where=lambda _: source, expected_by=by
     )
@@ -134,21 +134,14 @@ def export_checkpoint(
         raise ConfigError(*problems)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
-        raise ConfigError(bias_problem(config.model.family))
+        raise ConfigError(bias_problem(model.family))
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: weights.pop(name) for name in names}
 
-    factor = rope_factor(config.model.rope, config.seq)
+    factor = rope_factor(model.rope, seq)
     huggingface.write_folder(
-        target,
-        config.model,
-        read,
-        rope_factor=factor,
-        seq=config.seq,
-        dtype=dtype,
-        mask=mask,
-        tokenizer=files,
+        target, model, read, rope_factor=factor, seq=seq, dtype=dtype, mask=mask, tokenizer=files
     )
     remark = remark or f"tokenizer: {files.name}" if files else remark
     if mask.plain_window is None and mask.kind != "causal":
@@ -158,7 +151,7 @@ def export_checkpoint(
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:
-    """Return the tokenizer that a run was trained with and "", or None and a line with the reason.
+    """Return the tokenizer that a run was trained with and "", or None and why there is none.
 
     If the data do not name a tokenizer, return the tokenizer of `train.init_from`.
     """
@@ -167,15 +160,13 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
         files = of_folder(run / TOKENIZER)
         begin = _recorded_begin(config, run) if trained else None
         return dataclasses.replace(files, begin=begin), ""
-    copy = "copy one with --tokenizer FOLDER"
     if not trained:
-        return None, f"no tokenizer: the imported folder has none; {copy}"
+        return None, "the imported folder has none"
     return tokenizer_of_data(config)
 
 
 def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
     """Return the tokenizer of the data, or that of `train.init_from`, as `tokenizer_of_run`."""
-    copy = "copy one with --tokenizer FOLDER"
     data, folder = config.data, folder_of(config.train.init_from)
     try:
         if data.kind in ("text", "stdlib"):
@@ -186,8 +177,8 @@ def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
         if files is not None:
             return dataclasses.replace(files, begin=_begin(config)), ""
     except ConfigError as error:
-        return None, f"no tokenizer: {error.problems[0]}; {copy}"
-    return None, f"no tokenizer: data.path={data.path} does not name a tokenizer; {copy}"
+        return None, error.problems[0]
+    return None, f"data.path={data.path} does not name a tokenizer"
 
 
 def record_begin(config: Config, run: Path) -> None:
@@ -204,8 +195,8 @@ def record_begin(config: Config, run: Path) -> None:
 def _recorded_begin(config: Config, run: Path) -> Begin | None:
     """Return what `record_begin` wrote; for a run of an earlier version, ask its data."""
     try:
-        found = documents.read_json(run / TOKENIZER / BEGIN)
-        return None if found is None else Begin(tuple(map(int, found["ids"])), str(found["name"]))
+        begin = documents.read_json(run / TOKENIZER / BEGIN)
+        return None if begin is None else Begin(tuple(map(int, begin["ids"])), str(begin["name"]))
     except (OSError, ValueError, TypeError, KeyError):
         return _begin(config)
 
@@ -226,26 +217,16 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
     """Return the tokenizer that `data.tokenizer` names, with files such as a chat template."""
     if choice == "bytes":
         return _bytes()
-    path, eos = Path(choice), _eos_id(choice)
+    path, eos = Path(choice), None
+    with contextlib.suppress(ConfigError):  # the tokenizer does not open
+        eos = open_tokenizer(choice).eos
     return of_folder(path.parent, eos) if path.name == TOKENIZER_JSON else of_file(path, eos)
 
 
-def _eos_id(choice: str) -> int | None:
-    """Return the end-of-document id; None without one, or if the tokenizer does not open."""
-    try:
-        return open_tokenizer(choice).eos
-    except ConfigError:
-        return None
-
-
 def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles | None:
-    """Return the tokenizer of the token stores that `mtrain data prepare` wrote.
+    """Return the tokenizer of the run's token stores; None if they differ or some is no store.
 
-    Return None if the stores' tokenizers differ or if a folder of the data is not such a store.
-
-    Args:
-        folder: folder of `train.init_from`, or None. If this folder and the stores have the same
-            tokenizer.json, take the tokenizer from this folder, which holds more files.
+    folder: folder of `train.init_from`, which holds more files if its tokenizer.json is the same.
     """
     metas = _metas_of_stores(config)
     if len({meta.tokenizer_identity for meta in metas}) != 1:
@@ -253,8 +234,9 @@ def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles 
     if metas[0].tokenizer_identity == ByteTokenizer.identity:
         return _bytes()
     file = _stores(config)[0] / TOKENIZER_JSON
-    if folder is not None and _content(folder / TOKENIZER_JSON) == _content(file):
-        return of_folder(folder)
+    theirs = None if folder is None else folder / TOKENIZER_JSON
+    if theirs and theirs.is_file() and file.is_file() and filecmp.cmp(theirs, file, shallow=False):
+        return of_folder(theirs.parent)
     return of_file(file, metas[0].eos)
 
 
@@ -279,10 +261,6 @@ def _bytes() -> TokenizerFiles:
     return of_bytes(tokenizer.bos, tokenizer.eos, tokenizer.pad)
 
 
-def _content(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
-
-
 def _was_trained(run: Path) -> bool:
     """Return whether a run was trained. The checkpoint of an untrained import has only weights."""
     checkpoints = run / "checkpoints"
@@ -291,14 +269,3 @@ def _was_trained(run: Path) -> bool:
         return not steps or any(Manifest.read(checkpoints / f"step-{n}").trainer for n in steps)
     except ManifestError:
         return True  # loading reports the problem
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files and token ids of an imported folder. An export reads the copies."""
-    try:
-        files = of_folder(source)
-    except ConfigError:
-        return
-    target.mkdir()
-    files.write(target)
-    (target / "config.json").write_text(json.dumps(dict(files.ids)), encoding="utf-8")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 
 from mtrain_cli import install_command
 from mtrain_cli.commands.app import app
-from mtrain_cli.commands.checkpoint import app as checkpoint_app
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError, ModelConfig
@@ -95,29 +93,6 @@ def test_a_given_checkpoint_is_exported(tmp_path):
         )
 
 
-def test_auto_yarn_factor_is_exported_as_a_number(tmp_path):
-    words = [
-        *MODEL,
-        *split(
-            "seq=16k model.rope.scaling=yarn model.rope.factor=auto",
-            "model.rope.original_max_position=4096",
-        ),
-    ]
-    config = compose.compose(words)
-    (tmp_path / "run").mkdir()
-    resolved_file.save(config, tmp_path / "run" / "resolved.yaml")
-    write_model_state(
-        tmp_path / "run" / "checkpoints",
-        1,
-        {n: p.detach() for n, p in decoder_of(config.model).named_parameters()},
-    )
-    mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["rope_parameters"]["factor"] == 4.0
-    assert written["rope_parameters"]["original_max_position_embeddings"] == 4096
-    assert written["max_position_embeddings"] == 16384
-
-
 def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path):
     pytest.importorskip("transformers")
     output = mtrain("checkpoint", "verify", hf_folder, "--tokens", "1024")
@@ -152,21 +127,6 @@ def test_verify_without_transformers_says_how_to_install_it(hf_folder, monkeypat
     assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("raise ImportError('needs tokenizers>=9')", "needs tokenizers>=9"),
-        ("import no_such_package", "No module named 'no_such_package'"),
-    ],
-)
-def test_a_broken_transformers_is_one_line(hf_folder, tmp_path, monkeypatch, code, why):
-    (tmp_path / "transformers.py").write_text(code)
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    message = mtrain("checkpoint", "verify", hf_folder, code=2)
-    assert f"transformers, which cannot be imported ({why}). Run pip" in message
-
-
 def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):
     run = tmp_path / "run"
     assert "nowhere/config.json: no such file" in mtrain(
@@ -196,13 +156,6 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, folder):
     assert mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2) == holds_none
     pytest.importorskip("transformers")
     assert mtrain("checkpoint", "verify", tmp_path / "run", code=2) == holds_none
-
-
-def test_a_missing_source_is_refused(tmp_path):
-    pytest.importorskip("transformers")
-    message = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
-    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: not a run or a run's checkpoint")
-    assert message.endswith("Or give a Hugging Face folder, with config.json and safetensors")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
@@ -256,27 +209,6 @@ def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
         in imported
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
-
-
-def test_help_shows_examples_without_importing_torch():
-    for name in ("import", "export", "verify"):
-        result = CliRunner().invoke(checkpoint_app, [name, "--help"])
-        assert f"mtrain checkpoint {name}" in " ".join(result.output.split())
-    code = (
-        "import sys, mtrain_cli.commands.checkpoint; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
-    config = hf_folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
-    (hf_folder / "SHA256SUMS").unlink()
-    message = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
-    assert f"{hf_folder}: mtrain reads this folder, but transformers" in message
-    assert "attention_dropout" in message
-    assert "Correct the folder's config.json" in message
 
 
 def test_export_keeps_the_tokenizer_of_an_imported_folder(hf_folder, tmp_path):

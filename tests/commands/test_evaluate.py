@@ -117,14 +117,9 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("niah", "run", "--checkpoints", "7"), "has no checkpoint of step 7; it has 3"),
         (("niah", "run", "--form", "song"), "--form song: expected sentences or python"),
         (("niah", "run", "--chains", "0.5"), "only with --form python"),
-        (("niah", "nowhere"), "nowhere: no such folder"),
         (
             ("niah", "run", "--tokenizer", "no"),
             "/no: no such folder; give a folder with tokenizer.json",
-        ),
-        (
-            ("niah", "run", "--tokenizer", "text.txt"),
-            "/text.txt: is a file; give a folder with tokenizer.json",
         ),
         (("niah", "run", "--haystack", "none.txt"), "--haystack none.txt: no such file"),
         (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: ruler6, "),
@@ -136,7 +131,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("perplexity", "run", "--length", "512"), "the run held out no text"),
         (("perplexity", "run", "--text", "none.txt"), "--text none.txt: no such file"),
         (("perplexity", "run", "--short", "1"), "--short 1: must be from 2"),
-        (("perplexity", "run", "--length", "1"), "--length 1: must be from 2"),
         (
             ("perplexity", "run", "--length", "1k,512", "--short", "512"),
             "--short 512: no token of a sequence of 512 tokens has more context than that",
@@ -144,10 +138,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (
             ("niah", "run", "--form", "python", "--length", "300"),
             "--needles 10: 300 tokens of bytes have no room for them",
-        ),
-        (
-            ("niah", "run/checkpoints/step-9"),
-            "no such checkpoint; the checkpoints of this run are s",
         ),
         (("niah", "run", "--haystack", "none.md"), "--haystack none.md: holds no text"),
         (
@@ -158,13 +148,7 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
             ("ruler", "run", "--tasks", "niah_single_2@gone.txt", "--length", "2k"),
             "--tasks niah_single_2@gone.txt: no such file",
         ),
-        (
-            ("ruler", "run", "--tasks", "qa_1", "--squad", "text.txt", "--length", "2k"),
-            "/text.txt: cannot be read",
-        ),
-        (("niah", "run", "sparsity=x"), "no such sparsity; allowed: dense, vertical_slash, xatt"),
         (("perplexity", "run", "--keys-from", "run"), "needs --short N"),
-        (("perplexity", "run", "seq=512"), "seq=512: the model gives this setting"),
     ],
 )
 def test_mistakes_get_one_line(words, message):
@@ -207,7 +191,7 @@ def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
 def test_samples_without_outputs_and_too_long_ones_are_refused():
     Path("bad.jsonl").write_text('{"input": "a"}\n')
     words = ("ruler", "run", "--tasks", "", "--file", "bad.jsonl")
-    assert "/bad.jsonl: line 1 has no key outputs" in refused(*words)
+    assert "/bad.jsonl: line 1: outputs is missing" in refused(*words)
     row = {"input": "a", "outputs": ["b"]}
     Path("bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "input": ""}))
     assert "bad.jsonl: sample 2 is empty" in refused(*words)
@@ -216,19 +200,16 @@ def test_samples_without_outputs_and_too_long_ones_are_refused():
     assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
-def test_a_damaged_file_of_a_task_leaves_the_others(tmp_path):
-    for name, line in (("good", '{"input": "a", "outputs": ["b"]}'), ("bad", '{"input": "a", ')):
-        (tmp_path / f"{name}.jsonl").write_text(line + "\n")
-    files = [
-        word for name in ("bad", "good") for word in ("--file", str(tmp_path / f"{name}.jsonl"))
-    ]
-    few = ("--max-new", "1", "--out", str(tmp_path / "out"))
-    done = evaluate("ruler", "run", "--tasks", "", *files, *few, code=2)
-    *_, line, last = done.stderr.splitlines()
-    assert line.startswith(f"mtrain: --file {tmp_path}/bad.jsonl: line 1 is not JSON")
-    assert last == "mtrain: all other results are complete"
-    assert "file:good" in done.stdout
-    assert [result.task for result in read_results(tmp_path / "out")] == ["file:good"]
+def test_sequences_beyond_those_of_training_get_a_warning(tmp_path):
+    run = small_run(tmp_path, "topology.device=cpu", "data.eval_sequences=2")
+
+    def warned(*words: str) -> list[str]:
+        lines = evaluate(*words, "--out", str(tmp_path / "out")).stderr.splitlines()
+        return [line for line in lines if line.startswith("mtrain: warning")]
+
+    (line,) = warned("perplexity", str(run), "--length", "513")
+    assert line.startswith("mtrain: warning: --length 513: the run trained only on sequences of")
+    assert warned("perplexity", str(run), "--length", "512", "--samples", "1") == []
 
 
 def test_results_of_another_model_are_refused(tmp_path, run):
@@ -267,11 +248,11 @@ def test_several_checkpoints_have_a_line_per_attention_in_the_report(tmp_path, m
     Path("run/checkpoints/step-40/manifest.json").write_text("x")
     damage = refused(*words, "--checkpoints", "20,40,60")
     assert "step-40: manifest.json cannot be read" in damage
-    assert damage.endswith(". Give --checkpoints 20,60 to evaluate the others")
-    done = evaluate(*words, "--checkpoints", "all", "--json", *SPARSE, code=2)
-    line, last = done.stderr.splitlines()[-2:]
+    done = evaluate(*words, "--checkpoints", "all", "--json", *SPARSE)
+    line = done.stderr.splitlines()[0]
+    assert line.startswith("mtrain: warning: ")
     assert "step-40: manifest.json cannot be read" in line
-    assert last == "mtrain: all other results are complete"
+    assert line.endswith("; it is left out")
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["step"], one["attention"]) for one in results] == [
         (step, name) for step in (20, 60) for name in ("dense", "vertical_slash")
@@ -323,7 +304,7 @@ def test_a_truncated_newest_checkpoint_is_skipped_with_a_warning_as_in_generate(
 def test_a_damaged_checkpoint_names_the_others_and_leaves_no_folder(damaged):
     newest = "run/checkpoints/step-40"
     line = refused("perplexity", newest, *SHORT)
-    assert re.search(r"has 0 bytes instead of \d+. The run also has step-20$", line)
+    assert re.search(r"has 0 bytes instead of \d+$", line)
     generated = CliRunner().invoke(app, ["generate", newest, "--prompt", "a"])
     assert generated.exit_code == 2
     assert generated.stderr == f"{line}\n"
@@ -411,18 +392,3 @@ def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
         api.load("run")
     told = [str(one.message) for one in caught if "step-40" in str(one.message)]
     assert [f"mtrain: warning: {line}" for line in told] == lines[0]
-
-
-@pytest.mark.parametrize("damage", DAMAGES[1:])
-def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_same_line(
-    damage, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    text_file(tmp_path)
-    run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
-    newest = run / "checkpoints/step-40"
-    damage(newest)
-    line = refused("perplexity", str(newest), *SHORT)
-    generated = CliRunner().invoke(app, ["generate", str(newest), "--prompt", "a"])
-    assert generated.stderr.splitlines()[-1] == line
-    assert not (run / "evaluation").exists()

@@ -42,12 +42,12 @@ def large():
 @without_gpu
 def test_a_plan_for_absent_gpus_says_what_it_assumes():
     plan = make_plan(compose(LARGE))
-    assert (
-        plan.dims.workers,
-        plan.dims.cp,
-        plan.dtype,
-        plan.layout.tokens_per_worker,
-    ) == (64, 64, "bfloat16", 65536)
+    assert (plan.dims.workers, plan.dims.cp, plan.dtype, plan.layout.tokens_per_worker) == (
+        64,
+        64,
+        "bfloat16",
+        65536,
+    )
     assert plan.kernel == "flash4"
     assert "assumed without a GPU" in plan.kernel_reason
     assert (plan.exchange.name, plan.exchange.chunks) == ("all_gather", 8)
@@ -75,11 +75,7 @@ def test_a_plan_for_absent_gpus_ignores_which_packages_this_machine_has(monkeypa
 @pytest.mark.usefixtures("with_24_gib")
 def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason():
     plan = make_plan(compose(LARGE[:3]))
-    assert (plan.environment.device, plan.dims.workers, plan.dtype) == (
-        "cuda",
-        64,
-        "bfloat16",
-    )
+    assert (plan.environment.device, plan.dims.workers, plan.dtype) == ("cuda", 64, "bfloat16")
     assert re.fullmatch(
         r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
         r"no GPU, and 64 CPU workers would need [\d,.]+ GiB, but this machine has 24 GiB",
@@ -300,10 +296,7 @@ def test_the_verdict_follows_the_total():
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        (
-            "h200_1x8",
-            ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"],
-        ),
+        ("h200_1x8", ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"]),
         (
             "a100_4x8",
             [

@@ -60,7 +60,7 @@ def test_results_read_back_as_written(tmp_path):
     np.testing.assert_array_equal(mine.attention, theirs.attention)
     np.testing.assert_array_equal(mine.gradient, theirs.gradient)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("maps.npz", "overlap.parquet", "rope.parquet", "top_keys.parquet"),
+        *("maps.npz", "overlap.parquet", "rope.parquet", "top_keys.parquet")
     ]
 
 
@@ -77,7 +77,7 @@ def test_maps_sort_by_place():
     files = AttentionFiles(maps=maps)
     files.sort()
     assert [(m.step, m.sample, m.layer) for m in files.maps] == [
-        *((1, 0, 3), (1, 1, 0), (2, 0, 0), (2, 0, 1)),
+        *((1, 0, 3), (1, 1, 0), (2, 0, 0), (2, 0, 1))
     ]
 
 
@@ -106,12 +106,12 @@ def test_damaged_files_are_refused(tmp_path, name):
 
 def test_foreign_columns_and_types_are_refused(tmp_path):
     pandas.DataFrame([{"step": 1}]).to_parquet(tmp_path / "rope.parquet")
-    with pytest.raises(ConfigError, match=r"rope\.parquet: not from `mtrain profile sparsity`"):
+    with pytest.raises(ConfigError, match=r"rope\.parquet: cannot be read \(sample is missing\)"):
         read_attention_files(tmp_path)
     (tmp_path / "rope.parquet").unlink()
     row = {**vars(results().overlap[0]), "first": "one"}
     pandas.DataFrame([row]).to_parquet(tmp_path / "overlap.parquet")
-    with pytest.raises(ConfigError, match=r"overlap\.parquet: a value has the wrong type"):
+    with pytest.raises(ConfigError, match=r"overlap\.parquet: cannot be read \(first=.*wrong type"):
         read_attention_files(tmp_path)
 
 
