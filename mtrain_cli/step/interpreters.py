@@ -56,14 +56,14 @@ class MessageCost(NamedTuple):
 
 
 class PassTime(NamedTuple):
-    """The time of a program. Times are in microseconds.
+    """The time of a program, in microseconds.
 
     span: time of the slowest worker.
     exposed: time for which the worker with the most work waits for messages.
-    late: time for which a worker waits, in the mean, for the worker with the most work.
+    late: mean time for which a worker waits for the worker with the most work.
     hidden: time of messages that overlaps with computation.
     busy: time for which messages occupy their links.
-    size: number of bytes that a worker receives, in the mean.
+    size: mean number of bytes that a worker receives.
     """
 
     span: float

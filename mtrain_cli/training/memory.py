@@ -121,9 +121,6 @@ def estimate_memory(
     Args:
         workers: number of workers of the run.
         layout: layout of a context group.
-        kernel: a kernel's name, not `auto`.
-        dtype_bytes: bytes of the compute dtype.
-        cuda: whether workers run on GPUs.
         attention: memory of a layer's attention; None to count it, with ``kernel`` for all layers.
     """
     if attention is None:

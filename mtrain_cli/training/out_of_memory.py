@@ -107,12 +107,9 @@ class RunContext:
 def explain_out_of_memory(
     config: Config, environment: Environment, run: RunDir
 ) -> Iterator[RunContext]:
-    """Explain out-of-memory errors that are raised in the ``with`` block.
+    """Raise `MemoryFullError` in place of out-of-memory errors of the ``with`` block.
 
     Yield a `RunContext`. Call `RunContext.begin` when the trainer exists.
-
-    Raises:
-        MemoryFullError: raised in place of an error that reports a failed allocation.
     """
     context = RunContext(config, environment)
     try:
@@ -214,8 +211,8 @@ def _change(kind: str, config: Config) -> str:
 def failure_location(error: BaseException) -> str:
     """Describe where in the step an error was raised, such as the layer and the direction.
 
-    The stack of the error shows the layer and the direction. The worker's progress record shows the
-    step and, for an error outside the layers, the last activity.
+    The stack of the error shows the layer and the direction, the worker's progress record the step
+    and, for an error outside the layers, the last activity.
     """
     backward, layer, part = False, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -37,7 +37,6 @@ def make_plan(config: Config, hardware: Hardware | None = None) -> RunPlan:
 
 
 def _hardware_for(config: Config) -> Hardware:
-    """Return the hardware that `topology.device` names."""
     topology = config.topology
     if torch.cuda.is_available() or topology.device == "cpu":
         return Hardware.here(topology.device)

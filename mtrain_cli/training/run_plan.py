@@ -87,7 +87,6 @@ class RunPlan:
     def of(
         cls, config: Config, environment: Environment, hardware: Hardware, choices: ResolvedRun
     ) -> RunPlan:
-        """Plan a run whose `auto` settings are resolved."""
         gib, sharing = config.topology.host_memory_gib, hardware.workers_sharing_host(environment)
         host = hardware.host_memory / sharing if isinstance(gib, str) else round(gib * GIB)
         dense = choices.dense_kernel
@@ -106,9 +105,7 @@ class RunPlan:
         )
 
     def with_config(self, config: Config) -> RunPlan:
-        """Plan another configuration for the same hardware and number of workers.
-
-        A number in `config.topology.workers` overrides the number of workers.
+        """Plan another configuration for the same hardware and, by default, number of workers.
 
         Raises:
             ConfigError: the mask does not fit the sequence, or as in `on`.
@@ -225,7 +222,7 @@ class RunPlan:
         return f"{size(self.hardware.memory)} ({gpu}, {USABLE:.0%} of it usable) and {host}"
 
     def device_bytes(self, memory: MemoryEstimate) -> int:
-        """Return how many bytes a worker needs on its device. For a CPU, include host memory."""
+        """Return the bytes that a worker needs on its device; on a CPU, with host memory."""
         return memory.total + (memory.host_peak if self.environment.device == "cpu" else 0)
 
     def has_room_for(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
@@ -274,7 +271,6 @@ class RunPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the CPU workers of one machine need together."""
         return self.device_bytes(self.memory) * self.environment.local_workers
 
     @property

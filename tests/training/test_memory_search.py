@@ -95,60 +95,6 @@ def test_the_fewest_layers_are_offloaded_and_the_host_holds_them():
     )
 
 
-@pytest.mark.slow
-def test_mlp_products_of_as_many_layers_stay_as_there_is_room_for():
-    words = [
-        "model=qwen3b",
-        "seq=512k",
-        "sparsity=vertical_slash",
-        "sparsity.max_columns=2048",
-        "train.activation_checkpoint=selective",
-    ]
-    base = planned(*words, "topology.gpu_memory_gib=100")
-    chosen_plan = memory_search.search(base)
-    number = chosen_plan.chosen.changes["train.keep_mlp"]
-    assert 1 < number < 36
-    more = dataclasses.replace(chosen_plan.chosen.config.train, keep_mlp=number + 1)
-    assert base.has_room_for(chosen_plan.chosen.memory, memory_search.ROOMY)
-    assert not base.has_room_for(
-        base.estimate(dataclasses.replace(chosen_plan.chosen.config, train=more)),
-        memory_search.ROOMY,
-    )
-    assert (
-        memory_search.search(planned(*words, "topology.gpu_memory_gib=250")).chosen.changes[
-            "train.keep_mlp"
-        ]
-        is True
-    )
-    assert (
-        memory_search.search(planned(*words, "topology.gpu_memory_gib=40")).chosen.changes[
-            "train.keep_mlp"
-        ]
-        < number
-    )
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "train.offload_activations=true",
-        "train.activation_checkpoint=full",
-        "train.offload_activations=2",
-    ],
-)
-def test_requested_mlp_products_stay(words):
-    chosen_plan = planned(
-        "train.memory=auto", "train.keep_mlp=2", "topology.gpu_memory_gib=280", *words.split()
-    )
-    assert chosen_plan.config.train.keep_mlp == 2
-    assert chosen_plan.search.chosen is not None
-    none = planned(
-        "train.memory=auto", "train.keep_mlp=true", "topology.gpu_memory_gib=12", *words.split()
-    )
-    with pytest.raises(ConfigError, match="a worker needs at least"):
-        require_fit(none)
-
-
 def test_a_key_that_the_user_set_stays():
     chosen_plan = planned(
         "train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true"
