@@ -184,7 +184,7 @@ def _print_plan(
 ) -> None:
     from mtrain_cli.console import Console
     from mtrain_cli.launch.run_dir import free_disk
-    from mtrain_cli.simulation.estimate import estimate_step
+    from mtrain_cli.simulation.scenario import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
 

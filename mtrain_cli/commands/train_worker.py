@@ -46,7 +46,7 @@ def load_callbacks(config: Config) -> list[loop.MakeCallback]:
 
 def estimate(plan: RunPlan) -> StepEstimate:
     """Estimate a step for banner and status. A failure of the prediction must not stop a run."""
-    from mtrain_cli.simulation.estimate import estimate_step
+    from mtrain_cli.simulation.scenario import estimate_step
 
     try:
         return estimate_step(plan)

@@ -36,7 +36,7 @@ from mtrain_cli.training.watch import StragglerWatches
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
 """Function that makes a callback from (trainer, run folder, `TrainingProgress.message`)."""
 Estimate = Callable[[RunPlan], StepEstimate]
-"""Function that estimates a step of a plan, such as `simulation.estimate.estimate_step`."""
+"""Function that estimates a step of a plan, such as `simulation.scenario.estimate_step`."""
 
 
 def train(

@@ -103,20 +103,6 @@ def test_a_dry_run_needs_no_weights_and_says_that_the_run_does():
     assert "the folder has no model.safetensors yet, which the run needs" in result.stdout
 
 
-def test_a_dry_run_warns_of_a_chunk_that_the_layout_of_auto_does_not_read(tmp_path, monkeypatch):
-    # The longest sequence that fits has tests of its own, and takes seconds to find.
-    monkeypatch.setattr("mtrain_cli.training.dry_run.longest_seq", lambda _: None)
-    words = ("seq=4k", "topology.workers=8", "topology.device=cuda", "--dry-run")
-    result = run("topology.balanced_chunk=256", *words)
-    assert result.exit_code == 0
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mtrain: warning: topology.balanced_chunk=256: has no effect, topology.")
-    result = run("topology.balanced_chunk=256", "topology.layout=balanced", *words)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert "balanced, chunks of 256 assigned for each batch" in result.stdout
-    assert not list(tmp_path.iterdir())
-
-
 def test_train_creates_the_run_folder_and_returns_the_launchers_exit_code(launched):
     result = run("seq=256", "topology.device=cpu", "run.name=first")
     assert result.exit_code == 7

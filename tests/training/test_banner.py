@@ -109,21 +109,6 @@ def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkey
     assert warning not in banner_of("topology.cluster=h200_1x8", device="cpu")
 
 
-def test_the_banner_warns_of_settings_that_the_choices_of_auto_do_not_read(tmp_path):
-    words = ["topology.prefetch=2", "topology.balanced_chunk=512", "topology.workers=2"]
-    (tmp_path / "overrides.txt").write_text("\n".join(words))
-    window = ["mask=sliding_window", "mask.window=64", "seq=4k"]
-    text = banner_of(*words, *window, run_dir=tmp_path)
-    ring = "warning topology.prefetch=2: has no effect, topology.exchange=group_cast (chosen by"
-    assert ring in text
-    assert "layout balanced, chunks of 512 assigned for each batch" in text
-    assert text.count("warning") == 1
-    text = banner_of(*words, "topology.exchange=ring", run_dir=tmp_path)
-    chunk = "warning topology.balanced_chunk=512: has no effect, topology.layout=striped (chosen by"
-    assert chunk in text
-    assert text.count("warning") == 1
-
-
 def plan_here(config: Config, environment: Environment) -> RunPlan:
     hardware = Hardware.here(environment.device)
     return RunPlan.of(config, environment, hardware, resolve_run(config, environment))

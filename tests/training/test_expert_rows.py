@@ -13,7 +13,7 @@ from mtrain_cli.model import expert_parallel
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.parallel.expert_group import ExpertGroup
-from mtrain_cli.simulation.expert_exchange import travelling
+from mtrain_cli.simulation.expert_cost import travelling
 from mtrain_cli.step.interpreters import traffic
 from mtrain_cli.step.layer import (
     BACKWARD_CHUNK,
