@@ -74,16 +74,12 @@ def train(
         _print_configuration(config)
         return
     if dry_run:
-        if run_path is None:
-            from mtrain_cli.launch.run_dir import require_folder
+        if run_path is None and config.train.init_from is not None:
+            from mtrain_cli.model.huggingface import HuggingFaceFolder, has_weights
 
-            require_folder(config)
-            if config.train.init_from is not None:
-                from mtrain_cli.model.huggingface import HuggingFaceFolder, has_weights
-
-                folder = Path(config.train.init_from)
-                if has_weights(folder):  # its config.json is enough to plan a run
-                    HuggingFaceFolder(folder).verify()
+            folder = Path(config.train.init_from)
+            if has_weights(folder):  # its config.json is enough to plan a run
+                HuggingFaceFolder(folder).verify()
         _print_plan(config, words, config_dir, [] if no_data else _data_rows(config))
         return
     raise typer.Exit(_launch(config, words, run_path, config_dir))

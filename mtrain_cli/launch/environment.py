@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config.parallel_checks import number_of_chunks, uneven_rounds
 from mtrain_cli.config.problem import ConfigError
-from mtrain_cli.config.schema import Config, TopologyConfig, TrainConfig
+from mtrain_cli.config.schema import Config, TopologyConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.job import Job, current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
@@ -90,12 +90,18 @@ def resolve_environment(
         problems.extend(_wrong_number_of_workers(workers, given, job, gpus, device))
 
     local_size = job.local_world_size if job else workers
-    workers_per_node = _parse_divisor(
-        "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
-    )
+    key, unit = "topology.gpus_per_node", f"{workers} workers"
+    workers_per_node = _divisor(key, topology.gpus_per_node, workers, unit, problems, local_size)
     dims = _parallel_dims(topology, workers, workers_per_node, problems)
-    if not problems:
-        problems.extend(_wrong_batch(config.train, dims))
+    train, per_pass = config.train, dims.dp * config.train.micro_batch
+    if not problems and train.global_batch % per_pass:
+        tensor = f" / tensor_parallel={dims.tp}" if dims.tp > 1 else ""
+        tensor += f" / pipeline_parallel={dims.pp}" if dims.pp > 1 else ""
+        problems.append(
+            f"train.global_batch={train.global_batch}: must be a multiple of {per_pass} = "
+            f"{dims.dp} context groups (topology.workers={dims.workers} / "
+            f"context_parallel={dims.cp}{tensor}) x train.micro_batch={train.micro_batch}"
+        )
     if not problems:
         problems.extend(number_of_chunks(config, dims.cp))
         problems.extend(uneven_rounds(config, dims.dp))
@@ -135,53 +141,23 @@ def _parallel_dims(
     topology: TopologyConfig, workers: int, per_node: int, problems: list[str]
 ) -> ParallelDims:
     """Return the degrees of all dimensions. Add degrees that do not fit to ``problems``."""
-    tp = topology.tensor_parallel
-    if per_node % tp:
-        problems.append(
-            f"topology.tensor_parallel={tp}: must divide the {with_count(per_node, 'worker')} of a "
-            f"node. Use one of {_divisors(per_node)}."
-        )
-        tp = 1
-    pp, groups = topology.pipeline_parallel, workers // tp
-    unit = "workers" if tp == 1 else f"tensor groups (topology.tensor_parallel={tp})"
-    if groups % pp:
-        problems.append(
-            f"topology.pipeline_parallel={pp}: must divide the {groups} {unit}. Use one of "
-            f"{_divisors(groups)}."
-        )
-        pp = 1
-    key, groups = "topology.context_parallel", groups // pp
+    unit = f"{with_count(per_node, 'worker')} of a node"
+    tp = _divisor("topology.tensor_parallel", topology.tensor_parallel, per_node, unit, problems)
+    groups, unit = workers // tp, "workers"
+    unit = unit if tp == 1 else f"tensor groups (topology.tensor_parallel={tp})"
+    key, pp = "topology.pipeline_parallel", topology.pipeline_parallel
+    pp = _divisor(key, pp, groups, f"{groups} {unit}", problems)
     unit += f" of a stage (topology.pipeline_parallel={pp})" * (pp > 1)
-    cp = _parse_divisor(key, topology.context_parallel, groups, groups, problems, unit)
-    problems.extend(_split_nodes(groups, cp, per_node // tp))
+    key, groups, nodes = "topology.context_parallel", groups // pp, per_node // tp
+    given, phrase = topology.context_parallel, f"{groups} {unit}"
+    cp = _divisor(key, given, groups, phrase, problems, groups)
+    if cp % nodes and nodes % cp:  # a context group has a part of one node and of another
+        fits = [n for n in _divisors(groups) if n % nodes == 0 or nodes % n == 0]
+        problems.append(
+            f"{key}={cp}: must divide the {nodes} workers of a node or fill whole nodes. Use auto "
+            f"or one of {', '.join(map(str, fits))}."
+        )
     return ParallelDims.of(workers, pp=pp, cp=cp, tp=tp)
-
-
-def _wrong_batch(train: TrainConfig, dims: ParallelDims) -> Iterator[str]:
-    """Yield an error if the context groups cannot share a step's sequences equally."""
-    per_pass = dims.dp * train.micro_batch
-    if train.global_batch % per_pass:
-        tensor = f" / tensor_parallel={dims.tp}" if dims.tp > 1 else ""
-        tensor += f" / pipeline_parallel={dims.pp}" if dims.pp > 1 else ""
-        yield (
-            f"train.global_batch={train.global_batch}: must be a multiple of {per_pass} = "
-            f"{dims.dp} context groups (topology.workers={dims.workers} / "
-            f"context_parallel={dims.cp}{tensor}) x train.micro_batch={train.micro_batch}"
-        )
-
-
-def _split_nodes(workers: int, cp: int, per_node: int) -> Iterator[str]:
-    """Yield an error if a context group has a part of one node and a part of another."""
-    if cp % per_node and per_node % cp:
-        allowed = [
-            str(n)
-            for n in range(1, workers + 1)
-            if workers % n == 0 and (n % per_node == 0 or per_node % n == 0)
-        ]
-        yield (
-            f"topology.context_parallel={cp}: must divide the {per_node} workers of a node or fill "
-            f"whole nodes. Use auto or one of {', '.join(allowed)}."
-        )
 
 
 def cpu_cores() -> int:
@@ -292,24 +268,18 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _parse_divisor(
-    key: str,
-    value: int | str,
-    default: int,
-    workers: int,
-    problems: list[str],
-    unit: str = "workers",
+def _divisor(
+    key: str, value: int | str, number: int, unit: str, problems: list[str], default: int = 0
 ) -> int:
-    """Return ``value`` if it divides ``workers``, ``default`` for ``auto``; else add a problem."""
+    """Return ``value``, or the default for ``auto``. Add a problem if it does not divide."""
     size = default if value == "auto" else int(value)
-    if workers % size == 0:
+    if number % size == 0:
         return size
-    allowed = _divisors(workers)
-    problems.append(
-        f"{key}={size}: must divide the {workers} {unit}. Use auto or one of {allowed}."
-    )
-    return workers
+    allowed = ", ".join(map(str, _divisors(number)))
+    auto = "auto or " if default else ""
+    problems.append(f"{key}={size}: must divide the {unit}. Use {auto}one of {allowed}.")
+    return number if default else 1
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -306,17 +306,6 @@ def _given_folder(config: Config) -> Path:
     return RUNS if config.run.name == "auto" else RUNS / config.run.name
 
 
-def require_folder(config: Config) -> None:
-    """Raise ConfigError if a file is in the place of a new run's folder or of a parent."""
-    key, folder = f"run.dir={config.run.dir}", _given_folder(config)
-    if config.run.dir == "auto":
-        key = f"run.name={config.run.name}"
-    with _as_config_error(folder):
-        for place in (folder, *folder.parents):
-            if place.exists() and not place.is_dir():
-                raise ConfigError(f"{key}: {place} is a file. Choose another run.name or run.dir.")
-
-
 def free_disk(config: Config) -> int | None:
     """Return the free bytes of the disk of a new run's folder; None if they are unknown."""
     with contextlib.suppress(OSError, StopIteration):
@@ -327,7 +316,6 @@ def free_disk(config: Config) -> int | None:
 
 
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
-    require_folder(config)
     folder, name = _given_folder(config), config.run.name
     if name == "auto":
         # A model that was loaded from a folder has the folder's name, with any characters.

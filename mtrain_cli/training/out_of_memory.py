@@ -29,7 +29,6 @@ from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
-from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.memory import size
 
 if TYPE_CHECKING:
@@ -301,7 +300,7 @@ def _fsdp_parameters(module: Any) -> list[Any]:
 
 def _tensors(device: str) -> Iterator[Tensor]:
     """Yield the tensors with storage on `device` that Python's garbage collector knows."""
-    garbage_collection.unfreeze_garbage()
+    gc.unfreeze()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
             with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,6 @@ from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.records.metrics import StepMetrics
-from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.batch import Batch, Batches, HostBatch
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checkpointer import Checkpointer
@@ -92,9 +92,12 @@ class Trainer:
         attends = [self.attention_of(batch) for batch in batches]
         result = self.run_step(batches, attends, *totals, (stop, save), data_seconds)
         if (sparse := result.index is not None) not in self._frozen_after:
-            # The objects of a kind's first step, mostly compiled code, live on.
+            # The objects of a kind's first step, mostly compiled code, live on. Exempt them from
+            # collections, of which one took 0.3 s of a 4.2 s step (256K tokens, four H200s).
             self._frozen_after.add(sparse)
-            garbage_collection.freeze_garbage()
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
         advice, self.data.advice = self.data.advice, ""
         return replace(result, warnings=(*result.warnings, advice)) if advice else result
 
@@ -131,7 +134,7 @@ class Trainer:
     def close(self) -> None:
         """Stop the loader's background thread, and unfreeze garbage collection."""
         self.loader.close()
-        garbage_collection.unfreeze_garbage()
+        gc.unfreeze()
 
     def record(self, recorder: Recorder | None, exchange: Exchange | None = None) -> None:
         """Record the following steps, and the messages of the run's exchange or another one."""

@@ -1,6 +1,5 @@
 """`mtrain train` up to the start of the workers, which have tests of their own."""
 
-import os
 import types
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
-from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.config.resolved_file import load
 from mtrain_cli.launch import environment, local
 from mtrain_cli.launch.failures import Failure
 
@@ -69,25 +68,6 @@ def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
     assert result.exit_code == 1, "it does not fit"
     assert "Does not fit: " in result.stdout
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("dry_run", [("--dry-run",), ()])
-@pytest.mark.parametrize(
-    ("word", "file", "said"),
-    [
-        ("run.dir=a/b", "a", "run.dir={0}/a/b: {0}/a is a file."),
-        ("run.name=b", "runs/b", "run.name=b: runs/b is a file."),
-    ],
-)
-def test_a_file_in_the_place_of_a_folder_is_refused_also_by_a_dry_run(
-    launched, tmp_path, word, file, said, dry_run
-):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("mine")
-    result = run(word, *dry_run)
-    assert (result.exit_code, result.stdout, launched) == (2, "", [])
-    assert result.stderr == f"mtrain: {said.format(tmp_path)} Choose another run.name or run.dir.\n"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
 
 
 @pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
@@ -258,17 +238,6 @@ def test_columns_that_the_data_lack_are_refused_before_workers_start(launched, t
     assert not launched
 
 
-def test_a_number_of_workers_that_fills_no_whole_nodes_is_refused_by_its_own_key():
-    result = run(
-        "model=qwen3b", "seq=512k", "topology=a100_4x8", "topology.workers=36", "--dry-run"
-    )
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "mtrain: topology.workers=36: a100_4x8 has nodes of 8 GPUs, and a run on several nodes "
-        "must use all GPUs of each; allowed: 1 to 8, or multiples of 8 such as 32 or 40\n"
-    )
-
-
 @pytest.mark.parametrize("command", [["train"], ["profile", "step"], ["profile", "imbalance"]])
 def test_a_kernel_that_needs_a_gpu_is_refused_before_workers_start(launched, command, monkeypatch):
     monkeypatch.setattr(environment, "_visible_gpus", lambda: 0)
@@ -324,16 +293,6 @@ def test_a_run_to_resume_may_be_in_the_home_folder(launched, tmp_path, monkeypat
     assert resumed[0].path == tmp_path / "runs" / "first"
 
 
-def test_resume_of_an_unknown_run_counts_the_unlisted_runs(launched):
-    for number in range(7):
-        run("seq=256", "topology.device=cpu", f"run.name=r{number}")
-        os.utime(f"runs/r{number}/resolved.yaml", (number, number))
-    assert run("--resume", "zzz").stderr.endswith(
-        "allowed: r6, r5, r4, r3, r2 and 2 more, or a folder with a resolved.yaml\n"
-    )
-    assert len(launched) == 7
-
-
 def test_a_resume_to_fewer_steps_is_refused_and_changes_nothing(launched):
     run("seq=256", "topology.device=cpu", "run.name=first")
     before = Path("runs/first/resolved.yaml").read_text()
@@ -350,17 +309,6 @@ def test_a_resume_to_fewer_steps_is_refused_and_changes_nothing(launched):
     assert run("--resume", "first", "train.steps=15").exit_code == 7
 
 
-def test_changing_a_fixed_group_on_resume_is_one_line(launched):
-    run("seq=256", "topology.device=cpu", "run.name=first")
-    result = run("--resume", "first", "model=qwen3b", "model.num_layers=3")
-    assert sorted(result.stderr.splitlines(), reverse=True) == [
-        "mtrain: model=qwen3b: a resumed run keeps its model; start a new run to change it",
-        "mtrain: model.num_layers=3: a resumed run keeps its model.num_layers=4; start a new run "
-        "to change it",
-    ]
-    assert len(launched) == 1
-
-
 def test_config_dir_adds_own_options(tmp_path):
     folder = tmp_path / "conf/model"
     folder.mkdir(parents=True)
@@ -368,13 +316,6 @@ def test_config_dir_adds_own_options(tmp_path):
     result = run("model=mine", "--config-dir", "conf", "--cfg")
     assert yaml.safe_load(result.stdout)["model"]["name"] == "mine"
     assert run("model=mine", "--cfg").exit_code == 2
-
-
-def test_options_and_overrides_can_be_mixed(tmp_path):
-    save(compose(["seq=8k"]), tmp_path / "expected.yaml")
-    for words in (["--cfg", "seq=8k"], ["seq=8k", "--cfg"], ["seed=0", "--cfg", "seq=8k"]):
-        Path("printed.yaml").write_text(run(*words).stdout)
-        assert load(Path("printed.yaml")) == load(Path("expected.yaml"))
 
 
 def test_resume_auto_starts_a_run_and_then_resumes_it(launched):

@@ -66,14 +66,6 @@ def test_a_note_survives_the_death_of_its_process(tmp_path):
     )
 
 
-def test_a_note_takes_microseconds(tmp_path):
-    progress_record.start_record(tmp_path / "where")
-    started = time.perf_counter()
-    for _ in range(10_000):
-        progress_record.note("ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12)
-    assert (time.perf_counter() - started) / 10_000 < 50e-6  # about 1 on an idle machine
-
-
 def test_without_a_record_nothing_happens(tmp_path):
     progress_record.note("nowhere")
     progress_record.begin_step(1)

@@ -197,15 +197,6 @@ def test_a_broken_gpu_that_no_worker_needs_is_skipped(run, monkeypatch):
     assert (decision.environment.dims.workers, decision.devices) == (2, ("5", "6"))
 
 
-def test_a_device_that_does_not_respond_is_detected():
-    """This machine has no GPU at all."""
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("has GPUs")
-    assert restart.answering_devices(["0"]) == []
-
-
 def test_the_restart_message_lists_the_repeated_steps():
     entry = restart.Restart(0.0, "reason", 1, 17, 10, 2)
     e = on_gpus(2)[1]

@@ -45,15 +45,6 @@ def adds_ranks(config: Config, run_dir: RunDir, environment: Environment, resume
     print(f"words of rank {environment.rank}")
 
 
-def rank_1_comes_late(
-    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
-) -> None:
-    _sign_in(run_dir, environment)
-    if environment.rank == 1:
-        time.sleep(4.0)
-    dist.all_reduce(torch.zeros(1))
-
-
 def libraries_write(
     _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
 ) -> None:

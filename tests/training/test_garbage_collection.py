@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import gloo
@@ -11,7 +10,7 @@ import pytest
 import torch
 from training.test_sparse_training import trainer
 
-from mtrain_cli.training import garbage_collection, out_of_memory
+from mtrain_cli.training import out_of_memory
 
 
 def visited(rank: int, world: int) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def times(rank: int, world: int) -> list[int]:
     results: list[int] = []
     training = trainer(rank, world, 1, ["sparsity=vertical_slash", "sparsity.dense_steps=2"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(garbage_collection, "freeze_garbage", lambda: results.append(training.step))
+        patch.setattr(gc, "freeze", lambda: results.append(training.step))
         for _ in range(5):
             training.train_step(False)
     training.close()
@@ -64,20 +63,5 @@ def test_the_first_sparse_step_freezes_objects_too():
 
 def test_an_out_of_memory_report_sees_frozen_objects():
     tensor = torch.zeros(7)
-    garbage_collection.freeze_garbage()
+    gc.freeze()
     assert any(results is tensor for results in out_of_memory._tensors("cpu"))
-
-
-def test_frozen_garbage_is_freed_by_the_next_freeze():
-    class Ring:
-        def __init__(self) -> None:
-            self.own = self
-
-    ring = Ring()
-    known = weakref.ref(ring)
-    garbage_collection.freeze_garbage()
-    del ring
-    gc.collect()
-    assert known() is not None, "frozen objects are not visited"
-    garbage_collection.freeze_garbage()
-    assert known() is None
