@@ -44,7 +44,7 @@ class LmEval:
         return HarnessRunner(*arguments, **more)
 
     def adapter(self, engine: Engine, codec: TextCodec, source: ModelSource, beyond: bool) -> LM:
-        """Return an open model for `lm_eval.simple_evaluate`. Raises ConfigError if it cannot serve."""
+        """Return an open model for `lm_eval.simple_evaluate`; ConfigError if it cannot serve."""
         try:
             from mtrain_lm_eval.model import HarnessModel
         except ImportError:

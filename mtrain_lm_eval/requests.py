@@ -34,7 +34,7 @@ class Continuing:
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Continuing:
-        """Return what the generation settings of a task mean. Raises ConfigError for unknown ones."""
+        """Return what the generation settings of a task mean; ConfigError for unknown ones."""
         for key, value in settings.items():
             if key not in _KNOWN:
                 raise ConfigError(

@@ -54,7 +54,7 @@ class HarnessTasks:
         return HarnessTasks(loaded, samples)
 
     def plan(self, codec: TextCodec, plan: Plan) -> Plan:
-        """Count the requests of all tasks in a plan; ConfigError if one is too long or unsupported."""
+        """Count the requests of all tasks in a plan; ConfigError if one cannot be served."""
         from mtrain_lm_eval.model import HarnessModel
 
         model = HarnessModel(codec, plan.positions, plan)
