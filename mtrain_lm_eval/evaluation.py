@@ -25,11 +25,7 @@ class LmEval:
     def check(
         self, request: EvaluationRequest, source: ModelSource, *, beyond: bool
     ) -> HarnessTasks:
-        """Load the tasks and check their requests.
-
-        Raises:
-            ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
-        """
+        """Load the tasks and check their requests. Raises ConfigError if one cannot be served."""
         from mtrain_cli.inference.limits import require_hidden_labels
         from mtrain_cli.inference.text import open_codec
         from mtrain_lm_eval.requests import Plan
@@ -48,11 +44,7 @@ class LmEval:
         return HarnessRunner(*arguments, **more)
 
     def adapter(self, engine: Engine, codec: TextCodec, source: ModelSource, beyond: bool) -> LM:
-        """Return an open model for `lm_eval.simple_evaluate`.
-
-        Raises ConfigError if lm-eval is missing, or the model has no tokenizer, or it sees the
-        tokens that it predicts.
-        """
+        """Return an open model for `lm_eval.simple_evaluate`; ConfigError if it cannot serve."""
         try:
             from mtrain_lm_eval.model import HarnessModel
         except ImportError:

@@ -31,10 +31,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the id that begins a text without a context.
-
-        Raises ConfigError if the tokenizer has no such id.
-        """
+        """The id that begins a text without a context. Raises ConfigError without such an id."""
         if self._codec.first is None:
             raise ConfigError(
                 "a request has no context, and the tokenizer has no begin or end token to begin "

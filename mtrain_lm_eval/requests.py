@@ -1,7 +1,4 @@
-"""What lm-eval asks of a model: scores of continuations, and texts that go on until a string.
-
-This module needs neither torch nor lm-eval.
-"""
+"""What lm-eval asks of a model: scores of continuations, and texts that go on until a string."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ class Continuing:
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Continuing:
-        """Return what the generation settings of a task mean.
-
-        Raises ConfigError if mtrain does not know a setting, or a value is wrong.
-        """
+        """Return what the generation settings of a task mean; ConfigError for unknown ones."""
         for key, value in settings.items():
             if key not in _KNOWN:
                 raise ConfigError(

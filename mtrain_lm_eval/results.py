@@ -21,8 +21,7 @@ def measured(
 ) -> list[tuple[Result, list[dict[str, Any]]]]:
     """Return a result for each task or group and each of its metrics, with the rows of its samples.
 
-    known: what all results have in common. origin: what determines the samples, apart from the
-    task.
+    known: what all results have in common. origin: what determines the samples, but the task.
     """
     results = []
     for task, values in found["results"].items():

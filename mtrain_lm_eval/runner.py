@@ -1,8 +1,7 @@
 """Evaluate models with the tasks of lm-eval, and continue a stopped evaluation.
 
-The first worker runs lm-eval. It divides the requests into calls, such as a packed sequence or some
-prompts, and sends each call to the other workers. All workers compute it together. The folder of
-the results keeps every answer, so that no request is computed twice.
+The first worker runs lm-eval, divides the requests into calls, such as a packed sequence or some
+prompts, and sends each to all workers. The folder of the results keeps every answer.
 """
 
 from __future__ import annotations

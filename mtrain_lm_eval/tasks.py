@@ -1,7 +1,4 @@
-"""The tasks of lm-eval: load them, count what they ask of a model, and evaluate them.
-
-The package lm-eval is imported only when tasks are loaded.
-"""
+"""The tasks of lm-eval, which is imported only when tasks are loaded: load, count, evaluate."""
 
 from __future__ import annotations
 
@@ -37,11 +34,10 @@ class HarnessTasks:
     def load(
         names: Sequence[str], folder: str | None, shots: int | None, samples: int | None
     ) -> HarnessTasks:
-        """Load tasks by name, with their data.
+        """Load tasks by name, with their data and those of a folder of YAML files.
 
-        folder: folder with further tasks, as YAML files. shots: solved examples before each
-        question; None for what each task prescribes. Raises ConfigError if lm-eval is missing,
-        there is no such task, or its data cannot be read.
+        shots: solved examples before each question; None for what each task prescribes. Raises
+        ConfigError if lm-eval is missing, there is no such task, or its data cannot be read.
         """
         loaded = _load(names, folder)
         for name, task in loaded["tasks"].items():
@@ -58,10 +54,7 @@ class HarnessTasks:
         return HarnessTasks(loaded, samples)
 
     def plan(self, codec: TextCodec, plan: Plan) -> Plan:
-        """Count the requests of all tasks in a plan without requests, and return it.
-
-        Raises ConfigError if a request is too long, or needs what mtrain does not support.
-        """
+        """Count the requests of all tasks in a plan; ConfigError if one cannot be served."""
         from mtrain_lm_eval.model import HarnessModel
 
         model = HarnessModel(codec, plan.positions, plan)

@@ -38,11 +38,8 @@ def format_flop(flop: float) -> str:
 class EvaluationProgress:
     """Progress on stderr: a bar with the time left in a terminal, plain lines elsewhere.
 
-    Work is counted in FLOP, so that long samples count more.
-
-    total, done: work of all samples, and of those that earlier evaluations left.
+    total, done: work of all samples, and of those that earlier evaluations left, in FLOP.
     enabled: whether to show anything. True only on the first worker.
-    clock: returns the time in seconds.
     """
 
     def __init__(

@@ -50,10 +50,9 @@ def sequences_of_files(
 ) -> list[Sequence]:
     """Return at most ``count`` sequences of ``length`` tokens, each from one document.
 
-    Each starts with the begin token of the tokenizer, also if it does not begin its document. The
-    first sequence of each document comes first, then the second, so that few documents do not give
-    all sequences. Shorter documents, and the rest of each document, are left out. Raises
-    ConfigError if no document is long enough.
+    Each starts with the begin token, also if it does not begin its document. The first sequence of
+    each document comes first, so that few documents do not give all. Shorter documents and rests
+    are left out; ConfigError if none is long enough.
     """
     tokens = np.diff(store.offsets)
     if not len(tokens) or tokens.max() < length:
@@ -83,9 +82,8 @@ def left_out_of_files(store: TokenStore, length: int) -> str:
 def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
     """Return at most ``count`` sequences of ``length`` tokens that a run held out of training.
 
-    Documents keep their borders if the run masks them (``data.document_mask``). config:
-    configuration of the run, with its own ``seq``. Raises ConfigError if the run held out fewer
-    tokens, or its data are missing or bring masks.
+    Documents keep their borders if the run masks them (``data.document_mask``). ConfigError if the
+    run held out fewer tokens, or its data are missing or bring masks.
     """
     data = config.data
     if not data.eval_sequences:

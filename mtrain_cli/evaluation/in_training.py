@@ -1,8 +1,4 @@
-"""Measure tasks of `mtrain eval` during training, with the weights that are being trained.
-
-The samples and their scores are those of `mtrain eval` of the checkpoint of the same step. Results
-go to the same folder in the run.
-"""
+"""Measure tasks of `mtrain eval` during training, as `mtrain eval` of the same step would."""
 
 from __future__ import annotations
 
@@ -62,10 +58,7 @@ def requests(config: Config, run: Path, step: int = 0) -> list[EvaluationRequest
 
 
 def codec_of(config: Config) -> TextCodec:
-    """Return the tokenizer of a run's data.
-
-    Raises ConfigError if the data do not name a tokenizer.
-    """
+    """Return the tokenizer of a run's data. Raises ConfigError if they do not name one."""
     files, reason = tokenizer_of_data(config)
     if files is None:
         raise ConfigError(f"train.eval_tasks: needs a tokenizer to make texts ({reason})")
@@ -73,11 +66,7 @@ def codec_of(config: Config) -> TextCodec:
 
 
 def require_tasks(config: Config) -> None:
-    """Check ``train.eval_tasks`` before a run starts, by making the first samples.
-
-    Raises ConfigError if a length is too short or exceeds the positions of the model, a text or the
-    tokenizer is missing, or the mask shows the model the tokens that it predicts.
-    """
+    """Raise ConfigError if ``train.eval_tasks`` cannot be measured, by making the first samples."""
     if not config.train.eval_tasks:
         return
     require_hidden_labels(config, "train.eval_tasks")

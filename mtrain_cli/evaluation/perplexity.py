@@ -194,10 +194,7 @@ class Perplexity(Measurement):
 def open_perplexity(
     request: EvaluationRequest, source: ModelSource, codec: TextCodec
 ) -> Perplexity:
-    """Open the text of a request.
-
-    Raises ConfigError if it is missing or too short, or the model has no tokenizer.
-    """
+    """Open the text of a request. Raises ConfigError if it or the tokenizer is missing."""
     options, samples, lengths = request.perplexity, request.samples, request.lengths
     if options.text is not None:
         store = store_of_files(options.text, options.text_key, codec.required)
@@ -255,10 +252,9 @@ def short_losses(
 ) -> np.ndarray:  # fmt: skip
     """Return the loss of each token but the first with a short context, float64 [tokens - 1].
 
-    A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer. The text is
-    computed in windows of 1.25 * ``short`` tokens, each of which counts for its last fifth. The
-    losses are in nats. kept: number of begin tokens, with which every window starts. Without
-    ``documents``.
+    A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer: the text is
+    computed in windows of 1.25 * ``short`` tokens, each of which counts for its last fifth. Without
+    ``documents``, every window starts with the first ``kept`` tokens.
     """
     stride = max(1, short // STRIDES)
     losses = np.empty(len(ids) - 1)

@@ -87,10 +87,7 @@ class Weights:
 
     @staticmethod
     def of_checkpoint(path: Path) -> Weights:
-        """Return the weights of a checkpoint.
-
-        Raises ConfigError if the manifest is unreadable, or a file has another size.
-        """
+        """Return the weights of a checkpoint. Raises ConfigError if it is damaged."""
         try:
             manifest = Manifest.read(path)
         except ManifestError as error:
@@ -148,10 +145,7 @@ class EvaluationRequest:
 def open_measurement(
     request: EvaluationRequest, source: ModelSource, codec: TextCodec
 ) -> Measurement:
-    """Open the texts of an evaluation.
-
-    Raises ConfigError if a text is missing or too short, or the model has no tokenizer.
-    """
+    """Open the texts of an evaluation. Raises ConfigError if a text or the tokenizer is missing."""
     if request.kind == PERPLEXITY:
         return open_perplexity(request, source, codec)
     tokenizer = codec.required

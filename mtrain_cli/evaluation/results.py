@@ -1,8 +1,4 @@
-"""Results of evaluations on disk: a folder with one row per sample, and one row per result.
-
-A stopped evaluation continues after the samples that the folder holds. This module does not import
-torch.
-"""
+"""Results of evaluations on disk, a row per sample and a row per result. Does not import torch."""
 
 from __future__ import annotations
 
@@ -185,19 +181,13 @@ class ResultsFolder:
 
 
 def model_name(model: Path, out: Path) -> str:
-    """Return how a folder of results names its model.
-
-    A folder inside the run gets a relative path, so that a run can move with its results.
-    """
+    """Return how results name their model: relative in a run, which may move with them."""
     model, out = model.resolve(), out.resolve()
     return ".." if out.parent == model else str(model)
 
 
 def require_own(path: Path, model: str) -> None:
-    """Check that a folder is new or empty, or holds results of this model.
-
-    Raises ConfigError if it holds results of another model, or something else.
-    """
+    """Raise ConfigError unless a folder is new or empty, or holds results of this model."""
     about = path / ABOUT
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path}: is a file; give a folder")

@@ -49,11 +49,7 @@ _LEAST_TEXT = 16  # tokens of haystack in the shortest sample
 class DepthGrid:
     """Samples from one haystack, with needles at given depths and their questions at the end.
 
-    text: the user's text. It repeats if it is too short.
-    tokenizer: tokenizer of the model to evaluate.
-
-    Raises:
-        ConfigError: the text is empty.
+    The text repeats if it is too short. Raises ConfigError if it is empty.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:

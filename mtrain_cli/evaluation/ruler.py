@@ -117,20 +117,14 @@ def find_task(name: str) -> Task:
 
 
 def needs_words(name: str) -> bool:
-    """Return whether a task takes words from the package wonderwords.
-
-    Raises ConfigError if there is no such task.
-    """
+    """Return whether a task takes words from the package wonderwords."""
     task = find_task(name)
     by_words = task.needles is not None and "words" in (task.needles.key, task.needles.value)
     return by_words or task.template is COMMON_WORDS
 
 
 def files_of(name: str, sources: Sources) -> list[Path]:
-    """Return the user's files that a task reads.
-
-    Raises ConfigError if there is no such task, or it lacks a file.
-    """
+    """Return the user's files that a task reads. Raises ConfigError if it lacks one."""
     source, (_, _, given) = find_task(name).source, name.partition("@")
     if source and not given and not (given := getattr(sources, source) or ""):
         other = f", or name the task {name}@FILE for another text" if source == "essays" else ""
@@ -184,8 +178,8 @@ def generate(
 def score(task: str, predictions: Sequence[str], outputs: Sequence[Sequence[str]]) -> float:
     """Return RULER's score of a task in percent, rounded to two digits.
 
-    predictions: the text that the model wrote for each sample. outputs: the expected answers of
-    each sample. Raises ConfigError if there is no such task, or there are no predictions.
+    predictions, outputs: text of the model and expected answers of each sample. ConfigError if
+    there is no such task, or there are no predictions.
     """
     if not predictions:
         raise ConfigError(f"RULER: {task}: no predictions")
@@ -194,10 +188,7 @@ def score(task: str, predictions: Sequence[str], outputs: Sequence[Sequence[str]
 
 
 def grade(task: str, prediction: str, outputs: Sequence[str]) -> float:
-    """Return the grade of a prediction, from 0 to 1.
-
-    Raises ConfigError if there is no such task.
-    """
+    """Return the grade of a prediction, from 0 to 1. Raises ConfigError for an unknown task."""
     return find_task(task).metric(clean_prediction(prediction), outputs)
 
 

@@ -58,10 +58,7 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a .jsonl file of RULER, or of another file with input and outputs.
-
-    Raises ConfigError if the file cannot be read, has no samples, or a line is not a sample.
-    """
+    """Yield the samples of a .jsonl file with input and outputs; ConfigError if it has none."""
     missing = f"--file {path}: no such file. Give a .jsonl file of samples."
     keys = "give lines with the keys input and outputs"
     with explain_read_errors(f"--file {path}:", missing), path.open("rb") as file:
@@ -117,10 +114,7 @@ class Questions:
 
 
 def read_haystack(path: Path) -> list[str]:
-    """Return the words of a text file, or of the key ``text`` of a .json file.
-
-    Raises ConfigError if the file cannot be read, or holds no words.
-    """
+    """Return the words of a text file, or of the key ``text`` of a .json file; else ConfigError."""
     if path.suffix.lower() == ".json":
         text = _read(path, lambda content: content["text"])
     else:
@@ -131,10 +125,7 @@ def read_haystack(path: Path) -> list[str]:
 
 
 def read_words(path: Path) -> list[str]:
-    """Return the words of RULER's english_words.json.
-
-    Raises ConfigError if the file cannot be read, or is not an object of words.
-    """
+    """Return the words of RULER's english_words.json. Raises ConfigError if it has none."""
     words = _read(path, lambda content: list(content.values()))
     if not all(isinstance(word, str) for word in words):
         raise ConfigError(f"{path}: must be a JSON object whose values are words")
@@ -142,18 +133,12 @@ def read_words(path: Path) -> list[str]:
 
 
 def read_squad(path: Path) -> Questions:
-    """Read SQuAD 2.0 without the questions that have no answer.
-
-    Raises ConfigError if the file cannot be read, or is not SQuAD.
-    """
+    """Read the questions of SQuAD 2.0 that have an answer. Raises ConfigError if it is none."""
     return _read(path, _parse_squad)
 
 
 def read_hotpotqa(path: Path) -> Questions:
-    """Read HotpotQA in its distractor setting.
-
-    Raises ConfigError if the file cannot be read, or is not HotpotQA.
-    """
+    """Read HotpotQA in its distractor setting. Raises ConfigError if it is none."""
     return _read(path, _parse_hotpotqa)
 
 

@@ -46,10 +46,7 @@ _ZETA_2 = math.pi**2 / 6
 
 
 class Stream:
-    """The random numbers of one task: RULER seeds `random` and `numpy.random` once.
-
-    Both generators are objects of their own, so those of the process stay as they are.
-    """
+    """The random numbers of one task, apart from those of the process; RULER seeds both once."""
 
     def __init__(self, seed: int) -> None:
         self.python = Random(seed)
@@ -120,10 +117,7 @@ def find_size(prompts: Prompts, stream: Stream, limit: int, count: Count) -> int
 def fitting(
     prompts: Prompts, stream: Stream, limit: int, count: Count, samples: int
 ) -> Iterator[Draft]:
-    """Yield samples of at most ``limit`` tokens, with those for the answer, after the search.
-
-    Raises TooShortError if a sample does not fit, whatever its size.
-    """
+    """Yield samples of at most ``limit`` tokens with the answer; TooShortError if none fits."""
     largest = find_size(prompts, stream, limit, count)
     for index in range(samples):
         size, shortest = largest, 0
@@ -405,8 +399,7 @@ def frequent_words(
 ) -> Iterator[Draft]:
     """Yield samples of fwe: coded words, with frequencies that follow a zeta distribution.
 
-    limit: most tokens of a prompt. Raises TooShortError if no sample fits, or the words to name
-    would not be the most frequent.
+    limit: most tokens of a prompt. Raises TooShortError if none fits or ranks are not clear.
     """
     step, coded = limit // 32, limit // 50
     if coded < _NAMED + 2:

@@ -419,10 +419,7 @@ def make_runner(
 
 
 def evaluate(runner: Any, environment: Environment) -> None:
-    """Run an evaluation.
-
-    Raises ConfigError as in `Runner.run`. Raises RunError if the GPU ran out of memory.
-    """
+    """Run an evaluation. Raises RunError if the GPU ran out of memory."""
     try:
         runner.run()
     except torch.OutOfMemoryError as error:

@@ -204,10 +204,7 @@ class MemoryNeed:
         return _largest(lambda max_new: self.fits(prompt, max_new))
 
     def require_fit(self, prompt: int, max_new: int, device: str) -> int:
-        """Return how many prompts can generate together, at most `MOST_TOGETHER`.
-
-        Raises ConfigError if not even one prompt fits.
-        """
+        """Return how many prompts can generate together. Raises ConfigError if none fits."""
         if self.fits(prompt, max_new):
             return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
         given = cli_option("max_new")

@@ -73,9 +73,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     """Find a model and read its configuration, but no weights.
 
     By default a run keeps its pattern, a Hugging Face folder is dense, and one worker computes.
-    overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
-    train.compile. Raises ConfigError if the path names no model, an override is wrong, or the
-    pattern ignores its input.
+    ConfigError if the path names no model, an override is not one of ``sparsity``, ``topology``,
+    train.kernel, train.dtype or train.compile, or the pattern ignores its input.
     """
     for word in overrides:
         key, _, value = word.partition("=")

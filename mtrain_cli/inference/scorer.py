@@ -49,12 +49,10 @@ class _Prompt:
 class Scorer:
     """A decoder that scores texts. All workers call each method together.
 
-    A text may have another length than the sequences of training. Its layout and exchange are those
-    of its own length.
-
     decoder: set it before the first call. Only `Decoder.token_losses` of it is used here.
     tensor: the workers that share each layer; None if this worker computes whole layers.
-    choices: kernel, layout, exchange and pattern for a text of the model's training length.
+    choices: kernel, layout, exchange and pattern for a text of the model's training length; a text
+        of another length has its own.
     """
 
     decoder: Decoder

@@ -102,11 +102,7 @@ class TextCodec:
 
 
 def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
-    """Open the tokenizer of a model.
-
-    folder: folder with a tokenizer to use instead of the model's. Raises ConfigError if ``folder``
-    has no tokenizer, or a tokenizer is broken.
-    """
+    """Open the tokenizer of a model, or that of a folder. Raises ConfigError if it is broken."""
     if folder is not None:
         given = cli_option("tokenizer", folder)
         if not folder.is_dir():

@@ -144,11 +144,10 @@ def answer(
     environment: Environment,
     stop: StopFlag | None = None,
 ) -> None:
-    """Load the model and generate. The first worker prints.
+    """Load the model and generate until the end, or until the user asked to ``stop``.
 
-    stop: says whether the user asked to stop; None to go on to the end. Raises ConfigError if the
-    model cannot be loaded, or a prompt does not fit the memory. Raises RunError if the GPU ran out
-    of memory.
+    The first worker prints. Raises ConfigError if the model cannot be loaded or a prompt does not
+    fit the memory, RunError if the GPU ran out of memory.
     """
     source = ModelSource(Path(request.path), request.is_folder, config)
     longest = max(map(len, request.prompts))

@@ -59,7 +59,7 @@ def test_the_length_of_the_model_limits_the_workers_and_cannot_change(tmp_path):
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / "run", "topology.workers=100")
     (line,) = caught.value.problems
-    assert "seq=512 has only 4 such blocks for 100 workers; give at most 4 workers, or" in line
+    assert "seq=512 has only 4 such blocks for 100 workers; give fewer workers" in line
     assert "longer seq" not in line
 
 
