@@ -235,7 +235,7 @@ def test_bounds_come_from_the_file_or_the_source():
 def test_the_remark_counts_guesses():
     cluster = load_cluster("a100_4x8")
     guesses = [key for key, constant in cluster.constants().items() if constant.source == "guess"]
-    assert _uncertain(cluster)[0].startswith(f"a100_4x8: {len(guesses)} constants are guesses (")
+    assert _uncertain(cluster)[0].startswith(f"a100_4x8: guessed constants: {len(guesses)} (")
     sure = {
         name: replace(value, source="measured")
         for name, value in vars(cluster.gpu).items()
@@ -251,7 +251,7 @@ def test_the_remark_counts_guesses():
         cluster, gpu=replace(cluster.gpu, **sure), **links, dollars_per_gpu_hour=None
     )
     one = replace(measured, dollars_per_gpu_hour=Constant.of(2.0, "guess"))
-    assert _uncertain(one)[0] == "a100_4x8: one constant is a guess (dollars_per_gpu_hour)"
+    assert _uncertain(one)[0] == "a100_4x8: guessed constants: 1 (dollars_per_gpu_hour)"
     (left,) = _uncertain(measured)
     assert left.startswith("the simulator: ")
 
