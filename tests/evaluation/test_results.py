@@ -91,11 +91,11 @@ def test_a_damaged_line_is_named_until_the_folder_is_written_again(tmp_path, dam
     results, line = read_whole_results(tmp_path)
     assert [result.key for result in results] == ["k0", "k1"]
     assert line == (
-        f"{file}: damaged lines: 3; a result each is not shown. Give the same `mtrain eval` again"
+        f"{file}: line 3 is damaged; this result is not shown. Give the same `mtrain eval` again"
     )
     again = ResultsFolder.open(tmp_path, "m")
     assert list(again.results) == ["k0", "k1"]
-    assert again.damage[0].startswith(f"{file}: damaged lines: 3; removed, and the `mtrain eval`")
+    assert again.damage[0].startswith(f"{file}: line 3 is damaged; removed, and the `mtrain eval`")
     assert read_whole_results(tmp_path) == (results, "")
 
 
@@ -108,7 +108,7 @@ def test_rows_without_key_and_number_are_no_samples(tmp_path, row):
     assert again.samples["k1"].keys() == {0}
     (line,) = again.damage
     assert line == (
-        f"{tmp_path}/samples.jsonl: damaged lines: 2; removed, and the `mtrain eval` that wrote "
+        f"{tmp_path}/samples.jsonl: line 2 is damaged; removed, and the `mtrain eval` that wrote "
         "it measures again"
     )
     assert ResultsFolder.open(tmp_path, "m").damage == ()
@@ -121,7 +121,7 @@ def test_damaged_samples_are_named_but_not_a_line_cut_short(tmp_path):
     whole = file.read_text()
     file.write_text(f"oops\n{whole}\n[]\n" + '{"key": "k1", "ind')
     (line,) = ResultsFolder.open(tmp_path, "m").damage
-    assert line.startswith(f"{file}: damaged lines: 1, 4; removed, and ")
+    assert line.startswith(f"{file}: lines 1, 4 are damaged; removed, and ")
     assert file.read_text() == whole
     file.write_text(whole + '{"key": "k1", "ind')
     assert ResultsFolder.open(tmp_path, "m").damage == ()
@@ -149,7 +149,7 @@ def test_a_damaged_line_with_a_carriage_return_is_named(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole + whole.rstrip() + b"\rgarbage\n")
     (line,) = ResultsFolder.open(tmp_path, "m").damage
-    assert line.startswith(f"{file}: damaged lines: 2; removed")
+    assert line.startswith(f"{file}: line 2 is damaged; removed")
     assert file.read_bytes() == whole
 
 

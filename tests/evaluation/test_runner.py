@@ -143,7 +143,7 @@ def test_a_damaged_result_is_named_and_written_again(run, capsys):
     file.write_text(before[:-9] + "\n")
     capsys.readouterr()
     runner_of(run, request).run()
-    assert f"mtrain: warning: {file}: damaged lines: 1; removed" in capsys.readouterr().err
+    assert f"mtrain: warning: {file}: line 1 is damaged; removed" in capsys.readouterr().err
     assert json.loads(file.read_text())["score"] == json.loads(before)["score"]
 
 
