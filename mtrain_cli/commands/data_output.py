@@ -126,9 +126,13 @@ def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
     if meta.mask_key:
         console.print(
             f"  masks in the column {meta.mask_key}: {columns.masked:,} of {total:,} documents, at "
-            f"most {with_count(columns.intervals, 'interval')} of keys per query; tokens that see "
-            f"no key: {columns.keyless:,}; slices without queries or keys: {columns.empty_slices:,}"
+            f"most {with_count(columns.intervals, 'interval')} of keys per query"
         )
+        if columns.keyless or columns.empty_slices:
+            console.print(
+                f"  tokens that see no key: {columns.keyless:,}; slices without queries or keys: "
+                f"{columns.empty_slices:,}"
+            )
     if meta.positions_key:
         console.print(
             f"  rotary positions in the column {meta.positions_key}: {columns.positioned:,} of "

@@ -173,8 +173,9 @@ def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
         return None
     below = workers // per_node * per_node
     return (
-        f"{cluster.name} has nodes of {per_node} GPUs, and a run on several must use all GPUs of "
-        f"each; allowed: 1 to {per_node}, or multiples such as {below} or {below + per_node}"
+        f"{cluster.name} has nodes of {per_node} GPUs, and a run on several nodes must use all "
+        f"GPUs of each; allowed: 1 to {per_node}, or multiples of {per_node} such as {below} or "
+        f"{below + per_node}"
     )
 
 

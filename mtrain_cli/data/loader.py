@@ -115,11 +115,13 @@ class Loader(Generic[Batch]):
         self._sampler.load_state(state)
 
     def _read(self, consumed: int) -> list[Batch]:
-        first = consumed + self._dp_rank * self._local
-        samples: list[Sample] = []
-        for number in range(first, first + self._local):
-            if self._closing.is_set():
-                raise CancelledError
-            samples.append(self._dataset[self._sampler.sequence(number)])
-        size = self._micro_batch
-        return [self._make_batch(samples[i : i + size]) for i in range(0, self._local, size)]
+        first, size = consumed + self._dp_rank * self._local, self._micro_batch
+        return [
+            self._make_batch([self._sample(start + i) for i in range(size)])
+            for start in range(first, first + self._local, size)
+        ]
+
+    def _sample(self, number: int) -> Sample:
+        if self._closing.is_set():
+            raise CancelledError
+        return self._dataset[self._sampler.sequence(number)]

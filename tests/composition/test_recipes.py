@@ -242,7 +242,7 @@ def test_the_command_line_of_a_recipe_run_can_be_repeated(tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         resume(config, ["recipe=stdlib_8k", "train.steps=5"])
     (line,) = caught.value.problems
-    assert "this recipe sets seq=8192 (the run: 512); start a new run" in line
+    assert "this one sets seq=8192; start a new run" in line
     own = [
         f"recipe={PAPER}",
         f"data.path={tmp_path}",

@@ -100,8 +100,8 @@ def test_runs_of_earlier_versions_keep_their_schedule(tmp_path: Path) -> None:
         ),
         (
             ["optim.rewarm=true", "train.steps=120", "optim.schedule=wsd", "optim.decay_steps=15"],
-            "optim.decay_steps=15: the schedule has 20 steps, and 10 of them are warm-up "
-            "(optim.warmup_steps); allowed: 1 to 9",
+            "optim.decay_steps=15: the schedule has 20 steps with optim.warmup_steps=10; "
+            "allowed: 1 to 9",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_data_folder_without_its_manifest_is_refused_before_it_is_opened(
     assert problem().startswith(f"data.path={tmp_path}: no {name} in it; give ")
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / name).write_text("{}")
-    assert problem().endswith("; these folders in it have one: books (name them in data.mix)")
+    assert "but in its folders books (name them in data.mix); give " in problem()
     validate.require_manifest(dataclasses.replace(data, mix={"books": 1.0}))
     (tmp_path / name).write_text("{}")
     validate.require_manifest(data)
@@ -113,10 +113,7 @@ def test_a_hugging_face_folder_and_a_tokenizer_file_are_accepted(defaults, tmp_p
     )
     assert problems(good) == []
     folder = problems(changed(defaults, data__tokenizer=str(tmp_path)))
-    assert folder == [
-        f"data.tokenizer={tmp_path}: is a folder; give its tokenizer.json, "
-        f"{tmp_path}/tokenizer.json"
-    ]
+    assert folder[0].startswith(f"data.tokenizer={tmp_path}: is a folder; give the path of a Hugg")
     (tmp_path / "config.json").unlink()
     assert "has no config.json" in problems(good)[0]
 
@@ -147,7 +144,7 @@ def test_a_huge_number_is_refused_at_once_in_one_line(word):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("run.dir=runs/x ", "run.dir='.*runs/x ': begins or ends with a space"),
+        ("run.dir=runs/x ", "give a folder without spaces around it"),
         ("run.dir=runs/\udcff", "is not UTF-8; rename the file or folder"),
         ("run.dir=" + "x" * 300, "is too long; a name has at most 255 bytes"),
         ("data.mix=" + "9" * 300, "is too long; a name has at most 255 bytes"),

@@ -133,3 +133,8 @@ def test_a_billion_tokens_open_at_once_and_a_sequence_reads_only_its_slice(tmp_p
     assert time.process_time() - begin < 2
     assert len(dataset) == -(-documents * length // 4096)
     assert sample.documents[-1] in (1, 2)
+
+
+def test_a_short_tail_is_left_out_and_a_longer_one_is_padded() -> None:
+    assert len(PackedDataset(_store([100, 104]), 100)) == 2
+    assert len(PackedDataset(_store([100, 105]), 100)) == 3

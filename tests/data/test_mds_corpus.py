@@ -10,10 +10,9 @@ import pytest
 from test_mds import PACKED, RAW, write_mds
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data import prepare
+from mtrain_cli.data import mds_source, prepare
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.mds_source import mds_corpus
-from mtrain_cli.data.mds_source import mds_corpus as corpora
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
@@ -113,7 +112,7 @@ def test_an_interrupted_call_resumes_with_the_same_result(
 ) -> None:
     monkeypatch.setattr(prepare, "_BATCH_PIECES", 1)
     monkeypatch.setattr(prepare, "_COMMIT_TOKENS", 1)
-    monkeypatch.setattr(corpora, "_DECODED_TOKENS", 100)
+    monkeypatch.setattr(mds_source, "_DECODED_TOKENS", 100)
     filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200, truncate=True)
     chosen = str(bpe_file) if tokenizer == "bpe" else tokenizer
     whole = prepared(shards, tmp_path / "whole", bpe_file, filters, chosen)

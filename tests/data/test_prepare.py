@@ -370,3 +370,21 @@ def test_links_in_the_place_of_an_unfinished_store_are_refused(source, tmp_path,
     (partial / name if name else partial).symlink_to(victim)
     assert "is a link. Remove it, or give another OUT." in _refused(source, tmp_path / "out")
     assert victim.read_text() == "keep me" if name else not any(victim.iterdir())
+
+
+def test_a_complete_store_is_not_changed(source: Path, tmp_path: Path) -> None:
+    _prepare(source, tmp_path / "out")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert _prepare(source, tmp_path / "out").meta.num_documents == 35
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_user_folder_named_like_the_unfinished_store_is_not_touched(
+    source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine.txt").write_text("x")
+    assert "out.partial: exists and is not an unfinished token store" in _refused(
+        source, tmp_path / "out"
+    )
+    assert (tmp_path / "out.partial" / "mine.txt").read_text() == "x"

@@ -243,3 +243,17 @@ def test_wrong_entries_of_meta_json_are_one_line(tmp_path, meta):
     meta(folder)
     with pytest.raises(ConfigError, match=r"meta\.json is broken"):
         TokenStore.open(folder)
+
+
+def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
+    on_disk = TokenStore.open(_write(tmp_path / "s"))
+    tokens, offsets = io.BytesIO(), io.BytesIO()
+    writer = StoreWriter(tokens, offsets, ByteTokenizer())
+    for document in DOCUMENTS:
+        writer.append(np.frombuffer(document, np.uint8))
+        writer.end_document()
+    writer.flush()
+    in_memory = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
+    assert in_memory.meta.sha256 == on_disk.meta.sha256
+    assert np.array_equal(in_memory.tokens, on_disk.tokens)
+    assert np.array_equal(in_memory.offsets, on_disk.offsets)

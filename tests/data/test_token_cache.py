@@ -186,3 +186,28 @@ print(where, store.meta.sha256)
     assert answer.startswith("cached in ")
     (entry,) = _entries(cache_root)
     assert json.loads((entry / "meta.json").read_text())["num_documents"] == 2000
+
+
+def test_a_changed_corpus_or_tokenizer_is_another_entry(
+    make_config, jsonl: Callable[..., Path], bpe_file: Path, cache_root: Path
+) -> None:
+    path = str(jsonl(["x" * 100]))
+    config = make_config(kind="text", path=path)
+    before = open_dataset(config)
+    jsonl(["y" * 100])
+    assert open_dataset(config).fingerprint != before.fingerprint
+    open_dataset(make_config(kind="text", path=path, tokenizer=str(bpe_file), vocab_size=300))
+    assert len(_entries(cache_root)) == 3
+
+
+def test_a_full_disk_falls_back_to_memory_and_leaves_nothing(
+    corpus: Corpus, cache_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mtrain_cli.data.store.os.fsync", full)
+    store, where = token_cache.cached_store(corpus, ByteTokenizer())
+    assert store.meta.num_documents == 2
+    assert "No space left on device" in where
+    assert _entries(cache_root) == []

@@ -243,3 +243,23 @@ def test_data_bos_adds_or_omits_the_begin_token(tmp_path: Path) -> None:
     choose_begin(raw, True)
     assert raw.begin.before(raw.encode(["a"])[0]).tolist() == [256, 97]
     assert ByteTokenizer().begin == NO_BEGIN
+
+
+def test_an_error_of_the_package_is_one_line(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"z": 0}, "unk_token": "<unk>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(ConfigError, match=r"failed on a text \(WordLevel error: Missing"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_a_panic_of_the_package_is_one_line(monkeypatch: pytest.MonkeyPatch, bpe_file) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: object, **_options: object) -> None:
+        raise PanicException("retry-limit\nover")
+
+    tokenizer = open_tokenizer(str(bpe_file))
+    monkeypatch.setattr(tokenizer, "_tokenizer", type("T", (), {"decode": staticmethod(panic)})())
+    with pytest.raises(ConfigError, match=r"failed on a text \(retry-limit over\); use another"):
+        tokenizer.decode([0, 0])
