@@ -116,19 +116,15 @@ def compare(
 
 def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scenario:
     """Compose the training run of a row."""
-    from mtrain_cli.commands.simulate_request import SimulateRequest
+    from mtrain_cli.commands.simulate_request import Request
 
     drawn = row.index != _ALL_PAIRS
-    return SimulateRequest(
-        words=row.words,
+    return Request(
+        row.words,
         index=row.index if drawn else None,
         density=row.density if drawn else None,
         columns=row.columns if drawn else None,
-        layers=None,
-        kernel="auto",
         calibration=calibration,
-        slow="",
-        jitter=0.0,
         cluster=cluster,
     ).scenario()
 

@@ -62,7 +62,7 @@ def test_json_matches_the_table(tmp_path):
         (["--cluster h200"], "--cluster h200: no such cluster (did you mean h200_1x8?)"),
         (["--per-node 0"], "--per-node 0: must be at least 1"),
         (["--layers 0,4"], "--layers 0,4: layer 4 of vertical_slash was not recorded; allowed:"),
-        (["--exchange ulysses --workers 8"], "--exchange ulysses: cannot share 4 query heads and"),
+        (["--exchange ulysses --workers 8"], "topology.exchange=ulysses: cannot share 4 query"),
     ],
 )
 def test_invalid_replays_are_one_line(tmp_path, words, message):
