@@ -176,16 +176,6 @@ def test_a_toy_shows_only_the_predictions_that_it_judges():
     assert table.note == "1 other is not judged yet, or not at this size."
 
 
-def test_the_prices_name_the_control_if_it_is_there():
-    variant = A.variant("equal-time")
-    equal = Compared(variant, "vertical_slash", (0, 1), {}, {}, {}, 90.0, 0.2)
-    done = {Cell(seed, variant).key: Done("", "", 630, 90.0, 0.1, 0.2) for seed in (0, 1)}
-    prices = tables(replace(summary([0.0]), compared=(equal,), done=done))[1]
-    assert prices.rows[0][-1] == "2"
-    assert "control" not in prices.note
-    assert "fixed: random keys, a control" in tables(summary([0.0]))[1].note
-
-
 def test_the_terminal_and_json_show_the_same(capsys):
     found = summary([0.002, 0.003, 0.004])
     show_summary(Console(width=200), found)
