@@ -97,7 +97,7 @@ class ExecutedLayer(DecoderLayer):
         routing: Routing | None,
     ) -> Tensor:  # fmt: skip
         execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
-        before: Callable[..., Any] = (
+        before: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
             staged(project, execution.compile, execution.any_length)
             if tensor is None
             else partial(project_shared, tensor=tensor, compile=execution.compile)
