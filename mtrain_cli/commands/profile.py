@@ -127,9 +127,12 @@ def pass_columns(*, speed: bool) -> list[Column]:
     from mtrain_cli.reporting.table import Column, fixed
 
     return [
-        Column(head, attrgetter(f"{direction}_{unit}"), fixed(digits))
+        Column(head, attrgetter(f"{direction}_{unit}"), form)
         for direction in ("forward", "backward")
-        for head, unit, digits in ((f"{direction} ms", "ms", 3), ("TF", "tflops", 1))
+        for head, unit, form in (
+            (f"{direction:>11}", "ms", "{:.3f} ms".format),
+            ("TF", "tflops", fixed(1)),
+        )
         if speed or unit == "ms"
     ]
 

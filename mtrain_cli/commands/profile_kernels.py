@@ -152,16 +152,23 @@ def _time_masks(
     flex = bool(compare and parse_names("--compare", compare, [FLEX]))
     if reasons := {name: why for name, why, _ in bench.unsupported(cases) if name in bench.names}:
         raise ConfigError(*(f"--kernel {name}: {why}" for name, why in reasons.items()))
+    kernel, *shape = _shape_columns()
     columns = [
         Column(f"{'mask':22}", attrgetter("mask"), words=True),
-        *_shape_columns(),
+        *shape,
+        kernel,
         *pass_columns(speed=bench.device == "cuda"),
         *([Column("to flex", ratio_cell, missing="")] if flex else []),
     ]
     about = {"kind": "masks", "device": bench.device, "dtype": bench.dtype}
     with calibrating(console, out, columns, **about) as add:
+        sizes: dict[tuple[str, int], str] = {}
         for time in profile_masks(bench, names, cases, flex=flex):
-            add(time, f" {time.sizes}")
+            add(time)
+            sizes[time.mask, time.case.seq] = time.sizes
+        for (name, seq), text in sizes.items():
+            if text:
+                console.print(f"{name}, {seq}: {text}")
 
 
 def _parse_cases(

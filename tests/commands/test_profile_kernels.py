@@ -145,14 +145,16 @@ def test_masks_are_timed_and_saved(tmp_path, monkeypatch):
         (mask, kernel) for mask in ("documents", "video") for kernel in ("flex", "sdpa")
     ]
     lines = result.stdout.splitlines()
-    assert lines[0].split()[:4] == ["mask", "kernel", "seq", "heads"]
-    assert lines[1].split()[:4] == ["documents", "flex", "64", "2/1"]
+    assert lines[0].split()[:4] == ["mask", "seq", "heads", "kernel"]
+    assert lines[1].split()[:4] == ["documents", "64", "2/1", "flex"]
+    assert "video, 64: 4x4x4 tokens, window 4x2x4" in lines
     assert "TF" not in result.stdout or torch.cuda.is_available()
 
 
 def test_all_masks_are_described():
     lines = run_small("--kernel sdpa --mask all").stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(mask_benchmark.MASKS)
+    masks = list(mask_benchmark.MASKS)
+    assert [line.split()[0] for line in lines[1 : len(masks) + 1]] == masks
     assert lines[-2].endswith("4x4x4 tokens, window 4x2x4")
 
 

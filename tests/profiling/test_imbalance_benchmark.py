@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.profiling import imbalance_benchmark
-from mtrain_cli.profiling.imbalance_benchmark import _draw, _medians, _Rehearsal
+from mtrain_cli.profiling.imbalance_benchmark import _draw, _medians
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.records.record_files import open_records
@@ -90,64 +89,6 @@ def test_each_sample_of_each_length_has_its_file_and_counts_once_all_lengths_hav
     assert gloo.run(1, two_lengths, str(tmp_path)) == [[(1, 0), (2, 0), (3, 1), (4, 2)]]
     frame = open_records(tmp_path).frame()
     assert set(zip(frame.case, frame.iteration, strict=True)) == {(0, 1), (0, 2), (1, 1), (1, 2)}
-
-
-def samples(count: int) -> tuple[list[tuple[str, bool]], list[Any]]:
-    """Take samples of two cases. Return (case, recorded) of each pass, and the writer's calls."""
-    passes: list[tuple[str, bool]] = []
-    calls: list[Any] = []
-    seconds = iter(range(1, 100))
-    writer = SimpleNamespace(
-        cases=[SimpleNamespace(label="a"), SimpleNamespace(label="b")],
-        samples=0,
-        plan=SimpleNamespace(samples=count),
-        recorded=lambda case, iteration, *_: calls.append((case.label, iteration)),
-        timed=lambda case, plain, recorded: calls.append((case.label, plain, recorded)),
-        save_indices=lambda: calls.append("indices"),
-    )
-
-    def sampled(number: int, done: int) -> None:
-        writer.samples = done
-        calls.append(("sampled", number, done))
-
-    writer.sampled = sampled
-    nothing = lambda *_: None  # noqa: E731
-    rehearsal = object.__new__(_Rehearsal)
-    rehearsal.writer = writer  # type: ignore[assignment]
-    rehearsal.progress = SimpleNamespace(  # type: ignore[assignment]
-        now=nothing, done=nothing, sampled=nothing
-    )
-    rehearsal.bench = SimpleNamespace(  # type: ignore[assignment]
-        collector=SimpleNamespace(recorder=SimpleNamespace(read=nothing, iteration=nullcontext))
-    )
-    rehearsal.trainer = SimpleNamespace(step=6)  # type: ignore[assignment]
-    rehearsal._warm = False
-
-    def compute(case: Any, _: Any, *, recorded: bool) -> tuple[list[Any], None, float]:
-        passes.append((case.label, recorded))
-        return [], None, float(next(seconds))
-
-    rehearsal._compute = compute  # type: ignore[method-assign]
-    rehearsal.due = False
-    rehearsal.on_samples([])
-    assert not passes
-    rehearsal.due = True
-    for _ in range(count):
-        rehearsal.on_samples([])
-    return passes, calls
-
-
-def test_cases_and_recording_take_turns_after_one_warm_up():
-    passes, _ = samples(2)
-    assert passes[:2] == [("a", True), ("b", True)]
-    assert passes[2:6] == [("a", False), ("a", True), ("b", False), ("b", True)]
-    assert passes[6:] == [("b", True), ("b", False), ("a", True), ("a", False)]
-
-
-def test_indices_are_saved_after_the_first_sample_only():
-    _, calls = samples(3)
-    assert calls.count("indices") == 1
-    assert calls.index(("sampled", 7, 1)) + 1 == calls.index("indices")
 
 
 def profiled_and_plain(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:

@@ -9,9 +9,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.profiling import measurement
-from mtrain_cli.profiling.measurement import Bench, MeasurementPlan, MeasurementProgress
+from mtrain_cli.profiling.measurement import Bench, MeasurementPlan, MeasurementProgress, rotated
 
 
 def test_a_saved_plan_is_loaded_with_its_cases_in_order(tmp_path):
@@ -51,31 +49,9 @@ def test_all_workers_get_what_the_first_worker_made():
     assert made == [1]
 
 
-def test_cases_with_equal_communicators_share_a_group(monkeypatch):
-    """A label shows what `auto` chose."""
-    choices = [
-        ExchangeChoice("ring", "", per_node=4, heads=heads, channels=channels)
-        for heads, channels in ((1, ("context",)), (2, ("context",)), (2, ()), (1, ("context",)))
-    ]
-    made: list[Any] = []
-    bench = bench_of([])
-    bench._groups, bench.environment = {}, None  # type: ignore[assignment]
-    bench.context_group = lambda **options: made.append(options) or options  # type: ignore
-    layout = SimpleNamespace(name="balanced")
-    monkeypatch.setattr(
-        measurement,
-        "resolve_run",
-        lambda choice, _: SimpleNamespace(exchange=choice, layout=layout),
-    )
-    monkeypatch.setattr(measurement, "make_chosen_exchange", lambda *of: of[2])
-    plan = SimpleNamespace(cases=[("dense auto auto 4k", choice) for choice in choices])
-    cases = bench.cases(plan)  # type: ignore[arg-type]
-    expected = [{"per_node": 4, "heads": c.heads, "channels": c.channels} for c in choices]
-    assert [case.exchange for case in cases] == expected
-    assert made == expected[:3]
-    assert [case.label for case in cases] == [f"dense balanced {c.label} 4k" for c in choices]
-    typed = SimpleNamespace(cases=[("dense zigzag ring", choices[1])])
-    assert bench.cases(typed)[0].label == "dense zigzag ring"  # type: ignore[arg-type]
+def test_each_sample_starts_with_another_case():
+    orders = ["".join(rotated("abc", sample)) for sample in (0, 1, 5)]
+    assert orders == ["abc", "bca", "cab"]
 
 
 @pytest.mark.parametrize(

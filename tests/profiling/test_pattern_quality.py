@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from commands.typed_line import split
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
@@ -92,19 +93,11 @@ def test_no_sampled_query_was_probed():
         sampled_rows([probing(97, 1)], 97, 7, 20)
 
 
-SMALL = [
-    "seq=128",
-    "topology.workers=1",
-    "topology.block_size=16",
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.head_dim=8",
-    "model.intermediate_size=48",
-    "train.dtype=float32",
-    "data.eval_sequences=3",
-    "optim.lr=0.03",
-    "optim.warmup_steps=0",
-]
+SMALL = split(
+    "seq=128 topology.workers=1 topology.block_size=16 model.hidden_size=32 model.num_layers=2",
+    "model.head_dim=8 model.intermediate_size=48 train.dtype=float32 data.eval_sequences=3",
+    "optim.lr=0.03 optim.warmup_steps=0",
+)
 PATTERNS: list[Pattern] = [
     VerticalSlashPattern(
         block=16, last_q=16, windows=1, p_v=0.5, p_s=0.5, joint=False, sink_tokens=0,

@@ -14,7 +14,6 @@ from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.profiling import profile_writer
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter, _in_parts
 from mtrain_cli.profiling.record_collector import Estimated
@@ -96,35 +95,3 @@ def test_only_the_first_context_group_saves_its_index(tmp_path, rank, kept):
     writer._last = {0: [Estimated(make_layout("zigzag", 2, SEQ, 16), (), {0: whole})]}
     found = list(writer._parts_of_indices(writer.cases[:1]))
     assert found == ([(CONFIG.sparsity.pattern, 0, whole)] if kept else [])
-
-
-def test_the_first_case_of_each_pattern_and_of_the_first_length_is_saved(tmp_path, monkeypatch):
-    sparse = compose([f"seq={SEQ}", "sparsity=vertical_slash"])
-    longer = compose([f"seq={2 * SEQ}", "sparsity=moba"])
-    writer, layout = writer_of(tmp_path), make_layout("zigzag", 4, SEQ, 16)
-    writer.cases = [
-        SimpleNamespace(
-            number=number,
-            config=config,
-            choices=SimpleNamespace(
-                dtype=torch.float32, kernel=SimpleNamespace(needs_out=False), layout=layout
-            ),
-            exchange=SimpleNamespace(schedule=SimpleNamespace(per_node=4, exchange="ring")),
-        )
-        for number, config in enumerate([CONFIG, CONFIG, sparse, sparse, longer])
-    ]  # type: ignore[assignment]
-    writer.bench.environment.dims.cp = 4  # type: ignore[misc]
-    writer._last = {
-        case.number: [Estimated(layout, f"masks {case.number}", None)]  # type: ignore[arg-type]
-        for case in writer.cases
-    }
-    saved: list[Any] = []
-    monkeypatch.setattr(profile_writer, "save_indices", lambda *of: saved.append(of[1:3]))
-    monkeypatch.setattr(writer, "_parts_of_indices", lambda cases: saved.append(cases) or [])
-    writer.save_indices()
-    chosen, (setup, masks) = saved
-    assert [case.number for case in chosen] == [0, 2]
-    assert masks == "masks 0"
-    assert setup.layout == "zigzag"
-    assert (setup.seq, setup.workers, setup.dtype_bytes) == (SEQ, 4, 4)
-    assert list(setup.columns) == [sparse.sparsity.pattern]

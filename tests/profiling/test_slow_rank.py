@@ -56,14 +56,8 @@ def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.
             for layer in range(2):
                 attend(q, k, v, layer).sum().backward()
         exchange.set_recorder(None)
-        found.append(
-            collector.collect(
-                0,
-                iteration,
-                own_work(exchange, HEADS, range(2), [Estimated(layout, masks, None)]),
-                (64.0, 160.0),
-            )
-        )
+        work = own_work(exchange, HEADS, range(2), [Estimated(layout, masks, None)])
+        found.append(collector.collect(0, iteration, work, (64.0, 160.0)))
     return np.concatenate(found[1:])
 
 
@@ -71,38 +65,14 @@ def analysed(folder, slow: int | None, exchange: str = "ring") -> CaseAnalysis:
     rows = gloo.run(WORKERS, profiled, slow, exchange)[0]
     write_part(rows, folder, 1)
     facts = {
-        "label": "a ring",
-        "workers": WORKERS,
-        "cp": WORKERS,
-        "layers": 2,
-        "steps": {"forward": WORKERS, "backward": WORKERS},
-    }
-    more = {
-        "layout": "striped",
-        "exchange": exchange,
-        "pattern": "dense",
-        "kernel": "sdpa",
-        "model": "tiny",
-        "seq": SEQ,
-        "micro_batch": 1,
-    }
-    shapes = {
-        "per_node": 2,
-        "heads": 1,
-        "num_heads": HEADS,
-        "num_kv_heads": 2,
-        "head_dim": 16,
+        "label": "a ring", "workers": WORKERS, "cp": WORKERS, "layers": 2, "layout": "striped",
+        "steps": {"forward": WORKERS, "backward": WORKERS}, "exchange": exchange,
+        "pattern": "dense", "kernel": "sdpa", "model": "tiny", "seq": SEQ, "micro_batch": 1,
+        "per_node": 2, "heads": 1, "num_heads": HEADS, "num_kv_heads": 2, "head_dim": 16,
         "density": 1.0,
-    }
-    write_summary(
-        folder,
-        {
-            "complete": True,
-            "workers": WORKERS,
-            "samples_wanted": 3,
-            "cases": [{**facts, **more, **shapes}],
-        },
-    )
+    }  # fmt: skip
+    summary = {"complete": True, "workers": WORKERS, "samples_wanted": 3, "cases": [facts]}
+    write_summary(folder, summary)
     (case,) = analyse(open_records(folder))
     return case
 

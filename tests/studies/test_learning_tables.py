@@ -176,24 +176,6 @@ def test_a_toy_shows_only_the_predictions_that_it_judges():
     assert table.note == "1 other is not judged yet, or not at this size."
 
 
-def test_the_prices_say_that_equal_time_repeats_its_needles():
-    variant = A.variant("equal-time")
-    equal = Compared(variant, "vertical_slash", (0, 1), {}, {}, {}, 90.0, 0.2)
-    keys = (Cell(seed, variant).key for seed in (0, 1))
-    done = {
-        key: Done("", "", steps, 90.0, 0.1, 0.2)
-        for key, steps in zip(keys, (630, 650), strict=True)
-    }
-    prices = tables(replace(summary([0.0]), compared=(equal,), done=done))[1]
-    assert "equal-time: 3.2 times the steps" in prices.note
-    assert prices.rows[0][-1] == "2"
-    same = {key: replace(each, steps=A.steps) for key, each in done.items()}
-    prices = tables(replace(summary([0.0]), compared=(equal,), done=same))[1]
-    assert "times the steps" not in prices.note
-    assert "control" not in prices.note
-    assert "fixed: random keys, a control" in tables(summary([0.0]))[1].note
-
-
 def test_the_terminal_and_json_show_the_same(capsys):
     found = summary([0.002, 0.003, 0.004])
     show_summary(Console(width=200), found)
