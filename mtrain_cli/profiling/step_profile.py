@@ -269,23 +269,8 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
         "launching_ms": ms(breakdown.launching),
         "syncs": breakdown.syncs / steps,
         "syncing_ms": ms(breakdown.syncing),
-        **({"experts": _of_experts(breakdown)} if breakdown.experts else {}),
         "ahead_us": None if breakdown.ahead is None else breakdown.ahead / 1e3,
     }
-
-
-def _of_experts(breakdown: StepBreakdown) -> list[dict[str, Any]]:
-    scale = 1e6 * breakdown.steps
-    return [
-        {
-            "layer": each.layer,
-            "direction": each.direction,
-            "router_ms": each.router / scale,
-            "experts_ms": each.computing / scale,
-            "waits_ms": each.waiting / scale,
-        }
-        for each in breakdown.experts
-    ]
 
 
 def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
