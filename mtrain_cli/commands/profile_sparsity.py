@@ -255,7 +255,7 @@ def _of_checkpoints(
 
 def _print_tables(console: Console, records: list[HeadRecord], names: dict[str, str]) -> None:
     """Print a table for each pattern at the first and at the last measured step."""
-    from mtrain_cli.reporting.tables import sparsity_tables
+    from mtrain_cli.reporting.sparsity import sparsity_tables
     from mtrain_cli.reporting.terminal_width import print_table
 
     shown = [dataclasses.replace(r, pattern=names[r.pattern]) for r in records]
