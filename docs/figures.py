@@ -22,8 +22,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions, make_schedule
 from mtrain_cli.reporting.mask_page import svg
 
 WIDTH = 480
@@ -301,7 +300,7 @@ def waits() -> str:
     return d.finish(bottom + 16)
 
 
-BALANCE = "expert-balance-cpu.json"  # of profiles/expert_balance.py
+BALANCE = "expert-balance-cpu.json"
 KINDS = {"none": "no balance", "loss": "balance loss 0.01", "bias": "bias, steps of 0.01"}
 CURVES = {
     "load": "largest load of an expert / mean",

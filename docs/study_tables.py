@@ -25,7 +25,6 @@ PAGE, METHOD = ROOT / "docs/studies.md", ROOT / "docs/sparse-attention.md"
 RESULTS = ROOT / "profiles/learning"
 LOSS, KEYS, NEEDLES = "long_loss", "key_loss", "needles"
 PLACES = {"inside": "probed rows", "tail": "tail", "elsewhere": "elsewhere"}
-MEASURES = {LOSS: "loss", KEYS: "loss of key tokens", NEEDLES: "needles", **PLACES}
 SPARSE = "vertical_slash-0.6"
 WITH_DENSE_LAYERS = f"{SPARSE}-dense-layers"
 # Cells of the tables about the two uses of a trained model, with words for them.
@@ -100,22 +99,26 @@ def listed(items: Sequence[Any]) -> str:
 def summary(data: dict[str, Any]) -> str:
     """Return what has run, in sentences."""
     done = sorted(set(finished(data)))
-    total = len(data["seeds"])
-    many = len(done) > 1
-    text = f"Of {total} seed{'s' * (total > 1)}, {len(done)} {'have' if many else 'has'} run "
-    text += f"({listed(done)}). {'Their bases find' if many else 'Its base finds'} "
-    text += f"{_found(data['gates'], done)} of the needles at {'their' if many else 'its'} own "
-    text += "length. "
+    total, many = len(data["seeds"]), len(done) > 1
+    share = (
+        f"All {total} seeds"
+        if len(done) == total and many
+        else f"{len(done)} of {total} seed{'s' * (total > 1)}"
+    )
+    state = f"{share} ({listed(done)}) {'are' if many else 'is'}"
+    found = _found(data["gates"], done)
+    text = f"{state} complete. {'Their bases find' if many else 'Its base finds'} {found} of the "
+    text += f"needles at {'their' if many else 'its'} own length. "
     if again := data.get("again"):
         seeds = sorted(map(int, again["gates"]))
         text += f"Seeds {listed(seeds)} ran a second time, with new bases, which find "
         text += f"{_found(again['gates'], seeds)}. "
-    states = [each["state"] for each in data["predictions"]]
+    states = [prediction["state"] for prediction in data["predictions"]]
     words = {"failed": "failed", "held": "held", "not measured": "not judged yet"}
     counts = [f"{states.count(key)} {word}" for key, word in words.items() if key in states]
-    text += f"Of {len(states)} predictions: {listed(counts)}."
+    text += f"Of {len(states)} predictions, {listed(counts)}."
     if not many:
-        text += " One seed decides nothing: there are no intervals yet, and no verdicts."
+        text += " One seed decides nothing: there are no intervals and no verdicts."
     return textwrap.fill(text, 100)
 
 
@@ -143,7 +146,7 @@ def prices(data: dict[str, Any]) -> str:
     return table((*heads, "loss, dense", "needles, dense"), rows)
 
 
-def differences(data: dict[str, Any], *, own: bool) -> str:
+def differences(data: dict[str, Any]) -> str:
     """Return differences from dense with their verdicts."""
     rows = [
         [name(row, data)]
@@ -155,63 +158,10 @@ def differences(data: dict[str, Any], *, own: bool) -> str:
                 row["verdict"].get(measure, "-"),
             )
         ]
-        for row in rows_of(data, own=own)
+        for row in rows_of(data, own=True)
         if row["difference"]
     ]
     return table(("trained with", "loss", "", "needles", ""), rows)
-
-
-def places(data: dict[str, Any]) -> str:
-    """Return needles by place of the question: percent for dense, differences for others."""
-    rows = []
-    for own, word in ((True, "own"), (False, "dense")):
-        for row in rows_of(data, own=own):
-            found = row["difference"] or row["mean"]
-            sign = "+" if row["difference"] else ""
-            texts = [over_seeds(found.get(place), place, sign) for place in PLACES]
-            rows.append([name(row, data), word if row["variant"] != "dense" else "dense", *texts])
-    return table(("trained with", "attention", *PLACES.values()), rows)
-
-
-def keys(data: dict[str, Any]) -> str:
-    """Return the loss of key tokens beside dense."""
-    beside = {row["variant"]: row for row in rows_of(data, own=False)}
-    rows = [
-        [
-            name(row, data), over_seeds(row["difference"].get(KEYS), KEYS),
-            over_seeds(beside[row["variant"]]["difference"].get(KEYS), KEYS)
-            if row["variant"] in beside else "-",
-        ]
-        for row in rows_of(data, own=True)
-        if row["difference"]
-    ]  # fmt: skip
-    return table(("trained with", "own attention", "dense attention"), rows)
-
-
-def noise(data: dict[str, Any]) -> str:
-    """Return how much two dense trainings differ."""
-    (again,) = (row for row in data["compared"] if row["variant"] == "dense-again")
-    rows = [
-        [text, number(data["spread"][measure], measure),
-         over_seeds(again["difference"].get(measure), measure)]
-        for measure, text in MEASURES.items()
-        if measure in data["spread"]
-    ]  # fmt: skip
-    return table(("measure", "spread: largest of any training", "mean of the trainings"), rows)
-
-
-def predictions(data: dict[str, Any]) -> str:
-    """Return the predictions with an outcome as a list, those that failed first."""
-    lines = []
-    for each in data["predictions"]:
-        if each["state"] == "not measured" and each["found"].startswith("no such cell"):
-            continue
-        seeds = each["prediction"]["seeds"]
-        by = f" (seeds {listed(seeds)} judge it)" if seeds else ""
-        text = f"- **{each['state']}**: {each['prediction']['text']}{by} Found: {each['found']}."
-        text = text.replace(f".{by}", f"{by}.") if by else text
-        lines.append(textwrap.fill(text, 100, subsequent_indent="  "))
-    return "\n".join(lines)
 
 
 def regimes(data: dict[str, Any]) -> str:
@@ -304,16 +254,11 @@ def learned(data: dict[str, Any]) -> str:  # noqa: ARG001 - the archive has the 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": summary,
     "prices": prices,
-    "own": lambda data: differences(data, own=True),
-    "dense": lambda data: differences(data, own=False),
-    "noise": noise,
-    "places": places,
-    "keys": keys,
-    "predictions": predictions,
+    "own": differences,
     "learned": learned,
 }
 TABLES_OF_METHOD = {"regimes": regimes, "distances": distances}
-TABLES_OF_B = ("summary", "prices", "places")  # one seed has no intervals and no verdicts
+TABLES_OF_B = ("summary", "prices")  # one seed has no intervals and no verdicts
 
 
 def fill(page: Path) -> str:

@@ -26,19 +26,18 @@ class LmEval(OtherKind):
     def check(
         self, request: EvaluationRequest, source: ModelSource, *, beyond: bool
     ) -> HarnessTasks:
-        """Load the tasks of lm-eval and check their requests, so that mistakes are reported first.
+        """Load the tasks and check their requests.
 
         Raises:
             ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
         """
-        from mtrain_cli.evaluation.request import require_tokenizer
         from mtrain_cli.inference.limits import require_hidden_labels
         from mtrain_cli.inference.text import open_codec
         from mtrain_lm_eval.requests import Plan
         from mtrain_lm_eval.runner import load_tasks
 
         codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
-        require_tokenizer(codec)
+        assert codec.required
         require_hidden_labels(source.config, "this evaluation")
         tasks = load_tasks(request)
         tasks.plan(codec, Plan.of(source, beyond=beyond))
@@ -52,16 +51,14 @@ class LmEval(OtherKind):
     def adapter(self, engine: Engine, codec: TextCodec, source: ModelSource, beyond: bool) -> LM:
         """Return an open model for `lm_eval.simple_evaluate`.
 
-        Raises:
-            ConfigError: lm-eval is missing, or the model has no tokenizer, or it sees the tokens
-                that it predicts.
+        Raises ConfigError if lm-eval is missing, or the model has no tokenizer, or it sees the
+        tokens that it predicts.
         """
         try:
             from mtrain_lm_eval.model import HarnessModel
         except ImportError:
-            raise ConfigError(
-                f"lm_eval: needs the package lm-eval: {install_command('lm-eval')}"
-            ) from None
+            needs = f"lm_eval: needs the package lm-eval: {install_command('lm-eval')}"
+            raise ConfigError(needs) from None
         from mtrain_cli.inference.limits import require_hidden_labels
         from mtrain_lm_eval.requests import Plan
         from mtrain_lm_eval.runner import EngineAnswers

@@ -24,11 +24,7 @@ class HarnessModel(TemplateLM):
     """
 
     def __init__(self, codec: TextCodec, positions: int, answers: Answers) -> None:
-        """Prepare a model.
-
-        Raises:
-            ConfigError: there is no tokenizer.
-        """
+        """Prepare a model. Raises ConfigError if there is no tokenizer."""
         super().__init__()
         if codec.tokenizer is None:
             raise ConfigError(codec.missing)
@@ -38,8 +34,7 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         """Return the id that begins a text without a context.
 
-        Raises:
-            ConfigError: the tokenizer has no such id.
+        Raises ConfigError if the tokenizer has no such id.
         """
         if self._codec.first is None:
             raise ConfigError(

@@ -18,34 +18,28 @@ from mtrain_cli.inference.limits import require_whole_cache
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
 
-Pair = tuple[list[int], list[int]]
-Score = tuple[float, bool]
+Pair = tuple[list[int], list[int]]  # ids of a context and of its continuation
+Score = tuple[float, bool]  # log p of the continuation, and whether it is greedy
 MOST_NEW = 256  # tokens to generate if a task gives no number, as in lm-eval's own models
 # Names that tasks use for the number of new tokens, the first given counts.
 _MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _KNOWN = (*_MOST_NEW, "until", "do_sample", "temperature", "top_p", "top_k")
-
 GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
 class Continuing:
-    """How to go on with a prompt.
+    """How to go on with a prompt."""
 
-    max_new: most tokens to generate.
-    until: strings that end the text. The text does not contain them.
-    """
-
-    max_new: int
-    until: tuple[str, ...] = ()
+    max_new: int  # most tokens to generate
+    until: tuple[str, ...] = ()  # strings that end the text. The text does not contain them.
     sampling: Sampling = GREEDY
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Continuing:
         """Return what the generation settings of a task mean.
 
-        Raises:
-            ConfigError: mtrain does not know a setting, or a value is wrong.
+        Raises ConfigError if mtrain does not know a setting, or a value is wrong.
         """
         for key, value in settings.items():
             if key not in _KNOWN:
@@ -82,10 +76,9 @@ class Continuing:
 
 
 def request_names(prompts: Sequence[list[int]], how: Continuing) -> list[str]:
-    """Return a name for the text that follows each prompt.
+    """Return a name for the text that follows each prompt, which does not depend on the others.
 
-    Equal requests for greedy texts have one name. Each sample of one prompt is another, so its name
-    counts the earlier ones. A name does not depend on other prompts.
+    Equal greedy texts have one name. Each sample of one prompt is another, so its name counts them.
     """
     about = [how.max_new, list(how.until), asdict(how.sampling)]
     copies: dict[str, int] = {}
@@ -97,25 +90,14 @@ def request_names(prompts: Sequence[list[int]], how: Continuing) -> list[str]:
     return names
 
 
-def request_seed(name: str) -> int:
-    """Return the seed of a sampled text of this name."""
-    return int(request_hash([name])[:12], 16)
-
-
 def request_hash(request: list[Any]) -> str:
-    """Return the hash of a request."""
     return hashlib.sha256(json.dumps(request, separators=(",", ":")).encode()).hexdigest()[:24]
 
 
 class Answers(Protocol):
     """Answers requests. What it does not answer, it refuses with a `ConfigError`."""
 
-    def scores(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Return the log-probability of each continuation of a context, and whether it is greedy.
-
-        pairs: token ids of context and continuation.
-        """
-        ...
+    def scores(self, pairs: Sequence[Pair]) -> list[Score]: ...
 
     def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
         """Return the text that follows each prompt. Each sampled text has a seed of its own."""
@@ -127,18 +109,15 @@ class Plan:
     """Counts requests instead of answering them, and refuses those that are too long.
 
     positions, vocabulary: of the model.
-    beyond: allow more tokens than the model has positions.
-    task: name of the task for messages; "" if unknown.
-    mask: mask of the model. New tokens must see the whole cache.
     lengths: tokens of each request, those to generate included.
     generates: whether a request asks for a text.
     """
 
     positions: int
     vocabulary: int
-    beyond: bool = False
-    task: str = ""
-    mask: MaskSettings = CAUSAL
+    beyond: bool = False  # allow more tokens than the model has positions
+    task: str = ""  # name of the task for messages; "" if unknown
+    mask: MaskSettings = CAUSAL  # mask of the model. New tokens must see the whole cache.
 
     def __post_init__(self) -> None:
         self.lengths: list[int] = []

@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.inference.text import TextCodec
 from mtrain_lm_eval.requests import Answers, Plan
 
-if TYPE_CHECKING:
-    from lm_eval.api.model import LM
-
 # The seeds of lm_eval.simple_evaluate.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
 _LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
@@ -31,16 +28,10 @@ _LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Loaded tasks of lm-eval.
+    """Loaded tasks of lm-eval."""
 
-    loaded: what lm-eval's TaskManager returns: tasks and groups by their names.
-    samples: most samples of each task; None for all.
-    failed: lines on tasks that cannot be loaded, if others can.
-    """
-
-    loaded: Mapping[str, Any]
-    samples: int | None
-    failed: tuple[str, ...] = ()
+    loaded: Mapping[str, Any]  # what lm-eval's TaskManager returns: tasks and groups by their names
+    samples: int | None  # most samples of each task; None for all
 
     @staticmethod
     def load(
@@ -48,14 +39,11 @@ class HarnessTasks:
     ) -> HarnessTasks:
         """Load tasks by name, with their data.
 
-        Args:
-            folder: folder with further tasks, as YAML files.
-            shots: solved examples before each question; None for what each task prescribes.
-
-        Raises:
-            ConfigError: lm-eval is missing, there is no such task, or no data can be read.
+        folder: folder with further tasks, as YAML files. shots: solved examples before each
+        question; None for what each task prescribes. Raises ConfigError if lm-eval is missing,
+        there is no such task, or its data cannot be read.
         """
-        loaded, failed = _load(names, folder)
+        loaded = _load(names, folder)
         for name, task in loaded["tasks"].items():
             for is_so, why in (
                 (getattr(task, "UNSAFE_CODE", False), "runs code that the model writes"),
@@ -67,13 +55,12 @@ class HarnessTasks:
             own = task.get_config("num_fewshot")
             if own is None or (shots is not None and own != 0):
                 task.set_config(key="num_fewshot", value=shots or 0)
-        return HarnessTasks(loaded, samples, failed)
+        return HarnessTasks(loaded, samples)
 
     def plan(self, codec: TextCodec, plan: Plan) -> Plan:
         """Count the requests of all tasks in a plan without requests, and return it.
 
-        Raises:
-            ConfigError: a request is too long, or needs what mtrain does not support.
+        Raises ConfigError if a request is too long, or needs what mtrain does not support.
         """
         from mtrain_lm_eval.model import HarnessModel
 
@@ -98,25 +85,21 @@ class HarnessTasks:
             task.build_all_requests = lambda name=name, task=task, **_: self._build(name, task)
         random.seed(_RANDOM_SEED)
         np.random.seed(_OTHER_SEED)
-        model: LM = HarnessModel(codec, positions, answers)
+        model: Any = HarnessModel(codec, positions, answers)
         with _quiet_logs():
-            # Without bootstrap, whose process pool would copy the model. `harness_results` computes
-            # the standard errors of means.
+            # Without bootstrap, whose processes would copy the model. `measured` computes errors.
             found: Any = evaluate(model, dict(self.loaded), self.samples, bootstrap_iters=0)
         return found
 
     def _build(self, name: str, task: Any) -> None:
         """Make the requests of a task, the same each time."""
         task.set_fewshot_seed(seed=_OTHER_SEED)
-        try:
-            with _quiet():
-                type(task).build_all_requests(task, limit=self.samples, rank=0, world_size=1)
-        except Exception as error:
-            raise ConfigError(f"--tasks {name}: no requests ({_reason(error)})") from None
+        with _in_one_line(f"--tasks {name}: no requests"):
+            type(task).build_all_requests(task, limit=self.samples, rank=0, world_size=1)
 
 
-def _load(names: Sequence[str], folder: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return what lm-eval's TaskManager loads, and a line on each name that it cannot load."""
+def _load(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
+    """Return what lm-eval's TaskManager loads."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -127,45 +110,31 @@ def _load(names: Sequence[str], folder: str | None) -> tuple[Mapping[str, Any], 
         # Reading the files of all tasks of lm-eval takes seconds.
         with contextlib.suppress(Exception), _quiet():
             manager = TaskManager(include_path=folder, include_defaults=False)
-            return manager.load(list(names)), ()
-    try:
-        with _quiet():
-            manager = TaskManager(include_path=folder)
-    except Exception as error:
-        raise ConfigError(f"--include-path {folder}: {_reason(error)}") from None
+            return manager.load(list(names))
+    with _in_one_line(f"--include-path {folder}: cannot be read"):
+        manager = TaskManager(include_path=folder)
     for name in names:
         if name not in manager.all_tasks:
             raise ConfigError(
                 f"--tasks {name}: no such task of lm-eval{did_you_mean(name, manager.all_tasks)}; "
                 "`lm-eval ls tasks` lists them"
             )
-    return _load_each(manager, names)
-
-
-def _load_each(manager: Any, names: Sequence[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Do as `_load`. Tasks are code of many authors, and read data that may be damaged."""
-    failed: dict[str, str] = {}
-    for name in names:
-        try:
-            with _quiet():
-                manager.load([name])
-        except Exception as error:
-            failed[name] = (
-                f"--tasks {name}: lm-eval cannot load this ({_reason(error)}). It reads the data "
-                "from the Hugging Face Hub, or from its cache"
-            )
-    left = [name for name in names if name not in failed]
-    if not left:
-        raise ConfigError(*failed.values())
+        with _in_one_line(f"--tasks {name}: lm-eval cannot load this"):
+            manager.load([name])
     with _quiet():
-        return manager.load(left), tuple(failed.values())
+        return manager.load(list(names))
 
 
-def _reason(error: BaseException) -> str:
-    """Return the first line of a message, without what a terminal would obey."""
-    lines = str(error).strip().splitlines()
-    text = lines[0][:300] if lines else ""
-    return "".join(one for one in text if one.isprintable()) or type(error).__name__
+@contextlib.contextmanager
+def _in_one_line(problem: str) -> Iterator[None]:
+    """Raise ConfigError for any error: tasks are code of many authors and may read damaged data."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        text = "".join(one for one in (lines or [""])[0][:300] if one.isprintable())
+        raise ConfigError(f"{problem} ({text or type(error).__name__})") from None
 
 
 @contextlib.contextmanager

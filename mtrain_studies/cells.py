@@ -27,9 +27,7 @@ from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results
 from mtrain_cli.launch.environment import resolve_environment
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_lock import LOCK, RunLock
-from mtrain_cli.launch.study_folder import COMMAND, RUN, STUDY
+from mtrain_cli.launch.run_dir import COMMAND, LOCK, RUN, STUDY, RunDir, RunLock
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_readable_metrics
 from mtrain_studies import package_corpus
 from mtrain_studies.tiers import BASE, DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
@@ -255,12 +253,7 @@ def _steps(study: Study, cell: Cell) -> int:
 
 
 def _density_words(study: Study, cell: Cell) -> list[str]:
-    """Return the settings of `fixed` that compute as many pairs as another cell.
-
-    Slashes and columns have the same share s of the pairs. They are drawn independently, so that
-    together they have 1 - (1 - s)^2. A column has on average a share of 1 / seq. Dense layers count
-    in a density, so the other layers share what is left.
-    """
+    """Return the settings of `fixed` that compute as many pairs as another cell."""
     variant = cell.variant
     if variant is None or not variant.density_of:
         return []
@@ -388,10 +381,7 @@ def compute(
 
 
 def _with_way_out(study: Study, cell: Cell, problems: Sequence[str]) -> list[str]:
-    """Return lines on what went wrong. If a file of the run is damaged, the last says what to do.
-
-    The trainer and `mtrain eval`, which found the damage, do not know how a study goes on.
-    """
+    """Return the problems, and what to do if a file of the run is damaged."""
     run = study.path(cell) / RUN
     files = tuple(f"{lead}{path}" for lead in ("", "--resume ") for path in (run, run.resolve()))
     lines = list(problems)
@@ -561,8 +551,7 @@ def _evaluate(
         PerplexityOptions,
         Weights,
     )
-    from mtrain_cli.evaluation.runner import Runner
-    from mtrain_cli.evaluation.worker import evaluate
+    from mtrain_cli.evaluation.runner import Runner, evaluate
     from mtrain_cli.training.checkpoint_source import checkpoints_of
 
     tier, out = study.tier, folder / EVALUATION

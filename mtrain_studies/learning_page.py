@@ -120,10 +120,7 @@ def _is_dense_beside_own(each: Compared) -> bool:
 
 
 def _height(traces: Sequence[plots.Trace]) -> int:
-    """Return the height of a figure whose legend stands below it, in pixels.
-
-    Plotly gives a legend at most half of a figure. Each of its lines takes about 20 pixels.
-    """
+    """Return the height of a figure whose legend stands below it, in pixels."""
     return max(400 + 20 * len(traces), 42 * len(traces) + 40)
 
 

@@ -519,11 +519,7 @@ def _with(measured: Sequence[Measured], name: str, attention: str) -> list[Measu
 
 
 def _value(
-    prediction: Prediction,
-    one: Measured,
-    dense: Measured,
-    measured: Sequence[Measured],
-    tier: Tier,
+    prediction: Prediction, one: Measured, dense: Measured, measured: Sequence[Measured], tier: Tier
 ) -> tuple[float, str] | None:
     """Return the number that a rule judges, and its unit; None if a part is missing."""
     if prediction.measure == WORST_BUCKET:

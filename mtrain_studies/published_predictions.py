@@ -121,10 +121,7 @@ class _PredictedRow:
         return sum(FLOP_PER_PAIR.values()) * model.head_dim * model.num_heads * pairs
 
     def formula(self, name: str) -> float:
-        """Return the communication time of BurstEngine's table 1 in ms.
-
-        P is the shard of one tensor: T = latency + P / bandwidth for each kind of link.
-        """
+        """Return the communication time of BurstEngine's table 1 in ms."""
         cluster, config = self.cluster, self.scenario.config
         ranks, nodes = cluster.gpus, cluster.nodes
         size = 2 * config.seq / ranks * config.model.num_heads * config.model.head_dim

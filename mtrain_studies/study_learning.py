@@ -157,14 +157,7 @@ def _command() -> list[str]:
 
 
 def _check_folder(folder: Path, tier: Tier) -> Tier | None:
-    """Check that a folder is new or empty, or holds a study of this tier.
-
-    Returns: the tier with the steps of the study's base; None if that is not known.
-
-    Raises:
-        ConfigError: it holds something else, is a file, or has a path that settings or files of a
-            study cannot have.
-    """
+    """Check that a folder is new or empty, or holds a study of this tier."""
     from mtrain_cli.config.keys import PATH_MAX, path_problem
     from mtrain_studies.cells import Study
 
@@ -253,11 +246,7 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
 
 
 def _refuse_small_budget(study: Study, cells: list[Cell], budget: float) -> None:
-    """Refuse a budget in which nothing could begin: the study would never go on.
-
-    Raises:
-        ConfigError: the first cell would probably take longer.
-    """
+    """Refuse a budget in which nothing could begin: the study would never go on."""
     from mtrain_studies.cells import unfinished
 
     for cell in unfinished(study, cells)[:1]:
@@ -341,12 +330,7 @@ class Pace:
 
 
 def _train(words: list[str]) -> None:
-    """Train a run, or resume it.
-
-    Raises:
-        RunError: training failed.
-        Exit: the user stopped it.
-    """
+    """Train a run, or resume it."""
     from mtrain_cli.commands.train import train
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.launch.local import KILLED_CODE, TERMINATED, WARNED

@@ -161,11 +161,7 @@ def _measured(row: PublishedRow, quantity: str) -> tuple[float, str] | None:
 
 
 def _folder(out: Path | None, names: Sequence[str]) -> Path:
-    """Return the folder for the files.
-
-    Raises:
-        ConfigError: the folder holds something else than a study.
-    """
+    """Return the folder for the files."""
     from mtrain_cli.records.record_files import SUMMARY, open_records
     from mtrain_cli.records.study_rows import STUDY
 

@@ -138,11 +138,7 @@ def _toy_slash(*more: str) -> tuple[str, ...]:
 
 
 def _variants(sparse: tuple[str, ...], *own: Variant) -> tuple[Variant, ...]:
-    """Return the variants of a tier, in the order of what they tell.
-
-    If the time ends early, the first ones make a table: dense, sparse, the control and the model
-    without training, then what the tier adds, and last the repetition and the one for equal time.
-    """
+    """Return the variants of a tier, in the order of what they tell."""
     return (
         Variant(DENSE, about="the yardstick"),
         Variant(_SPARSE, sparse, about="columns and slashes hold 60 % of the probed attention"),

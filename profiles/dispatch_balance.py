@@ -33,8 +33,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
-from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
-from mtrain_cli.parallel.dispatch_search import seeds
+from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens, seeds
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import (
     ROW_BLOCK,
@@ -160,8 +159,8 @@ def main() -> None:
     if args.per_node is not None and (args.per_node < 1 or args.workers % args.per_node):
         parser.error(f"--per-node {args.per_node}: must divide --workers {args.workers}")
     prices = RowPrices(args.inner_price, args.outer_price)
-    print("| mask |", " | ".join(LAYOUTS), "| balanced | begins at, swaps | ms |")
-    print("|---" * (len(LAYOUTS) + 4) + "|")
+    print("| mask |", " | ".join(LAYOUTS), "| balanced | ms |")
+    print("|---" * (len(LAYOUTS) + 3) + "|")
     for name, mask in masks(args.seq):
         cells = []
         for shards in LAYOUTS.values():
@@ -172,7 +171,7 @@ def main() -> None:
         chunk = chunk_tokens(args.seq, args.workers)
         found = balance([[mask]], args.workers, chunk, per_node=args.per_node, prices=prices)
         took = f"{1e3 * (time.process_time() - began):.0f}"
-        cells += [_cell(found.traffic, prices, args.seq), f"{found.seed}, {found.swaps}", took]
+        cells += [_cell(found.traffic, prices, args.seq), took]
         print(f"| {name} |", " | ".join(cells), "|", flush=True)
 
 

@@ -11,10 +11,9 @@ from attention.mask_definitions import question
 
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.prepare import prepare_store
-from mtrain_cli.data.record_key import RecordKey
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import token_corpus
-from mtrain_cli.data.token_documents import TokenFields
+from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
 FIELDS = TokenFields(
     RecordKey("ids", "--tokens-key"), RecordKey("mask", "--mask-key"), RecordKey("at", "--at-key")

@@ -26,8 +26,7 @@ from mtrain_cli.parallel.recording import (
     SEND,
     WAIT,
 )
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, Steps, Transfer
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, Steps, Transfer, make_schedule
 from mtrain_cli.records.record_files import (
     LINKS,
     PAYLOADS,

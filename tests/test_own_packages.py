@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = {
     "mtrain_lm_eval": """
         attention.named_masks commands.evaluate commands.options config.documents
-        config.mask_settings config.problem config.schema config.sizes config.suggest
-        data.tokenizers evaluation.continuations evaluation.cost evaluation.evaluation_progress
-        evaluation.other_kinds evaluation.request evaluation.results evaluation.runner
-        inference.answers inference.engine inference.limits inference.model_source
-        inference.sampling inference.text launch.environment parallel.collectives printable
+        config.mask_settings config.problem config.schema config.suggest data.tokenizers
+        evaluation.cost evaluation.other_kinds evaluation.request evaluation.results
+        evaluation.runner inference.engine inference.limits inference.model_source
+        inference.sampling inference.scorer inference.text inference.worker launch.environment
+        parallel.collectives
     """,
     "mtrain_studies/attention": """
         attention.index attention.mask attention.partials commands.options config.atomic_files

@@ -118,7 +118,7 @@ def spans_forward(
             high[i] of each interval. None if the mask is causal only: every partial block then lies
             on the diagonal.
         lists: key blocks of each query block, from `attention.block_lists`.
-        words: the same mask as ``spans``, as ids and words of queries (`attention.mask_words`),
+        words: the same mask as ``spans``, as ids and words of queries (`attention.block_lists`),
             which is faster.
     """
     blocks = _block_sparse(lists)

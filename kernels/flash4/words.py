@@ -65,7 +65,7 @@ class WordMask(AttentionMask):
 
     In the forward pass a thread holds 32 keys of a query. In the backward pass, whose scores are
     transposed (swap_AB), it holds a quarter of the tile's queries for a key. Both are in the order
-    of the bits (`attention.mask_words.word_and_bit`).
+    of the bits (`attention.block_lists.word_and_bit`).
     """
 
     @cute.jit

@@ -1,26 +1,25 @@
-"""Turn an index or a mask into block lists, the form that FlashAttention-4 reads.
-
-The lists of an index are built for one kernel call and freed after it. The lists of a mask are
-cached in the tiles.
-"""
+"""Turn an index or a mask into block lists, the form that FlashAttention-4 reads."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from functools import cache
 
-from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
+import numpy as np
+import torch
+from torch import Tensor
+
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
+from mtrain_cli.attention.mask import IntArray, KeySpans
+from mtrain_cli.attention.partials import cuda_kernels_usable
 from mtrain_cli.attention.tiles import Tiles
 
 _WARPS = 4
-Lists = dict[str, torch.Tensor]
+Lists = dict[str, Tensor]
 
 
-def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
+def index_lists(tiles: Tiles, transposed: bool) -> dict[str, Tensor]:
     """List the blocks that both index and mask allow, without single columns.
-
-    A row of the lists belongs to a query block and lists key blocks. If ``transposed``, a row
-    belongs to a key block and lists query blocks.
 
     Returns:
         ``partial``: ascending local block numbers, int32 [batch, heads, rows, width]. Entries
@@ -60,7 +59,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     touched = (k <= q[:, None]) & ((k + 1) * index.block > first_min)
     full = touched & (k < q[:, None]) & (k * index.block >= first_max)
     active = index.chosen(q, k) & touched[:, None]
-    result: dict[str, torch.Tensor] = {}
+    result: dict[str, Tensor] = {}
     listed = {"partial": active & ~full[:, None], "full": active & full[:, None]}
     for (name, blocks), width in zip(listed.items(), widths, strict=True):
         indices, counts_below = set_indices(blocks.transpose(-1, -2) if transposed else blocks)
@@ -81,9 +80,7 @@ def mask_lists(tiles: Tiles, block: int) -> tuple[Lists, Lists]:
     return tiles.cache[key]
 
 
-def lists_of_spans(
-    low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
-) -> tuple[Lists, Lists]:
+def lists_of_spans(low: Tensor, high: Tensor, num_keys: int, block: int) -> tuple[Lists, Lists]:
     """List the pairs of blocks of `block_flags` in FlashAttention-4's form.
 
     Returns:
@@ -105,27 +102,17 @@ def lists_of_spans(
 
 
 def mask_list_bytes(sequences: int, queries: int, keys: int, block: int) -> int:
-    """Return the size of the result of `lists_of_spans` in bytes.
-
-    queries, keys: number of queries and of keys of a sequence.
-    """
     rows, columns = -(-queries // block), -(-keys // block)
     entries = rows * max(2, columns) + columns * max(2, rows)
     return 4 * sequences * 2 * (entries + rows + columns)  # int32; partial and full
 
 
-def block_flags(
-    low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def block_flags(low: Tensor, high: Tensor, num_keys: int, block: int) -> tuple[Tensor, Tensor]:
     """Return which pairs of blocks are partial and which are full, bool [batch, rows, columns].
-
-    A pair of blocks is full if every query sees the whole key block in one of its intervals. It is
-    partial if it is not full, but holds an allowed query-key pair.
 
     Args:
         low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
             interval. The intervals of a query are disjoint.
-        block: tokens per block, on both sides. The last block of either side may be short.
     """
     sees, queries, columns = low < high, low.shape[2], -(-num_keys // block)
     starts, ends = low // block, (high - 1) // block + 1
@@ -140,14 +127,8 @@ def block_flags(
     return touched & ~full, full
 
 
-def _rows_over(starts: torch.Tensor, ends: torch.Tensor, block: int, columns: int) -> torch.Tensor:
-    """Count how often the rows of each query block have a range over each key block.
-
-    starts, ends: int [batch, intervals, queries]; a range holds the key blocks starts <= j < ends.
-    columns: number of key blocks.
-
-    Returns int32 [batch, query blocks, columns].
-    """
+def _rows_over(starts: Tensor, ends: Tensor, block: int, columns: int) -> Tensor:
+    """Count how often the rows of each query block have a range over each key block."""
     batch, intervals, queries = starts.shape
     rows = -(-queries // block)
     edges = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=starts.device)
@@ -163,25 +144,14 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
 
     A diagonal gives each row one block. A purely causal mask makes only the block on the main
     diagonal partial.
-
-    Args:
-        candidates: number of blocks that a row can list.
-        max_diagonals: upper bound on the number of diagonals per head; 0 for a bitmap, or if only
-            the device knows a bound. With 0, each row has room for every block: the lists take up
-            to 8 bytes per pair of blocks and head, or 16 GiB at 1M tokens with 32 heads on one
-            worker.
-        plain: whether the mask is causal only, without documents or padding.
     """
     # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
     full = max(2, min(candidates, max_diagonals or candidates))
     return 2 if plain else full, full
 
 
-def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def set_indices(flags: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices of the set flags, and the number of set flags below each index.
-
-    Args:
-        flags: bool [..., n].
 
     Returns:
         indices: int32 [..., n], ascending indices of the set flags, then zeros.
@@ -196,3 +166,112 @@ def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = torch.arange(n, dtype=torch.int32, device=flags.device)
     indices.scatter_(-1, targets, numbers.expand(flags.shape))
     return indices[..., :n].contiguous(), counts_below
+
+
+BLOCK = 128
+_WORDS = 4  # of a row of a block: one per thread of the four that share a row on Hopper
+_BYTES_OF_PAIR = 2 * BLOCK * _WORDS * 4  # of a partial pair of blocks: of queries and of keys
+_MOST_BYTES = 512 << 20
+_AT_ONCE = 512  # numbers whose words are transposed at once, which takes 64 KiB each
+
+
+@dataclass(frozen=True)
+class MaskWords:
+    """The bits of all partial pairs of blocks of `BLOCK` tokens, int32.
+
+    ids: [batch, query blocks, key blocks or 2], the number of each partial pair of blocks. Other
+        entries are undefined.
+    of_queries: [numbers, BLOCK, 4], a row per query. `word_and_bit` gives the bit of each key.
+    of_keys: [numbers, BLOCK, 4], a row per key. `word_and_bit` gives the bit of each query.
+    """
+
+    ids: Tensor
+    of_queries: Tensor
+    of_keys: Tensor
+
+
+def mask_words(tiles: Tiles) -> MaskWords | None:
+    """Return the bits of all partial pairs of blocks, or None if they are too many."""
+    if "words" not in tiles.cache:
+        most = sum(most_partial_blocks(spans) for spans in tiles.spans)
+        tiles.cache["words"] = _make_words(tiles, max(1, most)) if _fit(most) else None
+    return tiles.cache["words"]
+
+
+def word_bytes(sequences: int, queries: int, keys: int, most: int) -> int:
+    """Return the size of the result of `mask_words` in bytes; 0 without a result."""
+    ids = 4 * sequences * -(-queries // BLOCK) * max(2, -(-keys // BLOCK))
+    return ids + max(1, most) * _BYTES_OF_PAIR if _fit(most) else 0
+
+
+def _fit(most: int) -> bool:
+    return most * _BYTES_OF_PAIR <= _MOST_BYTES
+
+
+def word_and_bit(offset: IntArray | int) -> tuple[IntArray | int, IntArray | int]:
+    """Return the word and the bit of a token, from its offset in the block.
+
+    On Hopper, thread t of the four threads that share a row holds the columns 8 j + 2 t and 8 j +
+    2 t + 1 for each j. The bits of a word follow the order of these columns.
+    """
+    return offset // 2 % 4, offset // 8 * 2 + offset % 2
+
+
+def most_partial_blocks(spans: KeySpans) -> int:
+    """Return an upper bound on the number of partial pairs of blocks, without the device."""
+    low, high = spans.low, spans.high
+    queries = low.shape[1]
+    starts = np.arange(0, queries, BLOCK)
+    sees = low < high
+    lowest = np.minimum.reduceat(np.where(sees, low, spans.num_keys), starts, 1)
+    highest = np.maximum.reduceat(np.where(sees, high, 0), starts, 1)
+    touched = np.maximum(-(-highest // BLOCK) - lowest // BLOCK, 0)
+    inner_low = np.maximum.reduceat(low, starts, 1)
+    inner_high = np.minimum.reduceat(high, starts, 1)
+    stop = np.where(inner_high == spans.num_keys, -(-spans.num_keys // BLOCK), inner_high // BLOCK)
+    return int((touched - np.maximum(stop + inner_low // -BLOCK, 0)).sum())
+
+
+def _make_words(tiles: Tiles, most: int) -> MaskWords:
+    low, high = tiles.low, tiles.high
+    partial, _ = block_flags(low, high, tiles.num_keys, BLOCK)
+    batch, rows, columns = partial.shape
+    numbers = partial.flatten().cumsum(0) - 1
+    device = low.device
+    # The place of each number: its pair of blocks. Other pairs go to one more place, at the end.
+    place = torch.where(partial.flatten(), numbers, most)
+    pairs = torch.zeros(most + 1, dtype=torch.int64, device=device)
+    pairs.scatter_(0, place, torch.arange(partial.numel(), device=device))
+    row, column = pairs[:most] // columns, (pairs[:most] % columns)[:, None]
+    below = _bits_below(str(device))
+    words = torch.zeros(most, BLOCK, _WORDS, dtype=torch.int32, device=device)
+    for bounds in zip(low.unbind(1), high.unbind(1), strict=True):
+        for bound in bounds:
+            padded = torch.nn.functional.pad(bound, (0, rows * BLOCK - bound.shape[1]))
+            of_block = padded.reshape(batch * rows, BLOCK)[row]
+            # The keys below high, without those below low, which are fewer.
+            words ^= below[(of_block - column * BLOCK).clamp(0, BLOCK)]
+    ids = numbers.clamp(min=0).to(torch.int32).view(batch, rows, columns)
+    # FlashAttention-4 4.0.0b36 takes no tensor with several axes of size 1.
+    ids = torch.nn.functional.pad(ids, (0, max(0, 2 - columns)))
+    return MaskWords(ids, words, torch.cat([_transposed(w) for w in words.split(_AT_ONCE)]))
+
+
+def _transposed(words: Tensor) -> Tensor:
+    """Return the words of keys from the words of queries, both int32 [numbers, BLOCK, 4]."""
+    bit = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words[..., None] >> bit) & 1  # [numbers, queries, words of keys, bits of keys]
+    # Token 8 j + 2 w + e has bit 2 j + e of word w.
+    bits = bits.unflatten(3, (16, 2)).unflatten(1, (16, 4, 2))
+    rows = bits.permute(0, 5, 4, 6, 2, 1, 3).reshape(-1, BLOCK, _WORDS, 32)
+    return (rows << bit).sum(-1, dtype=torch.int32)
+
+
+@cache
+def _bits_below(device: str) -> Tensor:
+    """Return the words of a query that sees the first n keys of a block, int32 [BLOCK + 1, 4]."""
+    table = np.zeros((BLOCK + 1, _WORDS), np.uint32)
+    for offset in range(BLOCK):
+        word, bit = word_and_bit(offset)
+        table[offset + 1 :, word] |= np.uint32(1 << int(bit))
+    return torch.from_numpy(table.view(np.int32)).to(device)

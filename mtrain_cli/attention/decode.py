@@ -1,8 +1,4 @@
-"""Attention of one query per sequence over a cache, on a GPU.
-
-One query has too little work for a GPU if one program reads all keys of a head. Both kernels
-therefore split the keys over many programs and merge the results (Flash-Decoding).
-"""
+"""Attention of one query per sequence over a cache, on a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import importlib.util
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
@@ -18,8 +15,8 @@ _FLASH_HEAD_DIM = 256  # the widest head of FlashAttention-2
 
 
 def decode_on_gpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return out and lse; see `Kernel.decode`."""
     if split_kernel(q.shape[2], k.shape[2], q.shape[3], q.dtype) == "triton":
         from mtrain_cli.kernels.triton import decode
@@ -29,10 +26,7 @@ def decode_on_gpu(
 
 
 def flash_splits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether PyTorch's FlashAttention-2 splits the keys of one query over programs.
-
-    With ``seqused_k``, it does so only if query heads share KV heads.
-    """
+    """Return whether PyTorch's FlashAttention-2 splits the keys of one query over programs."""
     return (
         heads > kv_heads
         and dtype in (torch.bfloat16, torch.float16)
@@ -43,9 +37,6 @@ def flash_splits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
 
 def split_kernel(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
     """Return the name of the kernel of `decode_on_gpu`: the faster one that can run.
-
-    On an H200, the Triton kernel takes 0.34 to 0.74 times as long as FlashAttention-2
-    (profiles/notes.md).
 
     Raises:
         ConfigError: the kernel's package is not installed.
@@ -62,13 +53,12 @@ def split_kernel(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
 
 @cache
 def has_triton() -> bool:
-    """Return whether the package triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def _flash_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     batch, capacity = k.shape[:2]
     starts = _starts(batch, 1, q.device), _starts(batch, capacity, q.device)
     # The batch lies in one long row, in which `starts` mark the sequences.
@@ -82,20 +72,17 @@ def _flash_decode(
 
 
 @cache
-def _starts(batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+def _starts(batch: int, tokens: int, device: torch.device) -> Tensor:
     """Return the first row of each sequence and the number of rows, int32 [batch + 1]."""
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
 
 
-def merge_parts(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the attention of the same queries over disjoint sets of keys.
 
     Args:
         parts: float32 or float64 [parts, batch, heads, head_dim + 1]: out of each part, then its
             lse. A part without keys has out 0 and lse -inf.
-
-    Returns:
-        out [batch, 1, heads, head_dim] and lse [batch, heads, 1], in the dtype of ``parts``.
     """
     if parts.is_cuda and parts.dtype == torch.float32 and has_triton():
         from mtrain_cli.kernels.triton import decode
@@ -107,6 +94,6 @@ def merge_parts(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (shares[..., None] * out).sum(0)[:, None], lse[..., None]
 
 
-def pack_part(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def pack_part(out: Tensor, lse: Tensor) -> Tensor:
     """Return out and lse of one query per sequence as a part for `merge_parts`."""
     return torch.cat([out[:, 0].to(lse.dtype), lse], dim=-1)

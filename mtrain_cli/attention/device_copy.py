@@ -8,25 +8,26 @@ from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Nested = TypeVar("Nested")
 # Tensors in a buffer start at multiples of this, in bytes. Kernels load up to 16 bytes at a time.
 _ALIGNMENT = 256
 
 
-def to_device(values: NDArray[Any] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def to_device(values: NDArray[Any] | Tensor, device: torch.device | str) -> Tensor:
     """Return ``values`` on the device. On a CPU the result shares memory with ``values``.
 
     The copy to a GPU goes through pinned memory, because a copy from pageable memory would make the
     host wait. PyTorch keeps the pinned memory until the copy has finished.
     """
-    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor]) -> Nested:
+def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
     """Return a copy of nested dataclasses, dicts and tuples with ``change`` applied to each tensor.
 
     If several parts share a tensor, their copies share the changed tensor. Every dict is copied, so
@@ -35,18 +36,11 @@ def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor]) -
     return _mapped(value, change, {})
 
 
-def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dict[int, Any]) -> Any:
-    """Return one part of a value for `map_tensors`.
-
-    This is not a function inside `map_tensors`: a recursive inner function would keep the tensors
-    alive until a garbage collection.
-
-    done: parts that have been copied, by the id of the original.
-    """
+def _mapped(part: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
     if id(part) in done:
         return done[id(part)]
     new = part
-    if isinstance(part, torch.Tensor):
+    if isinstance(part, Tensor):
         new = change(part)
     elif isinstance(part, dict):
         new = {key: _mapped(item, change, done) for key, item in part.items()}
@@ -62,18 +56,11 @@ def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dic
     return new
 
 
-def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
-    """Copy all tensors into one host buffer, which `unpacked` copies to the device at once.
-
-    Args:
-        pin: whether to allocate the buffer in pinned memory.
-
-    Returns:
-        A copy of ``value`` whose tensors are views of the buffer, and the buffer, uint8.
-    """
+def packed(value: Nested, *, pin: bool) -> tuple[Nested, Tensor]:
+    """Copy all tensors into one host buffer, which `unpacked` copies to the device at once."""
     size = 0
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
+    def count(tensor: Tensor) -> Tensor:
         nonlocal size
         size += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
         return tensor
@@ -82,7 +69,7 @@ def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
     size = 0
 
-    def place(tensor: torch.Tensor) -> torch.Tensor:
+    def place(tensor: Tensor) -> Tensor:
         start = size
         count(tensor)
         view = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -91,14 +78,11 @@ def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
     return map_tensors(value, place), buffer
 
 
-def unpacked(value: Nested, buffer: torch.Tensor, device: torch.device | str) -> Nested:
-    """Copy the buffer of `packed` to the device, and return ``value`` with tensors on the device.
-
-    value, buffer: the results of `packed`.
-    """
+def unpacked(value: Nested, buffer: Tensor, device: torch.device | str) -> Nested:
+    """Copy the buffer of `packed` to the device. Return ``value`` with tensors on the device."""
     moved = buffer.to(device, non_blocking=True)
 
-    def place(tensor: torch.Tensor) -> torch.Tensor:
+    def place(tensor: Tensor) -> Tensor:
         start = tensor.storage_offset() * tensor.element_size()
         return moved[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 

@@ -20,17 +20,11 @@ MOST_SLICES = 4 * MOST_INTERVALS
 
 
 def causal_slices(length: int) -> IntArray:
-    """Return the slices of causal attention over ``length`` tokens, int64 [1, 5]."""
     return np.array([[0, length, 0, length, SliceKind.CAUSAL]], np.int64)
 
 
 def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
-    """Return the slices of the part of a document from token ``start`` to ``stop`` - 1.
-
-    The result counts tokens from ``start``. It allows the same pairs as ``slices`` between tokens
-    of the part. A cut can split a slice into three: the rows before a moving bound enters the part,
-    the rows where it moves inside, and the rows after it leaves.
-    """
+    """Return the slices of the part of a document from token ``start`` to ``stop`` - 1."""
     q_start, q_stop, k_start, k_stop, kind = slices.T
     inverse, causal = kind >> 1, kind & 1
     # Rows outside the part: each takes one key from the end of the slice that it touches.
@@ -55,10 +49,7 @@ def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
 
 
 def continues(slices: IntArray, start: int, stop: int) -> NDArray[np.bool_]:
-    """Return whether the tokens ``start`` to ``stop`` - 1 of a document see the token before them.
-
-    slices: slices that lie in the document.
-    """
+    """Return whether tokens ``start`` to ``stop`` - 1 of a document see the token before them."""
     q_start, q_stop, k_start, k_stop, kind = slices.T
     # A bound that moves with the query is at the token before it for all queries or for none.
     low_moves, high_moves = kind >> 1 == 1, kind & 1 == 1
@@ -82,16 +73,11 @@ def lie_in(slices: IntArray, length: int) -> bool:
 
 
 def slices_per_query(slices: IntArray, length: int) -> float:
-    """Return how many slices name each query of ``length`` tokens on average."""
     return float(np.clip(slices[:, 1].astype(float) - slices[:, 0], 0, None).sum()) / max(1, length)
 
 
 def intervals_at_most(slices: IntArray, length: int, most: int) -> bool:
-    """Return whether no query of a document of ``length`` tokens sees more than ``most`` intervals.
-
-    slices: slices that lie in the document.
-    most: at most `MOST_INTERVALS`.
-    """
+    """Return whether no query of a document of ``length`` tokens sees over ``most`` intervals."""
     starts, stops = np.sort(slices[:, 0]), np.sort(slices[:, 1])
     shared = np.arange(1, len(starts) + 1) - np.searchsorted(stops, starts, side="right")
     if shared.max(initial=0) <= most:

@@ -8,36 +8,36 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import importlib.metadata
 import importlib.util
+import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
-from mtrain_cli import install_command
-from mtrain_cli.attention.block_lists import index_lists, mask_lists
+from mtrain_cli import install_command, resource_dir
+from mtrain_cli.attention.block_lists import index_lists, mask_lists, mask_words
 from mtrain_cli.attention.kernel import KernelRequest, Saved
-from mtrain_cli.attention.kernel_cache import persistent_kernel_cache
-from mtrain_cli.attention.mask_words import mask_words
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
+from mtrain_cli.launch.temporary_folders import own_folder
 
 # With more rectangles per sequence, one call with block lists is faster.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 class Flash4Kernel(TritonColumns):
-    """FlashAttention-4, the fastest kernel on Hopper.
-
-    Dense causal attention over 128K tokens on an H200 reaches 674 TFLOP/s forward and 607 TFLOP/s
-    backward (profiles/notes.md).
-    """
-
     name = "flash4"
     needs_out = False
 
@@ -72,8 +72,8 @@ class Flash4Kernel(TritonColumns):
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor]:
         dense = _load_dense()
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
@@ -95,8 +95,8 @@ class Flash4Kernel(TritonColumns):
         return out, lse
 
     def backward(
-        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dense = _load_dense()
         if tiles.index is not None:
             return _sparse_backward(dout, saved, tiles, scale)
@@ -122,11 +122,6 @@ class Flash4Kernel(TritonColumns):
 
 
 def _load_dense() -> ModuleType:
-    """Import the module that calls FlashAttention-4, and return it.
-
-    The first import enables the kernel cache, because FlashAttention-4 decides at import whether
-    and where it caches compiled kernels.
-    """
     loaded = "mtrain_cli.kernels.flash4.dense" in sys.modules
     with nullcontext() if loaded else persistent_kernel_cache():
         from mtrain_cli.kernels.flash4 import dense
@@ -135,10 +130,6 @@ def _load_dense() -> ModuleType:
 
 @cache
 def _load_error() -> str | None:
-    """Return why the installed FlashAttention-4 does not load, or None if it loads.
-
-    A common cause is a CUDA library that is missing or does not match PyTorch's.
-    """
     try:
         _load_dense()
     except Exception as error:  # mismatched libraries raise all kinds of errors
@@ -148,8 +139,8 @@ def _load_error() -> str | None:
 
 
 def _sparse_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
+) -> tuple[Tensor, Tensor]:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()
@@ -165,8 +156,8 @@ def _sparse_forward(
 
 
 def _sparse_backward(
-    dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, saved: Saved, tiles: Tiles, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()
@@ -193,7 +184,6 @@ def _spans(tiles: Tiles) -> Pair | None:
 
 
 def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
-    """Return (ids, words of queries) and (ids, words of keys); None if they would be too large."""
     words = mask_words(tiles)
     if words is None:
         return None, None
@@ -201,11 +191,7 @@ def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
 
 
 def _is_few_rectangles(tiles: Tiles) -> bool:
-    """Return whether the mask consists of a few slices that are full or causal.
-
-    A band or an inverse slice goes to the block lists. FlashAttention-4's own windows were not
-    checked with them. So do several intervals per query, whose slices would need a merge.
-    """
+    """Return whether the mask consists of a few slices that are full or causal."""
     few = tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
     return few and tiles.intervals == 1 and not any(s.inverse for s in tiles.slices[0])
 
@@ -214,3 +200,89 @@ def _is_one_rectangle(tiles: Tiles) -> bool:
     """Return whether one rectangle covers every query row."""
     slices = tiles.slices[0]
     return len(slices) == 1 and slices[0].q_stop - slices[0].q_start == tiles.num_queries
+
+
+ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+_COMPILERS = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "quack-kernels",
+)
+
+
+@contextmanager
+def persistent_kernel_cache() -> Iterator[None]:
+    """Enable FlashAttention-4's on-disk kernel cache during its first import.
+
+    Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if no folder is
+    usable (see `cache_folder`). FlashAttention-4 reads its environment variables at import. Restore
+    these variables after the ``with`` block, so that child processes decide for themselves.
+    """
+    if ENABLED in os.environ:
+        yield
+        return
+    user_folder = os.environ.get(FOLDER)
+    path = Path(user_folder) if user_folder else cache_folder()
+    if path is None or not _usable(path):
+        yield
+        return
+    os.environ[ENABLED], os.environ[FOLDER] = "1", str(path)
+    try:
+        yield
+    finally:
+        del os.environ[ENABLED]
+        if user_folder is None:
+            del os.environ[FOLDER]
+
+
+def cache_folder() -> Path | None:
+    """Return the folder for compiled kernels, or None if other users could write to that folder.
+
+    Cached files are run as code, so only this user may write them.
+    """
+    base = own_folder()
+    if base is None:
+        return None
+    inputs = [
+        (resource_dir("kernels") / "flash4/dense.py").read_text(),
+        *map(_version, _COMPILERS),
+        str(torch.version.cuda),
+        *_gpu(),
+    ]
+    return base / f"flash4-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
+
+
+def _gpu() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return [
+        properties.name,
+        f"{properties.major}.{properties.minor}",
+        str(properties.multi_processor_count),
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@cache
+def _usable(path: Path) -> bool:
+    """Return whether files can be created and locked in the folder."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = os.open(path / "probe.lock", os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(probe)
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

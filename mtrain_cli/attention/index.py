@@ -1,15 +1,10 @@
 """Dynamic indices: which key blocks and single key columns a pattern chose, per query head.
 
-Each layer has a new index in each step. An index uses global positions, so it is independent of the
-layout.
-
 - `VerticalSlash`: block diagonals (slashes) and single columns. This index takes kilobytes at any
   sequence length, and serves query blocks and key blocks alike. A query-key pair that several
   slashes and columns contain is computed once.
 - `BlockBitmap`: one bit per pair of blocks.
 - `GatedBitmap`: a bitmap in which each query also chooses large chunks of keys.
-
-A pair is computed if both the index and the mask allow it.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -32,7 +28,6 @@ _BITS_PER_PASS = 1 << 24
 class Index(ABC):
     """The query-key pairs that a pattern chose for one layer.
 
-    block: number of tokens per block.
     blocks: number of blocks in the padded sequence. The last block may be short.
     by_head: names of the fields that are tensors [batch, heads, ...].
     """
@@ -48,24 +43,17 @@ class Index(ABC):
         return batch, heads
 
     @abstractmethod
-    def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        """Return which pairs of blocks are chosen, bool [batch, heads, query blocks, key blocks].
-
-        A single column does not choose a block. The arguments are global block numbers.
-        """
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+        """Return which pairs of blocks are chosen, bool [batch, heads, queries, keys]."""
 
     def part(self, i: int, n: int) -> Self:
-        """Return the index of the i-th of n equal parts of the heads."""
         if n == 1:
             return self
         tensors = {name: getattr(self, name).unflatten(1, (n, -1))[:, i] for name in self.by_head}
         return replace(self, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
-    def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """Return which query-key pairs the index allows, bool [batch, heads, queries, keys].
-
-        The mask is not applied. The arguments are global positions.
-        """
+    def allowed(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Return which query-key pairs the index allows, bool [batch, heads, queries, keys]."""
         seen = self.chosen(query_positions // self.block, key_positions // self.block)
         if isinstance(self, VerticalSlash):
             table = torch.zeros(
@@ -83,13 +71,11 @@ class Index(ABC):
             the bitmap's ``rows``; the counts then cover only the query blocks in ``rows``.
         """
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name."""
+    def tensors(self) -> dict[str, Tensor]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Index:
-        """Return the index with its tensors on a device."""
         return map_tensors(self, lambda tensor: tensor.to(device))
 
 
@@ -97,24 +83,19 @@ class Index(ABC):
 class IndexCounts:
     """The work that one index leaves, per sequence and head. All fields are int64 [batch, heads].
 
-    pairs: number of query-key pairs that both index and mask allow.
     blocks: number of chosen (query block, key block) pairs that contain an allowed query-key pair.
-    columns: number of single columns.
     column_pairs: number of the allowed query-key pairs that no chosen block contains.
     slashes: number of block diagonals; 0 for a bitmap.
     """
 
-    pairs: torch.Tensor
-    blocks: torch.Tensor
-    columns: torch.Tensor
-    column_pairs: torch.Tensor
-    slashes: torch.Tensor
+    pairs: Tensor
+    blocks: Tensor
+    columns: Tensor
+    column_pairs: Tensor
+    slashes: Tensor
 
     def flop(self, head_dim: int) -> tuple[int, int]:
-        """Return the FLOP of the allowed pairs: (forward, backward).
-
-        A pair takes 2 products forward and 5 backward. Each product takes 2 * head_dim FLOP.
-        """
+        """Return the FLOP of the allowed pairs: (forward, backward)."""
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
@@ -136,8 +117,8 @@ class VerticalSlash(Index):
         bound.
     """
 
-    slashes: torch.Tensor
-    columns: torch.Tensor
+    slashes: Tensor
+    columns: Tensor
     max_slashes: int = 0
     by_head: ClassVar = ("slashes", "columns")
 
@@ -159,10 +140,9 @@ class VerticalSlash(Index):
         )
 
     def without_columns(self) -> VerticalSlash:
-        """Return the index with the same block diagonals and no columns."""
         return replace(self, columns=self.columns[..., :0])
 
-    def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         distance = query_blocks[:, None] - key_blocks[None, :]
         return self.slashes[:, :, distance.clamp(min=0)] & (distance >= 0)
 
@@ -177,13 +157,8 @@ class VerticalSlash(Index):
         blocks = (slashes * tables.touched[:, None]).sum(-1)
         return IndexCounts(pairs, blocks, real.sum(-1), column_pairs, slashes.sum(-1))
 
-    def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Return for each column the number of queries that also see it through a chosen diagonal.
-
-        columns: int64 [batch, heads, width], positions. The result has the same shape.
-        last: int64 [batch, heads, width], position of the last query that sees each column. The
-            first query that sees a column is at the column's own position.
-        """
+    def _covered_queries(self, columns: Tensor, last: Tensor) -> Tensor:
+        """Return for each column how many queries also see it through a chosen diagonal."""
         slashes = self.slashes.long()
         counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
         own, end = columns // self.block, last // self.block
@@ -206,12 +181,12 @@ class BlockBitmap(Index):
         worker has only the blocks of its own queries.
     """
 
-    bits: torch.Tensor
-    rows: torch.Tensor
+    bits: Tensor
+    rows: Tensor
     by_head: ClassVar[tuple[str, ...]] = ("bits",)
 
     @staticmethod
-    def whole(block: int, bits: torch.Tensor) -> BlockBitmap:
+    def whole(block: int, bits: Tensor) -> BlockBitmap:
         """Return the bitmap of all query blocks. bits: [batch, heads, blocks, blocks]."""
         blocks = bits.shape[-1]
         assert bits.shape[-2] == blocks
@@ -219,13 +194,13 @@ class BlockBitmap(Index):
         return BlockBitmap(block, blocks, bits, rows)
 
     @cached_property
-    def slots(self) -> torch.Tensor:
+    def slots(self) -> Tensor:
         """int32 [blocks], index of each query block's row in ``bits``; -1 if there is no row."""
         slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
         numbers = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
         return slots.index_copy_(0, self.rows.long(), numbers)
 
-    def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Return which pairs of blocks are chosen. Query blocks outside ``rows`` have none."""
         slots = self.slots[query_blocks].long()
         return self.bits[:, :, slots.clamp(min=0)][..., key_blocks] & (slots >= 0)[:, None]
@@ -251,28 +226,22 @@ class BlockBitmap(Index):
 class GatedBitmap(BlockBitmap):
     """A bitmap in which each query chooses its own chunks of keys.
 
-    The bit of a pair of blocks is set if any query of the query block chose the chunk of the key
-    block. Kernels skip all other pairs of blocks.
-
     gates: int32 [batch, heads, rows * block, words], the choice of each query: bit c % 32 of word
         c // 32 is set if the query chose chunk c. Padding has no bit set.
     chunk: number of keys per chunk, a multiple of block.
     """
 
-    gates: torch.Tensor
+    gates: Tensor
     chunk: int
     by_head: ClassVar = ("bits", "gates")
 
-    def gated(self, queries: slice) -> torch.Tensor:
-        """Return which chunks each query of a slice chose, bool [batch, heads, queries, chunks].
-
-        queries: slice of the second-to-last dimension of ``gates``.
-        """
+    def gated(self, queries: slice) -> Tensor:
+        """Return which chunks each query of a slice chose, bool [batch, heads, queries, chunks]."""
         chunks = -(-self.blocks * self.block // self.chunk)
         bit = torch.arange(chunks, device=self.gates.device)
         return (self.gates[:, :, queries, bit // 32] >> (bit % 32)) & 1 != 0
 
-    def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         slots = self.slots[query_positions // self.block].long().clamp(min=0)
         words = self.gates[:, :, slots * self.block + query_positions % self.block]
         chunks = key_positions // self.chunk

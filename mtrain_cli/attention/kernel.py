@@ -13,12 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
+from torch import Tensor
 
-from mtrain_cli.attention import definition
-from mtrain_cli.attention.definition import per_query_head
-from mtrain_cli.attention.partials import accumulation_dtype, merge
-from mtrain_cli.attention.shared_columns import SharedColumns, columns_backward, columns_forward
+from mtrain_cli.attention.packed_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
 
 
@@ -26,7 +23,6 @@ from mtrain_cli.attention.tiles import Tiles
 class IndexRequest:
     """The kind of dynamic index that a run's pattern makes.
 
-    block: number of tokens per block.
     bitmap: True if the index is a `BlockBitmap`, False if it is a `VerticalSlash`.
     chunk: number of keys per chunk if each query chooses its own chunks (`index.GatedBitmap`);
         otherwise 0.
@@ -42,9 +38,6 @@ class KernelRequest:
     """What a run needs from a kernel.
 
     capability: CUDA compute capability such as (9, 0); None without a GPU.
-    dtype: torch's name of the dtype, such as ``bfloat16``.
-    deterministic: whether results must be bitwise repeatable.
-    index: the kind of the dynamic index; None for dense attention.
     intervals: most disjoint intervals of keys that the mask lets a query see.
     """
 
@@ -62,17 +55,15 @@ class KernelRequest:
 class Saved(NamedTuple):
     """What a backward call needs besides dout.
 
-    out: output over the keys of all workers. May be None if delta is given.
-    lse: log-sum-exp over the keys of all workers.
     delta: rowsum(out * dout). If None, the kernel computes delta from out.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor | None
-    lse: torch.Tensor
-    delta: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    lse: Tensor
+    delta: Tensor | None
 
 
 class Kernel(Protocol):
@@ -96,32 +87,25 @@ class Kernel(Protocol):
         ...
 
     def missing_package(self, request: KernelRequest) -> str | None:
-        """Return which package this machine lacks to serve the request; None if it lacks none.
-
-        A package that is installed, but does not load, counts as missing.
-        """
+        """Return which package this machine lacks to serve the request; None if it lacks none."""
         ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse over the keys ``k``."""
-        ...
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv over the keys ``saved.k``."""
-        ...
+        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def forward_columns(
         self,
-        q: torch.Tensor,
-        packed: torch.Tensor,
+        q: Tensor,
+        packed: Tensor,
         columns: SharedColumns,
         scale: float,
-        partial: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        partial: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
         """Return out and lse over the columns of an index, in the accumulation dtype.
 
         Args:
@@ -134,14 +118,14 @@ class Kernel(Protocol):
 
     def backward_columns(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        packed: torch.Tensor,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        packed: Tensor,
+        lse: Tensor,
+        delta: Tensor,
         columns: SharedColumns,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return dq and the gradient of ``packed``, in the accumulation dtype.
 
         lse, delta: cover the keys of all workers.
@@ -149,57 +133,13 @@ class Kernel(Protocol):
         ...
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        used: torch.Tensor,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Return out and lse of one query per sequence over the first keys of a cache.
 
         On a GPU, the call neither waits for the GPU nor reads ``used`` on the host, so a CUDA graph
         can contain it.
 
-        Args:
-            q: [batch, 1, heads, head_dim].
-            k, v: the cache, [batch, capacity, kv_heads, head_dim].
-            used: number of keys that each query sees, int32 [batch], on the device of q.
-
-        Returns:
-            out, with the shape of q, in the accumulation dtype or the dtype of q; lse.
+        used: number of keys that each query sees, int32 [batch], on the device of q.
         """
         ...
-
-
-class TorchOnly:
-    """The `missing_package` of a `Kernel` that needs no package except PyTorch."""
-
-    def missing_package(self, request: KernelRequest) -> str | None:  # noqa: ARG002
-        return None
-
-
-class DefinitionColumns(TorchOnly):
-    """Methods of a `Kernel` for gathered columns and a cache, by attention's definition.
-
-    They are slow but exact.
-    """
-
-    skips = False
-
-    def decode(self, q, k, v, used, scale):
-        slots = torch.arange(k.shape[1], device=q.device)
-        seen = (slots < used[:, None])[:, None, None, :]
-        out, lse = definition.forward(*per_query_head(q, k, v), seen, scale)
-        return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
-
-    def forward_columns(self, q, packed, columns, scale, partial):
-        out, lse = columns_forward(q, packed, columns, scale)
-        if partial is None:
-            return out, lse
-        total, total_lse = partial[0].to(out.dtype, copy=True), partial[1].clone()
-        merge(total, total_lse, out, lse)
-        return total, total_lse
-
-    def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
-        return columns_backward(dout, q, packed, lse, delta, columns, scale)

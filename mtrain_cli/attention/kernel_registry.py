@@ -1,16 +1,13 @@
-"""The registry of kernels, and the choice of a run's kernel.
-
-To add a kernel, write one class and add one entry in this module.
-"""
+"""The registry of kernels, and the choice of a run's kernel."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 
-from mtrain_cli.attention.cupy_kernels import cupy_unsupported_reason
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
+from mtrain_cli.attention.partials import cupy_unsupported_reason
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
@@ -32,10 +29,7 @@ def make_kernel(name: str) -> Kernel:
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
-    """Return (name, reason) of every kernel, in order of preference.
-
-    The reason says why the kernel cannot serve the request here; None if the kernel can serve it.
-    """
+    """Return (name, reason) of every kernel, in order of preference."""
     reasons = survey_with_all_packages(request)
     return [(name, why or make_kernel(name).missing_package(request)) for name, why in reasons]
 
@@ -46,12 +40,6 @@ def survey_with_all_packages(request: KernelRequest) -> list[tuple[str, str | No
 
 
 def _preferred(request: KernelRequest) -> list[str]:
-    """Return the names of all kernels, in order of preference.
-
-    For dense attention with one interval of keys per query, PyTorch's kernel comes before Triton.
-    With several intervals, PyTorch's kernel takes a call per slice on a GPU. Triton's interpreter
-    comes after all kernels that compute on the CPU.
-    """
     names = list(_KERNELS)
     if request.index is None and (request.device != "cuda" or request.intervals == 1):
         names.remove("triton")
@@ -60,15 +48,7 @@ def _preferred(request: KernelRequest) -> list[str]:
 
 
 def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """Return the kernel for a run and the reason for the choice.
-
-    Args:
-        name: a kernel's name, or ``auto`` for the fastest kernel that serves the request.
-
-    Raises:
-        ConfigError: the kernel does not exist or cannot serve the request. The message lists the
-            kernels that can serve it.
-    """
+    """Return the kernel for a run and the reason for the choice."""
     reasons = dict(survey(request))
     usable = [n for n, reason in reasons.items() if reason is None]
     if name == "auto":
@@ -92,7 +72,6 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
 
 
 def _with_reason(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """Return (kernel, reason). The reason also says how the kernel computes a dynamic index."""
     kernel = make_kernel(name)
     if request.index is None:
         return kernel, reason

@@ -3,10 +3,6 @@
 Each query sees a few disjoint intervals of keys. A slot is the index of a token in its shard. Every
 layout keeps a worker's tokens in ascending order, so an interval of keys is also an interval of
 slots in any key shard. `KeySpans` holds these intervals as two integers per query and interval.
-Spans are exact, and are computed on the CPU without a process group. This module derives rectangles
-and counts from the spans, and `mask_tables` derives tables by block.
-
-A mask is built from slices (`KeySlice`), and its spans are cut into slices again for the kernels.
 """
 
 from __future__ import annotations
@@ -28,10 +24,8 @@ IntArray = NDArray[np.int64]
 class SliceKind(IntFlag):
     """Which keys of a rectangle a row sees. The two bits are independent of each other.
 
-    FULL: all keys.
     CAUSAL: each row sees one key fewer than the next row at the upper end; the last row sees all.
     INVERSE: each row sees one key fewer than the row before at the lower end; the first sees all.
-    BICAUSAL: both, which gives a band.
     """
 
     FULL = 0
@@ -88,10 +82,7 @@ class SequenceMask:
 
     @cached_property
     def is_causal_interval(self) -> bool:
-        """Whether each query sees itself and the keys from some key on, which never decreases.
-
-        Dynamic indices need such a mask: causal attention, documents and sliding windows.
-        """
+        """Whether each query sees itself and the keys from some key on, which never decreases."""
         low, high = self.low[:, : self.length], self.high[:, : self.length]
         return (
             self.intervals == 1
@@ -101,11 +92,7 @@ class SequenceMask:
 
     @property
     def first(self) -> IntArray:
-        """The position of the first key that the query at each position sees, int64 [padded].
-
-        Raises:
-            ValueError: the mask is not one causal interval per query.
-        """
+        """The position of the first key that the query at each position sees, int64 [padded]."""
         if not self.is_causal_interval:
             raise ValueError(
                 "A dynamic index needs a mask in which each query sees one interval of keys that "
@@ -121,17 +108,10 @@ class SequenceMask:
 
     @cached_property
     def pairs(self) -> int:
-        """Number of allowed query-key pairs in the sequence."""
         return int((self.high - self.low).sum())
 
     def last(self) -> IntArray:
-        """Return the position of the last query that sees each key, int64 [padded].
-
-        For a key in the padding, the result holds the position of the last token.
-
-        Raises:
-            ValueError: the mask is not one causal interval per query.
-        """
+        """Return the position of the last query that sees each key, int64 [padded]."""
         opened = np.bincount(self.first[: self.length], minlength=self.padded)
         return np.cumsum(opened) - 1
 
@@ -146,15 +126,11 @@ class SequenceMask:
 
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
-        """Return the mask of causal attention over the whole sequence, without documents."""
         return SequenceMask.from_first(np.zeros(padded, np.int64), length)
 
     @staticmethod
     def from_first(first: IntArray, length: int) -> SequenceMask:
-        """Return the mask in which each query sees the keys from ``first`` to itself.
-
-        first: int64 [padded], non-decreasing.
-        """
+        """Return the mask in which each query sees the keys from ``first`` to itself."""
         positions = np.arange(len(first))
         high = np.where(positions < length, positions + 1, first)
         return SequenceMask(first[None], high[None], length)
@@ -163,14 +139,7 @@ class SequenceMask:
     def from_documents(
         documents: NDArray[np.integer], padded: int, *, causal: bool = True
     ) -> SequenceMask:
-        """Return the mask of attention within each document.
-
-        documents: document id of each token, non-decreasing.
-        causal: whether a query sees only the keys up to itself.
-
-        Raises:
-            ValueError: an id is smaller than the id before it.
-        """
+        """Return the mask of attention within each document."""
         starts = document_starts(documents, padded)
         if causal:
             return SequenceMask.from_first(starts, len(documents))
@@ -218,11 +187,6 @@ class SequenceMask:
         return SequenceMask(bounds[0], bounds[1], length)
 
     def intersect(self, other: SequenceMask) -> SequenceMask:
-        """Return the mask that allows a pair if both this mask and ``other`` allow it.
-
-        Raises:
-            ValueError: a query then sees more than `MOST_INTERVALS` intervals.
-        """
         low = np.maximum(self.low[:, None], other.low[None]).reshape(-1, self.padded)
         high = np.minimum(self.high[:, None], other.high[None]).reshape(-1, self.padded)
         high = np.maximum(low, high)
@@ -231,7 +195,6 @@ class SequenceMask:
         return SequenceMask(low, high, min(self.length, other.length))
 
     def repadded(self, padded: int) -> SequenceMask:
-        """Return this mask with the sequence padded to ``padded`` positions instead."""
         if padded == self.padded:
             return self
         bounds = np.zeros((2, self.intervals, padded), np.int64)
@@ -239,7 +202,6 @@ class SequenceMask:
         return SequenceMask(bounds[0], bounds[1], self.length)
 
     def same_as(self, other: SequenceMask) -> bool:
-        """Return whether both masks allow the same pairs of a sequence of the same length."""
         tokens = slice(self.length)
         return self is other or (
             self.length == other.length
@@ -248,20 +210,10 @@ class SequenceMask:
         )
 
     def spans(self, query_positions: IntArray, key_positions: IntArray) -> KeySpans:
-        """Return the mask between a shard of queries and a shard of keys.
-
-        query_positions, key_positions: int64 [queries] and [keys], global positions, ascending.
-        """
         return KeySpans(*self.bounds(query_positions), self.padded).restrict(key_positions)
 
     def bounds(self, query_positions: IntArray) -> tuple[IntArray, IntArray]:
-        """Return low and high, positions: a query sees ``low <= position < high`` of each interval.
-
-        Both are int64 [intervals, queries]. An unused interval has equal bounds, and so has a query
-        in the padding.
-
-        query_positions: int64 [queries].
-        """
+        """Return low and high: a query sees the positions ``low <= p < high`` of each interval."""
         is_token = query_positions < self.length
         low, high = (
             np.where(is_token, bound[:, query_positions], 0) for bound in (self.low, self.high)
@@ -270,15 +222,7 @@ class SequenceMask:
 
 
 def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
-    """Return the position at which the document of each position starts, int64 [padded].
-
-    Padding belongs to the last document.
-
-    documents: document id of each token, non-decreasing.
-
-    Raises:
-        ValueError: an id is smaller than the id before it.
-    """
+    """Return the position at which the document of each position starts, int64 [padded]."""
     steps = np.diff(np.asarray(documents))
     if bool((steps < 0).any()):
         raise ValueError("Document ids decrease along the sequence. Give non-decreasing ids.")
@@ -287,7 +231,6 @@ def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
 
 
 def _check_slices(table: IntArray, length: int) -> None:
-    """Raise ValueError for the first slice that is not part of a sequence of ``length`` tokens."""
     q_start, q_stop, k_start, k_stop, kind = table.T
     inside = (q_start >= 0) & (q_stop <= length) & (k_start >= 0) & (k_stop <= length)
     ordered = (q_start <= q_stop) & (k_start <= k_stop)
@@ -328,10 +271,7 @@ def _rows(table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _one_interval(table: IntArray, padded: int) -> tuple[IntArray, IntArray]:
-    """Return low and high, [1, padded] each, of slices that share no row.
-
-    Much faster than `_rows`, which matters for sequences of millions of tokens.
-    """
+    """Return low and high, [1, padded] each, of slices that share no row."""
     bounds = np.zeros((2, 1, padded), np.int64)
     for q_start, q_stop, k_start, k_stop, kind in table.tolist():
         rows = q_stop - q_start
@@ -345,10 +285,7 @@ def _one_interval(table: IntArray, padded: int) -> tuple[IntArray, IntArray]:
 
 
 def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
-    """Move empty intervals behind the others, as 0 to 0, and drop rows that hold only empty ones.
-
-    low, high: int64 [intervals, positions], ascending apart from empty intervals.
-    """
+    """Move empty intervals, as 0 to 0, behind the others, and drop rows of only empty ones."""
     used = high > low
     most = int(used.sum(0).max(initial=0))
     if (used[1:] & ~used[:-1]).any():
@@ -381,7 +318,6 @@ class KeySpans:
 
     @cached_property
     def pairs(self) -> int:
-        """Number of allowed query-key pairs."""
         return int((self.high - self.low).sum())
 
     def seen(self) -> NDArray[np.bool_]:
@@ -402,10 +338,7 @@ class KeySpans:
 
     @cached_property
     def slices(self) -> tuple[KeySlice, ...]:
-        """The mask as few slices. Those of one interval come in ascending order of queries.
-
-        The slices of different intervals may have the same queries, but no pair twice.
-        """
+        """The mask as few slices. Those of one interval come in ascending order of queries."""
         found: list[KeySlice] = []
         for low, high in zip(self.low, self.high, strict=True):
             found += _slices(low, high)
@@ -413,7 +346,6 @@ class KeySpans:
 
 
 def _slices(low: IntArray, high: IntArray) -> list[KeySlice]:
-    """Return the slices of one interval per query, in ascending order of queries."""
     seen = high > low
     # Rows i and i + 1 belong to one slice if each bound either stays or grows by one. The kind says
     # which bounds grow. Otherwise a slice ends at row i (kind -1).

@@ -17,12 +17,7 @@ from mtrain_cli.config.schema import Config
 
 
 class FullLayers(NamedTuple):
-    """The layers that see all earlier tokens, in a model whose other layers have another mask.
-
-    masks: one per sequence of a batch.
-    layers: numbers of these layers.
-    of: number of all layers of the model.
-    """
+    """The layers that see all earlier tokens, in a model whose other layers have another mask."""
 
     masks: Sequence[SequenceMask]
     layers: frozenset[int]
@@ -31,10 +26,7 @@ class FullLayers(NamedTuple):
     def kinds(
         self, others: Sequence[SequenceMask]
     ) -> tuple[tuple[Sequence[SequenceMask], int], ...]:
-        """Return the masks of each kind of layer, and the number of these layers in the model.
-
-        others: the masks of the other layers, which come first.
-        """
+        """Return the masks of each kind of layer, and the number of these layers in the model."""
         full = len(self.layers)
         return (others, self.of - full), (self.masks, full)
 
@@ -44,9 +36,6 @@ class MaskRule:
     """Makes the mask of a sequence: the configured mask, inside each document if asked for.
 
     A sequence whose documents bring slices is masked by these slices alone.
-
-    document_mask: whether a query sees only its own document.
-    mask: the configured mask. `docs/extending.md`, "A mask", lists the steps to add one.
     """
 
     document_mask: bool
@@ -57,10 +46,7 @@ class MaskRule:
         return MaskRule(config.data.document_mask, config.mask)
 
     def by_layers(self, layers: int) -> tuple[tuple[MaskRule, int], ...]:
-        """Return each rule that some layers follow, with their number, for a model of ``layers``.
-
-        The layers that see all earlier tokens instead of a window come last.
-        """
+        """Return each rule that some of a model's ``layers`` follow, with the number of these."""
         full = sum(map(self.mask.is_full, range(layers)))
         if not full:
             return ((self, layers),)
@@ -76,7 +62,6 @@ class MaskRule:
     ) -> SequenceMask:
         """Return the mask of a sequence.
 
-        documents: document id of each token; None if the sequence is one document.
         slices: slices from the data, int64 [slices, 5], in positions of the sequence; None if the
             data have none.
         """
@@ -97,10 +82,7 @@ class MaskRule:
         return _undivided(self.mask, length, padded)
 
     def starts(self, documents: NDArray[np.integer] | None, padded: int) -> IntArray:
-        """Return the position at which the context of each position starts, int64 [padded].
-
-        The context is the document, or the sequence if the mask ignores documents.
-        """
+        """Return the position at which the context of each position starts, int64 [padded]."""
         if documents is None or not self.document_mask:
             return np.zeros(padded, np.int64)
         return document_starts(documents, padded)

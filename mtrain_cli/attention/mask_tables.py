@@ -1,8 +1,4 @@
-"""Tables of a batch's masks, by position and by block. Kernels, indices and work counts read them.
-
-`MaskTables` covers whole sequences. `BlockGeometry` adds which blocks a query shard and a key shard
-hold. `Plan` builds the tables on the host, on the thread that loads data.
-"""
+"""Tables of a batch's masks, by position and by block, for kernels, indices and work counts."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 
@@ -27,7 +24,6 @@ class BlockPairs:
     Along the key blocks of one query block, this number changes only where the intervals of its
     queries start and at the diagonal, so only the changes are stored.
 
-    rows, blocks: number of query blocks and of key blocks.
     places: int64 [changes], indices of the changes in a flat table [rows, blocks + 1], ascending.
     changes: int64 [changes], number of pairs at each index in ``places`` minus the number for the
         previous key block.
@@ -42,13 +38,7 @@ class BlockPairs:
     def make(
         mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None
     ) -> BlockPairs:
-        """Count the pairs that a mask allows.
-
-        rows: ascending numbers of the query blocks to cover; None for all.
-
-        Raises:
-            ValueError: the mask is not one causal interval per query.
-        """
+        """Count the pairs that a mask allows."""
         rows = np.arange(blocks) if rows is None else rows
         first, q = mask.first[: mask.length], np.arange(mask.length)
         own = q // block
@@ -100,12 +90,8 @@ class BlockPairs:
 class MaskTables:
     """The masks of a batch, shared by all shards and layers. Tensors are int32 unless noted.
 
-    block: number of tokens per block.
-    blocks: number of blocks in the whole sequence. The last block may be short.
-    padded: length of the padded sequence.
     plain: whether every mask is causal only, without documents or padding. In that case only blocks
         on the diagonal are partial.
-    lengths: int64 [batch], number of tokens without padding.
     first: [batch, blocks * block], position of the first key that the query at each position sees;
         `NOTHING` for padding.
     last: [batch, blocks * block], position of the last query that sees the key at each position.
@@ -123,15 +109,15 @@ class MaskTables:
     blocks: int
     padded: int
     plain: bool
-    lengths: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    first_min: torch.Tensor
-    first_max: torch.Tensor
-    per_diagonal: torch.Tensor
-    touched: torch.Tensor
+    lengths: Tensor
+    first: Tensor
+    last: Tensor
+    first_min: Tensor
+    first_max: Tensor
+    per_diagonal: Tensor
+    touched: Tensor
     rows: int
-    changes: torch.Tensor
+    changes: Tensor
 
     @staticmethod
     def make(
@@ -141,16 +127,6 @@ class MaskTables:
         bitmap: bool = False,
         rows: IntArray | None = None,
     ) -> MaskTables:
-        """Make the tables on the host.
-
-        Args:
-            masks: one per sequence of the batch.
-            bitmap: whether to store what `per_block` needs to count the pairs of a bitmap.
-            rows: ascending query block numbers of the bitmap; None for all.
-
-        Raises:
-            ValueError: a mask is not one causal interval per query.
-        """
         padded = masks[0].padded
         blocks = -(-padded // block)
         first = np.full((len(masks), blocks * block), NOTHING, np.int32)
@@ -190,7 +166,7 @@ class MaskTables:
         return self.first.device
 
     @cached_property
-    def per_block(self) -> torch.Tensor:
+    def per_block(self) -> Tensor:
         """Number of allowed pairs in each pair of blocks, [batch, rows, blocks].
 
         The rows are the query blocks of this worker's bitmap. The dtype is int16, or int32 for
@@ -203,14 +179,7 @@ class MaskTables:
         return table.cumsum(-1, dtype=dtype)[..., :-1]
 
     def between(self, query_positions: IntArray, key_positions: IntArray) -> BlockGeometry:
-        """Return the geometry of a query shard and a key shard, on the host.
-
-        query_positions, key_positions: global positions, ascending.
-
-        Raises:
-            ValueError: the positions do not form whole blocks. Only the sequence's last block may
-                be short.
-        """
+        """Return the geometry of a query shard and a key shard, on the host."""
         query_blocks, key_blocks = (
             whole_blocks(p, self.block, self.padded) for p in (query_positions, key_positions)
         )
@@ -229,7 +198,7 @@ class MaskTables:
         return BlockGeometry(self, q, k, q_slot, k_slot, count, occur, holes)
 
 
-def _joined_changes(pairs: Sequence[BlockPairs]) -> torch.Tensor:
+def _joined_changes(pairs: Sequence[BlockPairs]) -> Tensor:
     """Return ``places`` and ``changes`` of several sequences as one table, int64 [2, changes]."""
     joined = [np.empty((2, 0), np.int64)]
     for row, p in enumerate(pairs):
@@ -243,21 +212,19 @@ class BlockGeometry:
 
     Tensors are int32 on the device of the tables unless noted.
 
-    query_blocks, key_blocks: global number of each local block, ascending.
     query_slot, key_slot: [blocks], local number of each global block; -1 if the block is absent.
-    query_count: [blocks + 1], number of local query blocks below each global block.
     diagonals: bool [blocks], whether each block diagonal (query block - key block) occurs between
         the shards. With striped layouts these diagonals are congruent modulo the number of workers.
     holes: whether some block of the sequence is absent from the query shard or the key shard.
     """
 
     tables: MaskTables
-    query_blocks: torch.Tensor
-    key_blocks: torch.Tensor
-    query_slot: torch.Tensor
-    key_slot: torch.Tensor
-    query_count: torch.Tensor
-    diagonals: torch.Tensor
+    query_blocks: Tensor
+    key_blocks: Tensor
+    query_slot: Tensor
+    key_slot: Tensor
+    query_count: Tensor
+    diagonals: Tensor
     holes: bool
 
     @property
@@ -274,7 +241,7 @@ class BlockGeometry:
         return self.key_blocks.numel() == self.blocks
 
     @cached_property
-    def key_starts(self) -> torch.Tensor:
+    def key_starts(self) -> Tensor:
         """int32 [blocks + 1], slot of each block's first key.
 
         The slot is negative for an absent block and for the entry past the last block.
@@ -283,15 +250,7 @@ class BlockGeometry:
 
 
 def whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
-    """Return the global block numbers of a shard.
-
-    positions: global positions of the shard's tokens, ascending.
-    block: number of tokens per block.
-    padded: length of the padded sequence.
-
-    Raises:
-        ValueError: the positions do not form whole blocks.
-    """
+    """Return the global block numbers of a shard."""
     starts = positions[::block]
     whole = (starts[:, None] + np.arange(block)).reshape(-1)
     if (starts % block).any() or not np.array_equal(whole[: whole.searchsorted(padded)], positions):

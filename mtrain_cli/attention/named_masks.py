@@ -368,16 +368,12 @@ def _at_most(mask: MaskSettings, name: str, seq: int) -> Iterator[str]:
 
 
 def _blocks(seq: int, block: int) -> tuple[IntArray, IntArray]:
-    """Return where the blocks of a sequence start and stop."""
     start = np.arange(0, seq, block)
     return start, np.minimum(start + block, seq)
 
 
 def _along_rows(queries: IntArray, keys: IntArray, across: int, width: int) -> list[IntArray]:
-    """Return the slices between rows of ``width`` tokens; each query sees ``across`` keys of a row.
-
-    queries, keys: where each row of queries and its row of keys start.
-    """
+    """Return the slices between rows of ``width`` tokens in which queries see ``across`` keys."""
     # Along a row, the window stands still, moves with the query, and stands still again.
     first, moving = across // 2, width - across
     parts = (

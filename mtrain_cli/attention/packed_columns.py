@@ -1,41 +1,33 @@
-"""Gather single key columns for the kernels, and add their gradients to dk and dv.
-
-On a GPU with CuPy, `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add the
-gradients of the query heads that share a KV head in the same order.
-"""
+"""Gather single key columns for the kernels, and add their gradients to dk and dv."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask_tables import BlockGeometry
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype, cuda_kernels_usable
 from mtrain_cli.attention.tiles import Tiles
 
 COLUMN_TILE = 128  # packed columns are padded to a multiple of this
 _WARPS = 8
 
 
-def pack_columns(
-    k: torch.Tensor, v: torch.Tensor, tiles: Tiles
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def pack_columns(k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor] | None:
     """Return keys and values of each query head's columns, or None if the index has no columns.
 
     Both are [batch, heads, width, head_dim]. Unused entries hold 0, and the kernel must mask them.
-
-    k, v: [batch, keys, kv_heads, head_dim].
     """
     if not isinstance(tiles.index, VerticalSlash) or not tiles.index.columns.shape[-1]:
         return None
     return pack_rows(k, v, local_columns(tiles)[1])
 
 
-def pack_rows(
-    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_rows(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values as `pack_columns` does, for given key slots.
 
     slots: int32 [batch, heads, width], key slot of each column; -1 for an unused entry.
@@ -64,11 +56,7 @@ def pack_rows(
 
 
 def add_column_gradients(
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    columns_dk: torch.Tensor,
-    columns_dv: torch.Tensor,
-    tiles: Tiles,
+    dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, tiles: Tiles
 ) -> None:
     """Add the gradients of packed columns to dk and dv in place, in a fixed order.
 
@@ -78,13 +66,7 @@ def add_column_gradients(
     add_rows(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
 
 
-def add_rows(
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    columns_dk: torch.Tensor,
-    columns_dv: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+def add_rows(dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, slots: Tensor) -> None:
     """Add gradients as `add_column_gradients` does, for given key slots.
 
     slots: int32 [batch, heads, width], key slot of each column. Unused entries (-1) come last.
@@ -118,7 +100,7 @@ def add_rows(
         target.copy_(total)
 
 
-def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+def local_columns(tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Return (positions, key slots) of those columns of the index that are local keys.
 
     Both are int32 [batch, heads, width]. Positions ascend. Unused entries have position ``blocks *
@@ -142,7 +124,7 @@ def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     return columns, slots.gather(-1, order)
 
 
-def whole_columns(index: Index) -> torch.Tensor:
+def whole_columns(index: Index) -> Tensor:
     """Return `VerticalSlash.columns`, padded to a multiple of `COLUMN_TILE`."""
     assert isinstance(index, VerticalSlash)
     columns = index.columns
@@ -151,7 +133,7 @@ def whole_columns(index: Index) -> torch.Tensor:
     return columns.contiguous()
 
 
-def key_slots(columns: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
+def key_slots(columns: Tensor, geometry: BlockGeometry) -> Tensor:
     """Return the local key slot of each position, int32; -1 if the key is not local.
 
     columns: int32 positions; ``blocks * block`` for unused entries, whose slot is -1.
@@ -160,3 +142,62 @@ def key_slots(columns: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     if geometry.all_keys:
         return columns.masked_fill(columns == geometry.blocks * block, -1)
     return (geometry.key_starts[columns // block] + columns % block).clamp_(min=-1)
+
+
+@dataclass(frozen=True)
+class SharedColumns:
+    """The columns of one layer's index, and their slots among this worker's keys.
+
+    tiles: tiles of this worker's queries and all keys of the sequence, with the index.
+    slots: int32 [batch, heads, width], slot of each column's key on this worker; -1 if another
+        worker holds the key or if the entry is unused.
+    """
+
+    tiles: Tiles
+    slots: Tensor
+
+    @staticmethod
+    def make(whole: Tiles, own: Tiles) -> SharedColumns | None:
+        """Return the columns of a layer, or None if the layer's index has no columns."""
+        index, geometry = whole.index, own.geometry
+        assert geometry is not None
+        if not isinstance(index, VerticalSlash) or not index.columns.shape[-1]:
+            return None
+        # The slots depend on this worker's keys, so cache them with `own`, not with `whole`.
+        if "slots" not in own.index_cache:
+            own.index_cache["slots"] = key_slots(whole_columns(index), geometry)
+        return SharedColumns(whole, own.index_cache["slots"])
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """Return this worker's part of the packed tensor, [2, batch, heads, width, head_dim]."""
+        return torch.stack(pack_rows(k, v, self.slots))
+
+    def add_gradients(self, dk: Tensor, dv: Tensor, gradients: Tensor) -> None:
+        """Add the gradients of this worker's columns to dk and dv, in place.
+
+        gradients: [2, batch, heads, width, head_dim], dk and dv of all columns, summed over
+            workers.
+        """
+        # `add_rows` needs the places without a slot last.
+        absent = self.slots < 0
+        order = torch.argsort(absent.to(torch.int8), dim=-1, stable=True)
+        slots = self.slots.gather(-1, order)
+        rows = order[None, ..., None].expand_as(gradients)
+        own = gradients.gather(3, rows)
+        add_rows(dk, dv, own[:1], own[1:], slots)
+
+    def seen(self) -> Tensor:
+        """Return which query sees which column, bool [batch, heads, queries, width]."""
+        index, geometry = self.tiles.index, self.tiles.geometry
+        assert isinstance(index, VerticalSlash)
+        assert geometry is not None
+        positions = self.tiles.positions()[0]
+        columns = whole_columns(index).long()
+        first = geometry.tables.first[:, positions]
+        rows_at = positions[:, None]
+        allowed = (columns[:, :, None] >= first[:, None, :, None]) & (
+            columns[:, :, None] <= rows_at
+        )
+        diagonals = (rows_at // index.block - columns[:, :, None] // index.block).clamp(min=0)
+        table = index.slashes[:, :, None].expand(-1, -1, len(positions), -1)
+        return allowed & ~table.gather(-1, diagonals)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 
 import torch
-
-from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
+from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -14,9 +14,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
-) -> None:
+def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention over more keys into out and lse, in place.
 
     With w = sigmoid(part_lse - lse): out += w (part_out - out) and lse -= logsigmoid(lse -
@@ -39,13 +37,7 @@ def merge(
     lse.copy_(torch.where(no_new_keys, lse, merged_lse))
 
 
-def _fused_merge(
-    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
-) -> bool:
-    """Merge with mtrain's CUDA kernel, which reads and writes each number once.
-
-    Return False, without merging, if the kernel cannot process these tensors.
-    """
+def _fused_merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:
     if not (out.dtype == lse.dtype == part_lse.dtype == torch.float32 and cuda_kernels_usable(out)):
         return False
     tensors = (out, lse, part_out, part_lse)
@@ -66,7 +58,7 @@ def _fused_merge(
     return True
 
 
-def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """Return delta = rowsum(out * dout), [batch, heads, queries], in the accumulation dtype."""
     if (
         out.is_cuda
@@ -78,3 +70,28 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
         return sparse.row_delta(out, dout)
     high = accumulation_dtype(out.dtype)
     return (out.to(high) * dout.to(high)).sum(-1).transpose(1, 2).contiguous()
+
+
+@cache
+def cupy_unsupported_reason() -> str | None:
+    """Return why the CUDA kernels cannot run on the current GPU, or None if they can."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    try:
+        from mtrain_cli.kernels.cuda.nvrtc import check
+    except Exception as error:  # a broken installation can raise anything
+        return f"CuPy cannot be imported: {_first_line(error)}"
+    try:
+        check()
+    except Exception as error:
+        return f"CuPy cannot compile here: {_first_line(error)}"
+    return None
+
+
+def cuda_kernels_usable(tensor: Tensor) -> bool:
+    """Return whether the CUDA kernels can process the tensor: it is on a GPU and CuPy works."""
+    return tensor.is_cuda and cupy_unsupported_reason() is None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.decode import decode_on_gpu
-from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, Saved
+from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.mask import SliceKind
 from mtrain_cli.attention.partials import accumulation_dtype, merge
+from mtrain_cli.attention.reference import DefinitionColumns
 from mtrain_cli.attention.tiles import Tiles
 
 MASK_BYTES = 16 << 20  # maximum size of the additive mask of one CPU call
@@ -22,15 +24,11 @@ ROWS_PER_CALL = 512
 
 # Query rows, key slots and mask of one kernel call. On the CPU the mask is an additive tensor, or
 # False for none, and the slots may be a tensor. On CUDA the mask is the kind of a slice.
-Call = tuple[slice, slice | torch.Tensor, torch.Tensor | bool | SliceKind]
+Call = tuple[slice, slice | Tensor, Tensor | bool | SliceKind]
 
 
 class SdpaKernel(DefinitionColumns):
-    """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA.
-
-    On CUDA, each slice of the mask takes one call. A striped layout, many documents or several
-    intervals per query lead to many calls.
-    """
+    """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA."""
 
     name = "sdpa"
     needs_out = False
@@ -54,8 +52,8 @@ class SdpaKernel(DefinitionColumns):
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor]:
         batch, queries, heads, _ = q.shape
         high = accumulation_dtype(q.dtype)
         out, lse = torch.zeros_like(q), q.new_full((batch, heads, queries), -torch.inf, dtype=high)
@@ -73,13 +71,8 @@ class SdpaKernel(DefinitionColumns):
         return out, lse
 
     def decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        used: torch.Tensor,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         if _on_gpu(q):
             return decode_on_gpu(q, k, v, used, scale)
         batch, _, heads, _ = q.shape
@@ -91,8 +84,8 @@ class SdpaKernel(DefinitionColumns):
         return out, lse
 
     def backward(
-        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse, delta = saved
         high = accumulation_dtype(q.dtype)
         adds = _on_gpu(q) and tiles.intervals > 1  # several slices share queries
@@ -124,17 +117,14 @@ class SdpaKernel(DefinitionColumns):
         return dq.to(q.dtype) if adds else dq, dk, dv
 
 
-def _on_gpu(q: torch.Tensor) -> bool:
+def _on_gpu(q: Tensor) -> bool:
     return q.is_cuda
 
 
 def _merged_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse on CUDA under a mask in which several slices share queries.
-
-    The results of the slices are merged in float32.
-    """
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse on CUDA under a mask in which several slices share queries."""
     batch, queries, heads, _ = q.shape
     high = accumulation_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=high, device=q.device)
@@ -146,14 +136,8 @@ def _merged_forward(
     return out.to(q.dtype), lse
 
 
-def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta.
-
-    In each row, the element with the largest |dout| becomes delta / dout, and all other elements
-    become 0. In 16 bits, two more elements correct the rounding error, so that the sum matches
-    delta to float32 precision. The first quotient cannot overflow: |delta| is at most head_dim *
-    max |out| * max |dout|.
-    """
+def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta."""
     high = accumulation_dtype(dout.dtype)
     out, size = torch.zeros_like(dout), dout.abs()
     remainder = delta.transpose(1, 2).unsqueeze(-1).to(high)
@@ -170,12 +154,8 @@ def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> Iterable[Call]:
-    """Return the kernel calls that together compute sequence number b of the batch.
-
-    On the CPU, the masks of a long sequence are made one by one: together they would take memory
-    with the square of its length.
-    """
+def _calls(tiles: Tiles, b: int, q: Tensor) -> Iterable[Call]:
+    """Return the kernel calls that together compute sequence number b of the batch."""
     dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
         return _cpu_index_calls(tiles, b, dtype)
@@ -196,7 +176,7 @@ def _cached(calls: Iterator[Call], tiles: Tiles, key: str) -> Iterator[Call]:
     kept: list[Call] = []
     size = 0
     for call in calls:
-        size += call[2].nbytes if isinstance(call[2], torch.Tensor) else 0
+        size += call[2].nbytes if isinstance(call[2], Tensor) else 0
         if size <= CACHED_MASK_BYTES:
             kept.append(call)
         else:
@@ -207,10 +187,6 @@ def _cached(calls: Iterator[Call], tiles: Tiles, key: str) -> Iterator[Call]:
 
 
 def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
-    """Yield one call per group of rows, so that each mask is small.
-
-    A call has no mask if all rows of its group see the same keys.
-    """
     low, high = (bound[b] for bound in tiles.one_interval)
     num_rows = len(low)
     rows_with_keys = (low < high).nonzero().flatten()
@@ -224,7 +200,7 @@ def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
         if not bool(sees_keys.any()):
             break
         first, last = int(group_low[sees_keys].min()), int(group_high[sees_keys].max())
-        mask: torch.Tensor | bool = False
+        mask: Tensor | bool = False
         if bool((group_low != first).any()) or bool((group_high != last).any()):
             slots = torch.arange(first, last, dtype=torch.int32)
             hidden = (slots < group_low[:, None]) | (slots >= group_high[:, None])
@@ -247,7 +223,7 @@ def _cpu_interval_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Ca
             slots = _slots_seen(low, high, tiles.num_keys)
         if len(slots):
             seen = ((slots >= low[..., None]) & (slots < high[..., None])).any(0)
-            mask: torch.Tensor | bool = False
+            mask: Tensor | bool = False
             if not bool(seen.all()):
                 mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
             first, last = int(slots[0]), int(slots[-1]) + 1
@@ -256,11 +232,8 @@ def _cpu_interval_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Ca
         start = stop
 
 
-def _slots_seen(low: torch.Tensor, high: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return the key slots that at least one row sees, ascending, int64.
-
-    low, high: int32 [intervals, rows].
-    """
+def _slots_seen(low: Tensor, high: Tensor, num_keys: int) -> Tensor:
+    """Return the key slots that at least one row sees, ascending, int64."""
     edges = torch.zeros(num_keys + 1, dtype=torch.int64)
     ones = torch.ones(low.numel(), dtype=torch.int64)
     edges.index_add_(0, low.flatten().long(), ones)
@@ -286,26 +259,19 @@ def _cpu_index_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]
         yield slice(start, stop), slice(0, last), mask
 
 
-def _bias(mask: torch.Tensor | bool, kv_heads: int) -> torch.Tensor | None:
-    """Return a call's mask in the shape that the CPU kernel needs for grouped heads.
-
-    mask: [rows, keys] for all heads, or [heads, rows, keys]; False if the call has no mask.
-    """
-    if not isinstance(mask, torch.Tensor):
+def _bias(mask: Tensor | bool, kv_heads: int) -> Tensor | None:
+    if not isinstance(mask, Tensor):
         return None
     return mask[None, None] if mask.ndim == 2 else mask.unflatten(0, (kv_heads, -1))
 
 
-def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     """Return [kv_heads, group, queries, head_dim], a view of [queries, heads, head_dim]."""
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
-def _shared(k: torch.Tensor, group: int) -> torch.Tensor:
-    """Return [kv_heads, group, keys, head_dim], a view of [keys, kv_heads, head_dim].
-
-    All query heads of a group share the memory of their keys.
-    """
+def _shared(k: Tensor, group: int) -> Tensor:
+    """Return [kv_heads, group, keys, head_dim], a view of [keys, kv_heads, head_dim]."""
     return k.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
 
@@ -316,7 +282,7 @@ def _cpu_forward(q, k, v, mask, scale):
         *inputs, 0.0, False, attn_mask=_bias(mask, kv_heads), scale=scale
     )
     lse = lse.flatten(0, 1)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 3:
+    if isinstance(mask, Tensor) and mask.ndim == 3:
         lse = lse.masked_fill(mask.amax(-1) < 0, float("-inf"))
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse
 

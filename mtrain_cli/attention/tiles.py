@@ -1,7 +1,4 @@
-"""Mask and index as one kernel call sees them, for one query shard and one key shard.
-
-All layers share the mask of a batch. Each layer makes its own index.
-"""
+"""Mask and index as one kernel call sees them, for one query shard and one key shard."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors, to_device
 from mtrain_cli.attention.index import Index
@@ -34,8 +32,8 @@ class Tiles:
         pass fills this cache, and the layer's backward pass reads it.
     """
 
-    low: torch.Tensor
-    high: torch.Tensor
+    low: Tensor
+    high: Tensor
     spans: tuple[KeySpans, ...]
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     geometry: BlockGeometry | None = None
@@ -63,26 +61,15 @@ class Tiles:
         keys: IntArray,
         tables: MaskTables | None = None,
     ) -> Tiles:
-        """Build the tiles of a query shard and a key shard on the host.
-
-        Args:
-            masks: one per sequence of the batch.
-            queries, keys: global positions, ascending.
-            tables: tables of the masks for the index's block size; None for dense attention.
-
-        Raises:
-            ValueError: ``tables`` is given, and a shard does not consist of whole blocks.
-        """
+        """Build the tiles of a query shard and a key shard on the host."""
         geometry = None if tables is None else tables.between(queries, keys)
         return Tiles.make([mask.spans(queries, keys) for mask in masks], geometry=geometry)
 
     def to(self, device: torch.device | str) -> Tiles:
-        """Return the tiles with their tensors on a device. On a CPU the tensors share memory."""
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     @property
     def intervals(self) -> int:
-        """Most intervals of keys that a query sees."""
         return self.low.shape[1]
 
     @property
@@ -90,14 +77,13 @@ class Tiles:
         return self.low.shape[2]
 
     @property
-    def one_interval(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def one_interval(self) -> tuple[Tensor, Tensor]:
         """Low and high, [batch, queries], of a mask with one interval per query."""
         assert self.intervals == 1
         return self.low[:, 0], self.high[:, 0]
 
     @property
     def num_keys(self) -> int:
-        """Number of key slots."""
         return self.spans[0].num_keys
 
     @property
@@ -119,10 +105,9 @@ class Tiles:
         return replace(self, index=index, index_cache={})
 
     def without_index_cache(self) -> Tiles:
-        """Return the tiles with an empty index_cache, as a forward pass finds them."""
         return replace(self, index_cache={})
 
-    def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def positions(self) -> tuple[Tensor, Tensor]:
         """Return the global positions of the query and key slots, int64 on the device."""
         geometry = self.geometry
         assert geometry is not None
@@ -133,7 +118,7 @@ class Tiles:
         )
         return queries[: self.num_queries], keys[: self.num_keys]
 
-    def seen(self) -> torch.Tensor:
+    def seen(self) -> Tensor:
         """Return which query sees which key, bool [batch, heads or 1, queries, keys].
 
         The result takes memory for every pair, so use it for the oracle and for small masks only.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
@@ -58,11 +59,7 @@ class TritonColumns:
 
 
 class TritonKernel(TritonColumns):
-    """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1).
-
-    Backward launches one kernel for dq and another for dk and dv. All results are bitwise
-    repeatable: a single program computes each result, without atomics.
-    """
+    """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1)."""
 
     name = "triton"
     needs_out = False
@@ -86,8 +83,8 @@ class TritonKernel(TritonColumns):
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor]:
         from mtrain_cli.kernels.triton import spans, sparse
 
         if tiles.index is None:
@@ -96,8 +93,8 @@ class TritonKernel(TritonColumns):
         return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
 
     def backward(
-        self, dout: torch.Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         from mtrain_cli.kernels.triton import spans, sparse
 
         q, k, v, out, lse, delta = saved
@@ -119,10 +116,7 @@ class TritonKernel(TritonColumns):
         return dq, dk, dv
 
 
-def ensure_delta(
-    out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None
-) -> torch.Tensor:
-    """Return delta. If delta is None, compute it as rowsum(out * dout)."""
+def ensure_delta(out: Tensor | None, dout: Tensor, delta: Tensor | None) -> Tensor:
     from mtrain_cli.kernels.triton import sparse
 
     if delta is not None:
@@ -132,10 +126,7 @@ def ensure_delta(
 
 
 def make_span_plans(tiles: Tiles, dtype: torch.dtype) -> tuple[SpanPlan, SpanPlan]:
-    """Return the mask with the key blocks of query blocks, and with the query blocks of key blocks.
-
-    dtype: dtype of q.
-    """
+    """Return the mask with the key blocks of query blocks, and the reverse."""
     from mtrain_cli.kernels.triton.spans import SpanPlan
 
     block = _DENSE_BLOCK if dtype.itemsize == 2 else _DENSE_BLOCK_32
@@ -151,7 +142,6 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
     block lists of a bitmap and the bits of covered columns are built on every call.
 
     Args:
-        slashes: whether to include the blocks; False for columns only.
         backward: whether to include the query blocks of each key block, which dk and dv need.
     """
     from mtrain_cli.kernels.triton.sparse import TilePlan
@@ -184,13 +174,12 @@ _COLUMN_FIELDS = ("column_positions", "columns_below", "covered")
 
 
 def _vertical_slash_fields(tiles: Tiles, index: VerticalSlash, slashes: bool) -> dict[str, Any]:
-    """Return the fields of `TilePlan` that depend on an index of diagonals and columns."""
     from mtrain_cli.kernels.triton.sparse import covered_columns
 
     assert tiles.geometry is not None
     entries, counts = _cached(tiles, "diagonals", _diagonals) if slashes else (None, None)
     slash = index.slashes.flatten(0, 1).contiguous().view(torch.uint8)
-    columns: tuple[torch.Tensor | None, ...] = (None, None, None)
+    columns: tuple[Tensor | None, ...] = (None, None, None)
     if index.columns.shape[-1]:
         positions = local_columns(tiles)[0].flatten(0, 1)
         below = _cached(tiles, "columns below blocks", _columns_below_blocks)
@@ -207,7 +196,6 @@ def _vertical_slash_fields(tiles: Tiles, index: VerticalSlash, slashes: bool) ->
 
 
 def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) -> dict[str, Any]:
-    """Return the fields of `TilePlan` that depend on a block bitmap."""
     from mtrain_cli.kernels.triton.sparse import list_blocks
 
     # Lists hold the global numbers of local blocks, which ascend like the blocks' slots.
@@ -228,10 +216,7 @@ def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) 
 
 
 def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
-    """Return make(tiles). Cache the result in the tiles if they hold all keys.
-
-    In a ring the tiles hold one key shard, so each step calls ``make`` again.
-    """
+    """Return make(tiles). Cache the result in the tiles if they hold all keys."""
     assert tiles.geometry is not None
     if not tiles.geometry.all_keys:
         return make(tiles)
@@ -240,19 +225,15 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
     return tiles.index_cache[name]
 
 
-def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `TilePlan.entries` and `counts`: the chosen diagonals that occur between the shards.
-
-    In each ring step of a striped layout, these diagonals are congruent modulo the number of
-    workers, so the key shard holds all their key blocks.
-    """
+def _diagonals(tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Return `TilePlan.entries` and `counts`: chosen diagonals that occur between the shards."""
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)
     assert geometry is not None
     return set_indices((index.slashes & geometry.diagonals).flatten(0, 1))
 
 
-def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
+def _columns_below_blocks(tiles: Tiles) -> Tensor:
     """Return `TilePlan.columns_below`: the number of columns below the start of each block."""
     assert tiles.index is not None
     positions = local_columns(tiles)[0].flatten(0, 1)

@@ -50,30 +50,12 @@ from mtrain_cli.launch.job import job_rank
 from mtrain_cli.printable import one_line, printable
 
 ORDER = (
-    "train",
-    "generate",
-    "eval",
-    "study",
-    "status",
-    "profile",
-    "profile-balance",
-    "simulate",
-    "report",
-    "config",
-    "mask",
-    "data",
-    "checkpoint",
-    "doctor",
-)
+    "train", "generate", "eval", "study", "status", "profile", "profile-balance", "simulate",
+    "report", "config", "mask", "data", "checkpoint", "doctor",
+)  # fmt: skip
 FAILURE = 1
 USAGE_ERROR = 2
-_PATH_ERRORS = (
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENOENT,
-    errno.ELOOP,
-)  # mistakes in a path
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)
 _SHOWN = 200  # characters of a path in a message
 INTERRUPTED = 130  # 128 + SIGINT, a shell's exit code for Ctrl-C
 
@@ -130,44 +112,35 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         _print_problems(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:
-        print(
-            "\n".join(f"error: {printable(line)}" for line in str(error).splitlines()),
-            file=sys.stderr,
-        )
+        lines = str(error).splitlines()
+        print("\n".join(f"error: {printable(line)}" for line in lines), file=sys.stderr)
         raise typer.Exit(FAILURE) from error
     except _UsageError as error:
         # `mtrain config` without a subcommand: creating this error has printed the help already.
         if type(error).__name__ == "NoArgsIsHelpError":
             raise typer.Exit() from error
-        ctx = getattr(error, "ctx", None)
-        command = (
-            ctx.command_path
-            if ctx is not None
-            else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
-        )
+        context = getattr(error, "ctx", None)
+        command = " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
+        command = command if context is None else context.command_path
         _print_problems((f"{_describe(error)} See `{command} --help`.",))
         raise typer.Exit(USAGE_ERROR) from error
     except OSError as error:
         # A failure of the disk or the network, or a wrong file name: a traceback would not help.
         if error.filename is None or isinstance(error, BrokenPipeError):
             raise
-        _print_problems((f"{_clipped(os.fsdecode(error.filename))}: {error.strerror or error}",))
+        name = os.fsdecode(error.filename)
+        shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+        _print_problems((f"{shown}: {error.strerror or error}",))
         raise typer.Exit(USAGE_ERROR if error.errno in _PATH_ERRORS else FAILURE) from error
     except RuntimeError as error:
         if str(error) != "Could not determine home directory.":
             raise
-        _print_problems(
-            ("~: that user is unknown on this machine or has no home folder; give the whole path",)
-        )
+        _print_problems(("~: that user is unknown or has no home folder; give the whole path",))
         raise typer.Exit(USAGE_ERROR) from error
     except KeyboardInterrupt as error:
         if str(error):  # a `StopSignal`
             print(f"mtrain: {error}", file=sys.stderr)
         raise typer.Exit(getattr(error, "exit_code", INTERRUPTED)) from None
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _print_problems(problems: Iterable[str]) -> None:
@@ -182,64 +155,31 @@ def _print_problems(problems: Iterable[str]) -> None:
         print(f"mtrain: {f'rank {rank}: ' if rank else ''}{one_line(problem)}", file=sys.stderr)
 
 
-_EXPECTED = {
-    "int_parsing": "expected a whole number",
-    "int_type": "expected a whole number",
-    "float_parsing": "expected a number",
-}
-
-
 def _describe(error: Any) -> str:
     message = _wrong_value(error) or " ".join(error.format_message().split())
-    option = getattr(error, "option_name", None)
-    ctx = getattr(error, "ctx", None)
-    if message.startswith("No such command") and ctx is not None:
-        return f"{message} Commands: {', '.join(ctx.command.list_commands(ctx))}."
-    takes_overrides = ctx is not None and any(p.name == "overrides" for p in ctx.command.params)
-    if option in ("--config", "--config-file", "--config-name") and takes_overrides:
-        # Users of other tools expect an option for a file of settings.
-        return (
-            f"No such option: {option}. Write settings as key=value, or put them into "
-            'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
-            "--config-dir DIR recipe=mine."
-        )
-    if option in ("--out", "--output", "-o") and takes_overrides and not _has_out(ctx):
-        # A similar name, such as --layout, would not help.
-        if ctx is not None and ctx.command.name == "generate":
-            return f"No such option: {option}. The text goes to stdout."
-        return f"No such option: {option}. run.dir=DIR sets the folder of the results."
-    similar = message.partition("Possible options")[2]
-    # `--task` more likely means --tasks than a setting of a similar name. A command with a trained
-    # model takes few settings.
-    is_option = (bool(option) and str(option) in similar) or (bool(similar) and _has_model(ctx))
-    if option and takes_overrides and not is_option:
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if message.startswith("No such command") and context is not None:
+        return f"{message} Commands: {', '.join(context.command.list_commands(context))}."
+    parameters = context.command.params if context is not None else ()
+    if option and any(parameter.name == "overrides" for parameter in parameters):
         from mtrain_cli.config.foreign_words import counterpart
+        from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
 
-        if not _has_model(ctx) and (here := counterpart(option)):
+        if option in ("--config", "--config-file", "--config-name"):
+            # Users of other tools expect an option for a file of settings.
+            message = (
+                f"No such option: {option}. Write settings as key=value, or put them into "
+                'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
+                "--config-dir DIR recipe=mine."
+            )
+        elif here := counterpart(option):
             message = f"{message.rstrip('.')}; {here}"
-        elif key := nearest(option.lstrip("-").replace("-", "_"), _keys_of(ctx)):
+        elif "Possible options" not in message and (
+            key := nearest(option.lstrip("-").replace("-", "_"), all_keys())
+        ):
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
-
-
-def _keys_of(context: Any) -> list[str]:
-    """Return the keys that a command takes: those of a trained model are a few."""
-    from mtrain_cli.config.keys import all_keys
-
-    if not _has_model(context):
-        return list(all_keys())
-    from mtrain_cli.inference.model_source import is_settable
-
-    return list(filter(is_settable, all_keys()))
-
-
-def _has_model(context: Any) -> bool:
-    return any(parameter.name == "model" for parameter in context.command.params)
-
-
-def _has_out(context: Any) -> bool:
-    return any("--out" in parameter.opts for parameter in context.command.params)
 
 
 def _wrong_value(error: Any) -> str | None:
@@ -253,8 +193,10 @@ def _wrong_value(error: Any) -> str | None:
         return None
     detail = list_errors()[0]
     bounds = detail.get("ctx", {})
-    if str(detail["input"]).lower() == "nan":
+    if detail["type"] == "float_parsing" or str(detail["input"]).lower() == "nan":
         reason = "expected a number"
+    elif detail["type"] in ("int_parsing", "int_type"):
+        reason = "expected a whole number"
     elif "ge" in bounds:
         reason = f"must be at least {bounds['ge']:g}"
     elif "le" in bounds:
@@ -262,7 +204,7 @@ def _wrong_value(error: Any) -> str | None:
     elif " is not one of " in detail["msg"]:
         reason = "expected one of " + detail["msg"].partition(" is not one of ")[2].replace("'", "")
     else:
-        reason = _EXPECTED.get(detail["type"], detail["msg"].removeprefix("Value error, "))
+        reason = detail["msg"].removeprefix("Value error, ")
     is_option = param.param_type_name == "option"
     name = f"{max(param.opts, key=len)} " if is_option else f"{param.metavar or param.name}="
     return name + (detail["input"] or "''") + f": {reason}"
@@ -314,17 +256,14 @@ app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
 app.command("status")(status.status)
-# These modules add their command to the group of commands/profile.py.
-_PROFILES = (
-    profile_imbalance,
-    profile_kernels,
-    profile_links,
-    profile_non_attention,
-    profile_sparsity,
-    profile_step,
-    profile_what_if,
-)
-assert all(module.app is profile.app for module in _PROFILES)
+# Importing these modules adds their commands to the group of commands/profile.py.
+assert all(
+    module.app is profile.app
+    for module in (
+        profile_imbalance, profile_kernels, profile_links, profile_non_attention, profile_sparsity,
+        profile_step, profile_what_if,
+    )
+)  # fmt: skip
 app.add_typer(profile.app, name="profile")
 app.command("profile-balance")(profile_imbalance.imbalance)
 app.add_typer(simulate.app, name="simulate")
@@ -352,7 +291,7 @@ _take_each_value_once(app)
 def _add(place: str, command: Any) -> None:
     """Add a command of another package: a group, or a function with Typer's annotations.
 
-    place: name of the command, after the name of its group and a dot if it is in a group.
+    place: name of the command, such as ``eval.mine`` in the group ``eval``.
     """
     group, _, name = place.rpartition(".")
     owner = next((of.typer_instance for of in app.registered_groups if of.name == group), None)
@@ -379,12 +318,6 @@ def _names(owner: typer.Typer) -> list[str | None]:
 
 
 plugins.load(plugins.COMMANDS, _add)
-warn(
-    [
-        f"{name}: this installation lacks the command, or is older than the code; reinstall mtrain"
-        for name in (
-            *(name for name in ORDER if name not in _names(app)),
-            *(["eval lm-eval"] if "lm-eval" not in _names(evaluate.app) else []),
-        )
-    ]
-)
+_absent = [name for name in ORDER if name not in _names(app)]
+_absent += [] if "lm-eval" in _names(evaluate.app) else ["eval lm-eval"]
+warn([f"{name}: this installation lacks the command; reinstall mtrain" for name in _absent])

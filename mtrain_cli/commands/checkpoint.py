@@ -46,14 +46,12 @@ def import_weights(
             qwen3_moe or mixtral model.
         run: Run folder to create; the weights become its checkpoint step-0.
     """
-    from mtrain_cli.model.huggingface_config import read_config, remarks
+    from mtrain_cli.model.huggingface_config import read_config
 
     read_config(hf_folder)  # report a mistake before torch is imported
     from mtrain_cli.training.conversion import import_folder
 
     config = import_folder(hf_folder, run)
-    for line in remarks(hf_folder):
-        _warn(line)
     model = config.model
     _print_result(
         f"Wrote {run / 'checkpoints' / 'step-0'}: {model.family}, {model.num_layers} layers, "

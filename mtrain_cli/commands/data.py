@@ -142,8 +142,7 @@ def _token_fields(
     tokens_key: str | None, mask_key: str | None, positions_key: str | None
 ) -> TokenFields | None:
     """Return the fields of documents of token ids; None for text."""
-    from mtrain_cli.data.record_key import RecordKey
-    from mtrain_cli.data.token_documents import TokenFields
+    from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
     given = {"--mask-key": mask_key, "--positions-key": positions_key}
     columns = {

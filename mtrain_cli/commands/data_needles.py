@@ -5,25 +5,19 @@ from __future__ import annotations
 import itertools
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from mtrain_cli.commands.completion import complete_tokenizers
 from mtrain_cli.commands.data import app
+from mtrain_cli.commands.data_ruler import token_count
 from mtrain_cli.commands.options import (
     MOST_DOCUMENTS,
-    MOST_TOKENS,
     argument,
     bounded,
     option,
     writing,
 )
 from mtrain_cli.config.schema import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from mtrain_cli.data.corpora import Corpus
-    from mtrain_cli.data.needles import NeedleDocument
 
 MOST_PAIRS = 2048  # a question may need two of the 4,096 names
 _FILE = "needles.jsonl"
@@ -70,15 +64,24 @@ def needles(
         tokenizer: Tokenizer that counts tokens: that of the training run.
     """
     from mtrain_cli.commands.data_output import progress_bar
+    from mtrain_cli.config.atomic_files import replacing
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
+    from mtrain_cli.data.corpora import stdlib_corpus
     from mtrain_cli.data.filters import describe_left_out
     from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
+    from mtrain_cli.data.text_files import text_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
-    settings = NeedleSettings(_tokens(length), pairs, parse_chains(chains), seed, questions)
+    settings = NeedleSettings(
+        token_count("--length", length, 1), pairs, parse_chains(chains), seed, questions
+    )
     opened = open_tokenizer(tokenizer, "--tokenizer")
-    corpus = _corpus(haystack)
+    if haystack == "stdlib":
+        corpus = stdlib_corpus(origin="--haystack stdlib")
+    else:
+        key = "the haystack's key"
+        corpus = text_corpus(haystack, "text", path_option="--haystack", key_option=key)
     made = needle_documents(corpus, opened, settings, documents)
     path = out.expanduser() / _FILE
     if path.exists():
@@ -88,7 +91,9 @@ def needles(
         path.parent.mkdir(parents=True, exist_ok=True)
         with progress_bar() as report:
             whole = itertools.chain([first], made)
-            _write(path, reported(whole, documents, "writing", report))
+            with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
+                shown = reported(whole, documents, "writing", report)
+                file.writelines(document.line() for document in shown)
     console = Console(soft_wrap=True, highlight=False)
     size = format_size(settings.length)
     console.print(
@@ -100,34 +105,6 @@ def needles(
     given = {"data.path": out, "seq": size, "data.tokenizer": tokenizer}
     words = " ".join(shlex.quote(f"{key}={value}") for key, value in given.items())
     console.print(f"Next:\n  mtrain train data=text {words}")
-
-
-def _write(path: Path, documents: Iterable[NeedleDocument]) -> None:
-    from mtrain_cli.config.atomic_files import replacing
-
-    with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
-        file.writelines(document.line() for document in documents)
-
-
-def _corpus(haystack: str) -> Corpus:
-    from mtrain_cli.data.corpora import stdlib_corpus
-    from mtrain_cli.data.text_files import text_corpus
-
-    if haystack == "stdlib":
-        return stdlib_corpus(origin="--haystack stdlib")
-    return text_corpus(haystack, "text", path_option="--haystack", key_option="the haystack's key")
-
-
-def _tokens(text: str) -> int:
-    from mtrain_cli.config.sizes import EXPECTED, parse_size
-
-    try:
-        tokens = parse_size(text)
-    except ValueError:
-        raise ConfigError(f"--length {text}: expected {EXPECTED}") from None
-    if not 0 < tokens <= MOST_TOKENS:
-        raise ConfigError(f"--length {text}: must be from 1 to {MOST_TOKENS:,} tokens")
-    return tokens
 
 
 def parse_chains(text: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from mtrain_cli.commands.completion import complete_tokenizers
 from mtrain_cli.commands.data import app
@@ -13,13 +13,11 @@ from mtrain_cli.commands.options import (
     argument,
     bounded,
     option,
+    parse_names,
     writing,
 )
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
-
-if TYPE_CHECKING:
-    from mtrain_cli.evaluation.sources import Sources
 
 
 @app.command()
@@ -37,7 +35,7 @@ def ruler(
     """Write RULER's samples to OUT/LENGTH/TASK.jsonl.
 
     The files equal those of the original's generators at commit c3f5e3b, byte for byte. Only the
-    needles in essays may stand a few sentences elsewhere. The tokenizer uses all cores.
+    needles in essays may stand a few sentences elsewhere.
 
     [bold]Examples[/bold]
 
@@ -60,34 +58,35 @@ def ruler(
     from mtrain_cli.config.sizes import with_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.tokenizers import open_tokenizer
-    from mtrain_cli.evaluation.ruler import generate, needs_words
-    from mtrain_cli.evaluation.samples import write_samples
-    from mtrain_cli.evaluation.sources import Sources
+    from mtrain_cli.evaluation.ruler import files_of, generate, needs_words
+    from mtrain_cli.evaluation.ruler_files import Sources, write_samples
     from mtrain_cli.evaluation.word_lists import identity
 
-    names, lengths = ruler_tasks(tasks), token_lengths(length)
-    files = {
-        (tokens, task): out.expanduser() / str(tokens) / f"{_file_name(task)}.jsonl"
-        for tokens in lengths
-        for task in names
-    }
-    for path in files.values():
-        if list(files.values()).count(path) > 1:
-            raise ConfigError(f"--tasks {tasks}: two tasks would write {path}; rename a file")
-        if path.exists():
-            raise ConfigError(f"OUT={out}: already holds {path}; delete it or give another folder")
+    names, lengths = ruler_tasks(tasks), token_lengths("--length", length)
+    files: dict[tuple[int, str], Path] = {}
+    for tokens in lengths:
+        for task in names:
+            name, at, file = task.partition("@")
+            path = out.expanduser() / str(tokens) / f"{name}{at}{Path(file).stem}.jsonl"
+            if path in files.values():
+                raise ConfigError(f"--tasks {tasks}: two tasks would write {path}; rename a file")
+            if path.exists():
+                raise ConfigError(
+                    f"OUT={out}: already holds {path}; delete it or give another folder"
+                )
+            files[tokens, task] = path
     sources = Sources(essays, squad, hotpotqa, words)
-    require_files(names, sources)
+    for task in names:
+        files_of(task, sources)
     opened = open_tokenizer(tokenizer, "--tokenizer")
     console = Console(soft_wrap=True, highlight=False)
-    if any(needs_words(task) for task in names):
+    if any(map(needs_words, names)):
         console.print(f"Words of wonderwords, SHA-256 {identity()}")
     for (tokens, task), path in files.items():
-        made = generate(task, tokens, samples, opened, sources=sources)
         with writing(f"OUT={out}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            count = write_samples(path, made)
-        console.print(f"Wrote {path}: {with_count(count, 'sample')}")
+            write_samples(path, generate(task, tokens, samples, opened, sources=sources))
+        console.print(f"Wrote {path}: {with_count(samples, 'sample')}")
 
 
 def ruler_tasks(text: str) -> list[str]:
@@ -95,19 +94,20 @@ def ruler_tasks(text: str) -> list[str]:
     from mtrain_cli.evaluation.ruler import RULER6, RULER13, TASKS, find_task
 
     suites = {"ruler6": RULER6, "ruler13": RULER13}
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = parse_names("--tasks", text)
     if not names:
         raise ConfigError(f"--tasks {text!r}: names nothing; allowed: ruler6, ruler13 or tasks")
     for name in names:
         if name.partition("@")[0] not in (*suites, *TASKS):
             raise ConfigError(f"--tasks {name}: {no_such('task', name, (*suites, *TASKS))}")
-    found = [task for name in names for task in suites.get(name, (name,))]
-    for task in found:
+    tasks = dict.fromkeys(task for name in names for task in suites.get(name, (name,)))
+    for task in tasks:
         find_task(task)
-    return list(dict.fromkeys(found))
+    return list(tasks)
 
 
-def token_lengths(text: str) -> list[int]:
+def token_lengths(option: str, text: str, least: int = 2) -> list[int]:
+    """Parse numbers of tokens such as ``4k,128k``, without duplicates."""
     from mtrain_cli.config.sizes import EXPECTED, parse_size
 
     lengths = []
@@ -115,24 +115,15 @@ def token_lengths(text: str) -> list[int]:
         try:
             tokens = parse_size(item)
         except ValueError:
-            raise ConfigError(f"--length {text}: {item!r} is not {EXPECTED}") from None
-        if not 2 <= tokens <= MOST_TOKENS:
-            raise ConfigError(f"--length {text}: must be from 2 to {MOST_TOKENS:,} tokens")
+            raise ConfigError(f"{option} {text}: {item!r} is not {EXPECTED}") from None
+        if not least <= tokens <= MOST_TOKENS:
+            raise ConfigError(f"{option} {text}: must be from {least} to {MOST_TOKENS:,} tokens")
         lengths.append(tokens)
     return list(dict.fromkeys(lengths))
 
 
-def require_files(names: list[str], sources: Sources) -> None:
-    """Raise ConfigError if a task lacks a file."""
-    from mtrain_cli.evaluation.ruler import find_task
-
-    for name in names:
-        source = find_task(name).source
-        if source and "@" not in name and getattr(sources, source) is None:
-            raise ConfigError(f"--tasks {name}: give --{source} FILE")
-
-
-def _file_name(task: str) -> str:
-    """Return ``niah_single_2@book`` for ``niah_single_2@folder/book.txt``."""
-    name, at, file = task.partition("@")
-    return f"{name}{at}{Path(file).stem}"
+def token_count(option: str, text: str, least: int = 2) -> int:
+    """Parse one number of tokens."""
+    if len(lengths := token_lengths(option, text, least)) > 1:
+        raise ConfigError(f"{option} {text}: give one number of tokens")
+    return lengths[0]

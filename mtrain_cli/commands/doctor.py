@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from mtrain_cli import install_command
-from mtrain_cli.commands.options import Json, flag
+from mtrain_cli.commands.options import Json
 from mtrain_cli.config.documents import json_text
 
 if TYPE_CHECKING:
@@ -20,32 +20,25 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.diagnosis import Diagnosis
 
 
-def doctor(as_json: Json = False, check: Annotated[bool, flag("--check")] = False) -> None:
-    """Show devices, links and versions, and why each attention kernel is or is not usable.
+def doctor(as_json: Json = False) -> None:
+    """Show devices and versions, and why each attention kernel is or is not usable.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain doctor[/cyan]
           Show what is installed and what is missing
-      [cyan]mtrain doctor --check[/cyan]
-          Also run each usable kernel
-
     Args:
         as_json: Print one JSON object instead of tables.
-        check: Also run two processes over gloo, and each usable kernel against the reference. Exit
-            code 1 if a check fails.
     """
     from mtrain_cli.profiling.diagnosis import diagnose
 
-    diagnosis = diagnose(check)
+    diagnosis = diagnose()
     if as_json:
         typer.echo(json_text(asdict(diagnosis), indent=2))
     else:
         from mtrain_cli.console import Console
 
         Console().print(render(diagnosis))
-    if not all(result.passed for result in diagnosis.checks):
-        raise typer.Exit(1)
 
 
 def render(diagnosis: Diagnosis) -> RenderableType:
@@ -57,8 +50,6 @@ def render(diagnosis: Diagnosis) -> RenderableType:
         _section("\nVersions", _versions(diagnosis)),
         _section("\nAttention kernels", _kernels(diagnosis)),
     ]
-    if diagnosis.checks:
-        parts.append(_section("\nChecks", _checks(diagnosis), 26))
     return Group(*parts)
 
 
@@ -70,8 +61,6 @@ def _section(title: str, rows: Iterable[tuple[str, str | Text]], width: int = 14
 
 
 def _devices(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
-    from mtrain_cli.profiling.diagnosis import describe_links
-
     memory = f", {diagnosis.cpu_memory_gib:.0f} GiB" if diagnosis.cpu_memory_gib is not None else ""
     yield "cpu", f"{diagnosis.cpu_cores} cores{memory}, {diagnosis.system}"
     for gpu in diagnosis.gpus:
@@ -81,8 +70,6 @@ def _devices(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     if not diagnosis.gpus:
         no_cuda = "" if diagnosis.cuda else "; this torch is built without CUDA"
         yield "cuda", f"no GPU visible{no_cuda}"
-    for number, line in enumerate(describe_links(diagnosis.links)):
-        yield "" if number else "links", line
 
 
 def _versions(diagnosis: Diagnosis) -> Iterator[tuple[str, str | Text]]:
@@ -113,11 +100,3 @@ def _kernels(diagnosis: Diagnosis) -> Iterator[tuple[str, Text]]:
         if kernel.reason is not None:
             state = (f"no: {kernel.reason}", "yellow")
         yield kernel.name, Text.assemble(f"{where:<15}  ", state)
-
-
-def _checks(diagnosis: Diagnosis) -> Iterator[tuple[str, Text]]:
-    from rich.text import Text
-
-    for result in diagnosis.checks:
-        word = ("passed", "green") if result.passed else ("FAILED", "red")
-        yield result.name, Text.assemble(word, f"  {result.detail}")

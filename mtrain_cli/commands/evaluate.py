@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_attentions, complete_models, complete_overrides
+from mtrain_cli.commands.data_ruler import token_count, token_lengths
 from mtrain_cli.commands.options import (
     MOST_DOCUMENTS,
     MOST_SAMPLES,
@@ -21,21 +22,23 @@ from mtrain_cli.commands.options import (
     name_list,
     option,
     warn,
-    warn_of_unused_settings,
     with_options,
     writing,
 )
 from mtrain_cli.config.documents import json_text
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import ConfigError, Names
+from mtrain_cli.config.sizes import format_size
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
-    from mtrain_cli.evaluation.request import EvaluationRequest, RulerOptions, Weights
+    from mtrain_cli.evaluation.request import EvaluationRequest, Weights
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.launch.environment import Environment
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 Model = Annotated[Path, argument("MODEL", complete_models)]
+# The options of `mtrain data needles` that have another name or none in `mtrain eval niah`.
+_NEEDLES = Names(other={"pairs": "needles"}, lacks=("questions",))
 Words = Annotated[list[str] | None, argument("OVERRIDES", complete_overrides)]
 
 
@@ -116,14 +119,18 @@ def perplexity(
         keys_from: Take the key tokens from this folder of results, so that all models are measured
             on the same tokens.
     """
-    from mtrain_cli.commands.evaluate_checks import require_short
-    from mtrain_cli.evaluation.request import PERPLEXITY, PerplexityOptions
+    from mtrain_cli.config.schema import PERPLEXITY
+    from mtrain_cli.evaluation.request import PerplexityOptions
 
     if keys_from is not None and short is None:
         raise ConfigError(f"--keys-from {keys_from}: needs --short N, with which it was measured")
-    tokens = _one_length("--short", short)
-    if tokens is not None:
-        require_short(tokens, common.length)
+    tokens = None if short is None else token_count("--short", short)
+    least = min(token_lengths("--length", common.length))
+    if tokens is not None and tokens > least - 2:
+        raise ConfigError(
+            f"--short {short}: no token of a sequence of {least:,} tokens has more context than "
+            "that; give a smaller --short or a larger --length"
+        )
     if text is None and text_key != "text":
         warn([f"--text-key {text_key}: has no effect without --text"])
     options = PerplexityOptions(text, text_key, tokens, _text(keys_from))
@@ -169,7 +176,8 @@ def niah(
         seed: Determines names, numbers and places.
     """
     from mtrain_cli.commands.data_needles import parse_chains
-    from mtrain_cli.evaluation.request import NIAH, PYTHON, SENTENCES, NeedleOptions
+    from mtrain_cli.config.schema import NIAH, PYTHON, SENTENCES
+    from mtrain_cli.evaluation.request import NeedleOptions
 
     if form not in (SENTENCES, PYTHON):
         raise ConfigError(f"--form {form}: expected {SENTENCES} or {PYTHON}")
@@ -223,15 +231,17 @@ def ruler(
         hotpotqa: HotpotQA, for qa_2.
         words: RULER's english_words.json, for cwe at lengths that need more than 8,166 words.
     """
-    from mtrain_cli.commands.data_ruler import require_files, ruler_tasks
-    from mtrain_cli.commands.evaluate_checks import unused_files
+    from mtrain_cli.commands.data_ruler import ruler_tasks
     from mtrain_cli.evaluation.request import RULER, RulerOptions
-    from mtrain_cli.evaluation.sources import Sources
+    from mtrain_cli.evaluation.ruler import files_of
+    from mtrain_cli.evaluation.ruler_files import Sources
 
     names = ruler_tasks(tasks) if tasks or not file else []
     sources = Sources(essays, squad, hotpotqa, words)
-    require_files(names, sources)
-    warn(unused_files(names, sources))
+    used = [path for name in names for path in files_of(name, sources)]
+    for source, path in vars(sources).items():
+        if path is not None and path not in used:
+            warn([f"--{source} {path}: has no effect, no task reads it"])
     options = RulerOptions(
         tuple(names),
         essays=_text(essays),
@@ -253,29 +263,32 @@ def run_evaluation(
     **options: Any,
 ) -> None:
     """Check everything, evaluate, and show the results."""
-    from mtrain_cli.commands.data_ruler import token_lengths
-    from mtrain_cli.commands.evaluate_checks import check_work, require_positions
-    from mtrain_cli.config.unused_settings import unused_by_model
     from mtrain_cli.evaluation.other_kinds import find
     from mtrain_cli.inference.limits import longer_than_trained
 
     words = list(overrides or ())
-    warn_of_unused_settings(words)
     # Other evaluations and files of samples have lengths of their own.
-    has_length = find(kind) is None and not _has_only_files(options.get("ruler"))
-    lengths = token_lengths(common.length) if has_length else [0]
+    only_files = "ruler" in options and not options["ruler"].tasks
+    lengths = [0] if find(kind) or only_files else token_lengths("--length", common.length)
     sources = _sources(model, words, common.attention)
     first = next(iter(sources.values()))
-    require_positions(first, common.length, lengths, beyond=common.beyond)
+    if not common.beyond and max(lengths) > first.max_position:
+        raise ConfigError(
+            f"--length {common.length}: the model has {first.max_position:,} positions; give at "
+            f"most {format_size(first.max_position)}, or add --beyond to go on anyway"
+        )
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.evaluation.request import EvaluationRequest
-    from mtrain_cli.evaluation.results import model_name, require_own
-    from mtrain_cli.evaluation.runner import OTHERS_DONE
+    from mtrain_cli.evaluation.results import FOLDER, model_name, require_own
+    from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.training.checkpoint_source import run_of
 
-    weights, failed = _weights(first, common.checkpoints)
-    if (perplexity := options.get("perplexity")) is not None and perplexity.short is not None:
+    weights = _weights(first, common.checkpoints)
+    if "perplexity" in options and options["perplexity"].short is not None:
         weights = weights[::-1]  # the newest checkpoint chooses the key tokens of all
-    root, out = _places(first, common.out)
+    root = first.path.resolve() if first.is_folder else run_of(first.path)
+    usual = Path("measurements", f"eval-{root.name}") if first.is_folder else root / FOLDER
+    out = common.out or usual
     require_own(out, model_name(root, out))
     request = EvaluationRequest(
         kind=kind,
@@ -289,50 +302,33 @@ def run_evaluation(
         **options,
     )
     configs = tuple(source.config for source in sources.values())
-    from mtrain_cli.launch.environment import resolve_environment
-
     environment = resolve_environment(first.config)
-    lines = unused_by_model(words, configs)
+    lines: list[str] = []
     if line := longer_than_trained(first, max(lengths)):
         lines.append(f"--length {common.length}: {line}")
-    work = check_work(request, first, beyond=common.beyond)
-    failed += work.failed
-    warn([*lines, *work.warnings, *(f"{line}; the others are evaluated" for line in failed)])
-    with _locked(out), _going_on(failed):
-        code = _evaluate(work.request, configs, environment, words, work.tasks)
+    tasks = None
+    if (other := find(kind)) is not None:
+        tasks = other.check(request, first, beyond=common.beyond)
+    else:
+        lines += _check_samples(request, first, beyond=common.beyond)
+    warn(lines)
+    with _locked(out):
+        code = _evaluate(request, configs, environment, words, tasks)
         if code:
             raise typer.Exit(code)
-    _show(work.request, as_json=common.as_json)
-    if failed:
-        raise ConfigError(*failed, OTHERS_DONE)
-
-
-@contextlib.contextmanager
-def _going_on(failed: list[str]) -> Iterator[None]:
-    """Go on after an error that left all other results complete. Add its lines to ``failed``."""
-    from mtrain_cli.evaluation.runner import OTHERS_DONE
-
-    try:
-        yield
-    except ConfigError as error:
-        *lines, last = error.problems
-        if last != OTHERS_DONE:
-            raise ConfigError(*failed, *error.problems) from None
-        failed += lines
+    _show(request, as_json=common.as_json)
 
 
 def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[str, ModelSource]:
     """Return the model under each attention, by the name of the pattern."""
     from mtrain_cli.commands.options import parse_names
     from mtrain_cli.commands.profile import keys_for, require_known_keys
-    from mtrain_cli.config.pattern_settings import PATTERNS
-    from mtrain_cli.inference.model_source import open_source
+    from mtrain_cli.inference.model_source import open_source, servable_patterns
 
     if attention is None:
         source = open_source(model, words)
         return {source.config.sparsity.pattern: source}
-    allowed = [name for name, settings in PATTERNS.items() if not settings.synthetic]
-    names = parse_names("--attention", attention, allowed)
+    names = parse_names("--attention", attention, servable_patterns())
     for word in words:
         if word.startswith(("sparsity=", "sparsity.pattern=")):
             raise ConfigError(f"{word}: --attention {attention} gives the patterns; leave one out")
@@ -340,18 +336,15 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
     rest = [word for word in words if not word.startswith("sparsity.")]
     require_known_keys(keys, names, names)
     own = open_source(model, rest).config.sparsity.pattern
-    return {
-        # The run's own pattern keeps the settings of the run.
-        name: open_source(
-            model,
-            [*rest, *([] if name == own else [f"sparsity={name}"]), *keys_for(name, keys)],
-        )
-        for name in names
-    }
+    sources = {}
+    for name in names:
+        pattern = [] if name == own else [f"sparsity={name}"]  # its own keeps the run's settings
+        sources[name] = open_source(model, [*rest, *pattern, *keys_for(name, keys)])
+    return sources
 
 
-def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...], list[str]]:
-    """Return the weights by their steps, and a line on each damaged one that ``all`` leaves out."""
+def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
+    """Return the weights by their steps. ``all`` leaves out damaged ones with a warning."""
     from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.training.checkpoint_source import checkpoints_of
@@ -359,17 +352,14 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
     if source.is_folder:
         if checkpoints != "newest":
             raise ConfigError(f"--checkpoints {checkpoints}: a Hugging Face folder has none")
-        return (Weights.of_folder(source.path),), []
+        return (Weights.of_folder(source.path),)
     if checkpoints == "newest":
-        return (_newest(source.path),), []
-    found = reversed(checkpoints_of(source.path))
-    by_step = {int(path.name.removeprefix("step-")): path for path in found}
-    if checkpoints == "all":
-        intact, problems = _intact(list(by_step.values()))
-        if not intact:
-            raise ConfigError(*problems)
-        return intact, problems
-    steps = parse_items("--checkpoints", checkpoints, parse_whole_number, "100,200")
+        return (_newest(source.path),)
+    by_step = {int(p.name.removeprefix("step-")): p for p in checkpoints_of(source.path)[::-1]}
+    steps = list(by_step)
+    if checkpoints != "all":
+        steps = sorted(set(parse_items("--checkpoints", checkpoints, parse_whole_number, "1,20")))
+    intact = []
     for step in steps:
         if step not in by_step:
             held = ", ".join(map(str, by_step))
@@ -377,13 +367,15 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
                 f"--checkpoints {checkpoints}: {source.path} has no checkpoint of step {step}; it "
                 f"has {held}"
             )
-    intact, problems = _intact([by_step[step] for step in sorted(set(steps))])
-    if problems and intact:
-        others = ",".join(str(one.step) for one in intact)
-        problems[-1] += f". Give --checkpoints {others} to evaluate the others"
-    if problems:
-        raise ConfigError(*problems)
-    return intact, []
+        try:
+            intact.append(Weights.of_checkpoint(by_step[step]))
+        except ConfigError as error:
+            if checkpoints != "all":
+                raise
+            warn([f"{error.problems[0]}; it is left out"])
+    if not intact:
+        raise ConfigError(f"--checkpoints {checkpoints}: {source.path} has no intact checkpoint")
+    return tuple(intact)
 
 
 def _newest(path: Path) -> Weights:
@@ -402,34 +394,64 @@ def _newest(path: Path) -> Weights:
         raise ConfigError(*str(error).splitlines()) from None
 
 
-def _intact(checkpoints: Sequence[Path]) -> tuple[tuple[Weights, ...], list[str]]:
-    """Return the weights of checkpoints, and a line on each that is damaged."""
-    from mtrain_cli.evaluation.request import DamagedCheckpointError, Weights
+def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> list[str]:
+    """Make the first samples, so that mistakes are reported before any work. Return warnings."""
+    from mtrain_cli.evaluation.generated import Generated
+    from mtrain_cli.evaluation.perplexity import Perplexity
+    from mtrain_cli.evaluation.request import open_measurement
+    from mtrain_cli.evaluation.runner import tokenizer_text
+    from mtrain_cli.inference.limits import (
+        require_hidden_labels,
+        require_known_ids,
+        require_prompts,
+        require_whole_cache,
+    )
+    from mtrain_cli.inference.text import open_codec
 
-    intact: list[Weights] = []
-    problems: list[str] = []
-    for path in checkpoints:
-        try:
-            intact.append(Weights.of_checkpoint(path))
-        except DamagedCheckpointError as error:
-            problems += error.problems
-    return tuple(intact), problems
+    config = source.config
+    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+    measurement = open_measurement(request, source, codec)
+    if not isinstance(measurement, Generated):
+        require_hidden_labels(config, "this evaluation")
+    for cell in measurement.cells():
+        prompts = []
+        with _NEEDLES.in_errors():
+            if not cell.length:
+                prompts = [item["ids"] for item in measurement.items(cell)]
+            elif cell.length == min(request.lengths):
+                prompts = [next(measurement.items(cell))["ids"]]
+        if isinstance(measurement, Perplexity):
+            prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
+        for ids in prompts:
+            tokenizer = tokenizer_text(request, source)
+            require_known_ids(ids, config.model.vocab_size, str(cell), tokenizer)
+        if not isinstance(measurement, Generated):
+            continue
+        if (file := measurement.file_of(cell)) is not None:
+            names = [f"--file {file}: sample {n}" for n in range(1, len(prompts) + 1)]
+            most = measurement.answer_tokens(cell)
+            require_prompts(source, prompts, most, beyond=beyond, names=names)
+        else:
+            require_whole_cache(config.mask, cell.length)
+            if not beyond:
+                require_room(source, cell.length, len(codec.begin))
+    if not isinstance(measurement, Perplexity):
+        return []
+    return [f"perplexity: {line}" for line in measurement.remarks.values()]
 
 
-def _has_only_files(ruler: RulerOptions | None) -> bool:
-    return ruler is not None and not ruler.tasks
+def require_room(source: ModelSource, length: int, special: int) -> None:
+    """Raise ConfigError if a sample of RULER with special tokens exceeds the model's positions.
 
-
-def _places(source: ModelSource, out: Path | None) -> tuple[Path, Path]:
-    """Return the folder of the model, and the folder for the results."""
-    from mtrain_cli.evaluation.results import FOLDER
-    from mtrain_cli.training.checkpoint_source import run_of
-
-    if source.is_folder:
-        root = source.path.resolve()
-        return root, out or Path("measurements", f"eval-{root.name}")
-    root = run_of(source.path)
-    return root, out or root / FOLDER
+    The last token of an answer takes no position, so one special token always has room.
+    """
+    used, most = length + special - 1, source.max_position
+    if special and used > most:
+        raise ConfigError(
+            f"--length {length}: the tokenizer adds {special} tokens to a prompt, so a sample "
+            f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
+            "or add --beyond to go on anyway"
+        )
 
 
 @contextlib.contextmanager
@@ -437,7 +459,7 @@ def _locked(out: Path) -> Iterator[None]:
     """Keep other evaluations out of a folder of results. An unused new folder does not stay."""
     from mtrain_cli.evaluation.results import remove_unused
     from mtrain_cli.launch.job import job_rank
-    from mtrain_cli.launch.run_lock import RunLock
+    from mtrain_cli.launch.run_dir import RunLock
 
     if job_rank():
         yield
@@ -466,8 +488,7 @@ def _evaluate(
     tasks: Any,
 ) -> int:
     """Evaluate on one worker or on several. Return the exit code."""
-    from mtrain_cli.evaluation.runner import STOPPED
-    from mtrain_cli.evaluation.worker import TARGET, evaluate, make_runner
+    from mtrain_cli.evaluation.runner import STOPPED, TARGET, evaluate, make_runner
 
     if environment.dims.workers == 1:
         try:
@@ -511,21 +532,6 @@ def _show(request: EvaluationRequest, *, as_json: bool) -> None:
     console = make_console()
     show_evaluations(console, results)
     console.print(f"files  {request.out}", soft_wrap=True)
-
-
-def _one_length(name: str, text: str | None) -> int | None:
-    """Parse one number of tokens."""
-    from mtrain_cli.config.sizes import EXPECTED, parse_size
-
-    if text is None:
-        return None
-    try:
-        tokens = parse_size(text)
-    except ValueError:
-        raise ConfigError(f"{name} {text}: expected {EXPECTED}") from None
-    if not 2 <= tokens <= MOST_TOKENS:
-        raise ConfigError(f"{name} {text}: must be from 2 to {MOST_TOKENS:,} tokens")
-    return tokens
 
 
 def _text(path: Path | None) -> str | None:

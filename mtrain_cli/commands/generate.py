@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,6 @@ from mtrain_cli.commands.options import (
     flag,
     option,
     warn,
-    warn_of_unused_settings,
 )
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
@@ -26,7 +24,6 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mtrain_cli.inference.text import TextCodec
     from mtrain_cli.launch.run_dir import RunDir
 
 STDIN, JSONL = "-", ".jsonl"
@@ -88,7 +85,6 @@ def generate(
     sampling.require_valid()
     given = _prompts(prompt, prompt_file)
     words = list(overrides or ())
-    warn_of_unused_settings(words)
     from mtrain_cli.inference.model_source import open_source
 
     source = open_source(model, words)
@@ -96,16 +92,15 @@ def generate(
 
     environment = resolve_environment(source.config)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.config.unused_settings import unused_by_model
     from mtrain_cli.inference.limits import longer_than_trained, require_prompts
     from mtrain_cli.inference.text import open_codec
-    from mtrain_cli.inference.worker import GenerateRequest, answer
+    from mtrain_cli.inference.worker import TARGET, GenerateRequest, answer
 
     codec = open_codec(source, tokenizer)
-    ids = [one.encode(codec) for one in given]
-    require_prompts(source, ids, max_new, beyond=beyond, names=[one.name for one in given])
+    ids = [codec.encode(one, n) if isinstance(one, str) else one for n, one in given.items()]
+    require_prompts(source, ids, max_new, beyond=beyond, names=list(given))
     tokens = max(map(len, ids)) + max_new
-    lines = [sampling.without_effect(), *unused_by_model(words, [source.config])]
+    lines = [sampling.without_effect()]
     if line := longer_than_trained(source, tokens):
         lines.append(f"prompt and --max-new have up to {tokens:,} tokens; {line}")
     warn([*filter(None, lines)])
@@ -122,8 +117,6 @@ def generate(
     if environment.dims.workers == 1:
         answer(request, source.config, environment)
         return
-    from mtrain_cli.inference.worker import TARGET
-
     raise typer.Exit(launch_workers(TARGET, request.save, source.config, environment, words))
 
 
@@ -132,9 +125,7 @@ def launch_workers(
 ) -> int:
     """Run a model on several workers, and return the exit code. Nothing stays on the disk.
 
-    Args:
-        target: what each worker runs.
-        save: writes what the workers read into their folder.
+    target: what each worker runs. save: writes what the workers read into their folder.
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
@@ -150,31 +141,13 @@ def launch_workers(
         return launch(run, environment, resume=False, target=target, config=config)
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt as text or as token ids. name: where it comes from, for messages."""
-
-    name: str
-    content: str | list[int]
-
-    def encode(self, codec: TextCodec) -> list[int]:
-        if isinstance(self.content, str):
-            return codec.encode(self.content, self.name)
-        return self.content
-
-
-def _prompts(texts: list[str] | None, file: str | None) -> list[_Prompt]:
-    """Return the prompts.
-
-    Raises:
-        ConfigError: there is no prompt, or the file cannot be read.
-    """
+def _prompts(texts: list[str] | None, file: str | None) -> dict[str, str | list[int]]:
+    """Return the prompts, each a text or token ids, by their names for messages."""
     if texts and file is not None:
         raise ConfigError(f"--prompt-file {file}: --prompt already gives a prompt; give only one")
     if texts:
-        numbers = range(1, len(texts) + 1)
-        names = [f"--prompt number {n}" for n in numbers] if len(texts) > 1 else ["the prompt"]
-        return list(map(_Prompt, names, texts))
+        names = [f"--prompt number {n}" for n in range(1, len(texts) + 1)]
+        return dict(zip(names if len(texts) > 1 else ["the prompt"], texts, strict=True))
     if file is None:
         raise ConfigError(
             "no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt-file - for stdin"
@@ -182,39 +155,32 @@ def _prompts(texts: list[str] | None, file: str | None) -> list[_Prompt]:
     from mtrain_cli.data.checked_files import explain_read_errors
 
     name = f"--prompt-file {file}"
+    path = Path(file).expanduser()
     try:
         if file == STDIN:
-            return [_Prompt(name, sys.stdin.buffer.read().decode("utf-8"))]
-        path = Path(file).expanduser()
+            return {name: sys.stdin.buffer.read().decode("utf-8")}
         with explain_read_errors(f"{name}:", f"{name}: no such file"):
             text = path.read_bytes().decode("utf-8-sig" if path.suffix == JSONL else "utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: is not UTF-8 text (byte {error.start:,})") from None
-    return _json_lines(name, text) if path.suffix == JSONL else [_Prompt(name, text)]
-
-
-def _json_lines(name: str, text: str) -> list[_Prompt]:
-    """Return the prompt of each line of a JSON lines file. Empty lines do not count."""
-    prompts = []
+    if path.suffix != JSONL:
+        return {name: text}
+    prompts: dict[str, str | list[int]] = {}
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        row = json_object(line) or {}
-        found = _prompt_or_ids(row.get("prompt"), row.get("ids"))
-        if found is None:
-            raise ConfigError(
-                f"{name}: line {number} is not a JSON object with "
-                'either "prompt": "text" or "ids": [1, 2]'
-            )
-        prompts.append(_Prompt(f"{name}: line {number}", found))
+        match json_object(line):
+            case {"prompt": str(prompt), **rest} if rest.get("ids") is None:
+                prompts[f"{name}: line {number}"] = prompt
+            case {"ids": list(ids), **rest} if rest.get("prompt") is None and all(
+                type(one) is int for one in ids
+            ):
+                prompts[f"{name}: line {number}"] = ids
+            case _:
+                raise ConfigError(
+                    f"{name}: line {number} is not a JSON object with "
+                    'either "prompt": "text" or "ids": [1, 2]'
+                )
     if not prompts:
         raise ConfigError(f"{name}: has no prompt")
     return prompts
-
-
-def _prompt_or_ids(prompt: Any, ids: Any) -> str | list[int] | None:
-    """Return the value that is given; None if both or none are, or one has the wrong type."""
-    if isinstance(prompt, str) and ids is None:
-        return prompt
-    is_ids = isinstance(ids, list) and all(type(one) is int for one in ids)
-    return ids if is_ids and prompt is None else None

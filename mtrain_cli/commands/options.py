@@ -38,7 +38,6 @@ MOST_HEAD_DIM = 4096  # the limit of model.head_dim
 MOST_IDS = 2**31 - 1  # the limit of model.vocab_size
 MOST_DOCUMENTS = 2**40  # at one token each, these fill the largest disks
 MOST_COMPARED = 2**16  # tokens; with 152k ids their float32 logits take 40 GiB
-LARGEST_DEGREE = MOST_WORKERS  # imbalance degree when one worker does everything
 LARGEST_TOLERANCE = 1e3  # logit difference; a larger one would accept any logits
 MOST_DIGITS = 18  # digits of a whole number in a list
 
@@ -55,8 +54,8 @@ def option(
 ) -> Any:
     """Declare an option that takes a value from ``least`` to ``most``.
 
-    The docstring of the command, or of the dataclass of options, has the option's help. ``help``
-    is used only if the docstring has no entry for the option.
+    The docstring of the command, or of the dataclass of options, has the option's help; ``help`` is
+    for an option without such an entry.
     """
     return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
 
@@ -91,15 +90,6 @@ ConfigDir = Annotated[
 ]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
-Threads = Annotated[
-    int | None,
-    bounded(
-        1,
-        MOST_THREADS,
-        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
-        "share of the cores.",
-    ),
-]
 CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
 
 
@@ -125,8 +115,7 @@ def describe(command: Callable[..., Any], parameters: Sequence[inspect.Parameter
 def take_help_from_docstrings(group: typer.Typer) -> None:
     """Take the help of commands and of their options from the docstrings.
 
-    Join the lines of each help paragraph, so that the paragraph fills the terminal's width. Typer
-    would keep the line breaks of the docstring. Indented lines, the examples, stay unchanged.
+    Join the lines of each paragraph to fill the terminal's width, but not indented examples.
     """
     infos: list[Any] = [*group.registered_commands, *filter(None, [group.registered_callback])]
     for info in infos:
@@ -140,9 +129,7 @@ def take_help_from_docstrings(group: typer.Typer) -> None:
 
 
 def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:
-    """Give a command an option for each field of a dataclass.
-
-    The command gets the dataclass, with the typed values, as its first argument.
+    """Give a command an option for each field of a dataclass, which is its first argument.
 
     Args:
         shared: dataclass whose fields are annotated like the parameters of a command.
@@ -166,13 +153,9 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
 
 @contextlib.contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Turn an OSError into one line that names the file.
+    """Turn an OSError into a RunError or ConfigError of one line that names the file.
 
     place: a folder or file, or what the user typed, as in `not_written`.
-
-    Raises:
-        RunError: the disk is full or failed.
-        ConfigError: nothing can be written to this place.
     """
     from mtrain_cli.launch.failures import not_written, write_failure
 
@@ -188,9 +171,6 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
     Args:
         option: what the user typed before the names: ``--layout``, or ``topology.layout=``.
         allowed: the allowed names. None: the caller checks the names, and ``text`` may be empty.
-
-    Raises:
-        ConfigError: the list is empty, or a name is not allowed.
     """
     from mtrain_cli.config.suggest import no_such
 
@@ -209,11 +189,7 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
 
 
 def parse_items(option: str, text: str, parse: Callable[[str], T], example: str) -> list[T]:
-    """Parse a comma-separated list of numbers.
-
-    Raises:
-        ConfigError: ``parse`` rejects an item.
-    """
+    """Parse a comma-separated list of numbers. Raises ConfigError if ``parse`` rejects one."""
     values = []
     for item in map(str.strip, text.split(",")):
         try:
@@ -227,11 +203,7 @@ def parse_items(option: str, text: str, parse: Callable[[str], T], example: str)
 
 
 def parse_share_option(option: str, text: str | None) -> float | None:
-    """Parse a share above 0 and at most 1. Return None if the option is not given.
-
-    Raises:
-        ConfigError: the text is not a number, or the number is out of range.
-    """
+    """Parse a share above 0 and at most 1. Return None if the option is not given."""
     from mtrain_cli.config.sizes import parse_share
 
     if text is None:
@@ -248,13 +220,7 @@ def parse_share_option(option: str, text: str | None) -> float | None:
 
 
 def parse_whole_number(text: str) -> int:
-    """Parse a whole number of at least 0 written in plain digits.
-
-    `int` would also accept signs, spaces and non-ASCII digits.
-
-    Raises:
-        ValueError: the text is not such a number.
-    """
+    """Parse a whole number of at least 0 written in plain digits, without signs and spaces."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         raise ValueError(text)
     return int(text)
@@ -262,39 +228,16 @@ def parse_whole_number(text: str) -> int:
 
 def warn_of_unused_settings(
     words: Sequence[str],
-    config: Config | None = None,
+    config: Config,
     config_dir: Path | None = None,
     *,
     exchange: str = "",
     device: str = "",
-    layout: str = "",
 ) -> None:
-    """Print a warning on stderr for each typed setting, or key of a recipe, that has no effect.
+    """Print a warning on stderr for each typed setting that has no effect, as `unused_keys`."""
+    from mtrain_cli.config.unused_settings import unused_keys
 
-    Args:
-        words: settings as typed.
-        config: the composed configuration. Without a configuration, warn only about keys that are
-            given twice or that replace keys of a recipe; commands that use only a few keys need no
-            other warning.
-        config_dir: folder of the user's own groups.
-        exchange: the exchange that ``topology.exchange=auto`` chose; "" if unknown.
-        device: the device that ``topology.device=auto`` chose; "" if unknown.
-        layout: the layout that ``topology.layout=auto`` chose; "" if unknown.
-    """
-    from mtrain_cli.composition.compose import replaced_recipe_keys
-    from mtrain_cli.config.unused_settings import repeated_keys, unused_keys
-    from mtrain_cli.launch.job import job_rank
-
-    if job_rank():
-        return
-    lines = repeated_keys(words, config_dir)
-    if replaced := replaced_recipe_keys(words, config_dir):
-        lines.append(replaced)
-    if config is not None:
-        lines += unused_keys(
-            words, config, config_dir, exchange=exchange, device=device, layout=layout
-        )
-    warn(lines)
+    warn(unused_keys(words, config, config_dir, exchange=exchange, device=device))
 
 
 def warn(lines: Sequence[str]) -> None:

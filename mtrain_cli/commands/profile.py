@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import CallTime
-    from mtrain_cli.profiling.timing import ResultFile
+    from mtrain_cli.reporting.table import Column
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -42,10 +42,7 @@ def key_of(word: str) -> str:
 
 
 def require_known_keys(words: Sequence[str], patterns: Sequence[str], shown: Sequence[str]) -> None:
-    """Raise ConfigError if no pattern has the key of a setting ``sparsity.KEY=...``.
-
-    shown: the patterns to name in the message.
-    """
+    """Raise ConfigError if no pattern has the key of a setting; name the patterns ``shown``."""
     from mtrain_cli.config.pattern_settings import pattern_keys
 
     for word in words:
@@ -60,21 +57,6 @@ def keys_for(pattern: str, words: Sequence[str]) -> list[str]:
     return [word for word in words if key_of(word) in pattern_keys(pattern)]
 
 
-def set_threads(threads: int | None, device: str) -> None:
-    """Limit the CPU threads of torch; None keeps torch's default.
-
-    Raises:
-        ConfigError: the device is a GPU.
-    """
-    import torch
-
-    if threads is None:
-        return
-    if device == "cuda":
-        raise ConfigError(f"--threads {threads}: only for CPUs; leave it out")
-    torch.set_num_threads(threads)
-
-
 def is_calibration(out: Path, kind: str) -> bool:
     """Return whether a file is a calibration of this kind."""
     try:
@@ -87,18 +69,10 @@ def is_calibration(out: Path, kind: str) -> bool:
 def check_output(
     out: Path | None, is_own: Callable[[Path], bool], description: str, option: str = "--out"
 ) -> str:
-    """Check before a long measurement that a file can be written, and create its folders.
+    """Check before a measurement that ``out`` can be written, and create its folders.
 
-    Args:
-        out: the file; None if the command writes no file.
-        is_own: returns whether an existing file is an earlier result, which may be replaced.
-        description: noun for the content of the file, for messages.
-
-    Returns:
-        A remark that an earlier result will be replaced, or "".
-
-    Raises:
-        ConfigError: the file cannot be written, or holds something else.
+    Return a remark if an earlier ``description`` will be replaced, else "". Anything else that
+    exists, or cannot be written, raises ConfigError.
     """
     if out is None:
         return ""
@@ -129,65 +103,6 @@ def check_output(
     return ""
 
 
-# (heading, format such as ">8", function of a measured time that returns the cell)
-Column = tuple[str, str, Callable[[Any], object]]
-
-
-@dataclass(frozen=True)
-class Lines:
-    """A table that is printed while it is measured, line by line.
-
-    narrow: whether columns are left out to fit the terminal.
-    """
-
-    columns: Sequence[Column]
-    narrow: bool = False
-
-    @classmethod
-    def fitting(cls, width: int | None, wide: Sequence[Column], narrow: Sequence[Column]) -> Self:
-        """Return the wide table if it fits ``width`` characters, else the narrow one.
-
-        width: None if any width fits.
-        """
-        lines = cls(wide)
-        return lines if width is None or len(lines.header) <= width else cls(narrow, True)
-
-    @property
-    def header(self) -> str:
-        return self._joined(heading for heading, _, _ in self.columns)
-
-    def line(self, time: Any) -> str:
-        return self._joined(cell(time) for _, _, cell in self.columns)
-
-    def _joined(self, cells: Iterable[object]) -> str:
-        formats = [format for _, format, _ in self.columns]
-        return " ".join(map("{:{}}".format, cells, formats)).rstrip()
-
-
-def pass_columns(*, speed: bool, missing: str = "") -> list[Column]:
-    """Return the columns of the forward and backward time of a kernel.
-
-    Args:
-        speed: whether to show FLOP/s.
-        missing: the cell of a time that is None.
-    """
-
-    def cell(ms: float | None, tflops: float | None) -> str:
-        if ms is None:
-            return missing
-        return f"{ms:>9.3f} ms" + (f" {tflops:>6.1f} TF" if speed else "")
-
-    layout = ">22" if speed else ">12"
-    return [
-        ("forward", layout, lambda time: cell(time.forward_ms, time.forward_tflops)),
-        ("backward", layout, lambda time: cell(time.backward_ms, time.backward_tflops)),
-    ]
-
-
-def heads_column(time: CallTime) -> str:
-    return f"{time.case.heads:>3}/{time.case.kv_heads:<2}"
-
-
 @contextlib.contextmanager
 def reporting_out_of_memory() -> Iterator[None]:
     """Turn an out-of-memory error of torch into a `RunError` that suggests smaller shapes."""
@@ -198,11 +113,8 @@ def reporting_out_of_memory() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if (
-            isinstance(error, RuntimeError)
-            and not isinstance(error, torch.OutOfMemoryError)
-            and "allocate memory" not in str(error)
-        ):
+        kinds = torch.OutOfMemoryError, MemoryError
+        if not isinstance(error, kinds) and "allocate memory" not in str(error):
             raise
         raise RunError(
             "The next shape does not fit in memory; give shorter --seq, fewer --heads "
@@ -210,36 +122,57 @@ def reporting_out_of_memory() -> Iterator[None]:
         ) from error
 
 
+def pass_columns(*, speed: bool) -> list[Column]:
+    """Return the columns of both passes of a kernel. speed: also in TFLOP/s."""
+    from mtrain_cli.reporting.table import Column, fixed
+
+    return [
+        Column(head, attrgetter(f"{direction}_{unit}"), fixed(digits))
+        for direction in ("forward", "backward")
+        for head, unit, digits in ((f"{direction} ms", "ms", 3), ("TF", "tflops", 1))
+        if speed or unit == "ms"
+    ]
+
+
+def ratio_cell(time: CallTime) -> str | None:
+    """Return the ratios of both passes, such as ``2.00x / 1.50x``; None without any."""
+    if not time.forward_ratio:
+        return None
+    return f"{time.forward_ratio:.2f}x / " + (
+        f"{time.backward_ratio:.2f}x" if time.backward_ratio else "-"
+    )
+
+
 @contextlib.contextmanager
 def calibrating(
-    console: Console, out: Path | None, file: ResultFile, lines: Lines
+    console: Console, out: Path | None, columns: Sequence[Column], **about: Any
 ) -> Iterator[Callable[..., None]]:
-    """Yield a function that shows a line of a measured time and saves all times so far.
+    """Yield a function that prints a measured time as a row and saves all times so far.
 
-    The times are saved in a partial file next to ``out``. The partial file replaces ``out`` when
-    the measurement is complete. If the measurement stops early, an earlier ``out`` stays, and a
-    message names the partial file. With out=None nothing is saved.
-
-    Args:
-        file: what the file says besides the times.
-        lines: the table that shows them.
-
-    Raises:
-        ConfigError: ``out`` cannot be written, or holds something else.
+    A partial file next to ``out`` replaces it when the measurement is complete. about: arguments of
+    `timing.save_times`.
     """
-    replaced = check_output(out, lambda path: is_calibration(path, file.kind), "calibration")
-    console.print(lines.header)
+    from mtrain_cli.profiling.timing import save_times
+
+    replaced = check_output(out, lambda path: is_calibration(path, about["kind"]), "calibration")
     times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")
 
+    def show(cells: Sequence[str], more: str = "") -> None:
+        texts = [
+            f"{cell:{'<' if column.words else '>'}{max(8, len(column.name))}}"
+            for cell, column in zip(cells, columns, strict=True)
+        ]
+        console.print(" ".join([*texts, more]).rstrip())
+
     def add(time: Any, more: str = "") -> None:
-        """Add a time. more: text at the end of its line."""
-        console.print(lines.line(time) + more)
+        show([column.cell(time) for column in columns], more)
         times.append(time)
         if draft is not None:
             with writing(draft):
-                file.save(draft, times, " ".join(["mtrain", *sys.argv[1:]]))
+                save_times(draft, times, " ".join(["mtrain", *sys.argv[1:]]), **about)
 
+    show([column.name for column in columns])
     try:
         with reporting_out_of_memory():
             yield add

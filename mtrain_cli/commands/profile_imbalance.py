@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtrain_cli.commands.completion import complete_exchanges, complete_layouts
 from mtrain_cli.commands.options import (
-    LARGEST_DEGREE,
     MOST_SAMPLES,
     MOST_STEPS,
     Overrides,
@@ -21,26 +20,17 @@ from mtrain_cli.commands.options import (
     option,
     parse_names,
     print_summary,
-    warn_of_unused_settings,
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.exchanges import exchange_name
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_degree_1
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
-    from mtrain_cli.launch.environment import Environment
-
-DEGREES = ("worker", "step", "total", "critical")
-_EXPERTS = "experts"
-_ONE_EXPERT_WORKER = (
-    "the run has one expert worker (topology.expert_parallel{}), so there is nothing to compare; "
-    "set topology.expert_parallel=2 or more, or give experts.step"
-)
 
 
 @app.command("imbalance")
@@ -54,9 +44,7 @@ def imbalance(
     warmup: Annotated[int, bounded(0, MOST_STEPS)] = 1,
     every: Annotated[int, bounded(1, MOST_STEPS)] = 1,
     attention_only: Annotated[bool, flag("--attention-only")] = False,
-    peer: Annotated[bool, flag("--peer")] = False,
     as_json: SummaryAsJson = False,
-    fail_above: Annotated[str | None, option("DEGREE=X,...")] = None,
 ) -> None:
     """Measure how long each worker computes, which workers wait, for whom, and why.
 
@@ -78,10 +66,8 @@ def imbalance(
           Compare two layouts with one dynamic index
       [cyan]mtrain profile imbalance --exchange ring,all_gather model=qwen3b --warmup 9[/cyan]
           Compare two exchanges after nine steps of training
-      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k --peer[/cyan]
-          Compare one layer at two lengths with PyTorch's context parallelism
-      [cyan]mtrain profile imbalance --layout zigzag --fail-above worker=1.2 --json[/cyan]
-          Print JSON for a script, with exit code 1 above that imbalance
+      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k[/cyan]
+          Compare one layer at two lengths
 
     Args:
         layout: Layouts to compare; by default topology.layout.
@@ -98,11 +84,6 @@ def imbalance(
             kind under mask.full_every or sparsity.dense_layers. With data.mask_key, the masks are
             those of the first sequences of the data. No model is needed, so sequences may be longer
             than a model's memory allows.
-        peer: With --attention-only on GPUs: also time dense attention with PyTorch's context
-            parallelism.
-        fail_above: Exit with code 1 if an imbalance degree of any case exceeds X. DEGREE is worker,
-            step, total or critical for imbalance of time, work.worker, ... for imbalance of work,
-            and experts.worker or experts.step for the tokens of a model's experts.
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
@@ -110,16 +91,12 @@ def imbalance(
     from mtrain_cli.launch.local import launch
 
     words = list(overrides or ())
-    limits = {} if fail_above is None else _limits(fail_above)
     if seq and not attention_only:
         raise ConfigError(
             f"--seq {seq}: only with --attention-only; otherwise give one length, as seq=N"
         )
-    if peer and not attention_only:
-        raise ConfigError("--peer: compares one layer's attention; add --attention-only")
     typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
     cases, remark = _cases(words, {name: parse_names(name, text) for name, text in typed.items()})
-    _require_experts(limits, cases[0][1], attention_only)
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
@@ -130,115 +107,17 @@ def imbalance(
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
-    warn_of_unused_settings(words)
-    if fail_above is not None and environment.launcher != "mtrain":
-        raise ConfigError(
-            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
-            "summary.json instead"
-        )
-    if peer:
-        _require_peer(config, environment)
     if remark and not job_rank():
         print(f"mtrain: {remark}", file=sys.stderr)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, MeasurementPlan
-    from mtrain_cli.records import record_files
 
     run = run_dir.create(config, words)
     mode = ATTENTION_ONLY if attention_only else TRAINING
-    MeasurementPlan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
+    MeasurementPlan(mode, cases, steps, warmup, every, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
     print_summary(run, as_json)
-    if code == 0 and limits:
-        _check(record_files.open_records(run.path).summary, limits)
     raise typer.Exit(code)
-
-
-def _require_peer(config: Config, environment: Environment) -> None:
-    """Raise ConfigError if PyTorch's context parallelism cannot run the same attention."""
-    dims = environment.dims
-    if environment.device == "cpu" or dims.cp != dims.workers or config.train.dtype == "float32":
-        raise ConfigError(
-            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and "
-            "bfloat16; leave it out"
-        )
-
-
-def _limits(text: str) -> dict[tuple[str, str], float]:
-    """Parse the limits of --fail-above.
-
-    ``worker=1.2,work.step=1.1`` gives {("time", "worker"): 1.2, ("work", "step"): 1.1}.
-    """
-    from mtrain_cli.config.suggest import did_you_mean
-    from mtrain_cli.records.expert_loads import DEGREES as OF_EXPERTS
-
-    allowed = [f"{quantity}{name}" for quantity in ("", "work.") for name in DEGREES]
-    allowed += [f"{_EXPERTS}.{name}" for name in OF_EXPERTS]
-    limits = {}
-    for word in filter(None, (w.strip() for w in text.split(","))):
-        name, _, value = word.partition("=")
-        if name.removeprefix("time.") not in allowed:
-            raise ConfigError(
-                f"--fail-above {word}: no such degree{did_you_mean(name, allowed)}; "
-                f"allowed: {', '.join(allowed)}"
-            )
-        quantity, _, degree = name.rpartition(".")
-        try:
-            limits[quantity or "time", degree] = limit = float(value)
-            if not 0 < limit <= LARGEST_DEGREE:
-                raise ValueError(value)
-        except ValueError:
-            raise ConfigError(
-                f"--fail-above {word}: expected DEGREE=X with a number above 0 and at most "
-                f"{LARGEST_DEGREE:,}, such as worker=1.2"
-            ) from None
-    if not limits:  # a script whose variable is empty must not run without its limit
-        raise ConfigError(
-            f"--fail-above {text!r}: names no degree; allowed: {', '.join(allowed)}, such as "
-            "worker=1.2"
-        )
-    return limits
-
-
-def _require_experts(
-    limits: dict[tuple[str, str], float], config: Config, attention_only: bool
-) -> None:
-    """Raise ConfigError if a limit is on experts, but the command measures none."""
-    for (quantity, degree), limit in limits.items():
-        if quantity != _EXPERTS:
-            continue
-        start = f"--fail-above {quantity}.{degree}={limit:g}: "
-        if attention_only:
-            raise ConfigError(f"{start}--attention-only measures no experts; leave one of them out")
-        if not config.model.moe.experts:
-            raise ConfigError(
-                f"{start}model={config.model.name} has no experts; leave this limit out, or choose "
-                "a model with experts, such as model=tiny_moe"
-            )
-        if degree == "worker" and config.topology.expert_parallel == 1:
-            raise ConfigError(start + _ONE_EXPERT_WORKER.format("=1"))
-
-
-def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> None:
-    """Raise RunError for degrees above their limits, ConfigError for a limit of nothing."""
-    from mtrain_cli.launch.failures import RunError
-
-    problems = [
-        f"{quantity} {degree} imbalance {case[quantity][degree]['mean']:.3f} of {facts['label']} "
-        f"is above --fail-above {quantity + '.' if quantity != 'time' else ''}{degree}={limit:g}"
-        for facts, case in zip(summary["cases"], summary["results"], strict=True)
-        for (quantity, degree), limit in limits.items()
-        if not case[quantity][degree]["mean"] <= limit
-    ]
-    limit_of_workers = limits.get((_EXPERTS, "worker"))
-    nothing = ""
-    if limit_of_workers and any(case[_EXPERTS]["parallel"] == 1 for case in summary["results"]):
-        nothing = f"--fail-above {_EXPERTS}.worker={limit_of_workers:g}: "
-        nothing += _ONE_EXPERT_WORKER.format("=auto took 1")
-    if problems:
-        raise RunError("\n".join([*problems, nothing] if nothing else problems))
-    if nothing:
-        raise ConfigError(nothing)
 
 
 # Keys whose values can be compared, and the option that lists these values.
@@ -258,18 +137,7 @@ _CHOOSING = (
 
 
 def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[str, Config]], str]:
-    """Compose the configuration of every combination, and return each with its label.
-
-    If the user names neither an exchange nor a pattern, compare a dense with a sparse ring, because
-    imbalance needs several steps and unequal work, and return a remark for the user. Settings that
-    do not allow a sparse ring, such as most masks, are measured as they are.
-
-    Args:
-        typed: values to compare, by option.
-
-    Raises:
-        ConfigError: a value or a combination is not allowed.
-    """
+    """Return every combination with its label, and a remark for the user."""
     from mtrain_cli.launch.environment import resolve_environment
 
     cases = _combinations(words, typed)
@@ -306,8 +174,9 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[st
 
 
 def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
-    """Compose the configuration of every combination, and return each with its label."""
     from mtrain_cli.composition.compose import compose
+    from mtrain_cli.config import keys
+    from mtrain_cli.config.pattern_settings import PATTERNS
 
     for word in words:
         key = word.partition("=")[0]
@@ -317,7 +186,15 @@ def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[s
                 f"{word}: {option} {','.join(typed[option])} already compares this setting; give "
                 "only one of the two"
             )
-    _check_values(typed)
+    for key, compares in _COMPARED.items():
+        allowed = list(PATTERNS) if key == "sparsity" else keys.all_keys()[key].choices
+        if allowed and typed[compares]:
+            parse_names(compares, ",".join(typed[compares]), allowed)
+    for value in typed["--seq"]:
+        try:
+            keys.all_keys()["seq"].convert(value)
+        except ValueError as error:
+            raise ConfigError(f"--seq {value}: {error}") from None
     patterns = typed["--pattern"]
     sparse = [word for word in words if word.startswith("sparsity.")] if patterns else []
     rest = [word for word in words if word not in sparse]
@@ -332,19 +209,3 @@ def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[s
         several = len(typed["--seq"]) > 1
         cases.append((f"{label} {compared['seq']}" if several else label, config))
     return cases
-
-
-def _check_values(typed: dict[str, list[str]]) -> None:
-    """Raise ConfigError, naming the option, if a value to compare is not allowed."""
-    from mtrain_cli.config import keys
-    from mtrain_cli.config.pattern_settings import PATTERNS
-
-    for key, compares in _COMPARED.items():
-        allowed = list(PATTERNS) if key == "sparsity" else keys.all_keys()[key].choices
-        if allowed and typed[compares]:
-            parse_names(compares, ",".join(typed[compares]), allowed)
-    for value in typed["--seq"]:
-        try:
-            keys.all_keys()["seq"].convert(value)
-        except ValueError as error:
-            raise ConfigError(f"--seq {value}: {error}") from None

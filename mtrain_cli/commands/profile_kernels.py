@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mtrain_cli.commands.completion import complete_kernels
@@ -13,29 +15,22 @@ from mtrain_cli.commands.options import (
     MOST_TOKENS,
     MOST_WORKERS,
     CalibrationOut,
-    Threads,
     bounded,
-    flag,
     name_list,
     option,
     parse_items,
     parse_names,
     parse_whole_number,
 )
-from mtrain_cli.commands.profile import (
-    Column,
-    Lines,
-    app,
-    calibrating,
-    heads_column,
-    pass_columns,
-    set_threads,
-)
-from mtrain_cli.commands.profile_masks import time_masks
+from mtrain_cli.commands.profile import app, calibrating, pass_columns, ratio_cell
 from mtrain_cli.config.schema import KERNELS, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
+    from mtrain_cli.reporting.table import Column
 
 _BLOCKS = (16, 32, 64, 128)
 _LENGTHS = {"cuda": "32k,128k", "cpu": "1k,2k"}
@@ -55,8 +50,6 @@ def kernels(
     mask: Annotated[str, name_list()] = "",
     compare: Annotated[str, name_list()] = "",
     workers: Annotated[str, option("N,...")] = "",
-    whole: Annotated[bool, flag("--whole/--no-whole")] = True,
-    threads: Threads = None,
     repeats: Annotated[int, bounded(1, MOST_SAMPLES)] = 7,
     out: CalibrationOut = None,
 ) -> None:
@@ -90,76 +83,91 @@ def kernels(
         compare: Also time flex, which is PyTorch's FlexAttention, under the same masks.
         workers: Also time the kernel calls of one worker when N workers share the sequence, in a
             ring and in an all-gather; such as 8,32.
-        whole: Time whole sequences. --no-whole times only the calls that --workers adds.
         repeats: Samples per measured time.
     """
     import torch
 
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import KernelBench, profile_kernels
-    from mtrain_cli.profiling.timing import ResultFile
-    from mtrain_cli.profiling.worker_calls import profile_worker_calls
-    from mtrain_cli.reporting.terminal_width import limit, say
+    from mtrain_cli.profiling.kernel_benchmark import (
+        KernelBench,
+        profile_kernels,
+        profile_worker_calls,
+    )
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if mask or compare:
-        _refuse_with_masks(mask, density, columns, block, workers, whole)
+    if compare and not mask:
+        raise ConfigError("--compare: needs --mask, such as --mask causal,documents")
+    given = {
+        "--density": density != _DENSITIES, "--columns": columns is not None,
+        "--block": block is not None, "--workers": workers,
+    }  # fmt: skip
+    if mask and (wrong := [name for name, is_given in given.items() if is_given]):
+        raise ConfigError(
+            f"{', '.join(wrong)}: --mask times dense attention over whole sequences; give either"
+        )
     usual = (_LENGTHS_OF_MASKS if mask else _LENGTHS)[device]
     cases = _parse_cases(
         device, usual if seq == "auto" else seq, density, columns, heads, head_dim, block
     )
     counts = _parse_workers(workers, seq, cases)
-    if not whole and not counts:
-        raise ConfigError("--no-whole: leaves nothing to time; add --workers N")
-    set_threads(threads, device)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     names = parse_names("--kernel", kernel, [k for k in KERNELS if k != "auto"]) if kernel else []
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     bench = KernelBench(names, dtype, device, repeats)
-    if mask:
-        time_masks(bench, mask, compare, list(dict.fromkeys(case.dense for case in cases)), out)
-        return
-    _require_a_kernel(bench, names, cases)
     console = Console(highlight=False, soft_wrap=True)
-    lines, legend = _lines(limit(console), device)
-    with calibrating(console, out, ResultFile("kernels", device, dtype), lines) as add:
-        for time in profile_kernels(bench, cases if whole else []):
+    if mask:
+        _time_masks(console, bench, mask, compare, list({case.dense: 0 for case in cases}), out)
+        return
+    unsupported = bench.unsupported(cases)
+    reasons = {name: reason for name, reason, everywhere in unsupported if everywhere}
+    if names and reasons.keys() >= set(names):
+        raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in reasons.items()))
+    with calibrating(
+        console, out, _columns(device), kind="kernels", device=device, dtype=dtype
+    ) as add:
+        for time in profile_kernels(bench, cases):
             add(time)
-        if counts:
-            console.print("calls of one worker")
-        between = "\n" + " " * 11 if lines.narrow else "  "
         for time in profile_worker_calls(bench, cases, counts):
-            add(time, f"{between}1/{time.workers} {time.what}")
-        say(console, legend)
-        for name, reason, everywhere in bench.unsupported(cases):
+            add(time, f" 1/{time.workers} {time.what}")
+        console.print(
+            "slashes: requested share of the causal blocks; columns: per head; pairs: share of the "
+            "causal pairs that is computed; ratio: to dense attention."
+        )
+        for name, reason, everywhere in unsupported:
             console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
 
 
-def _refuse_with_masks(
-    mask: str, density: str, columns: int | None, block: int | None, workers: str, whole: bool
+def _time_masks(
+    console: Console,
+    bench: KernelBench,
+    mask: str,
+    compare: str,
+    cases: Sequence[KernelCase],
+    out: Path | None,
 ) -> None:
-    """Raise ConfigError for options that do not go with --mask, and for --compare without it."""
-    if not mask:
-        raise ConfigError("--compare: needs --mask, such as --mask causal,documents")
-    given = {
-        "--density": density != _DENSITIES, "--columns": columns is not None,
-        "--block": block is not None, "--workers": bool(workers), "--no-whole": not whole,
-    }  # fmt: skip
-    if wrong := [name for name, is_given in given.items() if is_given]:
-        raise ConfigError(
-            f"{', '.join(wrong)}: --mask times dense attention over whole sequences; give either"
-        )
+    """Time dense attention under masks. mask, compare: values of the options."""
+    from mtrain_cli.profiling.mask_benchmark import FLEX, MASKS, profile_masks
+    from mtrain_cli.reporting.table import Column
+
+    names = list(MASKS) if mask == "all" else parse_names("--mask", mask, [*MASKS])
+    flex = bool(compare and parse_names("--compare", compare, [FLEX]))
+    if reasons := {name: why for name, why, _ in bench.unsupported(cases) if name in bench.names}:
+        raise ConfigError(*(f"--kernel {name}: {why}" for name, why in reasons.items()))
+    columns = [
+        Column(f"{'mask':22}", attrgetter("mask"), words=True),
+        *_shape_columns(),
+        *pass_columns(speed=bench.device == "cuda"),
+        *([Column("to flex", ratio_cell, missing="")] if flex else []),
+    ]
+    about = {"kind": "masks", "device": bench.device, "dtype": bench.dtype}
+    with calibrating(console, out, columns, **about) as add:
+        for time in profile_masks(bench, names, cases, flex=flex):
+            add(time, f" {time.sizes}")
 
 
 def _parse_cases(
-    device: str,
-    seq: str,
-    density: str,
-    columns: int | None,
-    heads: str,
-    head_dim: int,
+    device: str, seq: str, density: str, columns: int | None, heads: str, head_dim: int,
     block: int | None,
-) -> list[KernelCase]:
-    """Return a case for each shape of heads, length and density."""
+) -> list[KernelCase]:  # fmt: skip
     from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.profiling.kernel_benchmark import KernelCase
 
@@ -210,7 +218,6 @@ def _parse_heads(heads: str, pair: str) -> tuple[int, int]:
 
 
 def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]:
-    """Return the numbers of workers whose calls are timed."""
     counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
     for count in counts:
         if not 2 <= count <= MOST_WORKERS:
@@ -225,54 +232,31 @@ def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]
     return counts
 
 
-def _require_a_kernel(bench: KernelBench, names: list[str], cases: list[KernelCase]) -> None:
-    """Raise ConfigError if none of the named kernels supports a case."""
-    reasons = {name: reason for name, reason, everywhere in bench.unsupported(cases) if everywhere}
-    if names and reasons.keys() >= set(names):
-        raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in reasons.items()))
+def _shape_columns() -> list[Column]:
+    from mtrain_cli.reporting.table import Column
 
-
-def _lines(width: int | None, device: str) -> tuple[Lines, str]:
-    """Return the table and its legend. A narrow table omits heads, FLOP/s and ratios."""
-
-    def slashes(time: KernelTime) -> str:
-        return "dense" if time.case.density is None else f"{time.case.density:.1%}"
-
-    def columns(time: KernelTime) -> str:
-        case = time.case
-        if case.density is None:
-            return ""
-        return f"all {case.seq}" if case.columns == case.seq else str(case.columns)
-
-    def pairs(time: KernelTime) -> str:
-        return f"{time.pairs / (time.case.heads * math.comb(time.case.seq + 1, 2)):.1%}"
-
-    def ratio(time: KernelTime) -> str:
-        if not (time.forward_ratio and time.backward_ratio):
-            return ""
-        return f"{time.forward_ratio:.2f}x / {time.backward_ratio:.2f}x"
-
-    kernel: list[Column] = [
-        ("kernel", "<10", lambda time: time.kernel),
-        ("seq", ">8", lambda time: time.case.seq),
+    return [
+        Column("kernel", attrgetter("kernel"), words=True),
+        Column("seq", attrgetter("case.seq")),
+        Column("heads", lambda time: f"{time.case.heads}/{time.case.kv_heads}"),
     ]
-    counts = [("slashes", ">9", slashes), ("columns", ">8", columns), ("pairs", ">7", pairs)]
-    # CPU kernels also compute masked pairs, so their FLOP/s would mislead.
-    speed = device == "cuda"
-    lines = Lines.fitting(
-        width,
-        [
-            *kernel,
-            ("heads", ">6", heads_column),
-            *counts,
-            *pass_columns(speed=speed),
-            ("ratio to dense", ">16", ratio),
-        ],
-        [*kernel, *counts, *pass_columns(speed=False)],
-    )
-    counted = " and that TF (TFLOP/s) counts" if speed and not lines.narrow else ""
-    more = f" A wider terminal also shows heads{', TFLOP/s' if speed else ''} and ratios."
-    return lines, (
-        "slashes: requested share of the causal blocks; columns: per head; pairs: share of the "
-        f"causal pairs that is computed{counted}.{more if lines.narrow else ''}"
-    )
+
+
+def _columns(device: str) -> list[Column]:
+    from mtrain_cli.reporting.table import Column, percent
+
+    def pairs(time: KernelTime) -> float:
+        return time.pairs / (time.case.heads * math.comb(time.case.seq + 1, 2))
+
+    def columns(time: KernelTime) -> int | None:
+        return None if time.case.density is None else time.case.columns
+
+    return [
+        *_shape_columns(),
+        Column("slashes", attrgetter("case.density"), percent, missing="dense"),
+        Column("columns", columns, missing=""),
+        Column("pairs", pairs, percent),
+        # CPU kernels also compute masked pairs, so their FLOP/s would mislead.
+        *pass_columns(speed=device == "cuda"),
+        Column("ratio", ratio_cell, missing=""),
+    ]

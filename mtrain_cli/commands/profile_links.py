@@ -10,14 +10,11 @@ import typer
 
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
-    MOST_WORKERS,
     Json,
     Overrides,
     bounded,
-    flag,
     option,
     parse_items,
-    warn_of_unused_settings,
     with_measurement_folder,
     writing,
 )
@@ -26,10 +23,6 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
-    from mtrain_cli.launch.environment import Environment
-    from mtrain_cli.launch.run_dir import RunDir
-    from mtrain_cli.profiling.link_benchmark import LinkBenchmarkPlan
     from mtrain_cli.reporting.table import Table
 
 _SIZES = {"cuda": "4k,64k,1m,16m,64m,128m", "cpu": "4k,64k,1m,4m"}
@@ -42,10 +35,7 @@ def links(
     overrides: Overrides = None,
     sizes: Annotated[str, option("N,...")] = "auto",
     repeats: Annotated[int, bounded(3, MOST_SAMPLES)] = 7,
-    load: Annotated[bool, flag("--load/--no-load")] = True,
     cluster_out: Annotated[Path | None, option("FILE")] = None,
-    nodes: Annotated[int | None, bounded(1, MOST_WORKERS)] = None,
-    per_node: Annotated[int | None, bounded(1, MOST_WORKERS)] = None,
     as_json: Json = False,
 ) -> None:
     """Measure messages between workers: ring hops, all-gather, reduce-scatter and all-to-all.
@@ -69,15 +59,13 @@ def links(
         sizes: Bytes per message; for a collective, the bytes that each worker receives. auto = 4k
             to 128m on GPUs, 4k to 4m on CPUs.
         repeats: Samples per size.
-        load: Measure a second time while all workers compute.
         cluster_out: Cluster file to write, for `mtrain simulate --cluster FILE`.
-        nodes: Number of nodes of the cluster in the file; by default the measured number.
-        per_node: GPUs per node of the cluster in the file; by default the measured number.
         as_json: Print the measurement as JSON only.
     """
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.launch.local import launch
 
     if cluster_out is not None and cluster_out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--cluster-out {cluster_out}: give a file that ends in .yaml")
@@ -85,46 +73,7 @@ def links(
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "links")
     environment = resolve_environment(config)
-    warn_of_unused_settings(words)
     message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
-    _require_links(environment, nodes, cluster_out)
-    # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.link_benchmark import CLUSTER, LinkBenchmarkPlan, cluster_text
-
-    name = f"measured_{environment.nodes}x{environment.workers_per_node}"
-    if cluster_out is not None:
-        name = cluster_out.stem
-    plan = LinkBenchmarkPlan(message_sizes, repeats, load, name, per_node, nodes, quiet=as_json)
-    run = run_dir.create(config, words)
-    document = _measure(plan, run, environment, config)
-    for path in filter(None, (run.path / CLUSTER, cluster_out)):
-        with writing(path):
-            path.write_text(cluster_text(document), encoding="utf-8")
-    if as_json:
-        typer.echo(json_text(document, indent=1))
-    else:
-        _show(document, run.path, cluster_out)
-
-
-def _measure(
-    plan: LinkBenchmarkPlan, run: RunDir, environment: Environment, config: Config
-) -> dict[str, Any]:
-    """Run the measurement and return its document. Exit if it did not complete."""
-    from mtrain_cli.launch.local import launch
-    from mtrain_cli.profiling import link_benchmark
-
-    plan.save(run)
-    code = launch(run, environment, resume=False, target=link_benchmark.TARGET, config=config)
-    if code or not (run.path / link_benchmark.FILE).is_file():
-        raise typer.Exit(code)
-    document = json.loads((run.path / link_benchmark.FILE).read_text())
-    if not document["complete"]:
-        raise typer.Exit(1)
-    return document
-
-
-def _require_links(environment: Environment, nodes: int | None, cluster_out: Path | None) -> None:
-    """Raise ConfigError if the workers do not have the links that the options ask for."""
     dims = environment.dims
     if dims.workers < 2:
         raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")
@@ -133,16 +82,38 @@ def _require_links(environment: Environment, nodes: int | None, cluster_out: Pat
             f"topology.context_parallel={dims.cp}: links are measured among all workers; leave it "
             "out"
         )
-    if nodes is not None and nodes > 1 and environment.nodes == 1:
-        raise ConfigError(
-            f"--nodes {nodes}: links between nodes were not measured; give "
-            "topology.gpus_per_node=N for virtual nodes, or run on several nodes"
-        )
     if cluster_out is not None and environment.launcher != "mtrain":
         raise ConfigError(
             f"--cluster-out {cluster_out}: only works without torchrun or srun; copy cluster.yaml "
             "from the measurement's folder instead"
         )
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.profiling.link_benchmark import (
+        CLUSTER,
+        FILE,
+        TARGET,
+        LinkBenchmarkPlan,
+        cluster_text,
+    )
+
+    name = f"measured_{environment.nodes}x{environment.workers_per_node}"
+    if cluster_out is not None:
+        name = cluster_out.stem
+    run = run_dir.create(config, words)
+    LinkBenchmarkPlan(message_sizes, repeats, name, quiet=as_json).save(run)
+    code = launch(run, environment, resume=False, target=TARGET, config=config)
+    if code or not (run.path / FILE).is_file():
+        raise typer.Exit(code)
+    document = json.loads((run.path / FILE).read_text())
+    if not document["complete"]:
+        raise typer.Exit(1)
+    for path in filter(None, (run.path / CLUSTER, cluster_out)):
+        with writing(path):
+            path.write_text(cluster_text(document), encoding="utf-8")
+    if as_json:
+        typer.echo(json_text(document, indent=1))
+    else:
+        _show(document, run.path, cluster_out)
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
@@ -167,20 +138,18 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
     console = Console(highlight=False, soft_wrap=True)
     print_table(console, _table(document))
     machine = document["machine"]
-    say(
-        console,
+    lines = [
         f"device  {machine['gpu']}: copy {machine['copy_gbps']:.4g} GB/s, "
         f"addition {machine['added_gbps']:.4g} GB/s, launch {machine['launch_us'][1]:.1f} us",
-        _LABEL,
-    )
-    for link, fits in document["fits"].items():
-        for operation, fit in fits.items():
-            say(
-                console,
-                f"fit     {link} {operation}: {fit['latency_us']:.1f} us + bytes / "
-                f"{fit['gbps']:.4g} GB/s, mean error {fit['error']:.1%}, worst {fit['worst']:.1%}",
-                _LABEL,
-            )
+        *(
+            f"fit     {link} {operation}: {fit['latency_us']:.1f} us + bytes / "
+            f"{fit['gbps']:.4g} GB/s, mean error {fit['error']:.1%}, worst {fit['worst']:.1%}"
+            for link, fits in document["fits"].items()
+            for operation, fit in fits.items()
+        ),
+    ]
+    for line in lines:
+        say(console, line, _LABEL)
     if document["virtual_nodes"]:
         console.print(
             "note    all nodes are parts of this host, so links between nodes use no network",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated
 
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     CalibrationOut,
     Overrides,
-    Threads,
     bounded,
     option,
     parse_items,
-    warn_of_unused_settings,
 )
-from mtrain_cli.commands.profile import Column, Lines, app, calibrating, set_threads
+from mtrain_cli.commands.profile import app, calibrating
 from mtrain_cli.config.schema import Config, ConfigError
 
 
@@ -22,7 +21,6 @@ from mtrain_cli.config.schema import Config, ConfigError
 def non_attention(
     overrides: Overrides = None,
     seq: Annotated[str, option("N,...")] = "auto",
-    threads: Threads = None,
     repeats: Annotated[int, bounded(1, MOST_SAMPLES)] = 5,
     out: CalibrationOut = None,
 ) -> None:
@@ -53,19 +51,22 @@ def non_attention(
     words = list(overrides or ())
     config = _single_worker(words, 1024)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.non_attention_benchmark import (
-        profile_non_attention,
-        result_file,
-    )
+    from mtrain_cli.profiling.non_attention_benchmark import about, profile_non_attention
+    from mtrain_cli.reporting.table import Column, fixed, number
 
     device = resolve_environment(config).device
-    warn_of_unused_settings(words)
     usual = "1k,4k,16k,64k" if device == "cuda" else "256,1k,4k"
     lengths = parse_items("--seq", usual if seq == "auto" else seq, parse_size, "32k,128k")
     configs = [_single_worker(words, length) for length in dict.fromkeys(lengths)]
-    set_threads(threads, device)
+    columns = [
+        Column("part", attrgetter("part"), words=True),
+        Column("tokens", attrgetter("tokens")),
+        Column("tile", attrgetter("rows")),
+        Column("ms", attrgetter("ms"), fixed(3)),
+        Column("TF", lambda time: time.flop / time.ms / 1e9 or None, number, missing=""),
+    ]
     console = Console(highlight=False, soft_wrap=True)
-    with calibrating(console, out, result_file(configs[0], device), Lines(_COLUMNS)) as add:
+    with calibrating(console, out, columns, **about(configs[0], device)) as add:
         for time in profile_non_attention(configs, repeats):
             add(time)
         console.print(
@@ -97,16 +98,6 @@ def _single_worker(words: list[str], length: int) -> Config:
 _LAYERS = 3  # As in a model, the host queues the second and later layers ahead of the GPU.
 # Settings of several workers or sequences.
 _FIXED = (
-    "seq",
-    "topology.workers",
-    "train.micro_batch",
-    "train.global_batch",
+    *("seq", "topology.workers", "train.micro_batch", "train.global_batch"),
     "train.offload_activations",
 )
-_COLUMNS: list[Column] = [
-    ("part", "<10", lambda time: time.part),
-    ("tokens", ">8", lambda time: time.tokens),
-    ("tile", ">8", lambda time: time.rows),
-    ("ms", ">10", lambda time: f"{time.ms:.3f}"),
-    ("TF", ">7", lambda time: f"{time.flop / time.ms / 1e9:.3g}" if time.flop else ""),
-]

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,12 +21,11 @@ from mtrain_cli.commands.options import (
     name_list,
     option,
     parse_names,
-    warn_of_unused_settings,
     with_measurement_folder,
     with_options,
     writing,
 )
-from mtrain_cli.commands.profile import app, check_output, key_of, keys_for, require_known_keys
+from mtrain_cli.commands.profile import app, key_of, keys_for, require_known_keys
 from mtrain_cli.config import plugins
 from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.config.schema import ConfigError
@@ -63,7 +63,6 @@ def sparsity(
     rows: Annotated[int, bounded(1, MOST_TOKENS)] = 256,
     checkpoints: Annotated[Path | None, option("RUN", complete=complete_runs)] = None,
     samples: Annotated[int | None, bounded(1, MOST_SAMPLES)] = None,
-    out: Annotated[Path | None, option("FILE")] = None,
 ) -> None:
     """Measure how much of dense attention the patterns keep on real training steps, per layer.
 
@@ -93,20 +92,11 @@ def sparsity(
             name under runs/.
         samples: Number of sequences to run through each checkpoint, 1 by default: held-out
             sequences, or the first of the corpus if the run holds none out.
-        out: Parquet file with one row per step, pattern, layer and head; by default a folder in
-            measurements/, which `mtrain report` can show. Not with the options on attention.
     """
     from mtrain_cli.console import Console
 
-    if out is not None and out.suffix != ".parquet":
-        raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     words = list(overrides or ())
     request = None if _STUDY is None else _STUDY.parse(options)
-    if out is not None and (request or checkpoints is not None):
-        raise ConfigError(
-            f"--out {out}: holds only the recall of patterns; leave it out, so that the results on "
-            "attention go to a folder in measurements/"
-        )
     _require_one_worker(words)
     if checkpoints is None:
         if samples is not None:
@@ -121,10 +111,11 @@ def sparsity(
             request = request.with_counts(config.seq)
     if request is not None:
         request.require_fit(config)
-    warn_of_unused_settings(words)
-    replaced = check_output(out, _is_sparsity_file, "sparsity profile")
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.profiling import pattern_quality
+    from mtrain_cli.reporting.sparsity import sparsity_tables
+    from mtrain_cli.reporting.terminal_width import print_table
     from mtrain_cli.sparsity.pattern import display_name
 
     analyzer: Any = None
@@ -132,70 +123,35 @@ def sparsity(
         analyzer, cost = _STUDY.open_analyzer(request, config, rows)
         if cost:
             console.print(cost)
-    measured = _Measured(config, patterns, rows, analyzer, console)
     if source is None:
-        records = measured.training(steps or 2, every or 0)
+        last = steps or 2
+        measured = sorted({1, last, *(range(every, last + 1, every) if every else ())})
+        records = pattern_quality.profile_sparsity(
+            config, patterns, measured, rows, partial(_say, console, f"step {{}}/{last}"), analyzer
+        )
     else:
-        records = measured.checkpoints(source, samples or 1)
+        progress = partial(_say, console, "checkpoint step-{}")
+        records = pattern_quality.profile_checkpoints(
+            config, source, patterns, samples or 1, rows, progress, analyzer
+        )
     if analyzer is not None:
         analyzer.finish()
     names = {p.name: display_name(p) for p in patterns}
     done = sorted({record.step for record in records})
-    _print_tables(console, records, names)
-    if out is None:
-        about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
-        if source is not None:
-            about["checkpoints"] = [str(folder) for folder in source]
-        folder = _save_measurement(config, words, records, about, analyzer)
-        if analyzer is not None:
-            analyzer.show(console)
-        console.print(f"files  {folder}\ndraw   mtrain report {shlex.quote(str(folder))}")
-        return
-    with writing(out):
-        _write_parquet(records, out)
-    console.print(f"{len(records)} rows in {out}{replaced}")
+    shown = [dataclasses.asdict(r) | {"pattern": names[r.pattern]} for r in records]
+    for table in sparsity_tables(shown):
+        print_table(console, table)
+    about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
+    if source is not None:
+        about["checkpoints"] = [str(folder) for folder in source]
+    folder = _save_measurement(config, words, records, about, analyzer)
+    if analyzer is not None:
+        analyzer.show(console)
+    console.print(f"files  {folder}\ndraw   mtrain report {shlex.quote(str(folder))}")
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A measurement to run.
-
-    analyzer: analyzes the same layers, see `pattern_quality.Analyzer`; None without one.
-    """
-
-    config: Config
-    patterns: list[Pattern]
-    rows: int
-    analyzer: Any
-    console: Console
-
-    def training(self, steps: int, every: int) -> list[HeadRecord]:
-        """Train, and measure the first and the last step, and every N steps between."""
-        from mtrain_cli.profiling import pattern_quality
-
-        measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
-
-        def progress(step: int, loss: float | None) -> None:
-            self.console.print(f"step {step}/{steps}  loss {_loss(loss)}")
-
-        return pattern_quality.profile_sparsity(
-            self.config, self.patterns, measured, self.rows, progress, self.analyzer
-        )
-
-    def checkpoints(self, folders: Sequence[Path], samples: int) -> list[HeadRecord]:
-        """Measure checkpoints on the same sequences."""
-        from mtrain_cli.profiling.checkpoint_quality import profile_checkpoints
-
-        def progress(step: int, loss: float | None) -> None:
-            self.console.print(f"checkpoint step-{step}  loss {_loss(loss)}")
-
-        return profile_checkpoints(
-            self.config, folders, self.patterns, samples, self.rows, progress, self.analyzer
-        )
-
-
-def _loss(loss: float | None) -> str:
-    return "n.a." if loss is None else f"{loss:.4f}"
+def _say(console: Console, what: str, step: int, loss: float | None) -> None:
+    console.print(f"{what.format(step)}  loss {'n.a.' if loss is None else f'{loss:.4f}'}")
 
 
 _NUMBERS_OF_WORKERS = (
@@ -216,11 +172,7 @@ def _require_one_worker(words: Sequence[str]) -> None:
 def _of_checkpoints(
     run: Path, words: list[str], pattern: str
 ) -> tuple[list[Path], Config, list[Pattern]]:
-    """Return the checkpoints of a run in ascending order, its configuration, and the patterns.
-
-    Raises:
-        ConfigError: there is no such run, it has no checkpoint, or a setting is wrong.
-    """
+    """Return the checkpoints of a run in ascending order, its configuration, and the patterns."""
     from mtrain_cli.composition import compose
     from mtrain_cli.config import resolved_file
     from mtrain_cli.training import checkpoint_source
@@ -235,11 +187,8 @@ def _of_checkpoints(
             ) from None
         raise ConfigError(*(f"--checkpoints {line}" for line in error.problems)) from None
     saved = resolved_file.load(checkpoint_source.run_of(source) / checkpoint_source.RESOLVED)
-    alone = [
-        "topology=local",
-        "topology.workers=1",
-        f"topology.block_size={saved.topology.block_size}",
-    ]
+    alone = ["topology=local", "topology.workers=1"]
+    alone.append(f"topology.block_size={saved.topology.block_size}")
 
     def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
         chosen = [] if name == saved.sparsity.pattern else [f"sparsity={name}"]
@@ -253,16 +202,6 @@ def _of_checkpoints(
     return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
 
 
-def _print_tables(console: Console, records: list[HeadRecord], names: dict[str, str]) -> None:
-    """Print a table for each pattern at the first and at the last measured step."""
-    from mtrain_cli.reporting.sparsity import sparsity_tables
-    from mtrain_cli.reporting.terminal_width import print_table
-
-    shown = [dataclasses.replace(r, pattern=names[r.pattern]) for r in records]
-    for table in sparsity_tables([dataclasses.asdict(r) for r in shown]):
-        print_table(console, table)
-
-
 def _save_measurement(
     config: Config,
     words: list[str],
@@ -271,21 +210,19 @@ def _save_measurement(
     analyzer: Any,
 ) -> Path:
     """Save the results as a folder in measurements/ and return it."""
+    import pandas
+
     from mtrain_cli.launch import run_dir
     from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
 
     run = run_dir.create(with_measurement_folder(config, SPARSITY), words)
     facts = json.loads(run.environment.read_text()) if run.environment.exists() else {}
-    header = {
-        "kind": SPARSITY,
-        "complete": True,
-        "command": facts.get("command", []),
-        "environment": facts,
-        "workers": 1,
-    }
+    header = {"kind": SPARSITY, "complete": True, "command": facts.get("command", [])}
+    header |= {"environment": facts, "workers": 1}
     try:
         with writing(run.path / HEAD_ROWS):
-            _write_parquet(records, run.path / HEAD_ROWS)
+            rows = pandas.DataFrame([dataclasses.asdict(r) for r in records])
+            rows.to_parquet(run.path / HEAD_ROWS)
             if analyzer is not None:
                 analyzer.write(run.path)
             write_summary(run.path, {**header, **about})
@@ -295,19 +232,15 @@ def _save_measurement(
 
 
 def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
-    """Return the configuration to train with, and the patterns to measure.
-
-    A setting such as sparsity.chunk=512 applies to each pattern that has this key.
-
-    Raises:
-        ConfigError: a pattern does not exist, or no pattern has a key.
-    """
+    """Return the configuration to train with, and the patterns to measure."""
     from mtrain_cli.composition.compose import compose
 
-    def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
-        return compose([*others, f"sparsity={name}", "topology.workers=1", *keys])
-
-    return _compose_patterns(overrides, names, "dense", compose_with)
+    return _compose_patterns(
+        overrides, names, "dense",
+        lambda name, keys, others: compose(
+            [*others, f"sparsity={name}", "topology.workers=1", *keys]
+        ),
+    )  # fmt: skip
 
 
 def _compose_patterns(
@@ -316,16 +249,7 @@ def _compose_patterns(
     default: str,
     compose_with: Callable[[str, list[str], list[str]], Config],
 ) -> tuple[Config, list[Pattern]]:
-    """Return the configuration of the model's own attention, and the patterns to measure.
-
-    Args:
-        default: the pattern of the model's own attention, if the user gives none.
-        compose_with: composes the configuration with a pattern, the settings of the pattern, and
-            the other settings.
-
-    Raises:
-        ConfigError: a pattern does not exist, or no pattern has a key.
-    """
+    """Return the configuration of the model's own attention, and the patterns to measure."""
     from mtrain_cli.config.pattern_settings import PATTERNS
 
     wanted = parse_names("--pattern", names, [name for name in PATTERNS if name != "dense"])
@@ -346,7 +270,7 @@ def _compose_patterns(
     _require_causal_intervals(config)
     configs = [compose_with(name, keys_for(name, keys), rest) for name in wanted]
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.sparsity.pattern_registry import make_pattern
+    from mtrain_cli.sparsity.pattern import make_pattern
 
     patterns = []
     for each in configs:
@@ -372,22 +296,3 @@ def _require_causal_intervals(config: Config) -> None:
         "keys up to itself, the same in every layer; allowed: mask=causal, and mask=sliding_window "
         "without global tokens and full layers, each with or without data.document_mask"
     )
-
-
-def _is_sparsity_file(out: Path) -> bool:
-    import pyarrow
-    import pyarrow.parquet
-
-    from mtrain_cli.profiling.pattern_quality import HeadRecord
-
-    try:
-        names = set(pyarrow.parquet.read_schema(out).names)
-    except (pyarrow.ArrowException, OSError):
-        return False
-    return names >= {field.name for field in dataclasses.fields(HeadRecord)}
-
-
-def _write_parquet(records: list[HeadRecord], out: Path) -> None:
-    import pandas
-
-    pandas.DataFrame([dataclasses.asdict(r) for r in records]).to_parquet(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +27,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from mtrain_cli.records.index_file import RecordedIndices
     from mtrain_cli.reporting.table import Table
@@ -86,28 +85,34 @@ def what_if(
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
-    from mtrain_cli.simulation.what_if import replay, setups_of
+    from mtrain_cli.simulation.what_if import InvalidSetup, replay, setups_of
 
     layouts = parse_names("--layout", layout, LAYOUTS)
     exchanges = parse_names("--exchange", exchange, exchange_names())
-    counts = _parse_workers(workers)
+    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
+    if not all(1 <= count <= _MOST_WORKERS for count in counts):
+        raise ConfigError(f"--workers {workers}: allowed: 1 to {_MOST_WORKERS}")
     wanted = parse_items("--layers", layers, parse_whole_number, "0,5") if layers else []
     recorded = load_indices(_index_file(run))
     patterns = list(recorded.patterns)
     if pattern:
         patterns = parse_names("--pattern", pattern, patterns)
-    _require_layers(recorded, patterns, wanted, layers)
+    for name, layer in itertools.product(patterns, wanted):
+        if layer not in recorded.layers(name):
+            available = ", ".join(map(str, recorded.layers(name)))
+            raise ConfigError(
+                f"--layers {layers}: layer {layer} of {name} was not recorded; allowed: {available}"
+            )
     machine = None if cluster is None else load_cluster(cluster)
-    made = recorded.setup
+    made, counts = recorded.setup, list(dict.fromkeys(counts))
     usual = made.per_node if machine is None else machine.gpus_per_node
     setups = list(setups_of(layouts, exchanges, counts or [made.workers], per_node or usual))
     numbers = list(dict.fromkeys(wanted)) or None
-    whose = "recorded number of workers per node"
-    if machine is not None:
-        whose = f"number of GPUs per node of {machine.name}"
-    typed = f"--cluster {cluster}" if cluster and not workers else f"--workers {workers}"
-    with _errors_by_option(None if per_node else f"{typed}: the {whose}"):
+    try:
         replays = {name: replay(recorded, name, setups, numbers, machine) for name in patterns}
+    except InvalidSetup as error:
+        option = error.about.replace("_", "-")
+        raise ConfigError(f"--{option} {error.value}: {error}") from None
     if as_json:
         typer.echo(json_text(_document(recorded, replays), indent=1))
         return
@@ -115,43 +120,6 @@ def what_if(
     for name, rows in replays.items():
         print_table(console, _table(recorded, name, rows))
     say(console, _LEGEND)
-
-
-@contextmanager
-def _errors_by_option(usual: str | None) -> Iterator[None]:
-    """In errors about impossible setups, name the options."""
-    from mtrain_cli.simulation.what_if import InvalidSetup
-
-    try:
-        yield
-    except InvalidSetup as error:
-        if error.about == "per_node" and usual is not None:
-            why = str(error).replace("allowed:", "add --per-node, one of")
-            raise ConfigError(f"{usual}, {error.value}, {why}") from None
-        raise ConfigError(f"--{error.about.replace('_', '-')} {error.value}: {error}") from None
-
-
-def _parse_workers(workers: str) -> list[int]:
-    """Return the numbers of workers, without repeats."""
-    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
-    for count in counts:
-        if not 1 <= count <= _MOST_WORKERS:
-            raise ConfigError(
-                f"--workers {workers}: {count} is out of range; allowed: 1 to {_MOST_WORKERS}"
-            )
-    return list(dict.fromkeys(counts))
-
-
-def _require_layers(
-    recorded: RecordedIndices, patterns: Sequence[str], layers: Sequence[int], typed: str
-) -> None:
-    """Raise ConfigError if a layer was not recorded for a pattern. typed: value of --layers."""
-    for name, layer in itertools.product(patterns, layers):
-        if layer not in recorded.layers(name):
-            available = ", ".join(map(str, recorded.layers(name)))
-            raise ConfigError(
-                f"--layers {typed}: layer {layer} of {name} was not recorded; allowed: {available}"
-            )
 
 
 _LEGEND = (
@@ -192,10 +160,7 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
         f"{setup.workers} workers, {setup.layout}"
     )
     # Both passes usually have the same work; then one group of columns shows it.
-    same = all(
-        len({tuple(vars(replayed.degrees).values()) for replayed in row.passes.values()}) == 1
-        for row in rows
-    )
+    same = all(len({str(p.degrees) for p in row.passes.values()}) == 1 for row in rows)
     title += ", work of both passes" if same else ""
     passes = ("",) if same else ("forward", "backward")
     columns = [
@@ -212,7 +177,7 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
             for direction in passes
             for degree in _DEGREES
         ),
-        Column("largest", _largest, drop=4),
+        Column("largest", lambda r: f"{r.shares.max():.1%} / {1 / r.setup.workers:.1%}", drop=4),
         Column("sent", lambda r: sum(p.sent for p in r.passes.values()), format_bytes, drop=3),
         Column(_BARS, lambda row: row.shares.tolist(), _bar, words=True),
     ]
@@ -221,10 +186,6 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
 
 # Degrees, by their rank among the columns that a narrow terminal drops.
 _DROPS = {"critical": 1, "total": 2, "step": 5}
-
-
-def _largest(row: ReplayedSetup) -> str:
-    return f"{row.shares.max():.1%} / {1 / row.setup.workers:.1%}"
 
 
 def _pass(row: ReplayedSetup, direction: str) -> ReplayedPass:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
+from mtrain_cli.commands.options import parse_names, parse_share_option
 from mtrain_cli.commands.simulate_request import SimulateRequest, setting_of
 from mtrain_cli.config.exchanges import (
     COMPARED_EXCHANGES,
@@ -218,7 +218,6 @@ def parse_job(
         layouts = layouts if layout else _with_choice(layouts, config.topology.layout)
         exchanges = exchanges if exchange else _with_choice(exchanges, chosen)
     workers = _parse_workers(cluster, typed, cluster_typed, request)
-    warn_of_unused_settings(words)
     if cluster.gpu.is_cpu and not request.without_a_model and not request.sets("topology.device"):
         # CPU workers compute in another dtype and with other kernels.
         request = replace(request, words=(*words, "topology.device=cpu"))

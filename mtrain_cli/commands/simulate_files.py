@@ -18,7 +18,7 @@ from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.pipeline_times import prediction_entry

@@ -112,7 +112,7 @@ def _configuration(
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan, data_elsewhere=data_elsewhere)
-    from mtrain_cli.config.optim_checks import keep_schedule
+    from mtrain_cli.config.validate import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
@@ -125,11 +125,7 @@ def _configuration(
 
 
 def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:
-    """Return the folder of the run to resume, or None to start a new run.
-
-    Raises:
-        ConfigError: no run has that name, or ``auto`` cannot identify the run.
-    """
+    """Return the folder of the run to resume, or None to start a new run."""
     if resume not in (None, AUTO):
         return find_run(resume, "--resume ")
     from mtrain_cli.launch import run_dir
@@ -139,8 +135,8 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
     if resume is None and (job is None or not job.name):
         return None  # no job would start this command line again
     config = _configuration(words, config_dir, None)
-    named = config.run.dir != "auto" or config.run.name != "auto"
-    if resume == AUTO and job is None and not named:
+    unnamed = config.run.dir == config.run.name == "auto"
+    if resume == AUTO and job is None and unnamed:
         raise ConfigError(
             "--resume auto: needs run.name=NAME or run.dir=DIR, so that the same command line "
             "finds its run again"
@@ -172,7 +168,7 @@ def _print_configuration(config: Config) -> None:
     from rich.text import Text
 
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.listing import annotated_yaml
+    from mtrain_cli.config.resolved_file import annotated_yaml
     from mtrain_cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -207,18 +203,10 @@ def _print_plan(
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
 
-    require_labels(config)
-    require_eval_tasks(config)
-    require_callbacks(config)
+    require_runnable(config, data=False)
     run_plan = make_plan(config)
-    warn_of_unused_settings(
-        words,
-        config,
-        config_dir,
-        exchange=run_plan.exchange.name,
-        layout=run_plan.layout.name,
-        device=run_plan.environment.device,
-    )
+    exchange, device = run_plan.exchange.name, run_plan.environment.device
+    warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
     free = None if run_plan.hardware.absent else free_disk(config)
     Console().print(render(run_plan, estimate_step(run_plan), data, free))
     if not fits(run_plan):
@@ -227,7 +215,7 @@ def _print_plan(
 
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
-    from mtrain_cli.config.data_checks import require_manifest
+    from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.data.open_dataset import require_columns
     from mtrain_cli.data.text_files import open_corpus
 
@@ -287,31 +275,10 @@ def require_exchange(config: Config, environment: Environment) -> None:
     choose_exchange(topology, needs)
 
 
-def _no_gpu(config: Config, words: list[str]) -> str:
-    """Return the error for a machine without GPUs. It names the typed setting that asks for GPUs.
-
-    words: overrides as typed.
-    """
-    group = next((word for word in words if word.startswith("topology=")), None)
-    direct = any(word.startswith("topology.device=") for word in words)
-    if group is None or direct or config.topology.cluster == "auto":
-        return (
-            "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto, or add "
-            "--dry-run to plan for GPUs."
-        )
-    return (
-        f"{group}: needs GPUs, but torch sees no GPU on this machine. Add --dry-run to plan for "
-        f"these GPUs, or leave {group} out to train on CPU processes."
-    )
-
-
 def require_labels(config: Config) -> None:
-    """Check that the mask hides the next token from some query, so that there is a loss to train.
+    """Raise ConfigError if the mask shows the next token to every query, so that no label counts.
 
     The last token of a sequence has its label in the next sequence, which no query sees.
-
-    Raises:
-        ConfigError: in a sequence of one document, no other label counts.
     """
     if config.mask.keeps_causal_intervals:
         return
@@ -327,19 +294,16 @@ def require_labels(config: Config) -> None:
         )
 
 
-def require_eval_tasks(config: Config) -> None:
-    """Raise ConfigError if ``train.eval_tasks`` cannot be measured, before workers start."""
+def require_runnable(config: Config, *, data: bool = True) -> None:
+    """Raise ConfigError for what workers would refuse, before they start. data: check them, too."""
+    if data:
+        require_data(config)  # before anything heavy is imported
+    require_labels(config)
     if config.train.eval_tasks:
-        # Imports torch, which other runs do not need here.
         from mtrain_cli.evaluation.in_training import require_tasks
 
         require_tasks(config)
-
-
-def require_callbacks(config: Config) -> None:
-    """Raise ConfigError if ``train.callbacks`` cannot be loaded, before workers start."""
     if config.train.callbacks:
-        # Imports torch, which other runs do not need here.
         from mtrain_cli.commands.train_worker import load_callbacks
 
         load_callbacks(config)
@@ -350,26 +314,22 @@ def _launch(
 ) -> int:
     from mtrain_cli.config import resolved_file
 
-    require_data(config)  # before anything heavy is imported
-    require_labels(config)
-    require_eval_tasks(config)
-    require_callbacks(config)
+    require_runnable(config)
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import WARNED, launch
     from mtrain_cli.launch.run_status import nothing_left
-    from mtrain_cli.launch.study_folder import study_command
 
     steps = config.train.steps
     if run_path is not None and nothing_left(finished := run_dir.RunDir(run_path), steps):
         if not job_rank():
             line = f"nothing left to train: step {steps} has reached train.steps={steps}"
-            if not study_command(run_path):
+            if not run_dir.study_command(run_path):
                 longer = f"{finished.resume_command} train.steps={2 * steps}"
                 line += f". Set a larger train.steps to continue: {longer}"
             print(line)
         return 0
-    environment = checked_environment(config, overrides)
+    environment = checked_environment(config)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         run = run_dir.create(config, overrides)
@@ -380,23 +340,20 @@ def _launch(
             run = run.rewrite(config, overrides)
     code = launch(run, environment, resume=run_path is not None, config=config)
     # After a warning, a script goes on to the next job. A study must not go on to the next cell.
-    return 0 if code == WARNED and not study_command(run.path) else code
+    return 0 if code == WARNED and not run_dir.study_command(run.path) else code
 
 
-def checked_environment(config: Config, overrides: list[str]) -> Environment:
+def checked_environment(config: Config) -> Environment:
     """Return the environment of a run, after checking kernel and exchange.
 
     Call this before the run folder is created: a mistake must leave no folder behind.
-
-    Args:
-        overrides: as typed, for messages.
 
     Raises:
         ConfigError: this machine cannot run the configuration.
     """
     from mtrain_cli.launch.environment import resolve_environment
 
-    environment = resolve_environment(config, no_gpu=_no_gpu(config, overrides))
+    environment = resolve_environment(config)
     require_kernel(config, environment.device)
     require_exchange(config, environment)
     return environment
@@ -413,11 +370,8 @@ def train_new_run(config: Config) -> Path:
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.launch.local import launch
 
-    require_data(config)
-    require_labels(config)
-    require_eval_tasks(config)
-    require_callbacks(config)
-    environment = checked_environment(config, [])
+    require_runnable(config)
+    environment = checked_environment(config)
     run = run_dir.create(config, [])
     try:
         code = launch(run, environment, resume=False, config=config)

@@ -17,12 +17,12 @@ from typing import Any
 
 from mtrain_cli.composition import derived
 from mtrain_cli.composition.yaml_groups import compose_groups
-from mtrain_cli.config import keys, sparsity_checks, topology_checks, validate
+from mtrain_cli.config import keys, validate
 from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
 from mtrain_cli.config.overrides import convert, parse
 from mtrain_cli.config.problem import Problem, contains
-from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
+from mtrain_cli.config.schema import Config, ConfigError
 
 # Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
 # them.
@@ -68,7 +68,9 @@ def compose(
         given,
         model,
         _defaults(),
-        chose_mask=_chose_mask(parsed.groups, parsed.values, raw),
+        chose_mask="mask" in parsed.groups
+        or "mask.kind" in parsed.values
+        or raw.get("mask.kind") != _defaults()["mask.kind"],
         mask_keys=[name for name in parsed.values if name.startswith("mask.")],
     )
     leaves, wrong = convert(raw, files)
@@ -87,8 +89,7 @@ def compose(
 def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
     """Return ``saved`` changed by ``overrides``, for a run that resumes from its checkpoint.
 
-    Raises:
-        ConfigError: an override is wrong, or changes one of `FIXED`.
+    Raises ConfigError if an override is wrong, or changes one of `FIXED`.
     """
     groups = open_groups(config_dir)
     parsed = parse(overrides, groups)
@@ -120,8 +121,7 @@ def _kept(
     """Return the problem that an override changes a key whose value a resumed run keeps."""
     group = name.partition(".")[0]
     if group in choices and not is_typed:
-        line = f"{group}={choices[group]}: a resumed run keeps its {group}"
-        blamed = f"{group}."
+        line, blamed = f"{group}={choices[group]}: a resumed run keeps its {group}", f"{group}."
     else:
         line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before)}"
         blamed = name
@@ -143,15 +143,9 @@ def _recipe_conflicts(
     different = [name for name in of_recipe if name in values and values[name] != before[name]]
     if not different:
         return []
-    shown = [
-        f"{name}={keys.show(values[name])} (the run: {keys.show(before[name])})"
-        for name in different
-    ]
-    line = (
-        f"recipe={recipe}: a resumed run keeps its recipe, but this recipe sets "
-        f"{keys.first_few(shown)}; start a new run with this recipe, or set single keys"
-    )
-    return [Problem(line, *different)]
+    shown = keys.first_few([f"{name}={keys.show(values[name])}" for name in different])
+    line = f"recipe={recipe}: a resumed run keeps its recipe, but this one sets {shown}"
+    return [Problem(f"{line}; start a new run with it, or set single keys", *different)]
 
 
 def _required_keys(
@@ -191,14 +185,6 @@ def _given_model(
     return given | {name for name in raw if name.startswith("model.")}, f"{source}model={option}"
 
 
-def _chose_mask(
-    choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
-) -> bool:
-    """Return whether the user typed a kind of mask, or a file sets one that is not the default."""
-    typed = "mask" in choices or "mask.kind" in values
-    return typed or raw.get("mask.kind") != _defaults()["mask.kind"]
-
-
 def _model_in(file: Path) -> tuple[str | None, set[str]]:
     """Return the ``model`` option that a file chooses, or None, and its keys under ``model``."""
     try:
@@ -210,58 +196,6 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
     option = default_options(content).get("model")
     leaves = set(keys.flatten({"model": content.get("model") or {}})) - {"model"}
     return (None if option == open_groups().defaults["model"] else option), leaves
-
-
-def replaced_recipe_keys(overrides: Sequence[str], config_dir: Path | None = None) -> str:
-    """Return a line on the keys of the chosen recipe that other chosen groups replace, or "".
-
-    The line leaves out keys that the user sets, and keys that the chosen pattern or mask lacks.
-    """
-    groups = open_groups(config_dir)
-    parsed = parse(overrides, groups)
-    recipe = parsed.groups.get("recipe", "none")
-    file = groups.options.get("recipe", {}).get(recipe)
-    chosen = {group: option for group, option in parsed.groups.items() if group != "recipe"}
-    content = read_yaml(file) if file is not None and chosen else None
-    if not isinstance(content, dict):
-        return ""
-    own = keys.flatten({group: content[group] for group in chosen if content.get(group)})
-    if "model.name" in own:  # the recipe describes a model of its own, which the user replaces
-        own = {name: value for name, value in own.items() if not name.startswith("model.")}
-    composed = convert(compose_groups(groups, parsed.groups, {})[0])[0]
-    lost = {
-        name: value
-        for name, value in convert({n: v for n, v in own.items() if v != _OPEN})[0].items()
-        if name not in parsed.values
-        and not _holds(name, value, composed)
-        and not _describes_the_replaced(name, own, composed)
-    }
-    if not lost:
-        return ""
-    words = [f"{g}={chosen[g]}" for g in chosen if any(name.startswith(f"{g}.") for name in lost)]
-    shown = ", ".join(f"{name}={keys.show(value)}" for name, value in lost.items())
-    return (
-        f"recipe={recipe}: {', '.join(words)} {'replaces' if len(words) == 1 else 'replace'} its "
-        f"{shown}; to keep a value, give its key, too"
-    )
-
-
-def _holds(name: str, value: Any, composed: Mapping[str, Any]) -> bool:
-    """Return whether a key still has a value, or the chosen pattern or mask lacks the key."""
-    now = composed.get(name, value)
-    return now == value or (now is None and name.startswith(("sparsity.", "mask.")))
-
-
-def _describes_the_replaced(name: str, own: Mapping[str, Any], composed: Mapping[str, Any]) -> bool:
-    """Return whether a key of a recipe says nothing about the option that replaces its own."""
-    if name == "topology.device":  # auto takes the GPU if there is one
-        return composed.get(name) == derived.AUTO
-    section = name.rpartition(".")[0]
-    if section in ("model", "model.moe"):  # the shape of a model belongs to its weights
-        return name.removeprefix("model.") in ModelConfig.SHAPE
-    scaling = "model.rope.scaling"
-    scaled = own.get(scaling, composed.get(scaling)) != "none" or composed.get(scaling) != "none"
-    return section == "model.rope" and name not in (scaling, "model.rope.theta") and not scaled
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
@@ -283,20 +217,18 @@ def _checked(
     blamed = {name for problem in problems for name in problem.keys}
     absent = [name for name in keys.all_keys() if name not in leaves]
     missing = [name for name in absent if not any(contains(one, name) for one in blamed)]
-    lines: list[str] = [*_with_degrees(problems, leaves, blamed)]
+    lines: list[str] = [*problems]
     for section in dict.fromkeys(name.partition(".")[0] for name in missing):
         names = keys.first_few([name for name in missing if name.partition(".")[0] == section])
-        lines.append(
-            f"{files.get(section, TOP)}: does not give {names}; to inherit these keys from another "
-            "option, begin the file with `defaults: [OPTION]`"
-        )
+        inherit = "begin the file with `defaults: [OPTION]` to inherit from another option"
+        lines.append(f"{files.get(section, TOP)}: does not give {names}; {inherit}")
     blamed.update(missing)
     # With defaults for keys that have a problem, the conflicts between other keys are found. The
     # problem may cause a conflict that is about its key, so that one is dropped.
     complete = {**_defaults(), **leaves} if blamed else dict(leaves)
     if blamed & _DEGREES:
         complete["topology.workers"] = "auto"  # nobody knows how many share a sequence
-    conflicts = [*sparsity_checks.variant_keys(complete), *validate.problems(keys.build(complete))]
+    conflicts = [*validate.variant_keys(complete), *validate.problems(keys.build(complete))]
     lines += [
         conflict
         for conflict in conflicts
@@ -305,23 +237,6 @@ def _checked(
     if lines:
         raise ConfigError(*lines)
     return keys.build(_absolute(leaves))
-
-
-def _with_degrees(
-    problems: Sequence[Problem], leaves: Mapping[str, Any], blamed: set[str]
-) -> list[Problem]:
-    """Add the degrees that are allowed to problems of a word instead of a degree."""
-    # The degrees depend on the model and the workers.
-    if any(name == "topology.workers" or name.startswith("model.") for name in blamed):
-        return [*problems]
-    degrees = topology_checks.allowed_degrees(keys.build({**_defaults(), **leaves}))
-    return [
-        Problem(f"{one}; allowed: {allowed}", *one.keys, value=one.value, allowed=allowed)
-        if (allowed := degrees.get(one.key or ""))
-        and one.allowed == f"expected {keys.all_keys()[one.keys[0]].expected}"
-        else one
-        for one in problems
-    ]
 
 
 def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,10 +37,8 @@ def fill(
     Args:
         raw: values by dotted key, not yet converted to schema types.
         given: keys under ``model`` that the user chose.
-        model: the user's choice of model, such as ``model=qwen3b``, for messages. Empty if the user
-            chose no model.
-        defaults: values for keys whose file is missing or invalid. This function or `validate`
-            reports the problem of the file.
+        model: the user's choice, such as ``model=qwen3b``, for messages; "" without.
+        defaults: values for keys whose file is missing or invalid, which is reported.
         chose_mask: whether the user or a file chose a kind of mask.
         mask_keys: keys under ``mask`` that the user typed.
     """
@@ -56,10 +54,7 @@ def fill(
     elif isinstance(leaves.get(INIT_FROM), str):  # `validate` reports what is wrong with it
         _take(leaves, defaults, (name for name in of_model if name not in given))
     elif leaves.get("model.family") == AUTO:
-        line = (
-            f"model=auto: takes the model from {INIT_FROM}=FOLDER; set {INIT_FROM}, or choose "
-            "another model"
-        )
+        line = f"model=auto: needs {INIT_FROM}=FOLDER; set it, or choose another model"
         problems.append(Problem(line, "model."))
     if problems:
         _take(leaves, defaults, of_model)
@@ -106,7 +101,7 @@ def _from_folder(
     from mtrain_cli.model.huggingface_config import read_config
 
     try:
-        theirs = _leaves_of(read_config(folder)[0])
+        theirs = keys.flatten({"model": dataclasses.asdict(read_config(folder)[0])})
     except ConfigError as error:
         return [Problem(line, "model.") for line in error.problems]
     scaling = "model.rope.scaling"
@@ -118,15 +113,10 @@ def _from_folder(
     other = [name for name in shape if name in given and _differs(leaves, theirs, name)]
     if not other:
         return []
-    shown = [
-        f"{name}={keys.show(leaves[name])} ({keys.show(theirs[name])} in the folder)"
-        for name in other
-    ]
-    listed = ", ".join(other[:3]) + (" and the others" if len(other) > 3 else "")
-    leave_out = f"{model} to take the folder's model" if model else listed
+    shown = [f"{name}={keys.show(leaves[name])} (not {keys.show(theirs[name])})" for name in other]
     line = (
         f"{keys.first_few(shown)}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another "
-        f"shape; leave out {leave_out}"
+        f"shape; leave out {model or 'these keys'}"
     )
     return [Problem(line, "model.")]
 
@@ -145,8 +135,8 @@ def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -
     given = ", ".join(f"{name}={keys.show(value)}" for name, value in other.items())
     own = ", ".join(f"{name}={keys.show(value)}" for name, value in theirs.items() if value)
     line = (
-        f"{given}: the layers of {INIT_FROM}={leaves[INIT_FROM]} have {own}; leave out "
-        f"{', '.join(other)} to keep that, or add mask=sliding_window to train with another window"
+        f"{given}: the layers of {INIT_FROM}={leaves[INIT_FROM]} have {own}; add "
+        "mask=sliding_window to train with another window"
     )
     return [Problem(line, "mask.")]
 
@@ -157,10 +147,6 @@ def _differs(leaves: Mapping[str, Any], theirs: Mapping[str, Any], name: str) ->
         return keys.all_keys()[name].convert(leaves.get(name)) != theirs[name]
     except ValueError:
         return False
-
-
-def _leaves_of(model: ModelConfig) -> dict[str, Any]:
-    return keys.flatten({"model": dataclasses.asdict(model)})
 
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:

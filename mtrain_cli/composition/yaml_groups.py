@@ -12,12 +12,11 @@ from typing import Any
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import reason
-from mtrain_cli.config.expert_settings import DENSE_KEYS
 from mtrain_cli.config.foreign_words import in_plain_words
 from mtrain_cli.config.groups import TOP, Groups, state
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import Problem
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import DENSE_KEYS, ConfigError
 
 
 def compose_groups(
@@ -30,9 +29,6 @@ def compose_groups(
     Args:
         choices: the chosen option of each group.
         values: the user's values by dotted key, which override the options.
-
-    Raises:
-        ConfigError: Hydra cannot compose the options.
     """
     import yaml
     from hydra.errors import HydraException
@@ -95,7 +91,12 @@ def compose_groups(
     each(resolve, [name for name in {**values, **keys.flatten(tree)} if name not in problems])
     if leaves.get("model.moe", ...) is None:  # null: a dense model
         del leaves["model.moe"]
-    return _of_pattern({**DENSE_KEYS, **leaves}, values), list(problems.values())
+    if settings := PATTERNS.get(str(leaves.get("sparsity.pattern"))):
+        for name, other in settings.instead.items():
+            if values.get(f"sparsity.{name}") and f"sparsity.{other}" not in values:
+                leaves[f"sparsity.{other}"] = 0
+    complete = keys.with_other_variants({**DENSE_KEYS, **leaves}, values)
+    return complete, list(problems.values())
 
 
 def _calls(text: str) -> bool:
@@ -169,16 +170,6 @@ def _compose_anew(groups: Groups, words: Sequence[str]) -> Any:
                     composed, group, without_recipe[group], merge=False, force_add=True
                 )
     return composed
-
-
-def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``leaves`` with all keys of ``sparsity`` and ``mask``. values: what users typed."""
-    pattern = leaves.get("sparsity.pattern")
-    if settings := PATTERNS.get(str(pattern)):
-        for name, other in settings.instead.items():
-            if values.get(f"sparsity.{name}") and f"sparsity.{other}" not in values:
-                leaves[f"sparsity.{other}"] = 0
-    return keys.with_other_variants(leaves, values)
 
 
 @contextlib.contextmanager

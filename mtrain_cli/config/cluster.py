@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from mtrain_cli.config.suggest import did_you_mean, no_such
 
 FOLDER = "cluster"  # under conf/
 CUDA, CPU = "cuda", "cpu"
-SOURCES = ("measured", "datasheet", "paper", "guess")
 # If a file gives no range for a constant, its range is the value times these factors. Programs
 # reach only a part of the rates in datasheets and papers.
 _SPREAD = {
@@ -32,6 +31,7 @@ _SPREAD = {
     "paper": (0.6, 1.0),
     "guess": (0.5, 2.0),
 }
+SOURCES = tuple(_SPREAD)
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,14 @@ class Gpu:
 
     name: name of the GPU, as CUDA reports it, or of the CPU.
     device: ``cuda`` or ``cpu``.
-    peak_tflops: dense bf16 peak, in 1e12 FLOP/s.
-    gemm_tflops: rate of large matrix products, in 1e12 FLOP/s.
-    hbm_gib: device memory in GiB.
+    peak_tflops, gemm_tflops: dense bf16 peak, and rate of large matrix products, in 1e12 FLOP/s.
     hbm_gbps: device memory bandwidth of a copy, reads plus writes, in GB/s.
     launch_us: host time to launch one kernel, in microseconds.
     step_ms: time of an optimizer step that is neither computation nor communication, such as
         loading the batch and host syncs, in milliseconds.
-    host_gib: host memory per GPU in GiB.
-    host_link_gbps: bandwidth between one GPU and the host, in one direction, while all GPUs copy,
-        in GB/s.
-    host_memory_gbps: host memory bandwidth of one GPU's optimizer while the optimizers of all GPUs
-        run, in GB/s.
+    host_gib: host memory per GPU.
+    host_link_gbps: bandwidth between one GPU and the host, in one direction, while all GPUs copy.
+    host_memory_gbps: host memory bandwidth of one GPU's optimizer while those of all GPUs run.
     """
 
     name: str
@@ -111,15 +107,12 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Links between the GPUs of a node (inner) or of different nodes (outer).
-
-    Bandwidths are for one direction, in GB/s.
+    """Links between the GPUs of a node (inner) or of different nodes (outer), GB/s one way.
 
     latency_us, bandwidth_gbps: of one message between two GPUs on an idle link.
     capacity_gbps: total bandwidth of all messages that a GPU receives at once.
     collective_latency_us: latency of a collective over ``collective_ranks`` ranks.
     collective_bandwidth_gbps: bandwidth of each link during a collective.
-    collective_ranks: number of ranks with which ``collective_latency_us`` was measured.
     shared_by: number of GPUs that share one network card and its capacity; 1 for inner links.
     gpu_share: share of a GPU's computing power, 0 to 1, that is lost while a message is in flight.
     """
@@ -136,9 +129,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal GPUs, and their links.
+    """Nodes of equal GPUs, and their links inside and between nodes; one node has no outer links.
 
-    inner, outer: links inside a node and between nodes. outer is None for a single node.
     dollars_per_gpu_hour: price of one GPU for one hour; None if unknown.
     """
 
@@ -163,7 +155,7 @@ class Cluster:
     def constants(self) -> dict[str, Constant]:
         """Return all constants by name, such as ``links.inner.latency_us``."""
         parts = {"gpu": self.gpu, "links.inner": self.inner, "links.outer": self.outer}
-        found = {
+        constants = {
             f"{prefix}.{name}": value
             for prefix, part in parts.items()
             if part is not None
@@ -171,18 +163,18 @@ class Cluster:
             if isinstance(value, Constant)
         }
         price = self.dollars_per_gpu_hour
-        return found if price is None else found | {"dollars_per_gpu_hour": price}
+        return constants if price is None else constants | {"dollars_per_gpu_hour": price}
 
 
 def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
     """Return an error if the workers need several nodes but leave one partly empty; else None."""
-    each = cluster.gpus_per_node
-    if workers <= each or workers % each == 0:
+    per_node = cluster.gpus_per_node
+    if workers <= per_node or workers % per_node == 0:
         return None
-    below = workers // each * each
+    below = workers // per_node * per_node
     return (
-        f"{cluster.name} has nodes of {each} GPUs, and a run on several nodes must use all GPUs of "
-        f"each; allowed: 1 to {each}, or multiples of {each} such as {below} or {below + each}"
+        f"{cluster.name} has nodes of {per_node} GPUs, and a run on several must use all GPUs of "
+        f"each; allowed: 1 to {per_node}, or multiples such as {below} or {below + per_node}"
     )
 
 
@@ -192,9 +184,7 @@ def shipped() -> dict[str, Path]:
 
 
 def file_of(name: str) -> Path:
-    """Return the file of a cluster.
-
-    name: name of a preset, or path of a YAML file.
+    """Return the file of a cluster. name: name of a preset, or path of a YAML file.
 
     Raises:
         ValueError: there is no such cluster. The message continues the text ``key=value: ``.
@@ -215,8 +205,8 @@ def load_cluster(
 
     name: name of a preset, or path of a YAML file.
     nodes: number of nodes; None for the number in the file.
-    typed: how the user gave ``name``, for messages; "" for ``--cluster NAME``.
-    typed_nodes: how the user gave ``nodes``, for messages; "" for ``--nodes N``.
+    typed, typed_nodes: how the user gave ``name`` and ``nodes``, for messages; "" for
+        ``--cluster NAME`` and ``--nodes N``.
 
     Raises:
         ConfigError: there is no such cluster, or the file is wrong. The error lists all problems.
@@ -279,13 +269,9 @@ _GPU_CHECKS = {
     **dict.fromkeys(("host_gib", "host_link_gbps", "host_memory_gbps"), _ABOVE),
 }
 _LINK_CHECKS = {
-    "latency_us": _AT_LEAST,
-    "bandwidth_gbps": _ABOVE,
-    "capacity_gbps": _ABOVE,
-    "collective_latency_us": _AT_LEAST,
-    "collective_bandwidth_gbps": _ABOVE,
-    "collective_ranks": _COUNT,
-    "shared_by": _COUNT,
+    **dict.fromkeys(("latency_us", "collective_latency_us"), _AT_LEAST),
+    **dict.fromkeys(("bandwidth_gbps", "capacity_gbps", "collective_bandwidth_gbps"), _ABOVE),
+    **dict.fromkeys(("collective_ranks", "shared_by"), _COUNT),
     "gpu_share": _SHARE,
 }
 
@@ -310,11 +296,7 @@ _GPU_DEFAULTS = {
         50, "copies from pinned memory over PCIe 5.0 x16 (64 GB/s by datasheet)", 20, 60
     ),
     "host_memory_gbps": _guess(
-        19,
-        "AdamW on two CPU sockets reached 150 GB/s for eight GPUs together; datasheets promise 600 "
-        "and more",
-        8,
-        60,
+        19, "AdamW on two CPU sockets reached 150 GB/s for eight GPUs together", 8, 60
     ),
 }
 _RANKS = _guess(8, "assumed number of ranks to which the collective latency applies")
@@ -324,12 +306,9 @@ _OWN_LINKS = {
     "note": "every GPU has its own links inside a node",
 }
 # The keys that each section must have.
-_NEEDED_OF_LINK = tuple(
-    key for key in _LINK_CHECKS if key not in (*_DEFAULTS, "shared_by", "collective_ranks")
-)
-_NEEDED_OF_GPU = tuple(k for k in _GPU_CHECKS if k not in ("gemm_tflops", *_GPU_DEFAULTS))
+_NEEDED_OF_LINK = ("latency_us", "bandwidth_gbps", "gpu_share")
 _NEEDED = {
-    "gpu": ("name", *_NEEDED_OF_GPU),
+    "gpu": ("name", "peak_tflops", "hbm_gib", "hbm_gbps", "launch_us"),
     "links": ("inner", "outer for several nodes"),
     "inner": _NEEDED_OF_LINK,
     "outer": (*_NEEDED_OF_LINK, "shared_by"),
@@ -351,16 +330,22 @@ class _Reader:
         self._unknown(content, _KEYS, "")
         name = self._text(content, "name", "", default=self.path.stem)
         count, per_node = self._count("nodes", nodes), self._count("gpus_per_node")
-        gpu_section = self._section(content, "gpu", "")
-        gpu_name = self._text(gpu_section, "name", "gpu.") if gpu_section is not None else ""
-        gpu = self._constants(_with_defaults(gpu_section), _GPU_CHECKS, "gpu.", ("name", "device"))
-        device = self._device(gpu_section, gpu_name)
+        section = self._section(content, "gpu", "")
+        gpu_name, device, gpu = "", CUDA, dict[str, Constant]()
+        if section is not None:
+            gpu_name = self._text(section, "name", "gpu.")
+            device = str(section.get("device", CPU if _NAME_OF_CPU.search(gpu_name) else CUDA))
+            if device not in (CUDA, CPU):
+                self.problems.append(f"gpu.device={device}: allowed: {CUDA}, {CPU}")
+            given = _with_defaults(section)
+            gpu = self._constants(given, _GPU_CHECKS, "gpu.", ("name", "device"))
         links = self._section(content, "links", "")
+        inner, outer = dict[str, Constant](), dict[str, Constant]()
         if links is not None:
             self._unknown(links, ("inner", "outer"), "links.")
-        inner = self._link(links, "inner")
-        several = (count or 1) > 1 or (links or {}).get("outer") is not None
-        outer = self._link(links, "outer") if several else {}
+            inner = self._link(links, "inner")
+            if (count or 1) > 1 or links.get("outer") is not None:
+                outer = self._link(links, "outer")
         price = content.get("dollars_per_gpu_hour")
         cost = None if price is None else self._constant(price, _AT_LEAST, "dollars_per_gpu_hour")
         shared = outer.get("shared_by")
@@ -369,10 +354,8 @@ class _Reader:
                 f"links.outer.shared_by={int(shared.value)}: does not divide "
                 f"gpus_per_node={per_node}; allowed: {divisors(per_node)}"
             )
-        if self.problems:
+        if self.problems or count is None or per_node is None:
             return None
-        assert count is not None
-        assert per_node is not None
         gemm, peak = gpu["gemm_tflops"], gpu["peak_tflops"].high
         gpu["gemm_tflops"] = replace(gemm, high=min(gemm.high, max(gemm.value, peak)))
         return Cluster(
@@ -385,8 +368,8 @@ class _Reader:
             dollars_per_gpu_hour=cost,
         )
 
-    def _link(self, links: Mapping[str, Any] | None, name: str) -> dict[str, Constant]:
-        content = self._section(links, name, "links.") if links is not None else None
+    def _link(self, links: Mapping[str, Any], name: str) -> dict[str, Constant]:
+        content = self._section(links, name, "links.")
         if content is None:
             return {}
         given = {key: value for key, value in content.items() if value is not None}
@@ -397,28 +380,24 @@ class _Reader:
         # An omitted constant takes its default's value. Check and name only the default.
         checks = {key: check for key, check in _LINK_CHECKS.items() if key not in left_out}
         constants = self._constants(given, checks, f"links.{name}.", tuple(left_out))
-        return constants | {
-            key: constants[other]
-            for key in left_out
-            if (other := _default_of(key, left_out)) in constants
-        }
+        for key in left_out:  # in an order in which a default's own default comes first
+            if _DEFAULTS[key] in constants:
+                constants[key] = constants[_DEFAULTS[key]]
+        return constants
 
     def _constants(
         self,
-        content: Mapping[str, Any] | None,
+        content: Mapping[str, Any],
         checks: Mapping[str, _Check],
         prefix: str,
         more: tuple[str, ...],
     ) -> dict[str, Constant]:
-        if content is None:
-            return {}
         self._unknown(content, (*checks, *more), prefix)
         constants = {}
         for key, check in checks.items():
             name = f"{prefix}{key}"
             if content.get(key) is not None:
-                constant = self._constant(content[key], check, name)
-                if constant is not None:
+                if (constant := self._constant(content[key], check, name)) is not None:
                     constants[key] = constant
             elif name != "gpu.gemm_tflops":  # derived from the peak, whose absence is reported
                 self.problems.append(f"{name}: is missing; expected {check[0]} as {_form(None)}")
@@ -472,12 +451,12 @@ class _Reader:
         raw = self.content.get(key) if given is None else given
         if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= _MOST_NODES:
             return raw
-        self._expected(key, raw, _COUNT[0], ": not allowed;")
+        self._expected(key, raw, _COUNT[0])
         return None
 
-    def _expected(self, key: str, raw: Any, form: str, wrong: str = ":") -> None:
+    def _expected(self, key: str, raw: Any, form: str) -> None:
         """Report that a value is missing or does not have the expected form."""
-        given = ": is missing;" if raw is None else f"={raw}{wrong}"
+        given = ": is missing;" if raw is None else f"={raw}:"
         self.problems.append(f"{key}{given} expected {form}")
 
     def _text(
@@ -488,13 +467,6 @@ class _Reader:
             return raw
         self._expected(f"{prefix}{key}", raw, "a name")
         return ""
-
-    def _device(self, gpu: Mapping[str, Any] | None, name: str) -> str:
-        """Return ``cuda`` or ``cpu``. If the file omits the device, the GPU's name decides."""
-        given = (gpu or {}).get("device", CPU if _NAME_OF_CPU.search(name) else CUDA)
-        if given not in (CUDA, CPU):
-            self.problems.append(f"gpu.device={given}: allowed: {CUDA}, {CPU}")
-        return str(given)
 
     def _section(
         self, content: Mapping[str, Any], key: str, prefix: str
@@ -513,16 +485,8 @@ class _Reader:
                 self.problems.append(f"{given}: unknown key{hint}; allowed: {', '.join(allowed)}")
 
 
-def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the name of the constant of a file that replaces a link's missing ``key``."""
-    other = _DEFAULTS[key]
-    return _default_of(other, left_out) if other in left_out else other
-
-
-def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _with_defaults(gpu: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a GPU section with default values for optional keys that the file omits."""
-    if gpu is None:
-        return None
     given = _GPU_DEFAULTS | dict(gpu)
     peak = gpu.get("peak_tflops")
     value: Any = peak.get("value") if isinstance(peak, Mapping) else None

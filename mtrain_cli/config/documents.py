@@ -27,12 +27,7 @@ class UnreadableError(ValueError):
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file.
-
-    Raises:
-        UnreadableError: the file is not valid JSON.
-        OSError: the file cannot be read.
-    """
+    """Parse a JSON file. Raises UnreadableError if it is not valid JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -49,24 +44,14 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file.
-
-    Raises:
-        UnreadableError: the file is not valid YAML, is nested too deeply or holds too many values.
-        OSError: the file cannot be read.
-    """
+    """Parse a YAML file. Raises UnreadableError if it is not valid or holds too many values."""
     import yaml
 
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UnreadableError(reason(error)) from None
-    _refuse_endless(document)
-    return document
-
-
-def _refuse_endless(document: Any) -> None:
-    """Refuse a document that an alias puts into itself, or that aliases make very large."""
+    # An alias may put a document into itself, or make it very large.
     seen, waiting = 0, [(document, 0)]
     while waiting:
         value, depth = waiting.pop()
@@ -74,10 +59,9 @@ def _refuse_endless(document: Any) -> None:
             inner = value if isinstance(value, list) else value.values()
             waiting += [(item, depth + 1) for item in inner]
         seen += 1
-        if depth > _MOST_DEPTH:
-            raise UnreadableError("it is nested too deeply")
-        if seen > _MOST_VALUES:
-            raise UnreadableError(f"it holds more than {_MOST_VALUES:,} values")
+        if depth > _MOST_DEPTH or seen > _MOST_VALUES:
+            raise UnreadableError("it is nested too deeply, or holds too many values")
+    return document
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
@@ -126,35 +110,23 @@ def reason(error: BaseException) -> str:
 
 
 def damaged_lines(file: Path, numbers: Sequence[int]) -> str:
-    """Return ``FILE: lines 2, 5 are damaged``. numbers: count from 1."""
-    shown = ", ".join(map(str, numbers[:_MOST_SHOWN])) + " and more" * (len(numbers) > _MOST_SHOWN)
-    return (
-        f"{file}: line {shown} is damaged"
-        if len(numbers) == 1
-        else (f"{file}: lines {shown} are damaged")
-    )
+    """Return ``FILE: damaged lines: 2, 5``. numbers: count from 1."""
+    more = " and more" * (len(numbers) > _MOST_SHOWN)
+    return f"{file}: damaged lines: {', '.join(map(str, numbers[:_MOST_SHOWN]))}{more}"
 
 
 def lines_not_shown(file: Path, numbers: Sequence[int], thing: str) -> str:
-    """Return ``FILE: line 2 is damaged; this step is not shown``; "" without numbers.
+    """Return ``FILE: damaged lines: 2; a step each is not shown``; "" without numbers.
 
     thing: what a line holds, such as "step".
     """
-    if not numbers:
-        return ""
-    lost = f"this {thing} is" if len(numbers) == 1 else f"these {thing}s are"
-    return f"{damaged_lines(file, numbers)}; {lost} not shown"
+    return f"{damaged_lines(file, numbers)}; a {thing} each is not shown" if numbers else ""
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:
-    """Build an object of the dataclass ``kind`` from a JSON object.
+    """Build an object of the dataclass ``kind`` from a JSON object. Unknown keys are ignored.
 
-    A list becomes a tuple if the type of the field is a tuple. Unknown keys are ignored. A missing
-    key takes the default of its field.
-
-    Args:
-        values: the JSON object.
-        nulls: whether a missing or null value becomes None, even if its field has another type.
+    nulls: whether a missing or null value becomes None, even if its field has another type.
 
     Raises:
         UnreadableError: a key without a default is missing, or a value has the wrong type or is not

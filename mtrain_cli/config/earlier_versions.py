@@ -5,67 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtrain_cli.config.expert_settings import DENSE_KEYS
 from mtrain_cli.config.mask_settings import MASKS
+from mtrain_cli.config.schema import DENSE_KEYS
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER: dict[str, Any] = {
-    "profile.every": 0,
-    "data.mix": None,
-    "data.bos": "auto",
-    "data.token_dtype": "auto",
-    "data.eval_sequences": 0,
-    "data.mask_key": None,
-    "data.positions_key": None,
-    "data.verify": "auto",
-    "train.eval_every": 0,
+    **dict.fromkeys(("data.mix", "data.mask_key", "data.positions_key")),
+    **dict.fromkeys((
+        "data.bos", "data.token_dtype", "data.verify", "eval.length", "optim.decay_steps",
+        "optim.schedule_steps", "topology.cluster", "topology.stages", "topology.tensor_chunks",
+        "topology.expert_chunks", "topology.schedule", "topology.stage_layers",
+        "topology.balanced_chunk", "topology.gpu_memory_gib", "topology.host_memory_gib",
+        "train.balance_loss",
+    ), "auto"),
+    **dict.fromkeys((
+        "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
+        "train.tile_mib", "eval.chains", "run.spike_sigma", "run.straggler", "train.z_loss",
+        "train.router_z_loss", "train.balance_bias", "train.expert_capacity",
+    ), 0),
+    **dict.fromkeys((
+        "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
+        "train.offload_activations", "train.keep_mlp",
+    ), False),
+    **dict.fromkeys((
+        "eval.seed", "topology.tensor_parallel", "topology.expert_parallel",
+        "topology.pipeline_parallel", "topology.virtual_stages",
+    ), 1),
     "train.eval_tasks": [],
     "train.callbacks": [],
-    "eval.length": "auto",
     "eval.samples": 10,
     "eval.form": "sentences",
     "eval.haystack": "stdlib",
     "eval.needles": 10,
-    "eval.chains": 0.0,
-    "eval.seed": 1,
-    "optim.skip_spikes": False,
-    "optim.decay_steps": "auto",
-    "optim.schedule_steps": "auto",
-    "optim.rewarm": False,
-    "run.restarts": 0,
-    "run.spike_sigma": 0.0,
-    "run.straggler": 0.0,
-    "topology.cluster": "auto",
-    "topology.stages": "auto",
-    "topology.tensor_parallel": 1,
-    "topology.tensor_chunks": "auto",
-    "topology.expert_parallel": 1,
-    "topology.expert_chunks": "auto",
-    "topology.pipeline_parallel": 1,
-    "topology.schedule": "auto",
-    "topology.virtual_stages": 1,
-    "topology.stage_layers": "auto",
-    "topology.balanced_chunk": "auto",
-    "topology.gpu_memory_gib": "auto",
-    "topology.host_memory_gib": "auto",
-    "optim.offload": False,
-    "optim.offload_gradients": False,
     "train.memory": "manual",
     "train.shard": "full",
     "train.reduce_dtype": "float32",
     "train.checkpoint_keep": 0.5,
-    "train.offload_activations": False,
-    "train.keep_mlp": False,
-    "train.tile_mib": 0,
     "train.loss_gradients": "forward",
-    "train.z_loss": 0.0,
-    "train.balance_loss": "auto",
-    "train.router_z_loss": 0.0,
-    "train.balance_bias": 0.0,
-    "train.expert_capacity": 0.0,
     **DENSE_KEYS,
     "mask.kind": "causal",
-}
+}  # fmt: skip
 
 # {old name: current name} in resolved.yaml.
 RENAMED = {
@@ -83,11 +62,7 @@ def renamed(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED) -> di
 
 
 def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the keys of a resolved.yaml, and add keys that earlier versions lacked.
-
-    Args:
-        flat: values by dotted name.
-    """
+    """Rename the keys of a resolved.yaml, {dotted name: value}, and add those that it lacks."""
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
     kind = str(flat.get("mask.kind"))

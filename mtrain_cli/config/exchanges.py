@@ -28,18 +28,16 @@ class ExchangeTraits:
     schedule: str = field(kw_only=True, compare=False, default="")
 
 
-_GATHERS, _RINGS = "mtrain_cli.parallel.gather_schedules", "mtrain_cli.parallel.ring_schedules"
+_GATHERS, _RINGS = "mtrain_cli.parallel.gather", "mtrain_cli.parallel.ring"
 OWN = {
-    "all_gather": ExchangeTraits(True, False, schedule=f"{_GATHERS}:all_gather"),
-    "hierarchical_all_gather": ExchangeTraits(
-        True, True, schedule=f"{_GATHERS}:hierarchical_all_gather"
-    ),
-    "group_cast": ExchangeTraits(True, False, by_mask=True, schedule=f"{_GATHERS}:group_cast"),
-    "hierarchical_group_cast": ExchangeTraits(
-        True, True, by_mask=True, schedule=f"{_GATHERS}:hierarchical_group_cast"
-    ),
-    "ring": ExchangeTraits(False, False, schedule=f"{_RINGS}:ring"),
-    "hierarchical_ring": ExchangeTraits(False, True, schedule=f"{_RINGS}:hierarchical_ring"),
+    name: ExchangeTraits(
+        gathers=not name.endswith("ring"),
+        hierarchical=name.startswith("hierarchical"),
+        by_mask=name.endswith("group_cast"),
+        schedule=f"{_RINGS if name.endswith('ring') else _GATHERS}:{name}",
+    )
+    for kind in ("all_gather", "group_cast", "ring")
+    for name in (kind, f"hierarchical_{kind}")
 }
 
 
@@ -79,10 +77,7 @@ def by_mask_name(*, hierarchical: bool) -> str:
 
 
 def flat_name(name: str) -> str:
-    """Return the flat counterpart of a hierarchical exchange, such as ring for hierarchical_ring.
-
-    Return any other name unchanged.
-    """
+    """Return the flat counterpart of a hierarchical exchange; any other name unchanged."""
     traits = EXCHANGE_TRAITS.get(name)
     if traits is None or not traits.hierarchical:
         return name

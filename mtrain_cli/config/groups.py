@@ -1,7 +1,7 @@
 """The groups and options in the YAML folders from which a configuration is composed.
 
-This module reads only file names, comments and defaults, without Hydra. Shell completion and error
-messages need to be fast, and importing Hydra is slow.
+This module reads only file names, comments and defaults, without Hydra, whose import is slow: shell
+completion and error messages need to be fast.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from mtrain_cli.config.plugins import config_folders
 from mtrain_cli.config.schema import ConfigError
 
 TOP = "config.yaml"
-# Folders of conf/ that are not Hydra groups: only `mtrain simulate` reads cluster/.
-_NO_GROUPS = ("cluster",)
+_NO_GROUPS = ("cluster",)  # folders of conf/ that are not Hydra groups
 # Levels of folders to search. A limit, since `--config-dir .` must not search a whole home folder.
 _DEPTH = 3
 
@@ -43,19 +42,14 @@ class Groups:
             for depth in range(1, _DEPTH + 1):
                 for file in sorted(folder.glob("*/" * depth + "*.yaml")):
                     group = file.parent.relative_to(folder)
-                    if group.parts[0] not in _NO_GROUPS and not any(
-                        part.startswith(".") for part in group.parts
-                    ):
+                    is_hidden = any(part.startswith(".") for part in group.parts)
+                    if group.parts[0] not in _NO_GROUPS and not is_hidden:
                         options.setdefault(group.as_posix(), {})[file.stem] = file
         return {group: dict(sorted(options[group].items())) for group in sorted(options)}
 
     @functools.cached_property
     def defaults(self) -> dict[str, str]:
-        """The default option of each group.
-
-        Raises:
-            ConfigError: config.yaml cannot be read.
-        """
+        """The default option of each group. Raises ConfigError if config.yaml cannot be read."""
         top = next(folder / TOP for folder in self.folders if (folder / TOP).is_file())
         try:
             content = read_yaml(top) or {}
@@ -79,9 +73,7 @@ def default_options(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def open_groups(config_dir: Path | None = None) -> Groups:
-    """Return the groups of mtrain's own folder and of the user's folder.
-
-    config_dir: the user's folder; None without such a folder.
+    """Return the groups of mtrain's own folder and of the user's folder ``config_dir``.
 
     Raises:
         ConfigError: ``config_dir`` is not a folder, or holds no groups.
@@ -105,9 +97,9 @@ def open_groups(config_dir: Path | None = None) -> Groups:
 
 def state(*folders: Path) -> tuple[tuple[str, int, int], ...]:
     """Return path, time of change and size of each YAML file below the folders."""
-    found = (file for folder in folders for file in folder.rglob("*.yaml"))
-    files = sorted((str(file), file.stat()) for file in found)
-    return tuple((name, facts.st_mtime_ns, facts.st_size) for name, facts in files)
+    files = (file for folder in folders for file in folder.rglob("*.yaml"))
+    facts = sorted((str(file), file.stat()) for file in files)
+    return tuple((name, status.st_mtime_ns, status.st_size) for name, status in facts)
 
 
 @functools.lru_cache(maxsize=1)

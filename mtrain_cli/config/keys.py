@@ -1,8 +1,7 @@
 """All configuration keys by dotted name, and the conversion of values to the type of their key.
 
-The dataclasses of the schema are the only source. mtrain checks, lists and completes a new field of
-the schema without a change in this module. ``sparsity`` has the keys of all patterns, and ``mask``
-those of all masks. Keys that the chosen pattern or mask does not use are null.
+The dataclasses of the schema are the only source. ``sparsity`` has the keys of all patterns, and
+``mask`` those of all masks; those that the chosen pattern or mask does not use are null.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, ClassVar
 from mtrain_cli import docstrings
 from mtrain_cli.config import cluster, sizes
 from mtrain_cli.config.mask_settings import MASKS
-from mtrain_cli.config.option import Range, UpperLimit
+from mtrain_cli.config.option import Range
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
@@ -80,8 +79,7 @@ class ConfigKey:
     help: one line that says what the key sets.
     choices: allowed words; empty if any value of the type is allowed.
     range: allowed numbers; None if any number is allowed.
-    counts_tokens: whether the key counts tokens and so takes sizes such as 512k. Other keys do not
-        take sizes, since most people would read 1k steps as 1000 steps.
+    counts_tokens: whether the key takes sizes such as 512k; 1k steps could mean 1000 or 1024.
     expects: text on the allowed values, for messages; "" if the type says it.
     """
 
@@ -147,30 +145,22 @@ class ConfigKey:
             kind = "tokens or auto" if str in self.types else "tokens"
         if self.range is None:
             return kind
-        bounds = self._bounds(self.range)
+        bounds = self.range.rule.removeprefix("must be ")
+        if self.range.has_limit and self.range.most < _UNSHOWN_LIMIT:
+            bounds += f", {self._limit_text(self.range)}"
         return bounds if bounds.startswith(("auto", "true")) else f"{kind}, {bounds}"
 
     def out_of_range(self, value: object) -> str | None:
-        """Return why a number is not allowed, as a text that continues ``key=value: ``.
-
-        Return None if the number is allowed, or if ``value`` is not a number.
-        """
+        """Return why a number is not allowed, to follow ``key=value: ``; None for other values."""
         if self.range is None or not isinstance(value, int | float):
             return None
         if not self.range.fits(value):
             return self.range.rule
-        limit = self.range.limit
-        return f"must be {self._limit_text(limit)}" if limit and value > limit.value else None
+        return f"must be {self._limit_text(self.range)}" if self.range.is_beyond(value) else None
 
-    def _bounds(self, range: Range) -> str:
-        least, limit = range.rule.removeprefix("must be "), range.limit
-        if limit is None or limit.value >= _UNSHOWN_LIMIT:
-            return least
-        return f"{least}, {self._limit_text(limit)}"
-
-    def _limit_text(self, limit: UpperLimit) -> str:
-        most = sizes.format_size(int(limit.value)) if self.counts_tokens else f"{limit.value:,.0f}"
-        return f"at most {most} ({limit.reason})"
+    def _limit_text(self, range: Range) -> str:
+        most = sizes.format_size(int(range.most)) if self.counts_tokens else f"{range.most:,.0f}"
+        return f"at most {most} ({range.reason})"
 
     def convert(self, value: Any) -> Any:
         """Convert a value from YAML or the command line to the key's type.
@@ -350,10 +340,9 @@ def _value(config: Config, name: str) -> Any:
     section, _, leaf = name.partition(".")
     if variants := VARIANTS.get(section):
         settings = getattr(config, section)
-        return (
-            getattr(settings, leaf) if leaf in (variants.selector, *settings.own_keys()) else None
-        )
-    return functools.reduce(getattr, name.split("."), config)
+        is_own = leaf in (variants.selector, *settings.own_keys())
+        return getattr(settings, leaf) if is_own else None
+    return operator.attrgetter(name)(config)
 
 
 def nested(config: Config) -> dict[str, Any]:
@@ -361,9 +350,9 @@ def nested(config: Config) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in values(config).items():
         *parents, leaf = name.split(".")
-        section = functools.reduce(
-            lambda inner, parent: inner.setdefault(parent, {}), parents, tree
-        )
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
         section[leaf] = list(value) if isinstance(value, tuple) else value
     return tree
 
@@ -377,9 +366,8 @@ def build(leaves: Mapping[str, Any]) -> Config:
 def with_other_variants(leaves: Mapping[str, Any], typed: Container[str] = ()) -> dict[str, Any]:
     """Set keys that the pattern or mask does not use to null, unless in ``leaves``.
 
-    Args:
-        typed: keys that the user set. A pattern or mask that is chosen by its key alone, without
-            its group, has no value for any of its keys.
+    typed: keys that the user set. A pattern or mask that is chosen by its key alone, without its
+    group, has no value for any of its keys.
     """
     absent: dict[str, Any] = {}
     for section, variants in VARIANTS.items():
@@ -393,16 +381,17 @@ def with_other_variants(leaves: Mapping[str, Any], typed: Container[str] = ()) -
 
 def show(value: Any) -> str:
     """Format a value as a user would type it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(show(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{show(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return str(int(value))
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{','.join(map(show, value))}]"
+        case Mapping():
+            return "{" + ",".join(f"{name}:{show(item)}" for name, item in value.items()) + "}"
+        case float() if value.is_integer() and abs(value) < 1e15:
+            return str(int(value))
     return str(value)
 
 

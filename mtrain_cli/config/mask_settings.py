@@ -64,8 +64,7 @@ class MaskSettings(variants.Variant):
     def first_keys(self, starts: NDArray[Any]) -> NDArray[Any] | None:
         """Return the first key that each query sees, if it depends on where its document starts.
 
-        Args:
-            starts: position at which the document of each query starts, int64 [seq].
+        starts: position at which the document of each query starts, int64 [seq].
         """
         del starts
         return None
@@ -121,10 +120,7 @@ class MaskSettings(variants.Variant):
         return False
 
     def layer_kinds(self, layers: int) -> dict[str, list[int]]:
-        """Return the numbers of the layers of each kind, for a model of ``layers``.
-
-        The keys are `LAYER_KINDS`, or "" if all layers have the same mask.
-        """
+        """Return the numbers of the layers by `LAYER_KINDS`; by "" if all have the same mask."""
         full = [layer for layer in range(layers) if self.is_full(layer)]
         if not full:
             return {"": list(range(layers))}
@@ -133,13 +129,16 @@ class MaskSettings(variants.Variant):
 
     def describe(self) -> str:
         """Return kind and keys as a short text."""
-        shown = (self._described(name, getattr(self, name)) for name in self.own_keys())
-        return ", ".join((self.kind, *filter(None, shown)))
-
-    def _described(self, name: str, value: Any) -> str:
-        if isinstance(value, bool):
-            return name * value
-        return f"{name} {'x'.join(map(str, value)) if isinstance(value, tuple) else f'{value:,}'}"
+        shown = [self.kind]
+        for name in self.own_keys():
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                shown.append(f"{name} {'x'.join(map(str, value))}")
+            elif not isinstance(value, bool):
+                shown.append(f"{name} {value:,}")
+            elif value:
+                shown.append(name)
+        return ", ".join(shown)
 
 
 MASKS: Plugins[type[MaskSettings]] = Plugins(

@@ -11,44 +11,31 @@ _VAST = 2.0**100
 
 
 @dataclass(frozen=True)
-class UpperLimit:
-    """The largest allowed value of a number, and the reason for this limit.
-
-    Every number has a limit, because larger numbers overflow or make planning take hours.
-    """
-
-    value: float
-    reason: str
-
-
-_ANY_RUN = UpperLimit(10**9, "no run has more")
-
-
-@dataclass(frozen=True)
 class Range:
     """The allowed values of a number. Null and words such as auto are always allowed.
 
     rule: what a number must satisfy, as a text that continues ``key=value: ``.
     fits: function that returns whether a number satisfies the rule.
-    most: upper limit. It does not apply if the rule itself states a limit.
+    most, reason: upper limit, unless the rule itself states one. Every number has a limit, because
+        larger numbers overflow or make planning take hours.
     """
 
     rule: str
     fits: Callable[[float], bool]
-    most: UpperLimit = _ANY_RUN
+    most: float = 10**9
+    reason: str = "no run has more"
 
     def up_to(self, value: float, reason: str) -> Range:
-        return replace(self, most=UpperLimit(value, reason))
+        return replace(self, most=value, reason=reason)
 
     @property
-    def limit(self) -> UpperLimit | None:
-        """The upper limit for messages and tables; None if the rule states a limit."""
-        return self.most if self.fits(_VAST) else None
+    def has_limit(self) -> bool:
+        """Whether ``most`` applies, since the rule states no limit."""
+        return self.fits(_VAST)
 
     def is_beyond(self, value: object) -> bool:
-        """Return whether ``value`` is a number above `limit`."""
-        limit = self.limit
-        return limit is not None and isinstance(value, int | float) and value > limit.value
+        """Return whether ``value`` is a number above the limit."""
+        return self.has_limit and isinstance(value, int | float) and value > self.most
 
 
 def option(
@@ -58,9 +45,7 @@ def option(
     expected: str | Callable[[], str] = "",
     **default: Any,
 ) -> Any:
-    """Return a dataclass field that is a configuration key.
-
-    `mtrain config show` and the configuration reference show the field's entry in the docstring.
+    """Return a dataclass field that is a configuration key. Its help is in the docstring.
 
     Args:
         allowed: allowed words, or a function that returns them, or the range of allowed numbers;
@@ -68,7 +53,6 @@ def option(
         tokens: whether the key counts tokens and so allows sizes such as 512k.
         expected: text on the allowed values, for messages, or a function that returns it; by
             default, the type says it.
-        default: as in `dataclasses.field`.
     """
     return field(metadata={"allowed": allowed, "tokens": tokens, "expected": expected}, **default)
 
@@ -87,7 +71,4 @@ FRACTION = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 MOST_TOKENS = 2**26
 STEPS = (10**9, "a year of 30 steps per second")
 TOKENS_OF_SEQ = (MOST_TOKENS, "the maximum of seq")
-TABLE_OF_POSITIONS = (
-    MOST_TOKENS,
-    "a batch holds a table of all positions, 0.5 GiB at this length",
-)
+TABLE_OF_POSITIONS = (MOST_TOKENS, "a batch holds a table of all positions")

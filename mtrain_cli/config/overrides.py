@@ -1,8 +1,7 @@
 """Parse the overrides of a command line: ``group=option`` and ``key=value``.
 
 Hydra composes only the groups. This module parses values by the type of their key. So a path such
-as ``~/corpus#1.txt`` needs no second layer of quotes, and messages name the key instead of Hydra's
-grammar.
+as ``~/corpus#1.txt`` needs no second layer of quotes, and messages name the key.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Overrides:
 def parse(texts: Sequence[str], groups: Groups) -> Overrides:
     """Parse the overrides ``texts``. The last override of a key or group wins."""
     parsed = Overrides()
-    found = [_parse_one(text, groups, parsed) for text in texts]
-    parsed.problems.extend(problem for problem in found if problem is not None)
+    problems = [_parse_one(text, groups, parsed) for text in texts]
+    parsed.problems.extend(problem for problem in problems if problem is not None)
     return parsed
 
 
@@ -83,80 +82,60 @@ def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> Problem:
     where = f"{file}: " if file else ""
     if name in sections():
         return Problem(f"{where}{name}={show(value)}: holds keys, not a value", f"{name}.")
-    current = RENAMED.get(name)
     if here := counterpart(name):
         return Problem(f"{where}{name}={show(value)}: {here}")
+    current = RENAMED.get(name)
     hint = f" (did you mean {current}?)" if current else did_you_mean(name, all_keys())
     return Problem(f"{where}no key is called {name}{hint}")
 
 
 def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> Problem | None:
     text = raw_text.strip()
+    # +key=value is how Hydra adds a key. Every key exists here, so it means key=value.
+    name, equals, raw = (part.strip() for part in text.lstrip("+").partition("="))
+    dotted = name.replace("/", ".")
+    name = dotted if dotted in all_keys() else name
     try:
         text.encode()
     except UnicodeEncodeError:
-        name = text.partition("=")[0]
         return Problem(f"{text}: is not UTF-8; rename the file or folder", name)
     if text.startswith("~"):
-        name = text[1:].partition("=")[0]
-        key = all_keys().get(name)
-        hint = "leave it out for its default, or give it another value"
-        # Null in sparsity and mask means that the pattern or mask lacks the key.
-        if key is not None and key.optional and not name.startswith(("sparsity.", "mask.")):
-            hint = f"set it instead, such as {name}=null"
-        return Problem(f"{text}: a key cannot be deleted; {hint}", name)
-    if "=" not in text:
+        return Problem(f"{text}: a key cannot be deleted; leave it out, or set it", name[1:])
+    if not equals:
         return Problem(_without_equals(text, groups))
-    # +key=value is how Hydra adds a key. Every key exists here, so it means key=value.
-    name, raw = (part.strip() for part in text.lstrip("+").split("=", 1))
-    dotted = name.replace("/", ".")
-    name = dotted if dotted in all_keys() else name
     if not name:
         return Problem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
-    if name.split(".")[0].split("/")[0] == "hydra":
-        hint = "mtrain uses Hydra only to compose configurations"
-        if name.startswith(("hydra.run", "hydra.sweep")):
-            hint = "the folder of a run is run.dir=..."
-        return Problem(f"{text}: Hydra's own settings have no effect; {hint}")
+    if re.split("[./]", name)[0] == "hydra":
+        return Problem(f"{text}: Hydra's own settings have no effect; run.dir=... sets the folder")
     if name in groups.options:
         return _parse_group(name, raw, groups, parsed)
     if name in all_keys():
         # A file name may begin or end with a space.
         exact = raw_text.partition("=")[2]
-        value = exact if name in PATHS and raw else raw
-        return _parse_value(text, all_keys()[name], value, parsed)
+        return _parse_value(text, all_keys()[name], exact if name in PATHS and raw else raw, parsed)
     if name in sections():
         example = next(key for key in all_keys() if key.startswith(f"{name}."))
-        return Problem(
-            f"{text}: {name} is a section, not a value; set one of its keys, such as {example}=...",
-            f"{name}.",
-        )
+        line = f"{text}: {name} is a section; set one of its keys, such as {example}=..."
+        return Problem(line, f"{name}.")
     return _unknown(text, name, raw, groups)
 
 
 def _without_equals(text: str, groups: Groups) -> str:
-    shown = text or "''"
-    owners = groups.groups_of(text)
-    if owners:
-        return f"{shown}: expected key=value (did you mean {owners[0]}={text}?)"
+    options = {option for options in groups.options.values() for option in options}
     if text in groups.options:
-        return f"{shown}: expected {text}=OPTION; options: {', '.join(groups.options[text])}"
+        return f"{text}: expected {text}=OPTION; options: {', '.join(groups.options[text])}"
     if text in all_keys():
-        return f"{shown}: expected {text}=VALUE; VALUE is {all_keys()[text].expected}"
+        return f"{text}: expected {text}=VALUE; VALUE is {all_keys()[text].expected}"
+    line = f"{text or repr(text)}: expected key=value"
     if text.endswith((".yaml", ".yml")):
         return (
-            f"{shown}: expected key=value; to use a file of settings, name it "
-            'DIR/recipe/mine.yaml, begin it with the line "# @package _global_", and give '
-            "--config-dir DIR recipe=mine"
+            f"{line}; to use a file of settings, name it DIR/recipe/mine.yaml, begin it with the "
+            'line "# @package _global_", and give --config-dir DIR recipe=mine'
         )
-    option = nearest(text, {option for options in groups.options.values() for option in options})
-    if option:
-        return f"{shown}: expected key=value (did you mean {groups.groups_of(option)[0]}={option}?)"
-    hint = (
-        did_you_mean(text.lstrip("-"), all_keys(), "=...")
-        or "; a value with spaces needs quotes: 'key=a b'"
-    )
-    return f"{shown}: expected key=value, such as model=tiny or optim.lr=1e-3{hint}"
+    if option := text if text in options else nearest(text, options):
+        return f"{line} (did you mean {groups.groups_of(option)[0]}={option}?)"
+    hint = did_you_mean(text.lstrip("-"), all_keys(), "=...")
+    return f"{line}, such as model=tiny or optim.lr=1e-3{hint}; quote spaces: 'key=a b'"
 
 
 def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> Problem | None:
@@ -164,26 +143,24 @@ def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> Pro
     if option in options:
         parsed.groups[group] = option
         return None
-    example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
-    allowed, reason = ", ".join(options), no_such(group, option, options)
-    if option.startswith("{") and example:
-        reason += f"; to set one value, write {example}=..."
+    reason = no_such(group, option, options)
     if "," in option or _SWEEP.match(option):
-        allowed = reason = ONE_VALUE
+        reason = ONE_VALUE
     start, then = "is not a model of mtrain, which", "set train.init_from="
     if group == "model" and (hint := hub_hint(option, start, then)):
         reason = hint
-    return Problem(f"{group}={raw}: {reason}", group, f"{group}.", value=raw, allowed=allowed)
+    return Problem(f"{group}={raw}: {reason}", group, f"{group}.", value=raw, allowed=reason)
 
 
 def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Problem | None:
+    def wrong(allowed: str) -> Problem:
+        return Problem(f"{text}: {allowed}", key.name, value=raw, allowed=allowed)
+
     if raw == "":
-        allowed = f"expected {key.expected}"
-        return Problem(
-            f"{text}: the value is empty; {allowed}", key.name, value=raw, allowed=allowed
-        )
+        return wrong(f"expected {key.expected}")
     if key.is_text or (key.is_mapping and not raw.startswith("{")):
-        parsed.values[key.name] = _parse_text(key, raw)
+        is_null = raw.lower() == "null" or (key.optional and raw.lower() == "none")
+        parsed.values[key.name] = None if is_null else _unquoted(raw)
         return None
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -191,35 +168,23 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Prob
     try:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
     except (HydraException, ValueError, RecursionError):  # Hydra's message describes its grammar
-        is_cut = raw.count("[") > raw.count("]")
-        hint = f"; a value with spaces needs quotes: '{key.name}=[a, b]'" if is_cut else ""
-        allowed = f"expected {key.expected}{hint}"
-        return Problem(f"{text}: {allowed}", key.name, value=raw, allowed=allowed)
+        return wrong(f"expected {key.expected}")
     if override.is_sweep_override():
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
-        reason = f"a list needs brackets: {key.name}=[{raw}]" if is_list else ONE_VALUE
-        return Problem(f"{text}: {reason}", key.name, value=raw, allowed=reason)
+        return wrong(f"a list needs brackets: {key.name}=[{raw}]" if is_list else ONE_VALUE)
     value = override.value()
     if not is_finite(value):  # reported here, where the text is known: 1e999 would show as inf
         try:
             key.convert(value)
         except ValueError as error:
-            return Problem(f"{key.name}={raw}: {error}", key.name, value=raw, allowed=str(error))
+            return wrong(str(error))
     parsed.values[key.name] = value
     return None
 
 
-def _parse_text(key: ConfigKey, raw: str) -> str | None:
-    if raw.lower() == "null" or (key.optional and raw.lower() == "none"):
-        return None
-    return _unquoted(raw)
-
-
 def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
     if "@" in name:
-        return Problem(
-            f"{text}: a group cannot be moved with @; write {name.partition('@')[0]}={raw}"
-        )
+        return Problem(f"{text}: a group cannot be moved with @")
     if name == "cluster":
         return Problem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
     bare = name.lstrip("-")
@@ -229,10 +194,7 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
     line = f"{text}: no key or group is called {name}"
     if close is None:
         return Problem(f"{line}; `mtrain config list` shows all groups and keys")
-    probe = Overrides()
-    wrong = _parse_one(f"{close}={raw}", groups, probe) or convert(probe.values)[1]
-    meant = close if wrong else f"{close}={raw}"
-    return Problem(f"{line} (did you mean {meant}?)", f"{close}.", close)
+    return Problem(f"{line} (did you mean {close}?)", f"{close}.", close)
 
 
 def _unquoted(raw: str) -> str:

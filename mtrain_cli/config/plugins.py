@@ -38,32 +38,31 @@ def distribution(entry: metadata.EntryPoint) -> str:
 
 def installed(group: str) -> list[metadata.EntryPoint]:
     """Return the entry points of a group, such as ``mtrain.masks``, mtrain's own first."""
-    found = _all_installed().select(group=group)
-    return sorted(found, key=lambda entry: distribution(entry) != OWN_DISTRIBUTION)
+    return sorted(
+        _all_installed().select(group=group),
+        key=lambda entry: distribution(entry) != OWN_DISTRIBUTION,
+    )
 
 
 def load(group: str, use: Callable[[str, Any], T]) -> list[T]:
     """Load the entry points of a group, and return what ``use`` makes of each name and object.
 
-    If loading or ``use`` fails, pass a line that names the package to `on_broken`, and leave the
-    entry point out.
+    An entry point that fails is left out, and a line that names its package goes to `on_broken`.
 
     Raises:
         ConfigError: from ``use``, which may find a mistake of the user.
     """
     results = []
     for entry in installed(group):
+        step = "loaded"
         try:
             loaded = entry.load()
-        except (Exception, SystemExit) as error:
-            on_broken(f"{what(entry)} cannot be loaded, so it is left out ({reason(error)})")
-            continue
-        try:
+            step = "used"
             results.append(use(entry.name, loaded))
-        except ConfigError:
-            raise
         except (Exception, SystemExit) as error:
-            on_broken(f"{what(entry)} cannot be used, so it is left out ({reason(error)})")
+            if isinstance(error, ConfigError) and step == "used":
+                raise
+            on_broken(f"{what(entry)} cannot be {step}, so it is left out ({reason(error)})")
     return results
 
 
@@ -72,11 +71,9 @@ def load_by_name(
     own: Mapping[str, T] | None = None,
     check: Callable[[str, T, Mapping[str, T]], None] = lambda *_: None,
 ) -> dict[str, T]:
-    """Load the entry points of a group by name. A name that is taken is left out.
+    """Load the entry points of a group by name, after ``own``. A name that is taken is left out.
 
-    Args:
-        own: what has its name already.
-        check: raises ValueError if an object does not fit to those before it, {name: object}.
+    check: raises ValueError if an object does not fit to those before it, {name: object}.
     """
     everything = dict(own or {})
 
@@ -132,11 +129,8 @@ def config_folders() -> tuple[Path, ...]:
 class Plugins(Mapping[str, T]):
     """What mtrain and other packages offer in one group, by name. The first reading loads it all.
 
-    Args:
-        group: group of the entry points, such as ``mtrain.masks``.
-        own: ``module:table``, where the table is mtrain's own {name: object}.
-        check: raises ValueError if an object of another package, called by its name, does not fit
-            to those before it, {name: object}.
+    own: ``module:table``, where the table is mtrain's own {name: object}.
+    check: as in `load_by_name`.
     """
 
     def __init__(

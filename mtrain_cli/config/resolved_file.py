@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli import __version__
-from mtrain_cli.config import earlier_versions, keys
+from mtrain_cli.config import earlier_versions, keys, sizes
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.overrides import convert
 from mtrain_cli.config.schema import Config, ConfigError
 
-_MISSING = (
-    "missing; add it to the file, or to LATER in mtrain_cli/config/earlier_versions.py if mtrain "
-    "has a new key"
-)
-
 
 def load(path: Path) -> Config:
-    """Read a resolved.yaml.
-
-    Check types and ranges. Do not check for conflicts between keys or for missing files.
+    """Read a resolved.yaml. Check types and ranges, but not conflicts nor whether files exist.
 
     Raises:
         ConfigError: the file is missing or not YAML, or has a missing key, an unknown key or a
@@ -39,7 +33,7 @@ def load(path: Path) -> Config:
     leaves, problems = convert(flat)
     reported = {*leaves, *(name for problem in problems for name in problem.keys)}
     lines = [str(problem) for problem in problems]
-    lines += [f"{name}: {_MISSING}" for name in keys.all_keys() if name not in reported]
+    lines += [f"{name}: missing" for name in keys.all_keys() if name not in reported]
     if lines:
         raise ConfigError(*(f"{path}: {line}" for line in lines))
     return keys.build(leaves)
@@ -68,3 +62,33 @@ def save(config: Config, path: Path) -> None:
 
     text = yaml.safe_dump(keys.nested(config), sort_keys=False, allow_unicode=True)
     replace_text(Path(path), f"# Composed by mtrain {__version__}.\n{text}")
+
+
+def annotated_yaml(config: Config, defaults: Config) -> Iterator[tuple[str, bool]]:
+    """Yield each line of the YAML, and whether its value differs from the default.
+
+    If so, a comment has the default. Written to a file, the lines are input for `load`.
+    """
+    import yaml
+
+    before = keys.values(defaults)
+    open_sections: list[str] = []
+    for name, value in keys.values(config).items():
+        *parents, leaf = name.split(".")
+        while open_sections != parents[: len(open_sections)]:
+            open_sections.pop()
+        for parent in parents[len(open_sections) :]:
+            yield "  " * len(open_sections) + f"{parent}:", False
+            open_sections.append(parent)
+        plain = list(value) if isinstance(value, tuple) else value
+        written = yaml.safe_dump([plain], default_flow_style=True, width=10_000, allow_unicode=True)
+        is_size = keys.all_keys()[name].counts_tokens
+        shown = [
+            sizes.format_size(v) if is_size and isinstance(v, int) else keys.show(v)
+            for v in (value, before[name])
+        ]
+        comments = [shown[0]] if is_size and shown[0] != keys.show(value) else []
+        if differs := value != before[name]:
+            comments.append(f"default {shown[1]}")
+        comment = f"  # {'; '.join(comments)}" if comments else ""
+        yield f"{'  ' * len(parents)}{leaf}: {written.strip()[1:-1]}{comment}", differs

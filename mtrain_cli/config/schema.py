@@ -9,12 +9,11 @@ name ends in the unit: _mib, _gib or _s.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, ClassVar
 
 from mtrain_cli.config.exchanges import exchange_names
-from mtrain_cli.config.expert_settings import DENSE, DENSE_KEYS, MoeConfig
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.option import (
     ABOVE_ZERO,
@@ -31,7 +30,6 @@ from mtrain_cli.config.option import (
 from mtrain_cli.config.pattern_settings import PatternSettings
 from mtrain_cli.config.plugins import callbacks_expected
 from mtrain_cli.config.problem import ConfigError as ConfigError
-from mtrain_cli.config.rope_settings import RopeConfig
 
 # Ranges and upper limits that several keys share. Each limit has a reason, which messages show.
 _OVERFLOW = (100, "products in bfloat16 would overflow or lose all precision")
@@ -62,6 +60,83 @@ LOSS_GRADIENTS = ("forward", "recompute")
 SENTENCES, PYTHON = NEEDLE_FORMS = ("sentences", "python")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
+
+
+ROPE_SCALINGS = ("none", "yarn", "llama3")
+_RATIO = ABOVE_ZERO.up_to(10**6, "float32 would round the smaller terms away")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding, and its scaling beyond the length of the original training.
+
+    theta: base of the rotary frequencies
+    scaling: method that extends the model to positions beyond original_max_position
+    factor: extended length divided by original_max_position; auto = seq / original_max_position, at
+        least 1 (yarn only)
+    original_max_position: number of tokens per sequence in the model's original training; YaRN
+        scales from this length
+    beta_fast: yarn: dimensions that make more turns than this within original_max_position stay
+        unscaled
+    beta_slow: yarn: dimensions that make fewer turns than this within original_max_position are
+        interpolated
+    low_freq_factor: llama3: wavelengths above original_max_position / low_freq_factor are fully
+        scaled
+    high_freq_factor: llama3: wavelengths below original_max_position / high_freq_factor stay
+        unscaled
+    """
+
+    theta: float = option(
+        Range("must be above 1", lambda value: value > 1).up_to(1e12, "angles are in float32")
+    )
+    scaling: str = option(ROPE_SCALINGS)
+    factor: float | str = option(
+        at_least(1, "must be auto or a number of at least 1").up_to(*TOKENS_OF_SEQ)
+    )
+    original_max_position: int = option(POSITIVE.up_to(*TABLE_OF_POSITIONS), tokens=True)
+    beta_fast: float = option(_RATIO)
+    beta_slow: float = option(_RATIO)
+    low_freq_factor: float = option(_RATIO)
+    high_freq_factor: float = option(_RATIO)
+
+
+SOFTMAX, SIGMOID = SCORES = ("softmax", "sigmoid")
+_EXPERTS = NOT_NEGATIVE.up_to(65_536, "a router has a score for each of them")
+_WIDTH = NOT_NEGATIVE.up_to(2**22, "ten times the widest model known")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """The experts of each layer: small MLPs, of which a router chooses a few for each token.
+
+    experts: number of experts per layer; 0 = a dense model, which has one MLP per layer
+    top_k: number of experts that compute each token
+    expert_size: width of an expert's SwiGLU MLP
+    shared_size: width of one more MLP, which computes all tokens; 0 = none
+    score: score of an expert: softmax = over all experts; sigmoid = of each expert alone
+    normalize: divide the scores of a token's chosen experts by their sum
+    scale: factor of the chosen experts' scores
+    dense_layers: number of layers at the start of the model that have an MLP of
+        model.intermediate_size instead of experts
+    """
+
+    experts: int = option(_EXPERTS, default=0)
+    top_k: int = option(_EXPERTS, default=0)
+    expert_size: int = option(_WIDTH, default=0)
+    shared_size: int = option(_WIDTH, default=0)
+    score: str = option(SCORES, default=SOFTMAX)
+    normalize: bool = option(default=True)
+    scale: float = option(ABOVE_ZERO.up_to(10**6, "float32 would overflow"), default=1.0)
+    dense_layers: int = option(
+        NOT_NEGATIVE.up_to(10_000, "the maximum of model.num_layers"), default=0
+    )
+
+
+DENSE = MoeConfig()
+# {key: value} of a model without experts. Files of models may leave these keys out.
+DENSE_KEYS: dict[str, Any] = {
+    f"model.moe.{item.name}": getattr(DENSE, item.name) for item in fields(MoeConfig)
+}
 
 
 @dataclass(frozen=True, kw_only=True)

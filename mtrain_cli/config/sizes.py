@@ -20,11 +20,8 @@ EXPECTED = "a number of tokens such as 4096, 512k or 1m (k = 1024, m = 1024 k)"
 def parse_size(text: str | int | float, expected: str = EXPECTED) -> int:
     """Parse a number of tokens: ``512k``, ``0.5M`` and ``524_288`` all give 524288.
 
-    expected: the allowed values, for the error.
-
     Raises:
-        ValueError: the text is not a number with an optional k or m, or not a whole number of
-            tokens.
+        ValueError: the text is no whole number of tokens. The message begins with ``expected``.
     """
     match = _SIZE.fullmatch(str(text).strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
@@ -39,10 +36,7 @@ def parse_size(text: str | int | float, expected: str = EXPECTED) -> int:
 
 
 def format_size(tokens: int) -> str:
-    """Return the shortest exact text: ``512k`` for 524288, ``1000`` for 1000.
-
-    `parse_size` is the inverse.
-    """
+    """Return the shortest exact text: ``512k`` for 524288, ``1000`` for 1000."""
     for unit, size in (("m", K * K), ("k", K)):
         if tokens and tokens % size == 0:
             return f"{tokens // size}{unit}"
@@ -63,11 +57,7 @@ def with_count(count: int, noun: str) -> str:
 
 
 def parse_share(text: str) -> float:
-    """Parse ``0.05`` or ``5%`` to 0.05.
-
-    Raises:
-        ValueError: the text is not a number.
-    """
+    """Parse ``0.05`` or ``5%`` to 0.05. Raises ValueError for another text."""
     text = text.strip()
     return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
 

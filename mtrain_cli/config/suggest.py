@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
 
-# Minimum similarity of a suggestion, from 0 to 1. It is difflib's default; less similar names
-# rarely help.
-CUTOFF = 0.6
+_CUTOFF = 0.6  # minimum similarity of a suggestion, from 0 to 1, as in difflib
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
@@ -26,7 +24,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
         names = [name for name in names if name.lower().startswith(f"{family}_")] or names
     scored = [(_similarity(word.lower(), name.lower()), name) for name in names]
     best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
-    return best[1] if best[0] >= CUTOFF else None
+    return best[1] if best[0] >= _CUTOFF else None
 
 
 def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
@@ -40,9 +38,7 @@ def no_such(
 ) -> str:
     """Return ``no such KIND (did you mean ...?); allowed: NAMES, or OTHERWISE``.
 
-    Args:
-        otherwise: what else is allowed, such as "the path of a YAML file".
-        most: how many names to list; None lists all.
+    most: how many names to list; None lists all.
     """
     names = list(names)
     allowed = ", ".join(names[:most])
@@ -73,7 +69,4 @@ def adapter_hint(folder: Path) -> str:
     """Return what to do with a folder of PEFT; "" for another folder."""
     if not (folder / "adapter_config.json").is_file():
         return ""
-    return (
-        ". This is a PEFT adapter: merge it first, with merge_and_unload() of peft, and save the "
-        "merged model"
-    )
+    return ". This is a PEFT adapter: merge it with merge_and_unload() of peft, and save the model"

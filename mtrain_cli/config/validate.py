@@ -1,34 +1,50 @@
 """Check a configuration for conflicts between its keys. This needs no GPU and no process group.
 
-Each section has a module with its own checks. They yield lines with fields such as ``{seq}``, which
-`keys.conflict` fills. `launch/environment.py` checks whether the sizes fit the GPUs. The kernel
-registry checks whether a kernel supports what the configuration asks for.
+Each check yields lines with fields such as ``{seq}``, which `keys.conflict` fills.
+`launch/environment.py` checks whether the sizes fit the GPUs, and the kernel registry whether a
+kernel supports what the configuration asks for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mtrain_cli.config import (
-    data_checks,
-    eval_tasks,
-    expert_checks,
-    keys,
-    optim_checks,
-    pipeline_parallel,
-    sparsity_checks,
-    tensor_parallel,
-    topology_checks,
-)
+from mtrain_cli.config import keys, parallel_checks
 from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.keys import conflict
+from mtrain_cli.config.mask_settings import mask_problems
+from mtrain_cli.config.option import MOST_TOKENS
+from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import Problem
-from mtrain_cli.config.schema import CHECKPOINTS, Config
-from mtrain_cli.config.sizes import divisors
+from mtrain_cli.config.schema import (
+    CHECKPOINTS,
+    EVAL_TASKS,
+    PERPLEXITY,
+    SENTENCES,
+    Config,
+    ConfigError,
+    DataConfig,
+)
+from mtrain_cli.config.sizes import divisors, format_size
 from mtrain_cli.config.suggest import adapter_hint, no_such
+from mtrain_cli.config.variants import Variant
+
+BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
+TEXT = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"
+_INPUTS = {
+    "text": TEXT,
+    "tokens": "the output of `mtrain data prepare`, or a .npy or .bin of token ids",
+    "mds": "a folder of MDS shards with an index.json",
+}
+# {data.kind: file that the folder must hold}
+_MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}
+# If the user sets one of these keys, the resumed run gets a new schedule.
+_SCHEDULE_KEYS = ("optim.schedule", "optim.decay_steps", "optim.schedule_steps", "optim.rewarm")
 
 
 def problems(config: Config) -> list[Problem]:
@@ -58,27 +74,251 @@ def _model(config: Config) -> Iterator[str]:
         yield "{model.rope.beta_fast}: must be above {model.rope.beta_slow}"
     if rope.scaling == "llama3":
         if rope.factor == "auto":
-            yield (
-                "{model.rope.factor}: is derived for scaling=yarn only; {model.rope.scaling} needs "
-                "a number such as 8"
-            )
+            yield "{model.rope.factor}: {model.rope.scaling} needs a number such as 8"
         if rope.high_freq_factor <= rope.low_freq_factor:
             yield "{model.rope.high_freq_factor}: must be above {model.rope.low_freq_factor}"
 
 
+def variant_keys(leaves: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a line for each null key that the pattern or mask needs, and each set key of others.
+
+    leaves: value of every key, by dotted name.
+    """
+    for section, variants in keys.VARIANTS.items():
+        selector = f"{section}.{variants.selector}"
+        chosen = leaves[selector]
+        own = {f"{section}.{key}" for key in variants.own_keys(chosen)}
+        names = [name for name in keys.all_keys() if name.startswith(f"{section}.")]
+        absent = [name for name in names if name in own and leaves[name] is None]
+        foreign = [n for n in names if n not in (*own, selector) and leaves[n] is not None]
+        if len(absent) > 1 or {"sparsity.block", "sparsity.dense_steps"} <= {*foreign}:
+            # The user set the selector without its group. One line for this cause is enough.
+            line = f"{selector}={chosen}: give {section}={chosen}, which sets all its keys"
+            yield Problem(line, selector, *absent)
+            continue
+        for name in absent:
+            needs = f"{selector}={chosen} needs a value; {section}={chosen} gives a default"
+            yield Problem(f"{name}=null: {needs}", name, selector)
+        for name in foreign:
+            key = name.removeprefix(f"{section}.")
+            users = [f"{section}={k}" for k in variants.kinds if key in variants.own_keys(k)]
+            why = f"is not a key of {selector}={chosen}; allowed with {', '.join(users)}"
+            yield Problem(f"{name}={keys.show(leaves[name])}: {why}", name, selector)
+
+
+def _sparsity(config: Config) -> Iterator[str]:
+    settings, mask, layers = config.sparsity, config.mask, config.model.num_layers
+    if _is_complete(settings):
+        for line in settings.problems(config.seq):
+            yield Problem(line, "sparsity.", "seq")
+    if _is_complete(mask):
+        for line in mask_problems(mask, config.seq, settings.pattern):
+            yield Problem(line, "mask.", "seq", "sparsity.pattern")
+        if mask.is_mixed and layers >= 1:
+            if mask.full_first and all(map(mask.is_full, range(layers))):
+                yield "{mask.full_first}: leaves no layer of {model.num_layers} with the window"
+            if mask.full_every > layers:
+                yield "{mask.full_every}: must be at most {model.num_layers}"
+    if (settings.dense_layers or 0) >= layers >= 1:
+        yield (
+            "{sparsity.dense_layers}: leaves no sparse layer of {model.num_layers}; give fewer, or "
+            "sparsity=dense"
+        )
+
+
+def _is_complete(settings: Variant) -> bool:
+    """Return whether all keys of a kind have a value. `variant_keys` reports null keys."""
+    return None not in (getattr(settings, name) for name in settings.own_keys())
+
+
+def require_manifest(data: DataConfig) -> None:
+    """Check that data.path is a folder of token ids with its meta.json or index.json, or an array.
+
+    A plan needs no data. Opening the dataset checks the content of the file.
+
+    Raises:
+        ConfigError: the file is missing, or data.path is a file of another kind.
+    """
+    name = _MANIFESTS.get(data.kind)
+    folder = Path(data.path or "").expanduser()
+    if name is None or data.path is None or data.mix is not None:
+        return
+    is_array = data.kind == "tokens" and folder.suffix in (".npy", ".bin")
+    if folder.is_file() and not is_array:
+        wrong = "is another kind of file"
+    elif folder.is_dir() and not (folder / name).is_file():
+        wrong = f"no {name} in it"
+        if inside := sorted(path.parent.name for path in folder.glob(f"*/{name}")):
+            wrong += f", but in its folders {', '.join(inside[:8])} (name them in data.mix)"
+    else:
+        return
+    raise ConfigError(f"data.path={data.path}: {wrong}; give {_INPUTS[data.kind]}")
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, expected = config.data, _INPUTS.get(config.data.kind, "")
+    if data.kind == "stdlib":
+        for name in ("path", "mix"):
+            if getattr(data, name) is not None:
+                yield f"{{data.{name}}}: data=stdlib has no {name}; add data=text, tokens or mds"
+    elif data.mix is not None:
+        yield from _mix(config, expected)
+    elif data.path is None:
+        line = f"data.path is not set: data={data.kind} needs it, or data.mix; give {expected}"
+        yield Problem(line, "data.path", "data.mix")
+    elif not Path(data.path).expanduser().exists():
+        yield f"{{data.path}}: no such file or folder; give {expected}"
+    if data.kind in ("tokens", "mds"):
+        return  # already tokenized; the vocabulary is checked when the data are opened
+    if data.tokenizer == "bytes":
+        if 2 <= config.model.vocab_size < BYTE_VOCABULARY:
+            yield f"{{model.vocab_size}}: {{data.tokenizer}} needs at least {BYTE_VOCABULARY}"
+    elif not (tokenizer := Path(data.tokenizer).expanduser()).is_file():
+        wrong = "is a folder" if tokenizer.is_dir() else "no such file"
+        yield (
+            f"{{data.tokenizer}}: {wrong}; give the path of a Hugging Face tokenizer.json, or bytes"
+        )
+
+
+def _mix(config: Config, expected: str) -> Iterator[str]:
+    """Yield what is wrong with ``data.mix``. Opening the data checks the content of its file."""
+    mix, path = config.data.mix, config.data.path
+    example = "give weights such as {{code: 0.3, book: 0.7}}"
+    if not isinstance(mix, dict):
+        if not Path(str(mix)).expanduser().is_file():
+            yield f"{{data.mix}}: no such file; {example}, or a YAML file of them"
+        return
+    if not mix:
+        yield f"{{data.mix}}: names no corpus; {example}, or null"
+    for name, weight in mix.items():
+        if weight <= 0:
+            yield conflict(config, "{data.mix}: the weight of {n} must be above 0", n=name)
+    missing = [name for name in mix if not Path(path or ".", name).expanduser().exists()]
+    if missing:
+        place = f"in data.path={path}" if path else "here (add data.path=FOLDER?)"
+        line = f"data.mix: {keys.first_few(missing)}: no such folder or file {place}"
+        yield Problem(f"{line}; each name must be {expected}", "data.mix", "data.path")
+
+
+def _columns(config: Config) -> Iterator[str]:
+    """Yield the conflicts of masks and positions that come from the data."""
+    data = config.data
+    for name in ("mask_key", "positions_key"):
+        if getattr(data, name) is None:
+            continue
+        if data.kind != "tokens":
+            option = f"--{name.replace('_', '-')}"
+            yield (
+                f"{{data.{name}}}: data={data.kind} has no such column; give data=tokens and what "
+                f"`mtrain data prepare --tokens-key {option}` wrote"
+            )
+        if not data.document_mask:
+            yield f"{{data.document_mask}}: {{data.{name}}} needs data.document_mask=true"
+    if data.mask_key is None:
+        return
+    if config.mask.kind != "causal":
+        yield "{mask.kind}: {data.mask_key} takes the mask from the data; give mask=causal"
+    if config.sparsity.pattern != "dense":
+        yield (
+            "{sparsity.pattern}: needs a mask in which each query sees one interval of keys up to "
+            "itself, which {data.mask_key} does not promise; give sparsity=dense"
+        )
+
+
+def _optim(config: Config) -> Iterator[str]:
+    optim = config.optim
+    if optim.skip_spikes and not config.run.spike_sigma:
+        yield "{optim.skip_spikes}: needs {run.spike_sigma!s} of at least 3, such as 8"
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield "{optim.betas}: each must be at least 0 and below 1"
+    if optim.offload_gradients and not optim.offload:
+        yield "{optim.offload_gradients}: needs {optim.offload!s}=true"
+    yield from _schedule(config)
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    optim = config.optim
+    if optim.decay_steps != "auto" and optim.schedule == "constant":
+        yield "{optim.decay_steps}: {optim.schedule} never decays; give optim.decay_steps=auto"
+    begin = 0 if optim.rewarm is True else int(optim.rewarm)
+    span = config.train.steps - begin
+    if isinstance(optim.schedule_steps, int):
+        span = optim.schedule_steps
+        if optim.schedule != "constant" and span <= optim.warmup_steps:
+            yield "{optim.schedule_steps}: must be above {optim.warmup_steps}, to leave a decay"
+            return
+    # The last warm-up step is the first at the peak.
+    most = span - 1 - optim.warmup_steps
+    if optim.schedule == "wsd" and isinstance(optim.decay_steps, int) and optim.decay_steps > most:
+        yield (
+            f"{{optim.decay_steps}}: the schedule has {span} steps with {{optim.warmup_steps}}; "
+            + (f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps")
+        )
+
+
+def keep_schedule(
+    saved: Config, config: Config, words: Sequence[str], step: int, *, again: bool = False
+) -> Config:
+    """Return ``config`` with the schedule with which the run continues.
+
+    If ``words`` sets no key of `_SCHEDULE_KEYS`, the schedule keeps its length, even if
+    ``train.steps`` changes. After the end of the schedule, the learning rate is constant. If the
+    run stopped during warm-up, however, the schedule ends at the new ``train.steps``.
+
+    Args:
+        saved: configuration of the run so far.
+        config: ``saved`` with the overrides ``words`` applied.
+        step: step of the checkpoint.
+        again: whether a restarted job repeats this resume. The first attempt has then already
+            carried out ``optim.rewarm=true``.
+
+    Raises:
+        ConfigError: ``optim.rewarm`` is a number; ``optim.rewarm=true`` but no steps are left; or
+            settings of the schedule contradict each other.
+    """
+    typed = {word.partition("=")[0] for word in words}
+    given = [key for key in _SCHEDULE_KEYS if key in typed or "optim" in typed]
+    begin, steps = int(saved.optim.rewarm), saved.optim.schedule_steps
+    if "optim.rewarm" in given and not isinstance(config.optim.rewarm, bool):
+        raise ConfigError(
+            f"optim.rewarm={config.optim.rewarm}: give true to restart the schedule at the "
+            "checkpoint, or false to keep the schedule"
+        )
+    if config.optim.rewarm is True:
+        if again and saved.optim.rewarm is not False:
+            begin = int(saved.optim.rewarm)
+        elif step >= config.train.steps:
+            raise ConfigError(
+                f"optim.rewarm=true: the run is at its last step, {step}; raise train.steps"
+            )
+        else:
+            begin = step
+    elif "optim.rewarm" in given:
+        begin = 0
+    if given:
+        steps = config.optim.schedule_steps if "optim.schedule_steps" in typed else "auto"
+    elif step - begin <= saved.optim.warmup_steps:
+        pass  # the run stopped before any decay, so the schedule spans the new train.steps
+    elif (
+        steps == "auto"
+        and config.train.steps != saved.train.steps
+        and config.optim.schedule != "constant"
+    ):
+        steps = saved.train.steps - begin
+    resumed = dataclasses.replace(
+        config, optim=dataclasses.replace(config.optim, rewarm=begin or False, schedule_steps=steps)
+    )
+    if lines := [conflict(resumed, line) for line in _schedule(resumed)]:
+        raise ConfigError(*lines)
+    return resumed
+
+
 def _train(config: Config) -> Iterator[str]:
     train, layers = config.train, config.model.num_layers
-    if train.kernel == "flash4":
-        if config.topology.device == "cpu":
-            yield (
-                "{train.kernel}: runs on GPUs only, not with {topology.device}; allowed on a CPU: "
-                "auto, reference, sdpa"
-            )
-        if train.dtype == "float32":
-            yield (
-                "{train.kernel}: computes in bfloat16, not {train.dtype}; allowed with float32: "
-                "auto, reference, sdpa"
-            )
+    if train.kernel == "flash4" and config.topology.device == "cpu":
+        yield "{train.kernel}: runs on GPUs only; allowed on a CPU: auto, reference, sdpa"
+    if train.kernel == "flash4" and train.dtype == "float32":
+        yield "{train.kernel}: needs bfloat16; allowed with float32: auto, reference, sdpa"
     if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
         yield (
             "{train.reduce_dtype}: {train.shard} would sum the gradients of micro-batches in "
@@ -95,62 +335,61 @@ def _train(config: Config) -> Iterator[str]:
             "{train.offload_activations}: {train.activation_checkpoint} keeps too much to move; "
             f"allowed values of that key: {others}"
         )
-    if train.init_from is None:
-        return
-    folder = Path(train.init_from).expanduser()
-    if not folder.is_dir():
-        yield conflict(
-            config,
-            "{train.init_from}: {reason}; give a Hugging Face folder with config.json and "
-            ".safetensors files{hint}",
-            reason="is a file" if folder.exists() else "no such folder",
-            hint=hub_hint(train.init_from),
-        )
-    elif not (folder / "config.json").is_file():
-        hint = adapter_hint(folder)
-        yield f"{{train.init_from}}: has no config.json; give a Hugging Face folder{hint}"
-
-
-def _callbacks(config: Config) -> Iterator[Problem]:
-    for name in dict.fromkeys(config.train.callbacks):
+    if train.init_from is not None:
+        folder = Path(train.init_from).expanduser()
+        if not folder.is_dir():
+            wrong = "is a file" if folder.exists() else "no such folder"
+            line = f"{wrong}; give a Hugging Face folder{hub_hint(train.init_from)}"
+            yield conflict(config, "{train.init_from}: {line}", line=line)
+        elif not (folder / "config.json").is_file():
+            hint = adapter_hint(folder)
+            yield f"{{train.init_from}}: has no config.json; give a Hugging Face folder{hint}"
+    for name in dict.fromkeys(train.callbacks):
         if name not in (names := callback_names()):
-            reason = "no such callback: no installed package has one"
-            if names:
-                reason = no_such("callback", name, names)
-            text = "{train.callbacks}: {name}: {reason}"
-            yield conflict(config, text, name=name, reason=reason)
+            why = no_such("callback", name, names) if names else "no installed package has one"
+            yield conflict(config, "{train.callbacks}: {name}: {why}", name=name, why=why)
+
+
+def _eval_tasks(config: Config) -> Iterator[str]:
+    tasks, chosen = config.train.eval_tasks, config.eval
+    for task in tasks:
+        if task not in EVAL_TASKS:
+            why = no_such("task", task, EVAL_TASKS)
+            yield conflict(config, "{train.eval_tasks}: {task}: {why}", task=task, why=why)
+    if not tasks:
+        return
+    lengths = chosen.lengths(config.seq)
+    if not lengths or not all(2 <= length <= MOST_TOKENS for length in lengths):
+        yield f"{{eval.length}}: must be from 2 to {format_size(MOST_TOKENS)} tokens"
+    if chosen.chains and chosen.form == SENTENCES:
+        yield "{eval.chains}: only with {eval.form!s}=python"
+    if PERPLEXITY in tasks and not config.data.eval_sequences:
+        yield f"{{train.eval_tasks}}: {PERPLEXITY} needs {{data.eval_sequences!s}}, such as 4"
+    if PATTERNS[config.sparsity.pattern].synthetic:
+        yield "{train.eval_tasks}: {sparsity.pattern} chooses keys without regard to the text"
 
 
 def _run(config: Config) -> Iterator[str]:
     train, run = config.train, config.run
     if train.eval_every > 0 and config.data.eval_sequences == 0 and not train.eval_tasks:
-        yield (
-            "{train.eval_every}: no held-out sequences to evaluate on; add "
-            "{data.eval_sequences!s}=4, for example, or {train.eval_tasks!s}=[niah]"
-        )
+        yield "{train.eval_every}: needs {data.eval_sequences!s}=4 or {train.eval_tasks!s}=[niah]"
     if not re.fullmatch(r"[\w.+=-]+", run.name) or run.name in (".", ".."):
         yield (
             "{run.name}: may only contain letters, digits and . _ - + =, since it names a folder; "
             "run.dir takes any path"
         )
-    if run.dir != run.dir.strip():
-        lost = "begins or ends with a space, which is easily lost; leave the space out"
-        yield Problem(f"run.dir='{run.dir}': {lost}", "run.dir", value=run.dir)
-    if run.dir == "":
-        yield "{run.dir}: give a folder, or auto for runs/<name>"
+    if run.dir == "" or run.dir != run.dir.strip():
+        yield "{run.dir}: give a folder without spaces around it, or auto for runs/<name>"
 
 
 _CHECKS = (
     _model,
-    expert_checks.problems,
-    topology_checks.problems,
-    tensor_parallel.problems,
-    pipeline_parallel.problems,
-    sparsity_checks.problems,
-    data_checks.problems,
-    optim_checks.problems,
+    parallel_checks.problems,
+    _sparsity,
+    _data,
+    _columns,
+    _optim,
     _train,
-    eval_tasks.problems,
-    _callbacks,
+    _eval_tasks,
     _run,
 )

@@ -1,9 +1,8 @@
 """Read arrays of token ids: ``.npy`` of any integer type, or ``.bin`` of raw uint16 or uint32.
 
-Each row of a two-dimensional .npy is a document. For any other array ``corpus.npy`` or
-``corpus.bin``, a file of offsets in the same folder defines the documents: document d is
-tokens[offsets[d] : offsets[d + 1]]. The offsets are in ``corpus.documents.npy``, or as raw int64 in
-``corpus.documents.bin``. If neither file exists, the whole array is one document.
+Each row of a two-dimensional .npy is a document. Any other array ``corpus.npy`` or ``corpus.bin``
+may have offsets beside it, in ``corpus.documents.npy`` or as raw int64 in ``corpus.documents.bin``:
+document d is tokens[offsets[d] : offsets[d + 1]]. Without them, the array is one document.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
 
     Args:
         origin: how the user named the file, for messages.
-        token_dtype: integer type of a .bin file: uint16, uint32 or auto.
-        vocab_size: vocabulary size of the model. With ``token_dtype=auto``, a .bin file is read as
-            uint16 if all ids of this vocabulary fit into uint16.
+        token_dtype: integer type of a .bin file: uint16, uint32 or auto, which is uint16 if all ids
+            of ``vocab_size`` fit.
 
     Raises:
         ConfigError: the file is missing, has another format, or does not match its offsets.
     """
-    kinds = " or ".join(SUFFIXES)
-    missing = f"{origin}: no such file. Give a token store or an array ({kinds})."
+    missing = f"{origin}: no such file. Give a token store or an array ({' or '.join(SUFFIXES)})."
     with explain_read_errors(f"{origin}:", missing):
         if path.suffix == ".npy":
             rows = _open_npy(path, origin)
         else:
             rows = _open_bin(path, origin, token_dtype, vocab_size)
+        samples = {path.name: sample_of(path)}
     tokens = rows.reshape(-1)
     if tokens.size == 0:
         raise ConfigError(f"{origin}: holds no tokens")
@@ -62,8 +60,6 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
         sha256=digest.hexdigest(),
         source=str(path),
     )
-    with explain_read_errors(f"{origin}:"):
-        samples = {path.name: sample_of(path)}
     return TokenStore(meta, tokens, offsets, path, samples=samples)
 
 
@@ -94,23 +90,17 @@ def _open_bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.
 
 
 def _document_offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]:
-    for suffix in SUFFIXES:
-        offsets_file = path.with_name(f"{path.stem}.documents{suffix}")
-        if not offsets_file.exists():
-            continue
-        if suffix == ".npy":
-            offsets = _open_npy(offsets_file, f"{origin}: {offsets_file.name}")
-        else:
-            offsets = np.fromfile(offsets_file, "<i8")
-        if (
-            offsets.ndim != 1
-            or offsets.size < 2
-            or (offsets[0], offsets[-1]) != (0, num_tokens)
-            or np.any(offsets[1:] <= offsets[:-1])
-        ):
-            raise ConfigError(
-                f"{origin}: the offsets in {offsets_file.name} must rise from 0 to {num_tokens:,}, "
-                "the number of tokens"
-            )
-        return np.asarray(offsets, np.int64), f"documents by {offsets_file.name}"
-    return np.array([0, num_tokens], np.int64), "one document"
+    beside = (path.with_name(f"{path.stem}.documents{suffix}") for suffix in SUFFIXES)
+    if (file := next(filter(Path.exists, beside), None)) is None:
+        return np.array([0, num_tokens], np.int64), "one document"
+    if file.suffix == ".npy":
+        offsets = _open_npy(file, f"{origin}: {file.name}")
+    else:
+        offsets = np.fromfile(file, "<i8")
+    is_list = offsets.ndim == 1 and offsets.size >= 2
+    if not is_list or (offsets[0], offsets[-1]) != (0, num_tokens) or np.diff(offsets).min() <= 0:
+        raise ConfigError(
+            f"{origin}: the offsets in {file.name} must rise from 0 to {num_tokens:,}, the number "
+            "of tokens"
+        )
+    return np.asarray(offsets, np.int64), f"documents by {file.name}"

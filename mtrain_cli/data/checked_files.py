@@ -14,12 +14,9 @@ from mtrain_cli.launch.failures import read_failure
 
 @contextlib.contextmanager
 def explain_read_errors(subject: str, missing: str = "") -> Iterator[None]:
-    """Replace an OSError in the ``with`` block by an error with a one-line message.
+    """Replace an OSError in the ``with`` block by an error of one line about ``subject``.
 
-    Args:
-        subject: beginning of the message.
-        missing: the whole message for a missing file. If empty, a missing file gives the same
-            message as any other OSError.
+    missing: the whole line for a missing file.
 
     Raises:
         RunError: the disk or its network failed.
@@ -35,40 +32,35 @@ def explain_read_errors(subject: str, missing: str = "") -> Iterator[None]:
 
 
 def require_folder(folder: Path, origin: str, wanted: str) -> None:
-    """Raise ConfigError unless ``folder`` is a folder.
+    """Raise ConfigError, a line that begins with ``origin``, unless ``folder`` is a folder.
 
-    Args:
-        origin: how the user named the folder. The message begins with it.
-        wanted: words that describe the right folder, to follow "Give a folder".
+    wanted: description of the right folder, to follow "Give a folder".
     """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "no such folder"
         raise ConfigError(f"{origin}: {problem}. Give a folder {wanted}.")
 
 
-def read_metadata(
-    path: Path, origin: str, version: int, *, missing: str, unsupported: str, advice: str = ""
-) -> dict[str, Any]:
-    """Return the JSON object in ``path``.
+def read_metadata(path: Path, origin: str, version: int, advice: str) -> dict[str, Any]:
+    """Return the JSON object in ``path``, whose key ``version`` must have this value.
 
     Args:
         origin: how the user named the folder of the file. Every message begins with it.
-        version: value that the object's key ``version`` must have.
-        missing: end of the message if the file is missing.
-        unsupported: end of the message if the file has another version.
-        advice: end of the message if the file is not JSON.
+        advice: end of every message.
 
     Raises:
         ConfigError: the file is missing, unreadable, not JSON or of another version.
     """
     place = f"{origin}: {path.name}"
-    with explain_read_errors(place, f"{origin}: no {path.name} in it. {missing}"):
+    with explain_read_errors(place, f"{origin}: no {path.name} in it. {advice}"):
         try:
             content = documents.read_json(path)
         except ValueError as error:
-            raise ConfigError(f"{place} is not JSON ({documents.reason(error)}){advice}") from None
-    found = content.get("version") if isinstance(content, dict) else None
-    if found != version:
-        shown = " ".join(str(found).split())
-        raise ConfigError(f"{place} has version {shown}{unsupported}")
+            why = f"is not JSON ({documents.reason(error)})"
+            raise ConfigError(f"{place} {why}. {advice}") from None
+    given = content.get("version") if isinstance(content, dict) else None
+    if given != version:
+        raise ConfigError(
+            f"{place} has version {given}, but mtrain reads version {version}. {advice}"
+        )
     return content

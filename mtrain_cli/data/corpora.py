@@ -1,4 +1,4 @@
-"""Sources of text. A corpus is a list of units in a fixed order. A unit is a file or a package.
+"""Sources of text. A corpus is a list of units (files or packages) in a fixed order.
 
 A unit yields its documents one by one, and a document yields its text in pieces, so a document of
 many gigabytes is never in memory as a whole. A reader can skip the first documents of a unit, which
@@ -20,8 +20,7 @@ from pathlib import Path
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.token_documents import TokenDocument, TokenFields
 
-# Characters in a piece of text. Small enough that a tokenizer can spread a batch of pieces over
-# many cores.
+# Characters in a piece. Small enough that a tokenizer spreads a batch of pieces over many cores.
 PIECE = 1 << 16
 # Folders of the standard library that are not read: slim images omit them, or they hold tests or
 # files that differ between machines.
@@ -37,7 +36,7 @@ class Document:
     pieces: parts of the text, in order.
     record: number of records in the unit up to the end of this document, including empty records.
     end: number of bytes in the unit up to the end of this document, for a progress bar.
-    domain: name of the document's domain, such as code. Empty if unknown.
+    domain: such as code; "" if unknown.
     tokens: the document's token ids, which replace its text; None for text.
     left_out: what the document is and why it is left out, as in `describe_left_out`; "" to keep it.
     """
@@ -89,14 +88,10 @@ class Corpus:
 
 
 def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Corpus:
-    """Open the source files of the running Python's standard library, without its tests.
+    """Open the source files of the running Python's standard library, or of ``folder``.
 
-    Each top-level package or module is one document. It holds the package's files, sorted by
-    relative path. A comment line with the relative path precedes each file. The signature covers
-    paths and contents, since both differ between versions of Python.
-
-    Args:
-        folder: folder of the sources; None for the standard library of the running Python.
+    A document is a top-level package or module, without its tests: its files sorted by relative
+    path, each after a comment line with this path. The signature covers paths and contents.
 
     Raises:
         ConfigError: the folder holds no Python sources.
@@ -105,12 +100,11 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
     packages: dict[str, list[tuple[str, str]]] = {}
     digest = hashlib.sha256()
     for path in sorted(_python_sources(root), key=lambda path: path.relative_to(root).parts):
-        text = _decode_source(path)
-        if text is None:
-            continue
-        relative = path.relative_to(root).as_posix()
-        digest.update(f"{relative}\n{len(text)}\n{text}".encode("utf-8", "replace"))
-        packages.setdefault(relative.split("/")[0].removesuffix(".py"), []).append((relative, text))
+        if (text := _decode_source(path)) is not None:
+            relative = path.relative_to(root).as_posix()
+            digest.update(f"{relative}\n{len(text)}\n{text}".encode("utf-8", "replace"))
+            package = relative.split("/")[0].removesuffix(".py")
+            packages.setdefault(package, []).append((relative, text))
     if not packages:
         advice = "Give your own text with data=text data.path=..."
         raise ConfigError(f"{origin}: no Python sources in {root}. {advice}")
@@ -174,11 +168,9 @@ def _decode_source(path: Path) -> str | None:
 def _package_unit(name: str, files: list[tuple[str, str]]) -> Unit:
     size = sum(len(text.encode("utf-8")) for _, text in files)
 
-    def pieces() -> Iterator[str]:
-        return split_text(f"# {relative}\n{text.rstrip()}\n" for relative, text in files)
-
     def documents(skip: int) -> Iterator[Document]:
         if skip == 0:
-            yield Document(name, pieces(), record=1, end=size)
+            texts = (f"# {relative}\n{text.rstrip()}\n" for relative, text in files)
+            yield Document(name, split_text(texts), record=1, end=size)
 
     return Unit(name, size, documents)

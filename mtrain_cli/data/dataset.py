@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +23,8 @@ from mtrain_cli.data.document_columns import NO_COLUMNS, POSITIONS, SLICES
 from mtrain_cli.data.file_sums import Report
 from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.permutation import shuffled_order
-from mtrain_cli.data.sampler import Sampler
-from mtrain_cli.data.store import META, StoreMeta, Stretch, TokenStore
+from mtrain_cli.data.sampler import Sampler, shuffled_order
+from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
 
 # The tokens after the last whole sequence are padded to one more sequence. If they fill less than
 # this share of it, they are left out instead.
@@ -35,20 +33,16 @@ _MIN_FILLED = 0.05
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence. Its first three arrays are int32[seq].
+    """One sequence. Padding, if any, is at the end, with token 0 and its own document number.
 
-    Padding, if any, is at the end. It has token 0, label -100 and its own document number.
-
-    tokens: token ids.
-    labels: the token that follows each position. The loss at position t compares logits[t] with
-        labels[t]. The loss ignores a position with the label -100.
-    documents: number of each position's document within the sequence, from 0.
-    slices: slices of the sequence's mask, int64 [slices, 5], as in `SequenceMask.from_slices`; None
-        if the data have no masks.
+    tokens: token ids, int32[seq].
+    labels: the token that follows each position, int32[seq]; `IGNORED` where there is no target.
+    documents: number of each position's document within the sequence, from 0, int32[seq].
+    slices: mask of the sequence, int64 [slices, 5], as in `SequenceMask.from_slices`; None without.
     positions: rotary position of each token, int32[seq]; None if the data have none.
     real: number of tokens before the padding; None if there is no padding.
-    ends_document: whether the last token before the padding ends a document. A label does not tell:
-        the next token may belong to the document without being a target.
+    ends_document: whether the last token before the padding ends a document. A label does not show
+        this: the next token may belong to the document without being a target.
     """
 
     tokens: np.ndarray
@@ -61,12 +55,9 @@ class Sample:
 
 
 class TokenSource(Protocol):
-    """Tokens in units: documents, or samples of several packed documents.
+    """Tokens in units, documents or samples of several packed ones. Shuffling keeps them whole.
 
-    A dataset reads the units end to end. Shuffling keeps each unit whole.
-
-    meta: description of the tokens. ``num_documents`` is the number of units. A ``vocab_size`` of 0
-        means that the number of ids is unknown.
+    meta: its ``num_documents`` counts units; a ``vocab_size`` of 0 is unknown.
     offsets: int64[units + 1]. Unit u holds the tokens offsets[u] to offsets[u + 1] - 1.
     folder: folder or file of the tokens; None if the tokens are in memory only.
     samples: checksum of a sample of each file's bytes, by name of the file.
@@ -111,23 +102,19 @@ class Dataset(Protocol):
 class PackedDataset:
     """The stream of all documents, cut every ``seq`` tokens. ``dataset[i]`` reads one sequence.
 
-    Every token is in exactly one sequence. Only a tail of less than 5 % of a sequence is left out.
-    The label of a position is the next token of the stream, even if that token is in the next
-    sequence.
+    Every token is in exactly one sequence, except a tail of less than 5 % of a sequence. The label
+    of a position is the next token of the stream, even if that token is in the next sequence.
 
-    store: source of the tokens. The stream joins the units of this source end to end.
-    seq: number of tokens per sequence.
-    shuffle: whether the units are in random order.
-    seed: determines the random order of the units.
+    store: source of the tokens; the stream joins its units end to end.
+    shuffle: whether the units are in random order, which ``seed`` determines.
     document_mask: if true, the last token of a document has no label. If false, the whole sequence
         is one document with number 0.
-    masked: if true, each sample has the slices of its documents' masks. A document without a mask
+    masked: whether each sample has the slices of its documents' masks. A document without a mask
         is causal. A token has no label if the next token does not see it.
-    positioned: if true, each sample has the rotary positions of its documents. A document without
+    positioned: whether each sample has the rotary positions of its documents. A document without
         positions has its positions in the sequence.
     location: where the tokens are, for `describe`.
-    vocab_size: vocabulary size of the model. If the store does not know its own vocabulary, every
-        token must be below this number.
+    vocab_size: vocabulary of the model, which limits the ids if the store does not know its own.
     held_out: number of sequences at the end of the stream that ``len(dataset)`` excludes.
     """
 
@@ -246,29 +233,26 @@ class PackedDataset:
         if held_out:
             tail += f", {held_out} more held out"
         begin = self.store.describe_begin() if isinstance(self.store, TokenStore) else ""
-        tail += self.left_out
         return (
             f"{meta.source}: {with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
             f"tokens ({meta.tokenizer}, vocabulary {vocabulary}){begin and f', {begin}'}, "
-            f"{with_count(len(self), 'sequence')} of {self.seq:,}{tail}; {self._location}"
+            f"{with_count(len(self), 'sequence')} of {self.seq:,}{tail}{self.left_out}; "
+            f"{self._location}"
         )
 
     def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return tokens, ends of documents and targets of the stream as `Stretch` has them."""
-        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        first = int(np.searchsorted(self._starts, begin, side="right"))
         last = int(np.searchsorted(self._starts, end, side="left"))
-        bounds = self._starts[first : last + 1] - begin
-        ends, targets = bounds[1:], None
+        ends, targets = self._starts[first : last + 1] - begin, None
         if self._order is None and isinstance(self.store, TokenStore):
             stream = self.store.tokens[begin:end]
         else:
             parts = []
-            units = range(first, last) if self._order is None else self._order[first:last]
-            for unit, (low, high) in zip(units, pairwise(bounds.tolist()), strict=True):
-                part = self.store.read(int(unit), max(0, -low), min(high, end - begin) - low)
-                parts.append(part)
+            for unit, start, stop, place in self._parts(begin, end):
+                parts.append(part := self.store.read(unit, start, stop))
                 if part.ends is not None:
-                    ends = np.concatenate([ends, part.ends + max(0, low)])
+                    ends = np.concatenate([ends, part.ends + place])
             ends = np.sort(ends)
             stream = np.concatenate([part.tokens for part in parts])
             if any(part.targets is not None for part in parts):
@@ -277,11 +261,9 @@ class PackedDataset:
         return stream, ends, targets
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield each part of a unit in the tokens ``begin`` to ``end`` - 1 of the stream.
+        """Yield (unit, start, stop, place) for the tokens ``begin`` to ``end`` - 1 of the stream.
 
-        Yields:
-            (unit, start, stop, place): the tokens ``start`` to ``stop`` - 1 of the unit are the
-            tokens from ``place`` on, counted from ``begin``.
+        The tokens ``start`` to ``stop`` - 1 of the unit follow ``place`` others.
         """
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))
@@ -293,17 +275,16 @@ class PackedDataset:
 
     def _slices(self, begin: int, end: int) -> IntArray:
         """Return the slices of a sequence, in positions of the sequence, int64 [slices, 5]."""
-        parts = []
+        parts, most = [], self.store.meta.columns.intervals
         for unit, start, stop, place in self._parts(begin, end):
             own = self._columns.slices_of(unit)
-            length = int(self.store.offsets[unit + 1] - self.store.offsets[unit])
-            if own is not None and not lie_in(own, length):
-                raise self._corrupt(SLICES)
-            most = self.store.meta.columns.intervals
-            if own is not None and not intervals_at_most(own, length, most):
-                what = f"document {unit} has a query with more than {most} separate intervals of"
-                raise self._corrupt(SLICES, f"{what} keys, the most that {META} lists")
-            part = causal_slices(stop - start) if own is None else cut_slices(own, start, stop)
+            if own is None:
+                part = causal_slices(stop - start)
+            else:
+                length = int(self.store.offsets[unit + 1] - self.store.offsets[unit])
+                if not lie_in(own, length) or not intervals_at_most(own, length, most):
+                    raise self._corrupt(SLICES)
+                part = cut_slices(own, start, stop)
             part[:, :4] += place
             parts.append(part)
         return np.concatenate(parts)
@@ -312,8 +293,7 @@ class PackedDataset:
         """Return whether each token sees the token before it, bool [end - begin]."""
         continued = np.ones(end - begin, bool)
         for unit, start, stop, place in self._parts(begin, end):
-            own = self._columns.slices_of(unit)
-            if own is not None:
+            if (own := self._columns.slices_of(unit)) is not None:
                 continued[place : place + stop - start] = continues(own, start, stop)
         return continued
 
@@ -329,16 +309,15 @@ class PackedDataset:
                 positions[place : place + stop - start] = own
         return positions
 
-    def _corrupt(self, name: str, why: str = "it holds impossible values") -> ConfigError:
-        """Return the error for a file of columns whose values cannot have been written."""
+    def _corrupt(self, name: str) -> ConfigError:
         return ConfigError(
-            f"{self.store.folder}: {name} is corrupt: {why}. Prepare the store again."
+            f"{self.store.folder}: {name} is corrupt: it holds impossible values. Prepare the "
+            "store again."
         )
 
     def _check(self, stream: np.ndarray) -> None:
         """Raise ConfigError if a token id is outside the vocabulary."""
-        largest = int(stream.max())
-        lowest = int(stream.min()) if stream.dtype.kind == "i" else 0
+        largest, lowest = int(stream.max()), int(stream.min()) if stream.dtype.kind == "i" else 0
         if largest < self.vocab_size and lowest >= 0:
             return
         token = largest if largest >= self.vocab_size else lowest

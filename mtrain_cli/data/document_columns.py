@@ -30,13 +30,11 @@ SLICE_FIELDS = 5
 class WrittenColumns:
     """What the columns of an unfinished store hold.
 
-    slices: number of slices.
-    masked: number of documents with a mask.
+    masked, positioned: number of documents with a mask, and with positions.
     intervals: most separate intervals of keys that a query of a document sees.
     keyless: number of tokens that see no key.
-    empty_slices: number of given slices without queries or without keys. The store drops them.
-    positioned: number of documents with positions.
-    largest_position: largest position; -1 without positions.
+    empty_slices: number of given slices without queries or without keys, which the store drops.
+    largest_position: -1 without positions.
     """
 
     slices: int = 0
@@ -49,14 +47,13 @@ class WrittenColumns:
 
 
 class ColumnWriter:
-    """Append the columns of documents to the files of a store.
+    """Append the columns of documents to the open files of a store, those of `column_sizes`.
 
-    files: open files by name, those of `column_sizes`.
     written: what the files hold, once pending values are flushed.
+    first: whether no document has been written yet.
     """
 
     def __init__(self, files: Mapping[str, BinaryIO], written: WrittenColumns, first: bool) -> None:
-        """Begin. first: whether no document has been written yet."""
         self.files, self.written = files, written
         self._pending: dict[str, list[np.ndarray]] = {name: [] for name in files}
         if first and SLICE_OFFSETS in files:
@@ -98,11 +95,9 @@ class ColumnWriter:
 def column_sizes(
     fields: TokenFields | None, written: WrittenColumns, tokens: int, documents: int
 ) -> dict[str, int]:
-    """Return the size of each file of columns in bytes, by file name.
+    """Return the bytes of each file of columns after so many tokens and documents, by file name.
 
-    Args:
-        fields: keys of the corpus; None for a corpus of text, whose store has no columns.
-        tokens, documents: number of tokens and documents written.
+    fields: keys of the corpus; None for a corpus of text, whose store has no columns.
     """
     sizes = {}
     if fields is not None and fields.mask is not None:
@@ -115,10 +110,7 @@ def column_sizes(
 
 @dataclass(frozen=True)
 class DocumentColumns:
-    """The open columns of a store. The arrays are memory-mapped.
-
-    slices, slice_offsets, positions: the arrays of the files; None without masks or positions.
-    """
+    """The memory-mapped arrays of the files; None without masks or positions."""
 
     slices: IntArray | None = None
     slice_offsets: IntArray | None = None
@@ -132,9 +124,9 @@ class DocumentColumns:
         return self.slices[begin:end] if end > begin else None
 
     def positions_of(self, first: int, end: int) -> np.ndarray | None:
-        """Return the positions of the tokens ``first`` to ``end`` - 1 of the store.
+        """Return the positions of tokens ``first`` to ``end`` - 1 of the store, all of a document.
 
-        Return None if their document has none. All of these tokens belong to one document.
+        Return None if the document has none.
         """
         if self.positions is None or self.positions[first] == NO_POSITION:
             return None
@@ -143,11 +135,8 @@ class DocumentColumns:
     @property
     def arrays(self) -> list[np.ndarray]:
         """All arrays, for the hash of the store."""
-        return [
-            array
-            for array in (self.slices, self.slice_offsets, self.positions)
-            if array is not None
-        ]
+        arrays = (self.slices, self.slice_offsets, self.positions)
+        return [array for array in arrays if array is not None]
 
 
 NO_COLUMNS = DocumentColumns()

@@ -38,11 +38,7 @@ class FileSums:
 
     @classmethod
     def of(cls, path: Path) -> FileSums:
-        """Read a whole file.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Read a whole file."""
         size = path.stat().st_size
         with ThreadPoolExecutor(_threads(1)) as pool:
             chunks = pool.map(lambda start: _hash(path, start), range(0, size, _CHUNK))
@@ -50,11 +46,7 @@ class FileSums:
 
 
 def sample_of(path: Path) -> str:
-    """Return the checksum `FileSums.sample` of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the checksum `FileSums.sample` of a file."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb", buffering=0) as file:
@@ -73,10 +65,9 @@ def check_all(
     parts: int,
     report: Report,
 ) -> None:
-    """Compare all bytes of files with their checksums.
+    """Compare all bytes of files, by name, with their checksums.
 
     Args:
-        files: checksums by file name.
         origin, advice: beginning and end of messages.
         part, parts: this caller checks every ``parts``-th chunk, from chunk ``part`` on.
 
@@ -85,20 +76,19 @@ def check_all(
         RunError: the disk failed.
     """
     chunks = [(n, i) for n, sums in files.items() for i in range(len(sums.chunks))][part::parts]
-    size = sum(min(_CHUNK, files[name].bytes - i * _CHUNK) for name, i in chunks)
+    sizes = [min(_CHUNK, files[name].bytes - i * _CHUNK) for name, i in chunks]
     done = 0
     with ThreadPoolExecutor(_threads(parts)) as pool:
         try:
-            found = pool.map(lambda chunk: _hash(folder / chunk[0], chunk[1] * _CHUNK), chunks)
-            for name, i in chunks:
+            digests = pool.map(lambda chunk: _hash(folder / chunk[0], chunk[1] * _CHUNK), chunks)
+            for (name, i), size in zip(chunks, sizes, strict=True):
                 with explain_read_errors(f"{origin}: {name}"):
-                    digest = next(found)
-                end = min(files[name].bytes, (i + 1) * _CHUNK)
+                    digest = next(digests)
                 if digest != files[name].chunks[i]:
-                    how = f"bytes {i * _CHUNK:,} to {end:,} have another checksum"
+                    start = i * _CHUNK
+                    how = f"bytes {start:,} to {start + size:,} have another checksum"
                     raise changed(origin, name, how, advice)
-                done += end - i * _CHUNK
-                report(done, size)
+                report(done := done + size, sum(sizes))
         finally:
             pool.shutdown(cancel_futures=True)
 

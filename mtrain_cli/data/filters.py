@@ -12,11 +12,9 @@ from mtrain_cli.config.schema import ConfigError
 class Filters:
     """Conditions that a document must meet.
 
-    domains: allowed domains. Empty allows all domains.
-    min_tokens, max_tokens: limits of the document's number of tokens, including its end token. 0
-        sets no limit.
-    truncate: whether to cut a longer document at ``max_tokens``, without an end token, instead of
-        leaving the document out.
+    domains: allowed domains; empty allows all.
+    min_tokens, max_tokens: limits of the number of tokens, with the end token; 0 sets no limit.
+    truncate: cut a longer document at ``max_tokens``, without an end token, instead of dropping it.
     min_chars: minimum number of characters in the document's text.
     """
 
@@ -41,10 +39,7 @@ class Filters:
 
     @property
     def recipe(self) -> dict[str, str]:
-        """The entry for the filters in `StoreMeta.recipe`, or an empty dict without any filter.
-
-        Stores written by versions of mtrain without filters lack this entry, too.
-        """
+        """The entry for the filters in `StoreMeta.recipe`, or an empty dict without any filter."""
         return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
 
 
@@ -53,15 +48,6 @@ EMPTY = "empty or null"  # documents without text or tokens
 
 
 def describe_left_out(counts: Mapping[str, int]) -> str:
-    """Return ``left out: 1 .html, 2 .pdf (not a text format); 3 empty or null``; "" without counts.
-
-    Args:
-        counts: numbers of files or documents. A key is what they are, perhaps followed by a reason
-            in parentheses.
-    """
-    groups: dict[str, list[str]] = {}
-    for key, count in counts.items():
-        what, _, reason = key.partition(" (")
-        groups.setdefault(reason, []).append(f"{count:,} {what}")
-    parts = (", ".join(group) + (f" ({why}" if why else "") for why, group in groups.items())
-    return f"left out: {'; '.join(parts)}" if counts else ""
+    """Return ``left out: 1 .html (not a text format), 3 empty or null``; "" without counts."""
+    shown = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+    return f"left out: {shown}" if counts else ""

@@ -18,15 +18,11 @@ class Loader(Generic[Batch]):
     """Endless iterator over optimizer steps that yields one rank's micro-batches of each step.
 
     A step takes the next ``global_batch`` sequences of the run and splits them into ``dp`` equal
-    parts. Data-parallel rank r gets part r. All workers of a context group have the same
-    ``dp_rank``, so they get the same micro-batches. If the background thread fails, the following
-    call of ``next`` raises the thread's error.
+    parts. Data-parallel rank r gets part r, and so do all workers of its context group. An error of
+    the background thread comes out of the next call of ``next``.
 
-    dp_rank, dp: data-parallel rank, and number of data-parallel ranks.
-    global_batch: number of sequences per step over all data-parallel ranks.
     micro_batch: number of sequences per micro-batch.
-    make_batch: function that turns a list of `Sample` into a micro-batch. The background thread
-        calls this function.
+    make_batch: turns a list of `Sample` into a micro-batch, in the background thread.
 
     Raises:
         ConfigError: ``global_batch`` is not a multiple of ``dp`` x ``micro_batch``.
@@ -42,15 +38,10 @@ class Loader(Generic[Batch]):
         micro_batch: int,
         make_batch: Callable[[list[Sample]], Batch],
     ) -> None:
-        if global_batch < 1 or global_batch % dp:
+        if min(global_batch, micro_batch) < 1 or global_batch % (dp * micro_batch):
             raise ConfigError(
-                f"train.global_batch={global_batch}: must be a multiple of {dp}, the number of "
-                "context groups"
-            )
-        if micro_batch < 1 or (global_batch // dp) % micro_batch:
-            raise ConfigError(
-                f"train.micro_batch={micro_batch}: must divide the {global_batch // dp} sequences "
-                f"of each context group (train.global_batch={global_batch} over {dp} groups)"
+                f"train.global_batch={global_batch}: must be a multiple of {dp * micro_batch}: "
+                f"train.micro_batch={micro_batch} for each of the {dp} context groups"
             )
         assert 0 <= dp_rank < dp
         assert sampler.num_sequences == len(dataset)
@@ -87,11 +78,10 @@ class Loader(Generic[Batch]):
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint.
+        """Return the state for a checkpoint, after the last step that ``next`` returned.
 
         ``sequences`` and ``fingerprint`` identify the dataset, and ``samples`` the bytes that its
-        files had when they were opened. The other keys are the sampler's state after the last step
-        that ``next`` returned.
+        files had when they were opened. The other keys are the sampler's state.
         """
         stream = {"sequences": len(self._dataset), "fingerprint": self._dataset.fingerprint}
         return {**self._sampler.state(), **stream, "samples": dict(self._dataset.samples)}
@@ -126,12 +116,10 @@ class Loader(Generic[Batch]):
 
     def _read(self, consumed: int) -> list[Batch]:
         first = consumed + self._dp_rank * self._local
-        batches = []
-        for start in range(first, first + self._local, self._micro_batch):
-            samples = []
-            for number in range(start, start + self._micro_batch):
-                if self._closing.is_set():
-                    raise CancelledError
-                samples.append(self._dataset[self._sampler.sequence(number)])
-            batches.append(self._make_batch(samples))
-        return batches
+        samples: list[Sample] = []
+        for number in range(first, first + self._local):
+            if self._closing.is_set():
+                raise CancelledError
+            samples.append(self._dataset[self._sampler.sequence(number)])
+        size = self._micro_batch
+        return [self._make_batch(samples[i : i + size]) for i in range(0, self._local, size)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -28,9 +27,7 @@ def mds_folders(root: Path) -> list[Path]:
 
 
 def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]:
-    """Yield (name, open folder) for each of `mds_folders`.
-
-    The name is the path relative to ``root``. It is empty for ``root`` itself.
+    """Yield (path relative to ``root``, open folder) for each of `mds_folders`; "" for ``root``.
 
     Raises:
         ConfigError: a folder is broken or has no tokens.
@@ -47,14 +44,12 @@ def mds_corpus(
 ) -> Corpus:
     """Open a corpus of the documents in `mds_folders`.
 
-    Every span of a packed sample is a document. The document's domain is the path of its folder
-    relative to ``path``. If ``path`` itself holds the shards, the column ``domain`` names the
-    domain.
+    Every span of a packed sample is a document. Its domain is the path of its folder relative to
+    ``path``; if ``path`` itself holds the shards, the column ``domain`` names it.
 
     Args:
         decoder: tokenizer that made the shards.
-        domains: domains to decode. Documents of other domains have no text. Empty means all
-            domains.
+        domains: domains to decode; documents of others have no text. Empty means all domains.
         origin: name of the command-line argument ``path``, for messages.
 
     Raises:
@@ -62,15 +57,15 @@ def mds_corpus(
     """
     root, place = Path(path).expanduser(), f"{origin}={path}"
     digest = hashlib.sha256(f"mds 1 {decoder.identity}".encode())
-    units, left_out = [], Counter[str]()
+    units = []
     for name, shards in open_mds_folders(root, place):
         digest.update(f"{name} {shards.identity}".encode())
-        left_out.update(shards.unlisted())
         for number, shard in enumerate(shards.shards):
             documents = partial(_documents, shards, number, name, decoder, domains)
-            label = f"{name}/{shard.raw.name}" if name else shard.raw.name
-            units.append(Unit(label, shard.raw.size, documents))
-    return Corpus(path, place, digest.hexdigest(), tuple(units), left_out=left_out)
+            file = shard.raw_data
+            label = f"{name}/{file.basename}" if name else file.basename
+            units.append(Unit(label, file.bytes, documents))
+    return Corpus(path, place, digest.hexdigest(), tuple(units))
 
 
 def _documents(
@@ -84,13 +79,13 @@ def _documents(
     """Yield the documents of a shard after the first ``skip``. Decode them in batches."""
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
     columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
-    file, record, pending_tokens = shards.shards[shard].raw, 0, 0
+    file, record, pending_tokens = shards.shards[shard].raw_data, 0, 0
     pending: list[tuple[Document, np.ndarray | None]] = []
     for number in range(first, last):
         sample = shards.sample(number, columns)
         tokens = sample[TOKENS]
         domain = folder or (str(sample[DOMAIN]) if DOMAIN in sample else "")
-        end = file.size * (number + 1 - first) // (last - first)
+        end = file.bytes * (number + 1 - first) // (last - first)
         spans = np.array([[0, tokens.size]])
         if SPANS in sample:
             place = f"{shards.origin}: sample {number}"
@@ -99,7 +94,7 @@ def _documents(
             record += 1
             if record <= skip:
                 continue
-            document = Document(f"{file.name}:{record}", (), record, end, domain)
+            document = Document(f"{file.basename}:{record}", (), record, end, domain)
             wanted = not domains or domain in domains
             pending.append((document, tokens[start:stop] if wanted else None))
             pending_tokens += stop - start

@@ -24,7 +24,6 @@ from mtrain_cli.data.token_cache import cached_array
 
 TOKENS, SPANS, TARGETS, DOMAIN = "input_ids", "indices", "mask", "domain"
 _SAMPLED_SHARDS = 8  # of these, a run remembers a sample of the bytes
-_INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
 
 class MdsSource:
@@ -39,16 +38,16 @@ class MdsSource:
         Raises:
             ConfigError: the folder is broken or has no column of tokens.
         """
-        self.shards = MdsFolder(path, origin)
-        self.folder = self.shards.folder
-        require_tokens(self.shards)
+        self.shards = shards = MdsFolder(path, origin)
+        self.folder, self.verify = shards.folder, shards.verify
+        require_tokens(shards)
         self._columns = [TOKENS]
         for column, kinds in ((SPANS, ("ndarray", "json")), (TARGETS, ("ndarray",))):
-            if column in self.shards.columns:
-                self.shards.require_column(column, *kinds)
+            if column in shards.columns:
+                shards.require_column(column, *kinds)
                 self._columns.append(column)
         self._origin = origin
-        lengths = sample_lengths(self.shards)
+        lengths = sample_lengths(shards)
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         kind = "packed samples" if SPANS in self._columns else "documents"
         self.meta = StoreMeta(
@@ -56,17 +55,15 @@ class MdsSource:
             tokenizer="of the shards",
             num_tokens=int(self.offsets[-1]),
             num_documents=lengths.size,
-            sha256=hashlib.sha256(self.shards.identity.encode() + lengths.tobytes()).hexdigest(),
+            sha256=hashlib.sha256(shards.identity.encode() + lengths.tobytes()).hexdigest(),
             source=f"{kind} of {path}",
-            left_out=self.shards.unlisted(),
         )
-        files = self.shards.files()
+        files = shards.files()
         self.samples = {}
         for file in files[:: -(-len(files) // _SAMPLED_SHARDS)]:
-            place = f"{origin}: {file.name}"
+            place = f"{origin}: {file.basename}"
             with explain_read_errors(place, f"{place} is missing, but {INDEX} lists it"):
-                self.samples[file.name] = sample_of(self.shards.folder / file.name)
-        self.verify = self.shards.verify
+                self.samples[file.basename] = sample_of(shards.folder / file.basename)
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         sample = self.shards.sample(unit, self._columns)
@@ -98,11 +95,10 @@ class MdsSource:
 
 
 def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) -> np.ndarray:
-    """Return (begin, end) of each document of a sample as int64[documents, 2].
+    """Return (begin, end) of each document of a sample of ``length`` tokens, int64[documents, 2].
 
     Args:
         spans: value of the column ``indices``.
-        length: number of tokens in the sample.
         place: name of the input, with which error messages begin.
 
     Raises:
@@ -123,7 +119,7 @@ def require_tokens(shards: MdsFolder) -> None:
     """Raise ConfigError unless the column ``input_ids`` holds one-dimensional integer arrays."""
     shards.require_column(TOKENS, "ndarray")
     encoding = shards.columns[TOKENS]
-    wrong_dtype = encoding.dtype is not None and encoding.dtype.name not in _INTEGERS
+    wrong_dtype = encoding.dtype is not None and encoding.dtype.kind not in "iu"
     if wrong_dtype or (encoding.shape is not None and len(encoding.shape) != 1):
         raise ConfigError(
             f"{shards.origin}: column {TOKENS} is {shards.encodings[TOKENS]}. It must hold "
@@ -138,10 +134,10 @@ def sample_lengths(shards: MdsFolder) -> np.ndarray:
     """
     facts = ["mds lengths 1", str(shards.folder.absolute()), shards.identity]
     for shard in shards.shards:
-        for file in filter(None, (shard.raw, shard.packed)):
-            if (path := shards.folder / file.name).exists():
+        for file in filter(None, (shard.raw_data, shard.zip_data)):
+            if (path := shards.folder / file.basename).exists():
                 status = path.stat()
-                facts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+                facts.append(f"{file.basename} {status.st_size} {status.st_mtime_ns}")
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 
     def measure() -> np.ndarray:

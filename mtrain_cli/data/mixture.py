@@ -4,13 +4,9 @@ n counts the sequences of a run. The choice is a pure function of n, so all work
 a checkpoint needs one integer.
 
 The sampler chooses corpora in blocks of consecutive numbers. Among the first m numbers, where m is
-a whole number of blocks, corpus d occurs floor(W_d m) - floor(W_(d-1) m) times. W_d is the sum of
-the weights of corpora 0 to d. The count differs from the corpus's exact share by less than one.
-Within a block, a random permutation orders the corpora.
-
-Each corpus finishes an epoch before it begins the next. An epoch is a new permutation of all its
-sequences, so no sequence repeats before every sequence of the corpus has occurred once. A corpus
-whose weight exceeds its share of all sequences begins its second epoch before other corpora do.
+a whole number of blocks, corpus d occurs floor(W_d m) - floor(W_(d-1) m) times, with W_d the sum of
+the weights of corpora 0 to d. Within a block, a random permutation orders the corpora. Each corpus
+finishes an epoch, a new permutation of all its sequences, before it begins the next.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset, Sample
 from mtrain_cli.data.file_sums import Report
-from mtrain_cli.data.permutation import Permutation, cached_permutation, mix64
-from mtrain_cli.data.sampler import Sampler
+from mtrain_cli.data.sampler import Permutation, Sampler, cached_permutation, mix64
 
 _SCALE = 40  # weights are multiples of 2^-40
 _MIN_BLOCK = 64
@@ -40,8 +35,7 @@ _KEPT_BLOCKS = 4
 def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
     """Return the weight of each corpus by name. The weights add up to 1.
 
-    Args:
-        mix: weights by name, or the path of a YAML file of weights by name.
+    mix: weights by name, or the path of a YAML file of weights by name.
 
     Raises:
         ConfigError: the file cannot be read, or a weight is not a positive number.
@@ -51,44 +45,31 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
     if isinstance(mix, str):
         try:
             content = read_yaml(Path(mix).expanduser())
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{origin}: no such file. Give weights such as data.mix={{code: 0.3, book: 0.7}}, "
-                "or a YAML file of them."
-            ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{origin}: cannot be read as YAML ({reason(error)})") from None
     if not isinstance(content, Mapping) or not content:
         raise ConfigError(f"{origin}: must be weights by name, such as {{code: 0.3, book: 0.7}}")
-    weights = {str(name): _number(weight) for name, weight in content.items()}
-    for (name, given), weight in zip(content.items(), weights.values(), strict=True):
-        if not 0 < weight < math.inf:
-            advice = "It must be above 0. Leave out corpora that you do not want."
-            raise ConfigError(f"{origin}: the weight of {name} is {given}. {advice}")
+    weights = {}
+    for name, given in content.items():
+        try:
+            weights[str(name)] = float(given)  # YAML 1.1 reads 1e-3 as text
+        except (TypeError, ValueError, OverflowError):
+            weights[str(name)] = math.nan
     total = sum(weights.values())
-    weights = {name: weight / total for name, weight in weights.items()}
     for name, weight in weights.items():
-        if weight < 1e-5:
+        if not 0 < weight < math.inf or weight < 1e-5 * total:
             raise ConfigError(
-                f"{origin}: the weight of {name} is below 1e-5 of the total. Remove it."
+                f"{origin}: the weight of {name} is {content.get(name)}. It must be above 0, "
+                "and at least 1e-5 of the total. Leave out corpora that you do not want."
             )
-    return weights
-
-
-def _number(weight: Any) -> float:
-    try:
-        return float(weight)  # YAML 1.1 reads 1e-3 as text
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
+    return {name: weight / total for name, weight in weights.items()}
 
 
 class MixtureSampler(Sampler):
     """The order of the sequences of a `MixedDataset`.
 
-    sizes: number of sequences of each corpus. Dataset indices number the sequences of the first
-        corpus, then the sequences of the second corpus, and so on.
+    sizes: number of sequences of each corpus. Dataset indices number one corpus after another.
     weights: weight of each corpus.
-    seed: determines all permutations.
     """
 
     def __init__(self, sizes: list[int], weights: list[float], seed: int) -> None:
@@ -104,11 +85,7 @@ class MixtureSampler(Sampler):
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return (corpus, draws) of the run's sequence ``number``.
-
-        corpus: index of the corpus in ``sizes``.
-        draws: number of earlier sequences from the same corpus.
-        """
+        """Return (corpus, number of earlier sequences from it) of the run's sequence ``number``."""
         block, slot = divmod(number, self.block)
         corpora, counts = self._block(block)
         return int(corpora[slot]), int(counts[slot])
@@ -137,11 +114,7 @@ class MixtureSampler(Sampler):
         return {**super().state(), "in_order_from": self._in_order_from}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from the result of ``state()``.
-
-        If an earlier version of mtrain saved the state, the current block keeps the order of that
-        version, so that no sequence is lost or repeated.
-        """
+        """Continue from ``state()``. A state of an earlier version keeps its block."""
         super().load_state(state)
         self._in_order_from = int(state.get("in_order_from", -(-self.consumed // self.block)))
         self._block.cache_clear()
@@ -156,11 +129,7 @@ class MixtureSampler(Sampler):
         return self._starts[corpus] + cached_permutation(self.sizes[corpus], key)(position)
 
     def _counts_before(self, number: int) -> list[int]:
-        """Return how many of the first ``number`` sequences each corpus gets.
-
-        Args:
-            number: a multiple of ``self.block``.
-        """
+        """Return how many of the first ``number`` sequences, whole blocks, each corpus gets."""
         reached = [weight * number >> _SCALE for weight in self._cumulative]
         return [b - a for a, b in pairwise(reached)]
 

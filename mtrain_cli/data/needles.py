@@ -8,11 +8,8 @@ Lines of a corpus surround three kinds of lines:
 
 A line of ``expected`` is a question: a model that has read its beginning knows the number only from
 an earlier line, the needle. A line with two names is a link, which some questions must follow.
-Needle and question are equal from the name to the number, so that a head which continues an earlier
-equal text can find the number.
-Each document has the same number of tokens, so each training sequence of that length is one.
-With one question about each needle, most of the text cannot be predicted, and small models need
-many tokens before they retrieve a number. With several questions about few needles they need fewer.
+Each document has the same number of tokens, so each training sequence of that length is one. With
+several questions about few needles, small models learn to retrieve from fewer tokens.
 """
 
 from __future__ import annotations
@@ -74,8 +71,7 @@ class NeedleQuestion:
     """One question of a document. Offsets count characters, which are also bytes.
 
     answer: the number.
-    start: offset of the number in the question.
-    needle: offset of the number in the needle.
+    start, needle: offset of the number in the question, and in the needle.
     links: links between the needle and the question.
     in_tail: whether the question is placed near the end.
     """
@@ -107,12 +103,7 @@ class NeedleDocument:
 
 @dataclass(frozen=True)
 class _Pair:
-    """One needle.
-
-    lines: needle, perhaps a link, and questions, in the order of the text.
-    links: number of links.
-    in_tail: whether the last question is placed near the end.
-    """
+    """One needle. lines: needle, perhaps a link, and questions, in the order of the text."""
 
     lines: tuple[str, ...]
     links: int
@@ -142,12 +133,7 @@ def reported(
     stage: str,
     report: Callable[[PreparationProgress], None],
 ) -> Iterator[NeedleDocument]:
-    """Yield documents, and report each.
-
-    Args:
-        count: number of the documents, all of the same length.
-        stage: name of the documents for a progress bar.
-    """
+    """Yield ``count`` documents, and report each under the name ``stage`` for a progress bar."""
     read = 0
     for number, document in enumerate(made, 1):
         read += len(document.text)
@@ -161,14 +147,12 @@ class _Builder:
 
     def __init__(self, tokenizer: Tokenizer, settings: NeedleSettings, random: Random) -> None:
         self._tokenizer, self._settings, self._random = tokenizer, settings, random
-        self._added = len(tokenizer.begin.ids) + (tokenizer.eos is not None)
+        self._target = settings.length - len(tokenizer.begin.ids) - (tokenizer.eos is not None)
 
     def build(self, lines: Iterator[str]) -> NeedleDocument:
-        """Return a document with the next of ``lines``."""
         pairs = self._pairs()
         placed, space = self._places(pairs)
-        body = self._fill(placed, space, lines)
-        text = self._pad(body)
+        text = self._pad(self._fill(placed, space, lines))
         return NeedleDocument(text, self._settings.length, tuple(_locate(text, pairs)))
 
     def _pairs(self) -> list[_Pair]:
@@ -189,17 +173,13 @@ class _Builder:
         return pairs
 
     def _places(self, pairs: Sequence[_Pair]) -> tuple[list[tuple[int, str]], int]:
-        """Return (tokens of corpus before it, line) of each line, sorted, and the corpus's tokens.
-
-        Raises:
-            ConfigError: there is no room for the lines.
-        """
+        """Return (tokens of corpus before it, line), sorted, and the corpus's tokens."""
         settings = self._settings
         lines = [line for pair in pairs for line in pair.lines]
         tokens = dict(self._counted(lines))
         taken = sum(tokens[line] for line in lines)  # a question may stand several times
         last = sum(tokens[pair.lines[-1]] for pair in pairs if pair.in_tail)
-        space = settings.length - self._added - taken
+        space = self._target - taken
         if space < 0 or last > settings.tail:
             raise ConfigError(
                 f"{cli_option('pairs', settings.pairs)}: {settings.length:,} tokens of "
@@ -227,10 +207,7 @@ class _Builder:
     def _fill(
         self, placed: Sequence[tuple[int, str]], space: int, lines: Iterator[str]
     ) -> list[str]:
-        """Return the lines of the document: those placed, and ``space`` tokens of the corpus.
-
-        The first lines of the corpus are dropped if all are too many together.
-        """
+        """Return the lines of the document: those placed, and ``space`` tokens of the corpus."""
         chosen: list[tuple[str, int]] = []
         total = 0
         while total < space:
@@ -249,8 +226,7 @@ class _Builder:
 
     def _pad(self, body: list[str]) -> str:
         """Return the text with a first line that fills the document up to its length."""
-        target = self._settings.length - self._added
-        text = "".join(body)
+        target, text = self._target, "".join(body)
         while (count := self._count(text)) > target:
             # Tokens at the ends of lines can differ in the whole text: drop a line of the corpus.
             line = next((line for line in body if not line.startswith(_OWN_LINES)), None)
@@ -260,6 +236,7 @@ class _Builder:
             text = "".join(body)
         if count == target:
             return text
+        tokens_of_x = self._count(" x" * 64) / 64
         for head in ("", "#", "##"):
             letters = 0
             for _ in range(8):
@@ -267,7 +244,7 @@ class _Builder:
                 missing = target - self._count(padded)
                 if missing == 0:
                     return padded
-                letters += round(missing / self._tokens_of_x) if abs(missing) > 1 else missing
+                letters += round(missing / tokens_of_x) if abs(missing) > 1 else missing
                 if letters < 0:
                     break
         raise self._no_length()
@@ -277,10 +254,6 @@ class _Builder:
             f"{cli_option('tokenizer')}: no document of {self._tokenizer.name} gets exactly "
             f"{self._settings.length:,} tokens; give another {cli_option('length')}"
         )
-
-    @property
-    def _tokens_of_x(self) -> float:
-        return self._count(" x" * 64) / 64
 
     def _count(self, text: str) -> int:
         """Return the tokens of a text, cut into pieces as `mtrain data prepare` does."""
@@ -292,7 +265,7 @@ class _Builder:
 
 def _locate(text: str, pairs: Sequence[_Pair]) -> list[NeedleQuestion]:
     """Return the questions of a text, in its order."""
-    found = []
+    located = []
     for pair in pairs:
         needle, questions = pair.lines[0], pair.lines[1 + pair.links :]
         place = text.index(needle) + len(needle) - len(pair.answer) - 1
@@ -301,8 +274,8 @@ def _locate(text: str, pairs: Sequence[_Pair]) -> list[NeedleQuestion]:
             end = text.index(question, end) + len(question)
             in_tail = pair.in_tail and number == len(questions)
             start = end - len(pair.answer) - 1
-            found.append(NeedleQuestion(pair.answer, start, place, pair.links, in_tail))
-    return sorted(found, key=lambda question: question.start)
+            located.append(NeedleQuestion(pair.answer, start, place, pair.links, in_tail))
+    return sorted(located, key=lambda question: question.start)
 
 
 def _lines(corpus: Corpus) -> Iterator[str]:

@@ -9,14 +9,13 @@ from pathlib import Path
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.checked_files import require_folder
+from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.dataset import Dataset, PackedDataset, TokenSource
 from mtrain_cli.data.mixture import MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
-from mtrain_cli.data.tokenizers import FileTokenizer, choose_begin, open_tokenizer
-
-_ARRAYS = f"{' or '.join(SUFFIXES)} file of token ids"
+from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, choose_begin, open_tokenizer
 
 
 def open_dataset(config: Config) -> Dataset:
@@ -56,20 +55,20 @@ def require_columns(config: Config) -> None:
         if name is None:
             continue
         metas = _metas(data)
+        is_anywhere = any(meta and getattr(meta, option) for meta in metas.values())
         for origin, meta in metas.items():
-            own = "" if meta is None else getattr(meta, option)
-            if own != name and (own or not any(m and getattr(m, option) for m in metas.values())):
-                columns = ", ".join(meta.keys) if meta and meta.keys else "none"
+            own = getattr(meta, option) if meta else ""
+            if own != name and (own or not is_anywhere):
+                columns = ", ".join(meta.keys if meta else ()) or "none"
                 raise ConfigError(
                     f"data.{option}={name}: {origin} has no such column. Its columns: {columns}. "
                     f"`mtrain data prepare --{option.replace('_', '-')}` adds one."
                 )
-            largest = -1 if meta is None else meta.columns.largest_position
+            largest = meta.columns.largest_position if meta else -1
             if option == "positions_key" and largest >= config.seq:
                 raise ConfigError(
-                    f"data.{option}={name}: {origin} has positions up to {largest:,}, but "
-                    f"seq={config.seq} has 0 to {config.seq - 1:,}. Set seq={largest + 1} or more, "
-                    "or prepare documents with smaller positions."
+                    f"data.{option}={name}: {origin} has positions up to {largest:,}; set "
+                    f"seq={largest + 1} or more, not seq={config.seq}"
                 )
 
 
@@ -83,7 +82,7 @@ def most_intervals(config: Config) -> int:
         return config.mask.intervals(config.seq)
     if data.path is None:
         return 1
-    return max(1 if meta is None else meta.columns.intervals for meta in _metas(data).values())
+    return max(meta.columns.intervals if meta else 1 for meta in _metas(data).values())
 
 
 def corpora_of(data: DataConfig) -> list[tuple[str, DataConfig]]:
@@ -95,6 +94,14 @@ def corpora_of(data: DataConfig) -> list[tuple[str, DataConfig]]:
         path = str(Path(data.path, name) if data.path else Path(name).expanduser())
         parts.append((f"data.mix: {name}: {path}", replace(data, path=path)))
     return parts
+
+
+def open_text(config: Config, data: DataConfig) -> tuple[Corpus, ByteTokenizer | FileTokenizer]:
+    """Open a corpus of text, and the tokenizer for it."""
+    tokenizer = open_tokenizer(data.tokenizer)
+    choose_begin(tokenizer, data.bos)
+    _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
+    return open_corpus(data), tokenizer
 
 
 def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
@@ -133,51 +140,40 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
             "train on. Hold out fewer, use a smaller seq, or give a longer corpus."
         )
     if not store.meta.vocab_size or data.mask_key is not None:
-        # Fails before the run starts if a token id is outside the model's vocabulary, or a mask is
-        # damaged.
-        dataset[0]
+        dataset[0]  # fails before the run starts if an id is too large or a mask is damaged
     return dataset
 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
     """Return the tokens of a corpus, and a phrase for messages that says where the tokens are."""
+    if data.kind in ("mds", "tokens") and not data.path:
+        raise ConfigError(f"data.path is not set: data={data.kind} needs it, or data.mix")
+    location = f"mapped from {data.path}"
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource
 
-        if not data.path:
-            needed = "a folder of MDS shards, or data.mix with several folders"
-            raise ConfigError(f"data.path is not set: data=mds needs {needed}")
-        return MdsSource(data.path, origin), f"mapped from {data.path}"
+        return MdsSource(data.path or "", origin), location
     if data.kind == "tokens":
-        if not data.path:
-            raise ConfigError(
-                "data.path is not set: data=tokens needs a folder written by "
-                f"`mtrain data prepare`, or a {_ARRAYS}"
-            )
-        path, location = Path(data.path).expanduser(), f"mapped from {data.path}"
+        path = Path(data.path or "").expanduser()
         if path.suffix in SUFFIXES and not path.is_dir():
             return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
-        require_folder(path, origin, f"written by `mtrain data prepare`, or a {_ARRAYS}")
-        store = TokenStore.open(data.path, origin)
+        array = f"or a {' or '.join(SUFFIXES)} file of token ids"
+        require_folder(path, origin, f"written by `mtrain data prepare`, {array}")
+        store = TokenStore.open(path, origin)
         if not store.meta.files:
-            location += (
-                ", prepared by an earlier mtrain without checksums, so its bytes are not checked"
-            )
+            location += ", prepared by an earlier mtrain without checksums"
         owner = f"the token store {data.path} (tokenizer {store.meta.tokenizer})"
-        check_vocabulary(config, store.meta.vocab_size, owner)
+        _check_vocabulary(config, store.meta.vocab_size, owner)
         return store, location
-    tokenizer = open_tokenizer(data.tokenizer)
-    choose_begin(tokenizer, data.bos)
-    check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
-    store, location = cached_store(open_corpus(data), tokenizer)
+    corpus, tokenizer = open_text(config, data)
+    store, location = cached_store(corpus, tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         digest = hashlib.sha256(tokenizer.content).hexdigest()[:32]
         store = replace(store, samples={**store.samples, "the tokenizer": digest})
     return store, location
 
 
-def check_vocabulary(config: Config, needed: int, owner: str) -> None:
-    """Raise ConfigError if the model has fewer ids than ``owner`` needs."""
+def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
     if config.model.vocab_size < needed:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}: {owner} has {needed:,} ids. Set "

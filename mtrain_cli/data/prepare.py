@@ -25,7 +25,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
 from mtrain_cli.data.document_columns import ColumnWriter, column_sizes
 from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters
-from mtrain_cli.data.permutation import mix64
+from mtrain_cli.data.sampler import mix64
 from mtrain_cli.data.store import (
     META,
     TOKENIZER,
@@ -74,7 +74,7 @@ class PreparationProgress:
 
     stage: name of the current stage, such as tokenizing.
     read, size: number of bytes of the corpus read so far, and in total.
-    tokens, documents: number of tokens and number of documents written so far.
+    tokens, documents: numbers written so far.
     """
 
     stage: str
@@ -82,6 +82,9 @@ class PreparationProgress:
     size: int
     tokens: int = 0
     documents: int = 0
+
+
+Reporter = Callable[[PreparationProgress], None]
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ class _Journal:
     def write(self, partial: Path) -> None:
         content = {"recipe": self.recipe, **asdict(self.position), **asdict(self.written)}
         write_json(partial / _JOURNAL, content)
+
+
+# A piece of a document's text, or its token ids; or, after that, the position after the document
+# and the document.
+_Item = str | np.ndarray | tuple[CorpusPosition, Document]
 
 
 def tokenise(
@@ -137,11 +145,6 @@ def tokenise(
     yield _write_batch(batch, tokenizer, writer, position)
 
 
-# A piece of a document's text, or its token ids; or, after that, the position after the document
-# and the document.
-_Item = str | np.ndarray | tuple[CorpusPosition, Document]
-
-
 def _write_batch(
     batch: Sequence[_Item], tokenizer: Tokenizer, writer: StoreWriter, start: CorpusPosition
 ) -> CorpusPosition:
@@ -150,13 +153,11 @@ def _write_batch(
     encoded = iter(tokenizer.encode(pieces))
     position = replace(start, read=start.read + sum(map(len, pieces)))
     for item in batch:
-        if isinstance(item, str):
-            writer.append(next(encoded))
-        elif isinstance(item, np.ndarray):
-            writer.append(item)
-        else:
+        if isinstance(item, tuple):
             position, document = item
             writer.end_document(document.domain, document.tokens)
+        else:
+            writer.append(next(encoded) if isinstance(item, str) else item)
     writer.flush()
     return position
 
@@ -166,7 +167,7 @@ def prepare_store(
     out: Path,
     tokenizer: str,
     vocab_size: int | None,
-    report: Callable[[PreparationProgress], None],
+    report: Reporter,
     filters: Filters = EVERYTHING,
     bos: bool | str = "auto",
 ) -> TokenStore:
@@ -177,7 +178,6 @@ def prepare_store(
     Args:
         tokenizer: ``bytes``, the path of a tokenizer.json, or ``bpe`` to train one on ``corpus``.
         vocab_size: maximum number of ids of a ``bpe``; None for the default.
-        report: function that receives the progress.
         bos: as in `choose_begin`.
 
     Raises:
@@ -212,7 +212,9 @@ def prepare_store(
     partial = out.with_name(out.name + ".partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        _refuse_links(partial)
+        for path in (partial, *partial.iterdir()):  # writing to a link could change files elsewhere
+            if path.is_symlink():
+                raise ConfigError(f"{path}: is a link. Remove it, or give another OUT.")
         with _lock(partial):
             if store := _open_finished(out, recipe):  # another process has just finished it
                 shutil.rmtree(partial)
@@ -230,30 +232,18 @@ def prepare_store(
     return TokenStore.open(out)
 
 
-def _refuse_links(partial: Path) -> None:
-    """Raise ConfigError if writing to an unfinished store could change files elsewhere."""
-    links = [path for path in (partial, *partial.iterdir()) if path.is_symlink()]
-    if links:
-        raise ConfigError(f"{links[0]}: is a link. Remove it, or give another OUT.")
-
-
 def _require_ids(tokenizer: Tokenizer | None, filters: Filters, bos: bool | str) -> None:
     """Check the settings for documents of token ids, which hold their own begin and end tokens."""
+    wrong = None
     if tokenizer is None:
-        raise ConfigError(
-            "--tokenizer bpe: learns from text, but SOURCE holds token ids (--tokens-key). Give "
-            "the tokenizer that made them: bytes, or the path of a tokenizer.json."
-        )
-    if filters.min_chars:
-        raise ConfigError(
-            f"--min-chars {filters.min_chars}: counts characters, but SOURCE holds token ids "
-            "(--tokens-key). Give --min-tokens instead."
-        )
-    if bos != "auto":
-        raise ConfigError(
-            f"--bos {str(bos).lower()}: SOURCE holds token ids (--tokens-key), which stay as they "
-            "are. Leave it out."
-        )
+        wrong = "--tokenizer bpe: give the tokenizer that made them, bytes or a tokenizer.json"
+    elif filters.min_chars:
+        wrong = f"--min-chars {filters.min_chars}: give --min-tokens instead"
+    elif bos != "auto":
+        wrong = f"--bos {str(bos).lower()}: the ids stay as they are; leave it out"
+    if wrong:
+        raise ConfigError(f"{wrong}, since SOURCE holds token ids (--tokens-key)")
+    assert tokenizer is not None
     tokenizer.eos, tokenizer.begin = None, NO_BEGIN
 
 
@@ -264,7 +254,7 @@ def _fill(
     given: Tokenizer | None,
     bpe_size: int,
     filters: Filters,
-    report: Callable[[PreparationProgress], None],
+    report: Reporter,
 ) -> None:
     """Write the files of a store into ``partial``. Train a BPE without a given tokenizer."""
     journal = _open_journal(partial, recipe)
@@ -281,50 +271,38 @@ def _fill(
 
 def _content(
     document: Document, tokenizer: Tokenizer, writer: StoreWriter
-) -> Iterator[str] | Iterator[np.ndarray]:
-    """Yield the pieces of a document's text, or its token ids."""
+) -> Iterator[str | np.ndarray]:
+    """Yield the token ids of a document, or pieces of its text that can be encoded one by one.
+
+    Yield nothing if the filters leave the document out.
+    """
     if document.left_out:
         writer.reject(document.left_out)
-        return iter(())
-    if document.tokens is None:
-        return _pieces_to_encode(document, tokenizer, writer)
-    ids = document.tokens.ids
-    if wrong := ids[(ids < 0) | (ids >= tokenizer.vocab_size)].tolist():
-        raise ConfigError(
-            f"{document.name}: token {wrong[0]} is not one of the {tokenizer.vocab_size:,} ids of "
-            f"{tokenizer.name}. Give the tokenizer that made these tokens with --tokenizer."
-        )
-    if writer.leaves_out(document.domain):
-        return iter(())
-    return iter([ids])
-
-
-def _pieces_to_encode(
-    document: Document, tokenizer: Tokenizer, writer: StoreWriter
-) -> Iterator[str]:
-    """Yield pieces that can be encoded one by one; none if the filters leave the document out."""
-    filters = writer.filters
-    if writer.leaves_out(document.domain):
-        return
-    pieces = iter(document.pieces)
-    if filters.min_chars:
-        pending, characters = [], 0
-        for piece in pieces:
+    elif document.tokens is not None:
+        ids = document.tokens.ids
+        if wrong := ids[(ids < 0) | (ids >= tokenizer.vocab_size)].tolist():
+            raise ConfigError(
+                f"{document.name}: token {wrong[0]} is not one of the {tokenizer.vocab_size:,} ids "
+                f"of {tokenizer.name}. Give the tokenizer that made these tokens with --tokenizer."
+            )
+        if not writer.leaves_out(document.domain):
+            yield ids
+    elif not writer.leaves_out(document.domain):
+        pieces = iter(document.pieces)
+        pending: list[str] = []
+        while sum(map(len, pending)) < writer.filters.min_chars:
+            if (piece := next(pieces, None)) is None:
+                writer.reject("shorter than --min-chars")
+                return
             pending.append(piece)
-            characters += len(piece)
-            if characters >= filters.min_chars:
-                break
-        else:
-            writer.reject("shorter than --min-chars")
-            return
         pieces = chain(pending, pieces)
-    if not tokenizer.exact_pieces:
-        pieces = filter(None, iter(["".join(pieces)]))
-    piece = ""
-    for piece in pieces:
-        yield piece
-    if not piece:
-        writer.reject(EMPTY)
+        if not tokenizer.exact_pieces:
+            pieces = filter(None, iter(["".join(pieces)]))
+        piece = ""
+        for piece in pieces:
+            yield piece
+        if not piece:
+            writer.reject(EMPTY)
 
 
 def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
@@ -337,17 +315,14 @@ def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
     if meta.recipe != recipe:
         raise ConfigError(
             f"OUT={out}: holds another token store ({meta.source}, tokenizer {meta.tokenizer}, "
-            f"{meta.num_tokens:,} tokens){_describe_difference(meta.recipe, recipe)}. Give another "
-            "folder, or delete this one."
+            f"{meta.num_tokens:,} tokens), which differs in {_difference(meta.recipe, recipe)}. "
+            "Give another folder, or delete this one."
         )
     return TokenStore.open(out, f"OUT={out}")
 
 
-def _describe_difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
-    differing = [part for part in wanted | stored if stored.get(part) != wanted.get(part)]
-    if not differing:
-        return ""
-    return f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"
+def _difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
+    return ", ".join(part for part in wanted | stored if stored.get(part) != wanted.get(part))
 
 
 def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
@@ -360,9 +335,9 @@ def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
             return journal
         if journal.written.documents:
             raise ConfigError(
-                f"{partial}: holds an unfinished store made with other "
-                f"settings{_describe_difference(journal.recipe, recipe)}. Delete it to start "
-                "again, or give another OUT."
+                f"{partial}: holds an unfinished store, which differs in "
+                f"{_difference(journal.recipe, recipe)}. Delete it to start again, or give another "
+                "OUT."
             )
         (partial / TOKENIZER).unlink(missing_ok=True)
     elif {entry.name for entry in partial.iterdir()} - {_LOCK, f"{_JOURNAL}.tmp"}:
@@ -379,7 +354,7 @@ def _write_arrays(
     partial: Path,
     journal: _Journal,
     filters: Filters,
-    report: Callable[[PreparationProgress], None],
+    report: Reporter,
 ) -> None:
     """Write the documents after the journal's position to the arrays, then write the metadata."""
     written, columns = journal.written, journal.written.columns
@@ -430,9 +405,7 @@ def _open_array(path: Path, size: int) -> BinaryIO:
     return file
 
 
-def _open_bpe(
-    corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]
-) -> Tokenizer:
+def _open_bpe(corpus: Corpus, vocab_size: int, partial: Path, report: Reporter) -> Tokenizer:
     """Open the BPE that an interrupted call has trained in ``partial``, or else train a BPE."""
     path = partial / TOKENIZER
     if not path.exists():
@@ -442,7 +415,7 @@ def _open_bpe(
     return trained
 
 
-def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
+def _sample_pieces(corpus: Corpus, report: Reporter) -> Iterator[str]:
     """Yield the pieces of a corpus. Sample a large corpus evenly to about `_BPE_CHARACTERS`."""
     share_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0

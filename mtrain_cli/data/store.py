@@ -3,10 +3,9 @@
 ``tokens.bin``: ids of all documents end to end. uint16, or uint32 for vocabularies above 65,536.
 ``documents.bin``: offsets, int64[num_documents + 1]. Document d is tokens[offsets[d] :
     offsets[d + 1]]. No document is empty.
-``domains.bin``: domain of each document, uint16[num_documents]. A domain is an index into
-    `StoreMeta.domains`. The file exists only if the corpus has domains.
-``slices.bin``, ``slice_offsets.bin``, ``positions.bin``: see `document_columns`. The files exist
-    only if the store has the columns.
+``domains.bin``, if the corpus has domains: uint16[num_documents], indices into `StoreMeta.domains`.
+``slices.bin``, ``slice_offsets.bin``, ``positions.bin``, if it has these columns: see
+    `document_columns`.
 ``meta.json``: a `StoreMeta`. It is written last, so a folder without it is not a store.
 ``tokenizer.json``: the tokenizer, unless it is the byte tokenizer.
 
@@ -19,7 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,33 +61,25 @@ _DOMAIN: np.dtype = np.dtype("<u2")
 _OFFSET: np.dtype = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _HASH_CHUNK = 1 << 24
-# Fields of `StoreMeta` that earlier versions lacked, with the value for their stores.
-_LATER = {"domains": [], "left_out": {}, "cut": 0, "mask_key": "", "positions_key": ""}
-_LATER |= {"columns": asdict(WrittenColumns()), "begin": None, "files": {}}
+_AGAIN = "Prepare the store again."
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreMeta:
-    """The content of meta.json. Stores of earlier versions lack ``domains`` and later fields.
+    """The content of meta.json. Stores of earlier versions lack fields that have a default.
 
-    version: version of the store's format.
     dtype: type of the token ids, uint16 or uint32.
-    tokenizer: name of the tokenizer.
-    tokenizer_identity: `Tokenizer.identity`; empty if unknown.
+    tokenizer, tokenizer_identity: name and `Tokenizer.identity`; "" if unknown.
     eos: id of the end token; None if documents have no end token.
-    begin: what each document starts with; None if unknown. Stores of earlier versions have no begin
-        token, and None.
+    begin: what each document starts with; None if unknown, and then nothing.
     vocab_size: number of ids of the tokenizer; 0 if unknown.
     sha256: hash of tokens.bin, documents.bin and the files of columns, in this order.
     source: description of the corpus.
     recipe: identities of the corpus, the tokenizer and the filters. Two stores with the same recipe
         hold the same tokens.
-    domains: names of the domains.
     left_out: number of files and documents that are not in the store, as in `describe_left_out`.
     cut: number of documents that the filters cut at --max-tokens.
-    mask_key: name of the column of masks; empty if the store has no masks.
-    positions_key: name of the column of rotary positions; empty if the store has none.
-    columns: what the columns hold.
+    mask_key, positions_key: names of the columns of masks and of rotary positions; "" without.
     files: checksums of each file but meta.json; empty if an earlier version of mtrain wrote the
         store.
     """
@@ -125,36 +116,22 @@ class StoreMeta:
         Raises:
             ConfigError: the file is missing, broken or from a newer version of mtrain.
         """
-        again = "Prepare the store again."
-        content = read_metadata(
-            folder / META,
-            origin,
-            VERSION,
-            missing="Give a folder written by `mtrain data prepare`.",
-            unsupported=f", but this mtrain reads version {VERSION}. {again}",
-            advice=f". {again}",
-        )
-        content = {**_LATER, **content}
-        missing = [known.name for known in fields(cls) if known.name not in content]
-        if missing:
-            raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}. {again}")
+        advice = "Give a folder that `mtrain data prepare` of this version has written."
+        content = read_metadata(folder / META, origin, VERSION, advice)
         try:
             meta = documents.checked(cls, content)
             entries: dict[str, Any] = dict(meta.files)
             sums = {name: documents.checked(FileSums, one) for name, one in entries.items()}
             meta = replace(meta, files=sums)
+            counts = [meta.vocab_size, meta.num_tokens, meta.num_documents, meta.columns.intervals]
+            if meta.dtype not in _DTYPES or min(*counts, meta.columns.slices + 1) < 1:
+                raise documents.UnreadableError(f"dtype {meta.dtype}, counts {counts}")
             if not all(isinstance(count, int) for count in meta.left_out.values()):
                 raise documents.UnreadableError("left_out has a count that is not a number")
             if outside := [name for name in sums if not plain_name(name)]:
                 raise documents.UnreadableError(f"files names {outside[0]!r}")
         except documents.UnreadableError as error:
-            raise ConfigError(f"{origin}: {META} is broken ({error}). {again}") from None
-        columns = meta.columns.intervals, meta.columns.slices + 1
-        counts = (meta.vocab_size, meta.num_tokens, meta.num_documents, *columns)
-        if meta.dtype not in _DTYPES or min(counts) < 1:
-            raise ConfigError(
-                f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}). {again}"
-            )
+            raise ConfigError(f"{origin}: {META} is broken ({error}). {_AGAIN}") from None
         if meta.columns.intervals > MOST_INTERVALS:
             raise ConfigError(
                 f"{origin}: {META} lists queries with {meta.columns.intervals} separate intervals "
@@ -172,7 +149,6 @@ class StoreMeta:
 class Stretch:
     """Consecutive tokens of one unit of a `TokenSource`.
 
-    tokens: the token ids.
     ends: positions in ``tokens`` at which a document ends within the unit; None if no document
         ends within the unit.
     targets: whether the loss may predict each token; None if it may predict every token.
@@ -183,7 +159,7 @@ class Stretch:
     targets: np.ndarray | None = None
 
     def target_mask(self) -> np.ndarray:
-        """Return ``targets``. If ``targets`` is None, return an array of true values."""
+        """Return ``targets``, or an array of true values if it is None."""
         return np.ones(self.tokens.size, bool) if self.targets is None else self.targets
 
 
@@ -209,10 +185,9 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path, origin: str | None = None) -> TokenStore:
-        """Open the store in a folder. The tokens are mapped, and a sample of them is checked.
+        """Map the store in a folder, and check a sample of its bytes.
 
-        Args:
-            origin: how the user named the folder, for messages.
+        origin: how the user named the folder, for messages.
 
         Raises:
             ConfigError: the folder or meta.json is missing, or a file does not match meta.json.
@@ -221,20 +196,12 @@ class TokenStore:
         require_folder(folder, origin, "written by `mtrain data prepare`")
         meta = StoreMeta.read(folder, origin)
         tokens = _map_array(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
-        offsets = _map_array(folder / DOCUMENTS, _OFFSET, meta.num_documents + 1, origin)
-        if offsets[0] or offsets[-1] != meta.num_tokens or np.any(np.diff(offsets) <= 0):
-            raise ConfigError(
-                f"{origin}: {DOCUMENTS} is corrupt: its offsets do not rise from 0 to "
-                f"{meta.num_tokens}. Prepare the store again."
-            )
+        offsets = _map_offsets(folder / DOCUMENTS, meta, meta.num_tokens, origin)
         domains = None
         if meta.domains:
             domains = _map_array(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
             if int(domains.max()) >= len(meta.domains):
-                raise ConfigError(
-                    f"{origin}: {DOMAINS} is corrupt: it holds domains that {META} does not list. "
-                    "Prepare the store again."
-                )
+                raise ConfigError(f"{origin}: {DOMAINS} is corrupt. {_AGAIN}")
         columns = _open_columns(folder, meta, origin)
         samples = _check_samples(folder, meta, origin)
         return cls(meta, tokens, offsets, folder, domains, columns, samples)
@@ -275,14 +242,10 @@ class TokenStore:
     def verify(
         self, part: int = 0, parts: int = 1, report: Report = lambda _done, _size: None
     ) -> None:
-        """Read all files, and compare them with the checksums in meta.json.
+        """Compare all bytes with the checksums in meta.json. This caller is ``part`` of ``parts``.
 
-        A store of an earlier version has only one checksum, so each caller reads everything. Arrays
-        and stores in memory have none.
-
-        Args:
-            part, parts: several callers share the work. This one is number ``part``.
-            report: receives the progress.
+        A store of an earlier version has one checksum, so each caller reads everything. Arrays and
+        stores in memory have none.
 
         Raises:
             ConfigError: a file has changed.
@@ -293,18 +256,13 @@ class TokenStore:
         if self.meta.files:
             check_all(self.folder, self.meta.files, origin, advice, part, parts, report)
         elif _sha256(self.tokens, self.offsets, *self.columns.arrays) != self.meta.sha256:
-            names = [TOKENS, DOCUMENTS, *(["a column"] if self.meta.keys else [])]
             how = f"the sha256 is not the one in {META}"
-            raise changed(origin, " or ".join(names), how, advice)
+            raise changed(origin, f"{TOKENS} or another file", how, advice)
 
 
 @dataclass
 class Written:
-    """What the files of an unfinished store hold.
-
-    tokens, documents: number of tokens, and number of documents.
-    domains, left_out, cut, columns: as in `StoreMeta`.
-    """
+    """What the files of an unfinished store hold. domains to columns: as in `StoreMeta`."""
 
     tokens: int = 0
     documents: int = 0
@@ -330,7 +288,6 @@ class StoreWriter:
     tokens, offsets, labels: the open files tokens.bin, documents.bin and domains.bin. ``labels`` is
         None if the store needs no domains.
     written: what the files already hold; None if the files are empty.
-    filters: conditions that a document must meet.
     columns: writes masks and rotary positions; None if the store needs none.
     """
 
@@ -371,16 +328,12 @@ class StoreWriter:
         self._has_content = True
 
     def end_document(self, domain: str = "", content: TokenDocument | None = None) -> None:
-        """Append the end token and close the document.
+        """Append the end token and close the document. ``content``: it, if it is token ids.
 
         A document without tokens, or a document that the filters reject, is not written.
-
-        Args:
-            content: the document, if it comes as token ids.
         """
         if self._open_document:
-            reason = self._close_document()
-            if reason:
+            if reason := self._close_document():
                 self._drop(reason)
             else:
                 self._accept(domain)
@@ -428,10 +381,7 @@ class StoreWriter:
         if self._labels is not None:
             if domain not in written.domains:
                 if len(written.domains) >= 1 << 16:
-                    raise ConfigError(
-                        f"the corpus has more than {1 << 16:,} domains. Remove the key or column "
-                        "domain, or use fewer folders."
-                    )
+                    raise ConfigError(f"domain: a corpus has at most {1 << 16:,} of them")
                 written.domains.append(domain)
             self._pending_labels.append(written.domains.index(domain))
 
@@ -467,21 +417,13 @@ class StoreWriter:
             os.fsync(file.fileno())
 
     def memory_store(self, tokens: memoryview, offsets: memoryview, corpus: Corpus) -> TokenStore:
-        """Return the store in memory. tokens, offsets: contents of these files after `flush`.
-
-        Raises:
-            ConfigError: the store has no documents.
-        """
+        """Return the store in memory. tokens, offsets: contents of these files after `flush`."""
         self.require_documents(corpus)
         arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)
         return TokenStore(self._meta(corpus, {}, *arrays), *arrays)
 
     def finish(self, folder: Path, corpus: Corpus, recipe: dict[str, str]) -> None:
-        """Call `sync`, and write meta.json to ``folder``, which holds the store's files.
-
-        Raises:
-            ConfigError: the store has no documents.
-        """
+        """Call `sync`, and write meta.json to ``folder``, which holds the store's files."""
         self.require_documents(corpus)
         self.sync()
         written, origin = self.written, str(folder)
@@ -499,14 +441,12 @@ class StoreWriter:
         """Raise ConfigError if the store has no documents, and say what was left out."""
         if self.written.documents == 0:
             reasons = describe_left_out({**corpus.left_out, **self.written.left_out})
-            kept = f"; {reasons}" if reasons else ""
             content = "text" if corpus.fields is None else "documents of tokens"
-            raise ConfigError(f"{corpus.origin}: holds no {content}{kept}")
+            raise ConfigError(f"{corpus.origin}: holds no {content}{reasons and f'; {reasons}'}")
 
     def _meta(
         self, corpus: Corpus, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
     ) -> StoreMeta:
-        """Return the metadata of a store that holds the arrays ``tokens`` and ``offsets``."""
         assert self._open_document == 0
         written, tokenizer, fields = self.written, self.tokenizer, corpus.fields
         return StoreMeta(
@@ -565,7 +505,7 @@ def _check_samples(folder: Path, meta: StoreMeta, origin: str) -> dict[str, str]
     samples = {}
     for name in meta.files or _names(folder):
         place = f"{origin}: {name}"
-        with explain_read_errors(place, f"{place} is missing. Prepare the store again."):
+        with explain_read_errors(place, f"{place} is missing. {_AGAIN}"):
             samples[name] = sample_of(folder / name)
         if meta.files and samples[name] != meta.files[name].sample:
             how = "a sample of its bytes has another checksum"
@@ -581,26 +521,30 @@ def _advice(meta: StoreMeta, folder: Path) -> str:
 
 
 def _open_columns(folder: Path, meta: StoreMeta, origin: str) -> DocumentColumns:
-    """Map the columns of a store."""
     slices = offsets = positions = None
     if meta.mask_key:
         count = meta.columns.slices
         slices = _map_array(folder / SLICES, INTEGER, count * SLICE_FIELDS, origin)
         slices = slices.reshape(-1, SLICE_FIELDS)
-        offsets = _map_array(folder / SLICE_OFFSETS, INTEGER, meta.num_documents + 1, origin)
-        if offsets[0] or offsets[-1] != count or np.any(np.diff(offsets) < 0):
-            raise ConfigError(
-                f"{origin}: {SLICE_OFFSETS} is corrupt: its offsets do not rise from 0 to {count}. "
-                "Prepare the store again."
-            )
+        offsets = _map_offsets(folder / SLICE_OFFSETS, meta, count, origin, least=0)
     if meta.positions_key:
         positions = _map_array(folder / POSITIONS, POSITION, meta.num_tokens, origin)
     return DocumentColumns(slices, offsets, positions)
 
 
+def _map_offsets(path: Path, meta: StoreMeta, end: int, origin: str, least: int = 1) -> np.ndarray:
+    """Map offsets of documents that rise from 0 to ``end`` by ``least`` or more."""
+    offsets = _map_array(path, _OFFSET, meta.num_documents + 1, origin)
+    if offsets[0] or offsets[-1] != end or np.any(np.diff(offsets) < least):
+        raise ConfigError(
+            f"{origin}: {path.name} is corrupt: its offsets do not rise from 0 to {end}. {_AGAIN}"
+        )
+    return offsets
+
+
 def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
     place, expected = f"{origin}: {path.name}", count * dtype.itemsize
-    with explain_read_errors(place, f"{place} is missing. Prepare the store again."):
+    with explain_read_errors(place, f"{place} is missing. {_AGAIN}"):
         size = path.stat().st_size
         if size != expected:
             raise ConfigError(

@@ -1,10 +1,9 @@
 """Read the user's text from .txt, .md, .py, .jsonl, .json and .parquet files.
 
 .jsonl, .json and .parquet files may hold token ids instead. A .txt, .md or .py file is one
-document. Each line of a .jsonl file is one document, and so is each record of a .json file and each
+document, and so is each line of a .jsonl file, each record in the array of a .json file and each
 row of a .parquet file. All but .parquet may be compressed: ``corpus.jsonl.gz``, ``book.txt.zst``.
-A fault in a file raises a ConfigError of one line. To add a format, write a function of type
-``Reader`` and add it to ``READERS``.
+To add a format, write a function of type ``Reader`` and add it to ``READERS``.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import hashlib
 import io
 import json
 import os
-import re
 import stat
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,21 +30,18 @@ from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
 from mtrain_cli.data.filters import EMPTY, describe_left_out
-from mtrain_cli.data.parquet_pages import rows_per_read
-from mtrain_cli.data.record_key import RecordKey
-from mtrain_cli.data.token_documents import TokenDocument, TokenFields
-from mtrain_cli.data.unpacking import PACKED, Unpacked
+from mtrain_cli.data.token_documents import RecordKey, TokenDocument, TokenFields
+from mtrain_cli.launch.environment import host_memory
 
 _BLOCK = 1 << 22  # bytes of a plain file to read at once
 # Key or column that names the domain of a record. Without it, the domain is the first folder in the
 # path of the file, relative to the corpus.
 DOMAIN = "domain"
-LONGEST_LINE = 1 << 30  # bytes of a .jsonl line, or characters of a record of a .json file
-_MOST_KINDS = 5  # kinds of files that a message names
-_BETWEEN = re.compile(r"[ \t\r\n,]*")  # between the values of a .json file
-_LITERAL = len("-Infinity")  # a cut literal or escape is reported at its start
-_PLAIN_KIND = re.compile(r"(\.[a-z0-9_]{1,12}){1,2}")
+LONGEST_LINE = 1 << 30  # bytes of a .jsonl line, or characters of a .json file
 _MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
+PACKED = {".gz": "gz", ".zst": "zstd"}  # the compression that a suffix stands for
+# Bytes to unpack at once. They give at most 16 MiB from gzip, and 32 MiB from zstd.
+_FEED = {"gz": 1 << 14, "zstd": 1 << 10}
 
 
 class Fields(Protocol):
@@ -81,8 +77,7 @@ class TextField:
     def read(self, record: Mapping[str, Any], location: str) -> Iterable[str]:
         """Return the pieces of one record's text. A text of None has no pieces.
 
-        Args:
-            location: file and record, for messages.
+        location: file and record, for messages.
 
         Raises:
             ConfigError: the value is neither text nor None.
@@ -109,8 +104,7 @@ def open_corpus(data: DataConfig) -> Corpus:
     assert data.kind == "text"
     if not data.path:
         raise ConfigError(
-            "data.path is not set: data=text needs a corpus. Give a .txt, .md, .py, .jsonl, .json "
-            "or .parquet file, or a folder of them."
+            f"data.path is not set: data=text needs a {_listed(READERS)} file, or a folder of them"
         )
     return text_corpus(data.path, data.text_key)
 
@@ -125,7 +119,6 @@ def text_corpus(
     times, so no file is read here.
 
     Args:
-        path: the file or folder.
         text_key: name of the key or column that holds the text.
         path_option, key_option: names of the settings that gave ``path`` and ``text_key``, for
             messages.
@@ -139,8 +132,7 @@ def text_corpus(
 def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
     """Raise ConfigError if a key other than the usual one is given, but no file has keys.
 
-    Args:
-        text_key: value of --text-key.
+    text_key: value of --text-key.
     """
     if text_key != TEXT_KEY and not any(_kind(unit.name) in _OF_RECORDS for unit in corpus.units):
         given, kinds = cli_option("text_key", text_key), _listed(_OF_RECORDS)
@@ -168,9 +160,8 @@ def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Rea
     kinds, content = _listed(readers), "text" if readers is READERS else "token ids"
     left_out: dict[str, int] = {}
     if root.is_dir():
-        reason = "not a text format" if readers is READERS else "holds no token ids"
         with explain_read_errors(f"{origin}:"):
-            files, left_out = _scan(root, readers, reason)
+            files, left_out = _scan(root, readers)
         if not files:
             rest = f"; {describe_left_out(left_out)}" if left_out else ""
             raise ConfigError(f"{origin}: the folder holds no {kinds} file{rest}")
@@ -215,12 +206,10 @@ def _kind(name: str) -> str:
     return inner if inner in READERS else inner + suffix
 
 
-def _scan(
-    root: Path, readers: Mapping[str, Reader], reason: str
-) -> tuple[list[Path], dict[str, int]]:
+def _scan(root: Path, readers: Mapping[str, Reader]) -> tuple[list[Path], dict[str, int]]:
     """Return the files that can be read, and the number of others by kind, with the reason."""
     files: list[Path] = []
-    kinds, others = Counter[str](), Counter[str]()
+    others = Counter[str]()
 
     def fail(error: OSError) -> None:
         raise error
@@ -237,17 +226,13 @@ def _scan(
         for name in sorted(filter(is_visible, names)):
             kind, (plain, suffix) = _kind(name), os.path.splitext(name)
             if kind not in readers:
-                kinds[kind if _PLAIN_KIND.fullmatch(kind) else "of other kinds"] += 1
+                others["of other kinds"] += 1
             elif suffix.lower() in PACKED and plain in present:
                 others[f"{kind}{suffix.lower()} (another copy is read)"] += 1
             else:
                 files.append(Path(folder, name))
                 present.add(plain)  # of files that are packed twice, the first is read
-    most = dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:_MOST_KINDS])
-    if rest := kinds.total() - sum(most.values()):
-        most["of other kinds"] = most.get("of other kinds", 0) + rest
-    left_out = {f"{kind} ({reason})": count for kind, count in most.items()} | +others
-    return sorted(files, key=lambda file: file.relative_to(root).parts), left_out
+    return sorted(files, key=lambda file: file.relative_to(root).parts), dict(+others)
 
 
 def _read_guarded(
@@ -262,6 +247,75 @@ def _read_guarded(
             yield document if document.domain or not domain else replace(document, domain=domain)
         if is_empty:
             yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=EMPTY)
+
+
+class Unpacked(io.RawIOBase):
+    """The content of a file that gzip or zstd compressed, as a stream, in bounded memory.
+
+    Raises:
+        ConfigError: the compression is unknown or its Python package is missing; or, when reading,
+            the file is damaged or ends early.
+    """
+
+    def __init__(self, packed: IO[bytes], compression: str, place: str):
+        """Begin at the start of ``packed``.
+
+        Args:
+            compression: gz or zstd, perhaps with a level such as zstd:7.
+            place: name of the file, with which messages begin.
+        """
+        kind = " ".join(compression.partition(":")[0].split())
+        self._make, self._error = _decompressor(kind, place)
+        self._packed, self._place, self._feed = packed, place, _FEED[kind]
+        self._stream = self._make()
+        self._content = memoryview(b"")
+        self._left = b""  # what follows the end of a frame
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content and self._unpack():
+            pass
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+    def _unpack(self) -> bool:
+        """Unpack the next bytes of the file into ``_content``. Return False at the file's end."""
+        given, self._left = self._left or self._packed.read(self._feed), b""
+        if not given:
+            if not self._stream.eof:
+                raise self._damaged("it ends early")
+            return False
+        if self._stream.eof:
+            given = given.lstrip(b"\0")  # gzip allows padding between and after its members
+            if not given:
+                return True
+            self._stream = self._make()
+        try:
+            self._content = memoryview(self._stream.decompress(given))
+        except self._error as error:
+            raise self._damaged(error) from None
+        self._left = self._stream.unused_data if self._stream.eof else b""
+        return True
+
+    def _damaged(self, reason: object) -> ConfigError:
+        return ConfigError(f"{self._place} cannot be unpacked ({reason}). Copy it again.")
+
+
+def _decompressor(kind: str, place: str) -> tuple[Any, type[Exception]]:
+    """Return a function that makes a decompressor of one frame, and the error it raises."""
+    if kind == "gz":
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
+    if kind != "zstd":
+        raise ConfigError(f"{place}: is compressed with {kind}. Only zstd and gz can be read.")
+    try:
+        import zstandard
+    except ImportError:
+        needed = f"needs the zstandard package: {install_command('data')}"
+        raise ConfigError(f"{place}: {needed}") from None
+    return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
 
 
 @contextlib.contextmanager
@@ -279,18 +333,18 @@ def _read_plain(
     path: Path, label: str, _fields: Fields, skip: int, _alone: bool
 ) -> Iterator[Document]:
     if skip == 0:
-        pieces = split_text(text for text, _ in _decode_blocks(path, label))
+        pieces = split_text(_decode_blocks(path, label))
         yield Document(path.name, pieces, record=1, end=path.stat().st_size)
 
 
-def _decode_blocks(path: Path, label: str) -> Iterator[tuple[str, int]]:
-    """Yield blocks of text without a byte order mark, and the bytes of the file read so far."""
+def _decode_blocks(path: Path, label: str) -> Iterator[str]:
+    """Yield blocks of text without a byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
     try:
-        with explain_read_errors(f"{label}:"), _opened(path, label) as (file, tell):
+        with explain_read_errors(f"{label}:"), _opened(path, label) as (file, _):
             while block := file.read(_BLOCK):
-                yield decoder.decode(block), tell()
+                yield decoder.decode(block)
                 position += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
@@ -308,7 +362,7 @@ def _document(
 ) -> Document:
     """Return the document of record ``number`` of a file. kind: what the file calls a record."""
     content, name = fields.read(record, f"{path} {kind} {number}"), f"{path.name}:{number}"
-    domain = _domain(record.get(DOMAIN))
+    domain = value if isinstance(value := record.get(DOMAIN), str) else ""
     if content is None or isinstance(content, TokenDocument):
         return Document(name, (), number, end, domain, content)
     return Document(name, content, number, end, domain)
@@ -351,67 +405,34 @@ def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> d
 def _read_json(
     path: Path, label: str, fields: Fields, skip: int, alone: bool
 ) -> Iterator[Document]:
-    """Yield a .json file's documents. In a folder, leave out a file in which none is a record."""
-    unfit: ConfigError | None = None
-    values = _json_values(_decode_blocks(path, label), label)
-    for number, (value, end) in enumerate(values, 1):
+    """Yield a .json file's documents. In a folder, leave out a file whose first value is none."""
+    size = path.stat().st_size
+    text = ""
+    for block in _decode_blocks(path, label):
+        text += block
+        if len(text) > LONGEST_LINE:
+            most = f"{LONGEST_LINE:,} characters"
+            raise ConfigError(f"{label}: is longer than {most}. Convert it to .jsonl.")
+    if not text.strip():
+        return
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):  # JSON lines often have this suffix, too
+        lines = filter(str.strip, text.splitlines())
+        values = [_parse(line.encode(), f"{label} line {n}") for n, line in enumerate(lines, 1)]
+    values = values if isinstance(values, list) else [values]
+    for number, value in enumerate(values, 1):
         try:
             record = _record(value, label, path, f"record {number}", fields)
-        except ConfigError as error:
-            if alone or (number > 1 and unfit is None):
+        except ConfigError:
+            if alone or number > 1:
                 raise
-            unfit = unfit or error
-            continue
-        if unfit is not None:
-            raise unfit
-        if number > skip:
-            yield _document(fields, record, path, number, end, "record")
-    if unfit is not None and not skip:
-        packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
-        reason = f"the first value is no record with the key {fields.keys[0].name}"
-        left_out = f"{_kind(path.name)}{packed} ({reason})"
-        yield Document(path.name, (), 1, path.stat().st_size, left_out=left_out)
-
-
-def _json_values(blocks: Iterator[tuple[str, int]], label: str) -> Iterator[tuple[Any, int]]:
-    """Yield the elements of one array or a row of values, and the bytes of the file read so far."""
-    scan = json.JSONDecoder().raw_decode
-    text, at, end, number = "", 0, 0, 1
-    in_array: bool | None = None  # unknown before the first value
-    while True:
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
-        if at == len(text):
-            if (block := next(blocks, None)) is not None:
-                (text, end), at = block, 0
-                continue
-            if in_array:
-                raise ConfigError(f"{label}: ends within its array. Copy the file again.")
+            if not skip:  # a resumed preparation counts it once
+                left_out = f".json (without the key {fields.keys[0].name})"
+                yield Document(path.name, (), 1, size, left_out=left_out)
             return
-        if (in_array is None and text[at] == "[") or (in_array and text[at] == "]"):
-            in_array = not in_array
-            at += 1
-            continue
-        in_array = bool(in_array)
-        try:
-            value, at = scan(text, at)
-        except (ValueError, RecursionError) as error:
-            parts, size = [text[at:]], len(text) - at
-            reason, limit = str(error), min(2 * size, LONGEST_LINE)
-            if isinstance(error, json.JSONDecodeError):
-                reason = error.msg
-                # Without this, a fault would read the rest of the file into memory.
-                is_cut = reason.startswith("Unterminated") or error.pos > len(text) - _LITERAL
-                while is_cut and size < limit and (block := next(blocks, None)):
-                    parts.append(block[0])
-                    size, end = size + len(block[0]), block[1]
-            if len(parts) == 1:
-                if size >= LONGEST_LINE:
-                    reason = f"it is longer than {LONGEST_LINE:,} characters"
-                raise ConfigError(f"{label} record {number}: not JSON ({reason})") from None
-            text, at = "".join(parts), 0
-            continue
-        yield value, end
-        number += 1
+        if number > skip:
+            yield _document(fields, record, path, number, size * number // len(values), "record")
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
@@ -468,8 +489,12 @@ def _parquet_documents(
         if row + group.num_rows <= skip:
             row += group.num_rows
             continue
-        batch_rows = rows_per_read(path, group, columns, f"{label}: row group {number}", _MAX_ROWS)
-        for batch in file.iter_batches(batch_rows, row_groups=[number], columns=columns):
+        if group.total_byte_size > host_memory() // 2:
+            raise ConfigError(
+                f"{label}: row group {number} unpacks to {group.total_byte_size / 2**30:,.1f} GiB, "
+                "more than half of this machine's memory. Write smaller row groups."
+            )
+        for batch in file.iter_batches(_MAX_ROWS, row_groups=[number], columns=columns):
             values = [_values(batch.column(name)) for name in columns]
             for cells in zip(*values, strict=True):
                 row += 1
@@ -486,10 +511,6 @@ def _values(column: Any) -> Iterable[Any]:
         cells = (cell.values for cell in column)
         return (None if cell is None else cell.to_numpy(zero_copy_only=False) for cell in cells)
     return column.to_pylist()
-
-
-def _domain(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _json_kind(value: Any) -> str:

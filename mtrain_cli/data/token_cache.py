@@ -27,9 +27,9 @@ from mtrain_cli.launch.temporary_folders import lies_at
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
     """Return the token store of a corpus, and a phrase for messages that says where the store is.
 
-    Several processes may call this at the same time. The first process tokenizes the corpus into
-    the cache folder; the other processes wait and map the files. If the cache folder cannot be
-    written, for example because the disk is full, each process makes the store in its own memory.
+    The first of several processes tokenizes the corpus into the cache folder; the others wait and
+    map the files. If the cache folder cannot be written, for example because the disk is full, each
+    process makes the store in its own memory.
 
     Raises:
         ConfigError: the corpus is broken.
@@ -47,17 +47,16 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
             meta = replace(store.meta, source=corpus.description, left_out=left_out)
             return replace(store, meta=meta), f"cached in {entry}"
     except OSError as error:
-        location = (
-            f"in memory, since the cache folder cannot be written ({error.strerror or error})"
-        )
-        return _memory_store(corpus, tokenizer), location
+        tokens, offsets = io.BytesIO(), io.BytesIO()
+        writer = StoreWriter(tokens, offsets, tokenizer)
+        deque(tokenise(corpus, tokenizer, writer), maxlen=0)
+        reason = f"the cache folder cannot be written ({error.strerror or error})"
+        store = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), corpus)
+        return store, f"in memory, since {reason}"
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array that ``key`` identifies from the cache folder.
-
-    If the array is missing or broken, call ``make`` and write the result to the cache folder.
-    """
+    """Return the array that ``key`` identifies from the cache folder, or else make and cache it."""
     try:
         with _locked_entry(f"{key}.npy") as (entry, _):
             try:
@@ -76,23 +75,21 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
 
 @contextmanager
 def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
-    """Lock an entry of the cache. Yield the entry's path, and whether the file system has locks."""
-    root = _cache_root()
+    """Lock an entry of the cache. Yield the entry's path, and whether the file system has locks.
+
+    The cache is ``$XDG_CACHE_HOME/mtrain/tokens``, by default ``~/.cache/mtrain/tokens``.
+    """
+    # The XDG Base Directory Specification demands that a relative path is ignored.
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        # Without a home folder this keeps the ~, while Path.expanduser would raise RuntimeError.
+        cache = Path(os.path.expanduser("~/.cache"))
+    if not cache.is_absolute():
+        raise OSError("this user has no home folder")
+    root = cache / "mtrain" / "tokens"
     root.mkdir(parents=True, exist_ok=True)
     with _lock(root / f"{name.removesuffix('.npy')}.lock", root / name) as has_lock:
         yield root / name, has_lock
-
-
-def _cache_root() -> Path:
-    """Return ``$XDG_CACHE_HOME/mtrain/tokens``, by default ``~/.cache/mtrain/tokens``."""
-    # The XDG Base Directory Specification demands that a relative path is ignored.
-    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not chosen.is_absolute():
-        # Without a home folder this keeps the ~, while Path.expanduser would raise RuntimeError.
-        chosen = Path(os.path.expanduser("~/.cache"))
-    if not chosen.is_absolute():
-        raise OSError("this user has no home folder")
-    return chosen / "mtrain" / "tokens"
 
 
 @contextmanager
@@ -149,10 +146,3 @@ def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bo
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _memory_store(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
-    tokens, offsets = io.BytesIO(), io.BytesIO()
-    writer = StoreWriter(tokens, offsets, tokenizer)
-    deque(tokenise(corpus, tokenizer, writer), maxlen=0)
-    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), corpus)

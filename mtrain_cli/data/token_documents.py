@@ -6,8 +6,9 @@ count tokens from the start of the document. The kind is one of `KINDS` or its n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,31 @@ import numpy as np
 from mtrain_cli.attention.document_slices import MOST_SLICES, slices_per_query
 from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
 from mtrain_cli.config.option import MOST_TOKENS
-from mtrain_cli.data.record_key import RecordKey
+from mtrain_cli.config.problem import as_typed
+from mtrain_cli.config.schema import ConfigError
 
 KINDS = {name.lower(): int(kind) for name, kind in SliceKind.__members__.items()}
 _SHOWN = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class RecordKey:
+    """A key of .jsonl records, or a column of a .parquet file.
+
+    option: configuration key or command-line option that sets the name, for messages.
+    """
+
+    name: str
+    option: str
+
+    def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
+        """Return the error for a record or file at ``location`` whose keys are ``present``."""
+        names = ", ".join(islice(present, 12)) or "none"
+        return self.value_error(location, f"has no such key. Its keys: {names}")
+
+    def value_error(self, location: str, problem: object) -> ConfigError:
+        """Return the error for a value at ``location``. problem: text that continues the place."""
+        return ConfigError(f"{as_typed(self.option, self.name)}: {location} {problem}")
 
 
 @dataclass(frozen=True)
@@ -39,12 +61,7 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class TokenFields:
-    """Reads documents of token ids from records.
-
-    tokens: key of the ids.
-    mask: key of the slices; None if documents have no masks.
-    positions: key of the rotary positions; None if documents have none.
-    """
+    """Reads documents of token ids from records: keys of ids, slices and rotary positions."""
 
     tokens: RecordKey
     mask: RecordKey | None = None
@@ -62,8 +79,7 @@ class TokenFields:
     def read(self, record: Mapping[str, Any], location: str) -> TokenDocument | None:
         """Return the document of a record; None if the record has no tokens.
 
-        Args:
-            location: file and record, for messages.
+        location: file and record, for messages.
 
         Raises:
             ConfigError: a value has the wrong form, or does not fit the document's tokens.
@@ -95,27 +111,27 @@ def _integers(value: Any, key: RecordKey, location: str) -> np.ndarray:
 def _positions(value: Any, length: int, key: RecordKey, location: str) -> np.ndarray:
     positions = _integers(value, key, location)
     if positions.size != length:
-        raise key.value_error(
-            location, f"holds {positions.size} positions for {length} tokens. Give one per token."
-        )
+        problem = f"holds {positions.size} positions for {length} tokens. Give one per token."
+        raise key.value_error(location, problem)
     outside = positions[(positions < 0) | (positions >= MOST_TOKENS)]
     if outside.size:
-        raise key.value_error(
-            location,
-            f"holds the position {outside[0]}. Give positions from 0 to {MOST_TOKENS - 1:,}.",
-        )
+        problem = f"holds the position {outside[0]}. Give positions from 0 to {MOST_TOKENS - 1:,}."
+        raise key.value_error(location, problem)
     return positions
 
 
 def _slices(value: Any, length: int, key: RecordKey, location: str) -> tuple[IntArray, int]:
     """Return the slices of a document, and the most intervals of keys that a query sees."""
-    if not isinstance(value, list) or not value:
+    rows = [_slice(row) for row in value] if isinstance(value, list) else []
+    if not rows or None in rows:
+        wrong = value[rows.index(None)] if None in rows else value
         raise key.value_error(
             location,
-            f"holds {_shown(value)}. Give a list of slices [query start, query stop, key start, "
-            "key stop, kind], or null for causal attention.",
+            f"holds {_shown(wrong)}. Give a list of slices [query start, query stop, key start, "
+            f"key stop, kind] with a kind of {', '.join(KINDS)}, or 0 to 3; or null for causal "
+            "attention.",
         )
-    table = np.array([_slice(row, key, location) for row in value], np.int64)
+    table = np.array(rows, np.int64)
     named = slices_per_query(table, length)
     if named > MOST_SLICES:
         raise key.value_error(
@@ -129,28 +145,14 @@ def _slices(value: Any, length: int, key: RecordKey, location: str) -> tuple[Int
         raise key.value_error(location, f"is wrong: {error}") from None
 
 
-def _slice(row: Any, key: RecordKey, location: str) -> list[int]:
-    row = list(row) if isinstance(row, list | tuple | np.ndarray) else row
-    if isinstance(row, list) and len(row) == 5:
-        kind = KINDS.get(row[4], row[4]) if isinstance(row[4], str) else row[4]
-        if isinstance(kind, str):
-            raise key.value_error(
-                location,
-                f"holds the unknown kind {_shown(kind)}. Give {', '.join(KINDS)}, or 0 to 3.",
-            )
-        numbers = [*row[:4], kind]
-        if all(_is_integer(number) for number in numbers):
-            return [int(number) for number in numbers]
-    raise key.value_error(
-        location,
-        f"holds {_shown(row)}, which is not a slice. Give [query start, query stop, key start, "
-        f"key stop, kind] with a kind of {', '.join(KINDS)}, or 0 to 3.",
-    )
-
-
-def _is_integer(value: Any) -> bool:
-    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_whole and abs(int(value)) < 2**62
+def _slice(row: Any) -> list[int] | None:
+    """Return the five numbers of a slice; None if it is none."""
+    if not isinstance(row, list | tuple | np.ndarray) or len(row) != 5:
+        return None
+    *numbers, kind = row
+    numbers.append(KINDS.get(kind) if isinstance(kind, str) else kind)
+    are_whole = (isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers)
+    return [int(n) for n in numbers] if all(are_whole) and max(map(abs, numbers)) < 2**62 else None
 
 
 def _shown(value: Any) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from mtrain_cli.config.foreign_words import in_plain_words
 from mtrain_cli.config.problem import as_typed
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.tokenizer_limits import call, require_bounded
 from mtrain_cli.printable import one_line
 
 # Names of end tokens to look for, in this order, if no tokenizer_config.json names the end token.
 # If the vocabulary has none of them, the token that the post-processor puts after a text counts.
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+T = TypeVar("T")
 END_TOKEN = _USUAL_END_TOKENS[0]
 SMALLEST_BPE = 256 + 1 + 1  # all bytes, the end token and one merge
 
@@ -43,10 +43,7 @@ class Begin:
     def before(self, ids: np.ndarray) -> np.ndarray:
         """Return the ids of a document without its end token, or of a prompt.
 
-        Everything that turns a text into such ids calls this. A text may bring its begin token.
-
-        Args:
-            ids: ids[N] of the text, or of its first piece, which has tokens.
+        ids: ids[N] of the text, or of its first piece. A text may bring its begin token.
         """
         own = len(self.ids)
         if not own or tuple(ids[:own].tolist()) == self.ids:
@@ -62,9 +59,9 @@ NO_BEGIN = Begin()
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer that the data pipeline uses.
+    """What the data pipeline needs of a tokenizer.
 
-    name: name for messages and metadata.
+    name: for messages and metadata.
     identity: fingerprint, which differs between tokenizers that may encode a text to different ids.
     vocab_size: number of ids. Every id is below this number.
     eos: id of the end token, which follows each document; None if the tokenizer has no end token.
@@ -92,12 +89,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Tokenizer of UTF-8 bytes. Ids 0 to 255 are bytes, 256 begin, 257 end and 258 padding.
-
-    Ids 259 to 263 are unused: 264 is a multiple of 8.
-
-    prescribed, named: as in `FileTokenizer`.
-    """
+    """Tokenizer of UTF-8 bytes. Ids 0 to 255 are bytes, 256 begin, 257 end and 258 padding."""
 
     name = "bytes"
     identity = "bytes-1"
@@ -105,7 +97,7 @@ class ByteTokenizer:
     prescribed = begin = NO_BEGIN
     named = Begin((256,), "<|mtrain:begin|>")
     eos: int | None = 257
-    vocab_size = 264
+    vocab_size = 264  # a multiple of 8; ids 259 to 263 are unused
     exact_pieces = True
 
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
@@ -118,11 +110,7 @@ class ByteTokenizer:
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
-        """Return the text of each document without its special tokens.
-
-        Raises:
-            ConfigError: an id is outside the vocabulary.
-        """
+        """Return the text of each document without its special tokens."""
         _require_ids(documents, self)
         return [self.decode(ids) for ids in documents]
 
@@ -130,11 +118,9 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package.
 
-    prescribed: begin token that the post-processor of the file puts before each text.
+    prescribed: begin token that the post-processor of the file puts before each text. Its end
+        tokens are not used: a prompt goes on, and a document ends with ``eos``.
     named: begin token that tokenizer_config.json names.
-
-    The end tokens of a post-processor stand nowhere: a prompt goes on, and a document ends with
-    ``eos``.
     """
 
     def __init__(self, path: Path, content: bytes, tokenizer: Any, place: str) -> None:
@@ -148,7 +134,7 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.content = content
         for text in "a", "0", ".", "é", "中", "the", next(iter(vocabulary)):
-            framed = call(place, tokenizer.encode, text, add_special_tokens=True)
+            framed = _call(place, tokenizer.encode, text, add_special_tokens=True)
             is_text = [at for at, special in enumerate(framed.special_tokens_mask) if not special]
             if is_text:
                 break
@@ -172,33 +158,33 @@ class FileTokenizer:
         self.exact_pieces = whole.tolist() == [*first.tolist(), *second.tolist()]
 
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """Return the int64 ids of each piece, computed on all CPU cores.
-
-        Raises:
-            ConfigError: the tokenizer fails on a piece.
-        """
+        """Return the int64 ids of each piece, computed on all CPU cores."""
         method = self._tokenizer.encode_batch_fast
-        encodings = call(self._place, method, list(pieces), add_special_tokens=False)
+        encodings = _call(self._place, method, list(pieces), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids[N], with special tokens by name.
-
-        Raises:
-            ConfigError: the tokenizer fails on the ids.
-        """
+        """Return the text of ids[N], with special tokens by name."""
         method, numbers = self._tokenizer.decode, np.asarray(ids).tolist()
-        return call(self._place, method, numbers, skip_special_tokens=False)
+        return _call(self._place, method, numbers, skip_special_tokens=False)
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
-        """Return the text of each document without its special tokens, computed on all CPU cores.
-
-        Raises:
-            ConfigError: an id is outside the vocabulary, or the tokenizer fails on the ids.
-        """
+        """Return the text of each document without its special tokens, on all CPU cores."""
         _require_ids(documents, self)
         method, numbers = self._tokenizer.decode_batch, [ids.tolist() for ids in documents]
-        return call(self._place, method, numbers, skip_special_tokens=True)
+        return _call(self._place, method, numbers, skip_special_tokens=True)
+
+
+def _call(place: str, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call a method of the package, and raise ConfigError if it raises an error or panics."""
+    try:
+        return method(*arguments, **options)
+    except BaseException as error:
+        # A panic is no Exception, and its class cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+    raise ConfigError(f"{place}: the tokenizer failed on a text ({reason}); use another tokenizer")
 
 
 def choose_begin(
@@ -269,11 +255,9 @@ def open_tokenizer(
 
 
 def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
-    """Return the tokenizer in the content of a tokenizer.json.
+    """Return the tokenizer in the content of the tokenizer.json at ``path``.
 
-    Args:
-        path: path of the file. A tokenizer_config.json beside it may name the end token.
-        place: the beginning of messages.
+    A tokenizer_config.json beside it may name the end token. place: the beginning of messages.
 
     Raises:
         ConfigError: the content is broken, or the ``tokenizers`` package is missing.
@@ -286,18 +270,14 @@ def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
         said = " ".join(str(error).split())[:200]
         reason = in_plain_words(said) if is_text else documents.reason(error)
         raise ConfigError(f"{place}: not a Hugging Face tokenizer.json ({reason})") from None
-    require_bounded(tokenizer, place)
     return FileTokenizer(path, content, tokenizer, place)
 
 
 def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE on ``pieces`` and write it to ``path`` atomically.
+    """Train a byte-level BPE of at most ``vocab_size`` ids, and write it to ``path`` atomically.
 
     The first ids are the end token and the 256 bytes, so the tokenizer can encode any text. The
     other ids are merges, by falling frequency.
-
-    Args:
-        vocab_size: maximum number of ids. A small corpus gives fewer ids.
     """
     assert vocab_size >= SMALLEST_BPE
     library = _import_tokenizers("--tokenizer bpe")

@@ -1,13 +1,20 @@
-"""What an evaluation computes, by arithmetic."""
+"""What an evaluation computes, by arithmetic, and how far it is."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
-from mtrain_cli.config.schema import Config
-from mtrain_cli.training.flops import allowed_pairs, parameters
+from rich.progress import BarColumn, Progress, TextColumn
 
-_UNITS = ("", "K", "M", "G", "T", "P", "E")
+from mtrain_cli.config.schema import Config
+from mtrain_cli.console import Console
+from mtrain_cli.training.flops import allowed_pairs, parameters
+from mtrain_cli.training.progress import format_duration
+
+EVERY_S = 30.0  # between plain lines
 
 
 def forward_flop(config: Config, length: int) -> float:
@@ -24,7 +31,72 @@ def forward_flop(config: Config, length: int) -> float:
 
 def format_flop(flop: float) -> str:
     """Return ``1.2 PFLOP``."""
-    unit = 0
-    while flop >= 1000 and unit < len(_UNITS) - 1:
-        flop, unit = flop / 1000, unit + 1
-    return f"{flop:.3g} {_UNITS[unit]}FLOP"
+    unit = min(6, int(math.log(max(flop, 1), 1000) + 1e-9))
+    return f"{flop / 1000**unit:.3g} {' KMGTPE'[unit].strip()}FLOP"
+
+
+class EvaluationProgress:
+    """Progress on stderr: a bar with the time left in a terminal, plain lines elsewhere.
+
+    Work is counted in FLOP, so that long samples count more.
+
+    total, done: work of all samples, and of those that earlier evaluations left.
+    enabled: whether to show anything. True only on the first worker.
+    clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        total: float,
+        done: float = 0.0,
+        *,
+        enabled: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._before, self._done, self._enabled = total, done, done, enabled
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._clock = clock
+        self._started = self._said = clock()
+        self._bar: Progress | None = None
+        if enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
+            share = TextColumn("{task.percentage:.0f}%")
+            columns = (TextColumn("{task.description}"), BarColumn(), share)
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=max(total, 1.0))
+            self._bar.update(self._task, completed=done)
+            self._bar.start()
+
+    def advance(self, work: float, label: str) -> None:
+        """Count work that is done. label: the cell, such as ``niah 64k dense``."""
+        self._done += work
+        if not self._enabled:
+            return
+        text = f"{label}, {self.left()}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=text)
+        elif self._clock() - self._said >= EVERY_S:
+            self._said = self._clock()
+            self.say(f"{self._done / max(self._total, 1.0):.0%} {text}")
+
+    @property
+    def remaining(self) -> float:
+        """The work that is left, in FLOP."""
+        return max(0.0, self._total - self._done)
+
+    def left(self) -> str:
+        """Return the time left, from the pace so far."""
+        worked = self._done - self._before
+        if worked <= 0:
+            return "time left unknown"
+        seconds = self.remaining * (self._clock() - self._started) / worked
+        return f"{format_duration(max(0.0, seconds))} left"
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._enabled:
+            (self._bar.console if self._bar is not None else self._console).print(line)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,6 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.filters import describe_left_out
-from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import refuse_unread_key, text_corpus
@@ -24,11 +22,10 @@ from mtrain_cli.data.tokenizers import Tokenizer
 class Sequence:
     """A whole sequence.
 
-    ids: token ids, int32 [length].
     documents: number of each token's document, int32 [length]; None if all tokens are one document.
     """
 
-    ids: np.ndarray
+    ids: np.ndarray  # token ids, int32 [length]
     documents: np.ndarray | None = None
 
     @property
@@ -44,11 +41,8 @@ class Sequence:
 def store_of_files(path: str, text_key: str, tokenizer: Tokenizer) -> TokenStore:
     """Return the tokens of a file or folder of text.
 
-    Args:
-        text_key: name of the key or column that holds the text.
-
-    Raises:
-        ConfigError: the path cannot be read.
+    text_key: name of the key or column that holds the text. Raises ConfigError if the path cannot
+    be read.
     """
     corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
     refuse_unread_key(corpus, text_key)
@@ -62,10 +56,8 @@ def sequences_of_files(
 
     Each starts with the begin token of the tokenizer, also if it does not begin its document. The
     first sequence of each document comes first, then the second, so that few documents do not give
-    all sequences. Shorter documents, and the rest of each document, are left out.
-
-    Raises:
-        ConfigError: no document is long enough.
+    all sequences. Shorter documents, and the rest of each document, are left out. Raises
+    ConfigError if no document is long enough.
     """
     tokens = np.diff(store.offsets)
     if not len(tokens) or tokens.max() < length:
@@ -75,8 +67,13 @@ def sequences_of_files(
             f"{longest:,}. Give longer documents, or a smaller --length"
         )
     begin = np.array(tokenizer.begin.ids, np.int32)
-    parts = itertools.islice(_cut(store, len(begin), length - len(begin)), count)
-    return [Sequence(np.concatenate([begin, ids])) for ids in parts]
+    skip, own = len(begin), length - len(begin)
+    parts = (
+        store.read(int(unit), skip + turn * own, skip + (turn + 1) * own).tokens.astype(np.int32)
+        for turn in range((int(tokens.max()) - skip) // own)
+        for unit in np.flatnonzero(tokens - skip >= (turn + 1) * own)
+    )
+    return [Sequence(np.concatenate([begin, ids])) for ids in itertools.islice(parts, count)]
 
 
 def left_out_of_files(store: TokenStore, length: int) -> str:
@@ -87,25 +84,12 @@ def left_out_of_files(store: TokenStore, length: int) -> str:
     return describe_left_out(counts)
 
 
-def _cut(store: TokenStore, skip: int, length: int) -> Iterator[np.ndarray]:
-    """Yield parts of ``length`` tokens of documents without their first ``skip`` tokens, int32."""
-    tokens = np.diff(store.offsets) - skip
-    for turn in range(int(tokens.max()) // length):
-        for unit in np.flatnonzero(tokens >= (turn + 1) * length):
-            start = skip + turn * length
-            yield store.read(int(unit), start, start + length).tokens.astype(np.int32)
-
-
 def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
     """Return at most ``count`` sequences of ``length`` tokens that a run held out of training.
 
-    Documents keep their borders if the run masks them (``data.document_mask``).
-
-    Args:
-        config: configuration of the run, with its own ``seq``.
-
-    Raises:
-        ConfigError: the run held out fewer tokens, or its data are missing or bring masks.
+    Documents keep their borders if the run masks them (``data.document_mask``). config:
+    configuration of the run, with its own ``seq``. Raises ConfigError if the run held out fewer
+    tokens, or its data are missing or bring masks.
     """
     data = config.data
     if not data.eval_sequences:
@@ -126,29 +110,18 @@ def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
         )
     samples = open_dataset(config).held_out
     joined = [_joined(samples)] if length > config.seq else [_joined([one]) for one in samples]
-    found = [
+    sequences = [
         Sequence(ids[at : at + length], _numbered(documents[at : at + length]))
         for ids, documents in joined
         for at in range(0, len(ids) - length + 1, length)
     ]
-    if not found:
+    if not sequences:
         raise ConfigError(
             f"--length {format_size(length)}: the run held out "
             f"{with_count(data.eval_sequences, 'sequence')} of at most {config.seq:,} tokens "
             "(data.eval_sequences). Give a smaller --length or --text FILE"
         )
-    return found[:count]
-
-
-def held_out_count(config: Config, length: int) -> int:
-    """Return how many sequences of ``length`` tokens a run held out, if all of its are full.
-
-    A sequence at the end of a corpus may have fewer tokens.
-    """
-    data, seq = config.data, config.seq
-    weights = [1.0] if data.mix is None else parse_mix(data.mix).values()
-    held_out = sum(max(1, round(data.eval_sequences * weight)) for weight in weights)
-    return held_out * (seq // length) if length <= seq else held_out * seq // length
+    return sequences[:count]
 
 
 def _joined(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:

@@ -27,8 +27,7 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, codec_of_files
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.failures import not_written
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_lock import RunLock
+from mtrain_cli.launch.run_dir import RunDir, RunLock
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.parallel.fsdp import reshard
 from mtrain_cli.training.callback import Callback, FinishedStep
@@ -44,8 +43,9 @@ _KEYS = Names(
 
 
 def requests(config: Config, run: Path, step: int = 0) -> list[EvaluationRequest]:
-    """Return what to evaluate: a request for each of ``train.eval_tasks``."""
+    """Return a request for each of ``train.eval_tasks``."""
     chosen = config.eval
+    niah = NeedleOptions(chosen.form, chosen.haystack, chosen.needles, chosen.chains, chosen.seed)
     return [
         EvaluationRequest(
             kind=task,
@@ -55,9 +55,7 @@ def requests(config: Config, run: Path, step: int = 0) -> list[EvaluationRequest
             attentions=(config.sparsity.pattern,),
             lengths=chosen.lengths(config.seq),
             samples=chosen.samples,
-            niah=NeedleOptions(
-                chosen.form, chosen.haystack, chosen.needles, chosen.chains, chosen.seed
-            ),
+            niah=niah,
         )
         for task in dict.fromkeys(config.train.eval_tasks)
     ]
@@ -66,22 +64,19 @@ def requests(config: Config, run: Path, step: int = 0) -> list[EvaluationRequest
 def codec_of(config: Config) -> TextCodec:
     """Return the tokenizer of a run's data.
 
-    Raises:
-        ConfigError: the data do not name a tokenizer.
+    Raises ConfigError if the data do not name a tokenizer.
     """
     files, reason = tokenizer_of_data(config)
     if files is None:
-        why = reason.removeprefix("no tokenizer: ").partition("; copy one")[0]
-        raise ConfigError(f"train.eval_tasks: needs a tokenizer to make texts ({why})")
+        raise ConfigError(f"train.eval_tasks: needs a tokenizer to make texts ({reason})")
     return codec_of_files(files)
 
 
 def require_tasks(config: Config) -> None:
     """Check ``train.eval_tasks`` before a run starts, by making the first samples.
 
-    Raises:
-        ConfigError: a length is too short or exceeds the positions of the model, a text or the
-            tokenizer is missing, or the mask shows the model the tokens that it predicts.
+    Raises ConfigError if a length is too short or exceeds the positions of the model, a text or the
+    tokenizer is missing, or the mask shows the model the tokens that it predicts.
     """
     if not config.train.eval_tasks:
         return
@@ -95,12 +90,11 @@ def require_tasks(config: Config) -> None:
         )
     codec = codec_of(config)
     for request in requests(config, Path()):
-        if request.kind != NIAH:
-            continue
-        with _KEYS.in_errors():
-            measurement = open_measurement(request, source, codec)
-            for cell in measurement.cells():
-                next(measurement.items(cell))
+        if request.kind == NIAH:
+            with _KEYS.in_errors():
+                measurement = open_measurement(request, source, codec)
+                for cell in measurement.cells():
+                    next(measurement.items(cell))
 
 
 class TaskEvaluations(Callback):
@@ -109,8 +103,7 @@ class TaskEvaluations(Callback):
     def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
         """Open the texts. message: shows a line to the user, as a warning with ``warning=True``.
 
-        Raises:
-            ConfigError: a text is missing, or no kernel supports a length.
+        Raises ConfigError if a text is missing, or no kernel supports a length.
         """
         self._trainer, self._message = trainer, message
         config = trainer.config
@@ -144,16 +137,14 @@ class TaskEvaluations(Callback):
         with self._opened() as (folder, problem):
             if share(problem, trainer.host_group)[0]:
                 if problem:
-                    self._message(
-                        f"step {trainer.step}: no task is evaluated ({problem})", warning=True
-                    )
+                    line = f"step {trainer.step}: no task is evaluated ({problem})"
+                    self._message(line, warning=True)
                 return
             self._last = None
             for runner in self._runners if due else ():
                 runner.run_at(trainer.step, folder)
                 if runner.problem:
-                    line = f"{runner.problem}; training goes on"
-                    self._message(line, warning=True)
+                    self._message(f"{runner.problem}; training goes on", warning=True)
         reshard(trainer.decoder)  # otherwise the backward pass reshards, but none follows here
 
     @contextlib.contextmanager
@@ -162,8 +153,7 @@ class TaskEvaluations(Callback):
         if self._trainer.environment.rank:
             yield None, ""
             return
-        lock = None
-        opened: tuple[ResultsFolder | None, str]
+        lock, folder, problem = None, None, ""
         try:
             self._out.mkdir(parents=True, exist_ok=True)
             lock = RunLock(self._out)
@@ -174,13 +164,11 @@ class TaskEvaluations(Callback):
                 folder.drop_training(self._last)
         except ConfigError as error:
             busy = f"another `mtrain eval` writes to {self._out}"
-            opened = None, busy if lock is None else error.problems[0]
+            problem = busy if lock is None else error.problems[0]
         except OSError as error:
-            opened = None, not_written(error, self._out)
-        else:
-            opened = folder, ""
+            problem = not_written(error, self._out)
         try:
-            yield opened
+            yield (None if problem else folder), problem
         finally:
             if lock is not None:
                 lock.release()

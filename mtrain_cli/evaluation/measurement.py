@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.results import Result
 from mtrain_cli.inference.scorer import Scorer
 
@@ -16,18 +17,21 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One result to measure.
-
-    task: as in `Result`.
-    length: tokens of a sample.
-    """
+    """One result to measure. task, length: as in `Result`."""
 
     task: str
     length: int
 
+    def __str__(self) -> str:
+        """Return ``niah 64k``."""
+        return f"{self.task} {format_size(self.length)}" if self.length else self.task
+
 
 class Measurement(ABC):
-    """One kind of evaluation. Its items and rows are JSON objects, which workers share."""
+    """One kind of evaluation. Its items and rows are JSON objects, which workers share.
+
+    Both may have a ``text``, a hash: a row is measured again if its item has another one.
+    """
 
     together = 1  # most items to measure in one call
 
@@ -41,7 +45,7 @@ class Measurement(ABC):
 
     @abstractmethod
     def labels(self, cell: Cell) -> tuple[str, ...]:
-        """Return the settings, for the user. Reports show those in which results differ."""
+        """Return the settings, for `Result.settings`."""
 
     @abstractmethod
     def details(self, cell: Cell) -> tuple[str, ...]:
@@ -49,10 +53,9 @@ class Measurement(ABC):
 
     @abstractmethod
     def items(self, cell: Cell) -> Iterator[Item]:
-        """Yield the samples of a cell. Only the first worker calls this.
+        """Yield the samples of a cell, with the key ``ids``. Only the first worker calls this.
 
-        Raises:
-            ConfigError: the length is too short, or a file is missing.
+        Raises ConfigError if the length is too short, or a file is missing.
         """
 
     @abstractmethod
@@ -67,10 +70,6 @@ class Measurement(ABC):
         """Return how many of the wanted samples the cell has."""
         return wanted
 
-    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:  # noqa: ARG002
-        """Return the numbers of rows from the disk whose samples the cell no longer has."""
-        return ()
-
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:  # noqa: B027
         """Take what the first model and attention decide for all others.
 
@@ -81,10 +80,7 @@ class Measurement(ABC):
         """
 
     def after(self, origin: str) -> Measurement:  # noqa: ARG002 - most learn nothing
-        """Return the measurement as it will be after `learn`, to find keys and costs.
-
-        origin: hash of the model and attention from which to learn.
-        """
+        """Return the measurement as it will be after `learn`, to find keys and costs."""
         return self
 
     def tokens(self, cell: Cell) -> int:

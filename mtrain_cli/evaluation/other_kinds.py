@@ -20,7 +20,7 @@ class OtherKind(Protocol):
     def check(self, request: Any, source: Any, *, beyond: bool) -> Any:
         """Check before any work what `EvaluationRequest` asks of a `ModelSource`.
 
-        Return what `runner` gets as ``tasks``, with lines on what is damaged in ``failed``.
+        Return what `runner` gets as ``tasks``.
         """
 
     def runner(self, *arguments: Any, **more: Any) -> Evaluator:

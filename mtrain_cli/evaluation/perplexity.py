@@ -10,21 +10,43 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.held_out_text import Sequence as TextSequence
+from mtrain_cli.evaluation.held_out_text import (
+    left_out_of_files,
+    sequences_of_files,
+    sequences_of_run,
+    store_of_files,
+)
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
-from mtrain_cli.evaluation.results import HELD_OUT_TEXT, NATS, Part, Result, weighted_mean_and_error
+from mtrain_cli.evaluation.results import (
+    HELD_OUT_TEXT,
+    NATS,
+    Part,
+    Result,
+    key_of,
+    read_results,
+    read_sample_rows,
+    weighted_mean_and_error,
+)
+from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.scorer import Scorer
+from mtrain_cli.inference.text import TextCodec
+from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
 from mtrain_cli.training.evaluation import bucket_edges
+
+if TYPE_CHECKING:
+    from mtrain_cli.evaluation.request import EvaluationRequest
 
 TASK = "perplexity"
 HELD_OUT = "held out"
@@ -40,30 +62,20 @@ KeyPlaces = Mapping[str, Sequence[int]]
 class Perplexity(Measurement):
     """Perplexity of sequences of several lengths.
 
-    sequences: sequences by length.
-    origin: path of the text, or `HELD_OUT`.
     short: tokens of the short context that key tokens are compared with; None for no key tokens.
     keys: places of the key tokens by the hash of a sequence, from other results; None to find them.
-    key_origin: hash that identifies the source of ``keys``.
-    key_label: name of the source of ``keys``, for the user.
-    keys_from: folder of ``keys``; "" if they come from a model of this evaluation.
-    remarks: what text is left out, by length.
-    read: reads at most a number of sequences of a length, for rows beyond ``sequences``; None if
-        there are no more.
     begin: ids with which each sequence starts, and so each window of a short context.
     """
 
-    sequences: Mapping[int, Sequence[TextSequence]]
-    origin: str
+    sequences: Mapping[int, Sequence[TextSequence]]  # sequences by length
+    origin: str  # path of the text, or `HELD_OUT`
     short: int | None = None
     keys: KeyPlaces | None = None
-    key_origin: str = ""
-    key_label: str = ""
-    keys_from: str = ""
-    remarks: Mapping[int, str] = field(default_factory=dict)
-    read: Callable[[int, int], Sequence[TextSequence]] | None = None
+    key_origin: str = ""  # hash that identifies the source of ``keys``
+    key_label: str = ""  # name of the source of ``keys``, for the user
+    keys_from: str = ""  # folder of ``keys``; "" if they come from a model of this evaluation
+    remarks: Mapping[int, str] = field(default_factory=dict)  # what text is left out, by length
     begin: tuple[int, ...] = ()
-    _texts: dict[int, list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def cells(self) -> list[Cell]:
         return [Cell(TASK, length) for length in self.sequences]
@@ -97,27 +109,16 @@ class Perplexity(Measurement):
             if sequence.documents is not None:
                 item["documents"] = sequence.documents.tolist()
             if self.keys is not None:
-                if text not in self.keys:
+                item["keys"] = self.keys.get(text)
+                if not are_places(item["keys"], cell.length):
                     raise ConfigError(
-                        f"--keys-from {self.key_label}: holds no key tokens of this text at "
+                        f"--keys-from {self.key_label}: holds no whole key tokens of this text at "
                         f"{cell.length:,} tokens. Evaluate that model with the same --text, "
                         "--length, --short and tokenizer first"
                     )
-                keys = self.keys[text]
-                if not are_places(keys, cell.length):
-                    raise ConfigError(
-                        f"--keys-from {self.key_label}: the key tokens of this text are damaged. "
-                        "Evaluate that model again"
-                    )
-                item["keys"] = list(keys)
             yield item
 
-    def measure(
-        self,
-        scorer: Scorer,
-        cell: Cell,  # noqa: ARG002 - the items say it all
-        items: Sequence[Item],
-    ) -> list[Row]:
+    def measure(self, scorer: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:  # noqa: ARG002
         return [self._measure(scorer, item) for item in items]
 
     def _measure(self, scorer: Scorer, item: Item) -> Row:
@@ -148,25 +149,6 @@ class Perplexity(Measurement):
 
     def count(self, cell: Cell, wanted: int) -> int:
         return min(wanted, len(self.sequences[cell.length]))
-
-    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:
-        """Return the rows of sequences that the text no longer has, or has at another place."""
-        texts = self._texts_of(cell.length, max(rows, default=-1) + 1)
-        return [
-            index
-            for index, row in rows.items()
-            if index >= len(texts) or row.get("text") != texts[index]
-        ]
-
-    def _texts_of(self, length: int, count: int) -> list[str]:
-        """Return the hashes of the first ``count`` sequences, or of all if there are fewer."""
-        texts = self._texts.get(length, [])
-        if len(texts) < count:
-            found = self.sequences[length]
-            if len(found) < count and self.read is not None:
-                found = self.read(length, count)
-            texts = self._texts[length] = [text_hash(sequence.ids) for sequence in found]
-        return texts
 
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Take the key tokens of the first model and attention for all others."""
@@ -209,6 +191,59 @@ class Perplexity(Measurement):
         )  # fmt: skip
 
 
+def open_perplexity(
+    request: EvaluationRequest, source: ModelSource, codec: TextCodec
+) -> Perplexity:
+    """Open the text of a request.
+
+    Raises ConfigError if it is missing or too short, or the model has no tokenizer.
+    """
+    options, samples, lengths = request.perplexity, request.samples, request.lengths
+    if options.text is not None:
+        store = store_of_files(options.text, options.text_key, codec.required)
+        sequences = {n: sequences_of_files(store, codec.required, n, samples) for n in lengths}
+        measurement = Perplexity(sequences, options.text, options.short, begin=codec.begin)
+        lines = ((length, left_out_of_files(store, length)) for length in lengths)
+        measurement.remarks = {length: line for length, line in lines if line}
+    elif source.is_folder:
+        raise ConfigError("no text: give --text FILE with text that the model was not trained on")
+    else:
+        run = resolved_file.load(run_of(source.path) / RESOLVED)
+        sequences = {length: sequences_of_run(run, length, samples) for length in lengths}
+        measurement = Perplexity(sequences, HELD_OUT, options.short)
+    if options.keys_from is not None:
+        measurement.keys = _keys(Path(options.keys_from), options.short)
+        measurement.key_origin = key_of({"keys": measurement.keys})
+        measurement.key_label = measurement.keys_from = options.keys_from
+    return measurement
+
+
+def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
+    """Return the key tokens in a folder of results, of its dense results if it has any."""
+    results = {result.key: result for result in read_results(folder)}
+    try:
+        samples = read_sample_rows(folder)
+    except ConfigError as error:
+        raise ConfigError(*(f"--keys-from {line}" for line in error.problems)) from None
+    shorts = {key: result.key_tokens.begin for key, result in results.items() if result.key_tokens}
+    # Rows of earlier versions do not name their short context.
+    rows = [
+        row
+        for row in samples
+        if isinstance(row.get("keys"), list)
+        and isinstance(row.get("text"), str)
+        and row.get("short", shorts.get(str(row.get("key")))) == short
+    ]
+    if not rows:
+        raise ConfigError(
+            f"--keys-from {folder}: holds no key tokens with --short {format_size(short or 0)}. "
+            "Run `mtrain eval perplexity` for that model with it first"
+        )
+    dense = {key for key, result in results.items() if result.attention == "dense"}
+    dense_rows = [row for row in rows if row.get("key") in dense]
+    return {row["text"]: row["keys"] for row in dense_rows or rows}
+
+
 def text_hash(ids: np.ndarray) -> str:
     """Return a hash of the ids of a sequence."""
     return hashlib.sha256(np.ascontiguousarray(ids, np.int64).tobytes()).hexdigest()[:16]
@@ -222,10 +257,8 @@ def short_losses(
 
     A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer. The text is
     computed in windows of 1.25 * ``short`` tokens, each of which counts for its last fifth. The
-    losses are in nats.
-
-    Args:
-        kept: number of begin tokens, with which every window starts. Without ``documents``.
+    losses are in nats. kept: number of begin tokens, with which every window starts. Without
+    ``documents``.
     """
     stride = max(1, short // STRIDES)
     losses = np.empty(len(ids) - 1)
@@ -244,9 +277,8 @@ def short_losses(
 def key_places(long: np.ndarray, short: np.ndarray, counted: np.ndarray) -> np.ndarray:
     """Return the places of the key tokens (LongPPL, section 3).
 
-    Args:
-        long, short: losses with the long and with the short context, in nats.
-        counted: tokens that may be key.
+    long, short: losses with the long and with the short context, in nats. counted: tokens that may
+    be key.
     """
     return np.flatnonzero(counted & (short - long > LEAST_GAIN) & (-long > LEAST_LOG_P))
 
@@ -270,16 +302,14 @@ def _buckets(losses: np.ndarray, earlier: np.ndarray, length: int) -> list[list[
 
 
 def _parts(rows: Sequence[Row]) -> tuple[Part, ...]:
-    by_span: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    by_span: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for row in rows:
         for begin, end, count, loss in row["buckets"]:
-            by_span.setdefault((begin, end), []).append((count, _number(loss)))
+            by_span.setdefault((begin, end), []).append((_number(loss), count))
     parts = []
-    for (begin, end), found in sorted(by_span.items()):
-        score, error = weighted_mean_and_error(
-            [loss for _, loss in found], [count for count, _ in found]
-        )
-        parts.append(Part(begin, end, sum(count for count, _ in found), score, error))
+    for (begin, end), pairs in sorted(by_span.items()):
+        losses, counts = zip(*pairs, strict=True)
+        parts.append(Part(begin, end, sum(counts), *weighted_mean_and_error(losses, counts)))
     return tuple(parts)
 
 

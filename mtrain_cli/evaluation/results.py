@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import naming, replace_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.run_lock import LOCK
-from mtrain_cli.launch.study_folder import STUDY
+from mtrain_cli.launch.run_dir import LOCK
 
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
@@ -36,15 +34,13 @@ class Part:
 
     begin, end: the part. For perplexity, tokens with ``begin`` to ``end`` - 1 earlier tokens. For
         needles, depths from ``begin`` to ``end`` percent of the sequence.
-    count: number of tokens or questions.
-    score: None if there are none, or if the score is not finite.
     error: standard error of the score over the samples; None for fewer than two samples.
     """
 
     begin: int
     end: int
-    count: int
-    score: float | None
+    count: int  # number of tokens or questions
+    score: float | None  # None if there are none, or if the score is not finite
     error: float | None = None
 
 
@@ -52,39 +48,27 @@ class Part:
 class Result:
     """The score of a model in one task, at one length, with one attention.
 
-    key: hash of everything that determines the samples, apart from their number.
-    task: ``perplexity``, ``niah``, or ``ruler:`` or ``lm-eval:`` with the name of a task.
-    length: tokens of a sample. 0 if the task chooses it.
-    attention: name of the pattern.
-    pattern: settings of the pattern, for the user.
-    step: optimizer steps of the checkpoint; None for a Hugging Face folder.
-    samples: number of samples.
     score: mean over the samples, for perplexity over their tokens; None if it is not finite.
-    error: standard error of the score; None for fewer than two samples.
-    unit: `NATS` or `PERCENT`.
-    seconds: time to compute all samples.
-    parts: scores by context or by depth.
     key_tokens: number of key tokens, with their loss in nats; None if it was not asked for.
-    note: what a reader must know to compare the score.
     settings: settings of the samples, for the user. Reports show those in which results differ.
     details: further settings, from the most telling to the least. Reports show one if results of
         equal ``settings`` differ in it.
     """
 
-    key: str
-    task: str
-    length: int
-    attention: str
-    pattern: str
-    step: int | None
-    samples: int
+    key: str  # hash of everything that determines the samples, apart from their number
+    task: str  # ``perplexity``, ``niah``, or ``ruler:`` or ``lm-eval:`` with the name of a task
+    length: int  # tokens of a sample. 0 if the task chooses it.
+    attention: str  # name of the pattern
+    pattern: str  # settings of the pattern, for the user
+    step: int | None  # optimizer steps of the checkpoint; None for a Hugging Face folder
+    samples: int  # number of samples
     score: float | None
-    error: float | None
-    unit: str
-    seconds: float = 0.0
-    parts: tuple[Part, ...] = ()
+    error: float | None  # standard error of the score; None for fewer than two samples
+    unit: str  # `NATS` or `PERCENT`
+    seconds: float = 0.0  # time to compute all samples
+    parts: tuple[Part, ...] = ()  # scores by context or by depth
     key_tokens: Part | None = None
-    note: str = ""
+    note: str = ""  # what a reader must know to compare the score
     settings: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
 
@@ -95,12 +79,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     The mean is None for no values or a mean that is not finite. The error is None for fewer than
     two values.
     """
-    if not values or not all(map(math.isfinite, values)):
-        return None, None
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, None
-    return mean, statistics.stdev(values) / math.sqrt(len(values))
+    return weighted_mean_and_error(values, [1.0] * len(values))
 
 
 def weighted_mean_and_error(
@@ -109,10 +88,8 @@ def weighted_mean_and_error(
     """Return the weighted mean of independent values and its standard error.
 
     The weights are the numbers of tokens or questions, so that this is the mean of all of them. The
-    error is that of a ratio, sqrt(n / (n - 1) * sum (w (x - mean))^2) / sum w. With equal weights
-    it is the error of `mean_and_error`.
-
-    Values of weight 0 do not count. None as in `mean_and_error`.
+    error is that of a ratio, sqrt(n / (n - 1) * sum (w (x - mean))^2) / sum w. Values of weight 0
+    do not count. None as in `mean_and_error`.
     """
     pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     if not pairs or not all(math.isfinite(value) for value, _ in pairs):
@@ -126,19 +103,15 @@ def weighted_mean_and_error(
 
 
 def format_score(value: float | None, error: float | None, unit: str) -> str:
-    """Return a score with its standard error, ``97.5 ± 1.2``; ``-`` without a score.
-
-    A long number has an exponent: ``2.3e+21``.
-    """
+    """Return ``97.5 ± 1.2``, ``2.3e+21``, or ``-`` without a score."""
     if value is None:
         return "-"
     digits = 1 if unit == PERCENT else 4
-    texts = [
+    return " ± ".join(
         f"{one:.{digits}f}" if abs(one) < _LONG else f"{one:.4g}"
         for one in (value, error)
         if one is not None
-    ]
-    return " ± ".join(texts)
+    )
 
 
 def key_of(settings: Mapping[str, Any]) -> str:
@@ -153,63 +126,46 @@ class ResultsFolder:
 
     samples: rows of samples by the key of their result and by their number.
     results: results by their key, in the order of the file.
-    damage: a line on each file with lines that could not be read.
     """
 
     path: Path
     samples: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
-    damage: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()  # a line on each file with lines that could not be read
 
     @staticmethod
     def open(path: Path, model: str) -> ResultsFolder:
         """Open or create a folder. Remove damaged lines, and lines that a crash cut short.
 
-        Args:
-            model: name of the model that `model_name` returns.
-
-        Raises:
-            ConfigError: the folder holds results of another model, or something else.
+        model: name of the model that `model_name` returns. Raises ConfigError if the folder holds
+        results of another model, or something else.
         """
         require_own(path, model)
         path.mkdir(parents=True, exist_ok=True)
         replace_text(path / ABOUT, json.dumps({"model": model}) + "\n")
         opened = ResultsFolder(path)
-        rows, lost_samples = kept_rows(path / SAMPLES, _is_sample)
-        for row in rows:
+        samples, lost_samples = kept_rows(path / SAMPLES, _is_sample)
+        for row in samples:
             opened.samples.setdefault(row["key"], {})[row["index"]] = row
-        file, lost = path / RESULTS, ""
-        if file.exists():
-            opened.results, lost = _read(file)
-            if lost or not file.read_bytes().endswith(b"\n"):
-                _rewrite(file, map(asdict, opened.results.values()))
+        results, lost = kept_rows(path / RESULTS, lambda row: _result(row) is not None)
+        opened.results = {row["key"]: documents.checked(Result, row) for row in results}
         opened.damage = tuple(filter(None, (lost_samples, lost)))
         return opened
 
     def drop_training(self, after: int) -> None:
         """Drop what a run measured during training after step ``after``: it trains these again."""
 
-        def trains_again(step: object) -> bool:
-            return not isinstance(step, int) or step > after
+        def trains_again(row: dict[str, Any]) -> bool:
+            step = row.get("step")
+            return bool(row.get(IN_TRAINING)) and not (isinstance(step, int) and step <= after)
 
-        stale = {
-            key
-            for key, rows in self.samples.items()
-            if any(row.get(IN_TRAINING) and trains_again(row.get("step")) for row in rows.values())
-        }
-        if not stale:
-            return
-        self.samples = {key: rows for key, rows in self.samples.items() if key not in stale}
-        self.results = {key: one for key, one in self.results.items() if key not in stale}
-        self._rewrite()
+        for key in [k for k, rows in self.samples.items() if any(map(trains_again, rows.values()))]:
+            self.drop_samples(key)
 
     def drop_samples(self, key: str) -> None:
         """Drop the samples of a result, and the result: a crash must not leave it without them."""
         self.results.pop(key, None)
         self.samples.pop(key, None)
-        self._rewrite()
-
-    def _rewrite(self) -> None:
         # Results first: a result without samples would be kept for ever.
         _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
         _rewrite(
@@ -243,12 +199,11 @@ def model_name(model: Path, out: Path) -> str:
 def require_own(path: Path, model: str) -> None:
     """Check that a folder is new or empty, or holds results of this model.
 
-    Raises:
-        ConfigError: it holds results of another model, or something else.
+    Raises ConfigError if it holds results of another model, or something else.
     """
+    about = path / ABOUT
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path}: is a file; give a folder")
-    about = path / ABOUT
     if not about.is_file() and not _has_rows(path):
         if path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
             raise ConfigError(
@@ -256,52 +211,31 @@ def require_own(path: Path, model: str) -> None:
                 "folder"
             )
         return
-    found = _model_of(about, model)
-    if found != model:
-        raise ConfigError(
-            f"--out {path}: holds results of another model, {found}; give another folder"
-        )
-
-
-def _model_of(about: Path, expected: str | None = None) -> str:
-    """Return the model that a folder of results names. Raise ConfigError without such a name."""
     try:
-        document = documents.read_json(about)
-        if isinstance(document, dict) and isinstance(model := document.get("model"), str):
-            return model
-        why = "it names no model"
-    except (OSError, ValueError) as error:
-        why = documents.reason(error)
-    state = f"damaged ({why})" if about.exists() else "missing"
-    raise ConfigError(f"{about}: {state}. {_mend(about, expected)} again")
-
-
-def _mend(about: Path, expected: str | None) -> str:
-    """Return what repairs a damaged or missing name of the model, without "again"."""
-    whole = ""
-    if expected is None:
-        for study in list(about.absolute().parents)[3:4]:
-            if (study / STUDY).is_file():
-                return f"Delete {about.parents[1]} and run the study"
-        expected = ".." if about.parent.name == FOLDER else "PATH"
-        whole = "" if expected == ".." else ", with the whole path of the model,"
-    written = json.dumps({"model": expected})
-    return f"Write {written} into it{whole} and give the same command"
+        held = documents.read_json(about)["model"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{about}: does not name the model ({documents.reason(error)}). Write "
+            f"{json.dumps({'model': model})} into it if the results are of this model"
+        ) from None
+    if held != model:
+        raise ConfigError(
+            f"--out {path}: holds results of another model, {held}; give another folder"
+        )
 
 
 def _has_rows(folder: Path) -> bool:
     """Return whether a folder has a sample or result of `mtrain eval`, also without `ABOUT`."""
     samples, results = folder / SAMPLES, folder / RESULTS
     return (samples.is_file() and any(map(_is_sample, _rows(samples)))) or (
-        results.is_file() and bool(_read(results)[0])
+        results.is_file() and any(map(_result, _rows(results)))
     )
 
 
 def remove_unused(created: Sequence[Path]) -> None:
     """Remove a folder without samples, and its parents.
 
-    Args:
-        created: the folder and its parents that an evaluation created, the folder first.
+    created: the folder and its parents that an evaluation created, the folder first.
     """
     if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
         return
@@ -319,26 +253,26 @@ def read_results(folder: Path) -> list[Result]:
 
 def read_whole_results(folder: Path) -> tuple[list[Result], str]:
     """Do as `read_results`. Also return a line on what cannot be read, or ""."""
-    for place in (folder / FOLDER, folder):
-        if not (place / ABOUT).is_file() and not _has_rows(place):
+    for file in (folder / FOLDER / RESULTS, folder / RESULTS):
+        if not file.is_file():
             continue
-        try:
-            _model_of(place / ABOUT)
-            unread = ""
-        except ConfigError as error:
-            unread = error.problems[0]
-        if (place / RESULTS).is_file():
-            by_key, damage = _read(place / RESULTS)
-            return list(by_key.values()), "; ".join(filter(None, (unread, damage)))
-        return [], unread
+        by_key: dict[str, Result] = {}
+        damaged = []
+        for number, row in _numbered_rows(file):
+            if row is not None and (result := _result(row)) is not None:
+                by_key[result.key] = result
+            else:
+                damaged.append(number)
+        if by_key or (file.parent / ABOUT).is_file():
+            lost = documents.lines_not_shown(file, damaged, "result")
+            return list(by_key.values()), lost and f"{lost}. Give the same `mtrain eval` again"
     return [], ""
 
 
 def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of the samples in a folder of results.
 
-    Raises:
-        ConfigError: the folder has no samples.
+    Raises ConfigError if the folder has no samples.
     """
     for place in (folder / FOLDER, folder):
         if (place / SAMPLES).is_file():
@@ -346,19 +280,11 @@ def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
     raise ConfigError(f"{folder}: holds no {SAMPLES} of `mtrain eval`")
 
 
-def _read(file: Path) -> tuple[dict[str, Result], str]:
-    """Return the results of a file by their keys, and a line on damaged lines or ""."""
-    results: dict[str, Result] = {}
-    damaged = []
-    for number, row in _numbered_rows(file):
-        try:
-            result = documents.checked(Result, row or {})
-        except documents.UnreadableError:
-            damaged.append(number)
-        else:
-            results[result.key] = result
-    lost = documents.lines_not_shown(file, damaged, "result")
-    return results, lost and f"{lost}. Give the same `mtrain eval` again"
+def _result(row: Mapping[str, Any]) -> Result | None:
+    try:
+        return documents.checked(Result, row)
+    except documents.UnreadableError:
+        return None
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
@@ -395,13 +321,8 @@ def kept_rows(
         _rewrite(file, rows)
     if damaged and damaged[-1] == text.count(b"\n") + 1:  # the last line has no newline
         damaged.pop()
-    if not damaged:
-        return rows, ""
-    it, it_is = ("it", "it is") if len(damaged) == 1 else ("them", "they are")
-    return rows, (
-        f"{documents.damaged_lines(file, damaged)}; {it_is} removed, and the `mtrain eval` that "
-        f"wrote {it} measures {it} again"
-    )
+    again = "removed, and the `mtrain eval` that wrote it measures again"
+    return rows, f"{documents.damaged_lines(file, damaged)}; {again}" if damaged else ""
 
 
 def _is_sample(row: Mapping[str, Any]) -> bool:

@@ -13,16 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Template:
-    """The prompt of a task.
+    """The prompt of a task."""
 
-    question: text with {context} and the question.
-    answer: beginning of the answer, at the end of the prompt.
-    tokens: number of tokens reserved for the answer.
-    """
-
-    question: str
-    answer: str
-    tokens: int
+    question: str  # text with {context} and the question
+    answer: str  # beginning of the answer, at the end of the prompt
+    tokens: int  # number of tokens reserved for the answer
 
     @property
     def prompt(self) -> str:

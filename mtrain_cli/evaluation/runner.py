@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mtrain_cli.config import documents
 from mtrain_cli.config.dense_layers import last_layers
-from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.config.sizes import format_size
-from mtrain_cli.evaluation.cost import format_flop, forward_flop
-from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
-from mtrain_cli.evaluation.generated import Generated
+from mtrain_cli.config.schema import Config
+from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
-from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
+from mtrain_cli.evaluation.other_kinds import Evaluator, find
+from mtrain_cli.evaluation.request import RULER, EvaluationRequest, Weights, open_measurement
 from mtrain_cli.evaluation.results import (
     IN_TRAINING,
     Result,
@@ -30,20 +30,22 @@ from mtrain_cli.evaluation.results import (
     format_score,
     key_of,
 )
-from mtrain_cli.inference.answers import describe, report
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import require_known_ids
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, open_codec
+from mtrain_cli.inference.worker import describe, report, warn
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.failures import not_written
+from mtrain_cli.launch.failures import RunError, not_written
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
-from mtrain_cli.printable import one_line
+from mtrain_cli.sparsity.pattern import make_pattern
 from mtrain_cli.training.resolution import compute_dtype
 
+TARGET = "mtrain_cli.evaluation.runner:run"
 STOPPED = "stopped; finished samples are kept, and the same command continues"
-OTHERS_DONE = "all other results are complete"  # the last line after those on what failed
 
 
 class StoppedError(Exception):
@@ -60,73 +62,98 @@ class Setting:
 
     @property
     def origin(self) -> str:
-        """Return the hash of weights and attention."""
-        own = {
-            "weights": self.weights.identity,
-            "sparsity": asdict(self.config.sparsity),
-            "dtype": self.config.train.dtype,
-        }
-        return key_of(own)
+        """The hash of weights and attention."""
+        return key_of(
+            {"weights": self.weights.identity, "sparsity": asdict(self.config.sparsity),
+             "dtype": self.config.train.dtype}
+        )  # fmt: skip
 
     @property
     def label(self) -> str:
-        """Return the name for the user."""
+        """The name for the user."""
         step = "" if self.weights.step is None else f"step {self.weights.step}, "
         return f"{step}{self.attention}"
-
-    @property
-    def weights_label(self) -> str:
-        """Return what tells apart weights of one step, for `Result.details`."""
-        return f"weights {self.weights.identity}"
-
-    def labels_with(self, tokenizer: str | None) -> tuple[str, ...]:
-        """Return settings for `Result.settings`. tokenizer: as in `EvaluationRequest`."""
-        own = () if tokenizer is None else (f"tokenizer {Path(tokenizer).name}",)
-        pattern = asdict(self.config.sparsity).items()
-        keys = (f"{key} {value}" for key, value in pattern if value is not None)
-        return (*own, *keys, f"dtype {self.config.train.dtype}")
 
     def source(self) -> ModelSource:
         return ModelSource(Path(self.weights.path), self.weights.is_folder, self.config)
 
 
-def settings_of(
-    request: EvaluationRequest, configs: Sequence[Config], device: str
-) -> list[Setting]:
-    """Return each of the request's weights with each of its attentions, in this order.
-
-    Args:
-        configs: configuration of each attention.
-        device: ``cuda`` or ``cpu``. It determines the dtype that ``auto`` means, so that samples
-            of the two devices do not mix.
-    """
-    resolved = [
-        config.changed(train={"dtype": str(compute_dtype(config, device)).removeprefix("torch.")})
-        for config in configs
-    ]
-    pairs = list(zip(request.attentions, resolved, strict=True))
-    return [Setting(weights, *pair) for weights in request.weights for pair in pairs]
-
-
 @dataclass(frozen=True)
 class InTraining:
-    """A model in training.
-
-    say: shows a line to the user.
-    """
+    """A model in training. say: shows a line to the user."""
 
     scorer: Scorer
     codec: TextCodec
     say: Callable[[str], None]
 
 
-class Runner:
+class Evaluation:
+    """What evaluates on this worker: each of the request's weights with each of its attentions.
+
+    configs: configuration of each attention.
+    stop: returns whether the user asked to stop. Only the first worker's counts.
+    """
+
+    def __init__(
+        self,
+        request: EvaluationRequest,
+        configs: Sequence[Config],
+        environment: Environment,
+        stop: Callable[[], bool] = lambda: False,
+        codec: TextCodec | None = None,
+    ) -> None:
+        self.request, self.environment, self.stop = request, environment, stop
+        self.first = environment.rank == 0
+        # `auto` means the dtype of the device, so that samples of two devices do not mix.
+        dtypes = (str(compute_dtype(one, environment.device)).split(".")[1] for one in configs)
+        typed = [one.changed(train={"dtype": d}) for one, d in zip(configs, dtypes, strict=True)]
+        pairs = list(zip(request.attentions, typed, strict=True))
+        self.settings = [Setting(weights, *pair) for weights in request.weights for pair in pairs]
+        self.source = self.settings[0].source()
+        given = None if request.tokenizer is None else Path(request.tokenizer)
+        self.codec = open_codec(self.source, given) if codec is None else codec
+
+    def open_folder(self) -> ResultsFolder:
+        """Open the results on the first worker."""
+        folder = ResultsFolder.open(Path(self.request.out), self.request.model)
+        for line in folder.damage:
+            warn(line)
+        return folder
+
+    def load(self, setting: Setting, *, generates: bool) -> Engine:
+        """Load a model, and show it. generates: whether it generates tokens."""
+        engine = Engine(setting.source(), self.environment, warn if self.first else None)
+        if self.first:
+            lines = describe(engine, generates=generates)
+            report(lines[: 1 + (setting.attention != "dense")])
+        return engine
+
+    def known(self, setting: Setting, **values: Any) -> Result:
+        """Return a result without a score. values: further fields of it."""
+        pattern = asdict(setting.config.sparsity).items()
+        tokenizer = self.request.tokenizer
+        return Result(
+            attention=setting.attention, pattern=pattern_text(setting.config),
+            step=setting.weights.step, score=None, error=None, unit="",
+            settings=(
+                *values.pop("settings", ()),
+                *([] if tokenizer is None else [f"tokenizer {Path(tokenizer).name}"]),
+                *(f"{key} {value}" for key, value in pattern if value is not None),
+                f"dtype {setting.config.train.dtype}",
+            ),
+            details=(
+                *values.pop("details", ()), f"weights {setting.weights.identity}",
+                *filter(None, [self.codec.starts]),
+            ),
+            **values,
+        )  # fmt: skip
+
+
+class Runner(Evaluation):
     """Evaluates on this worker. All workers call `run` together.
 
-    stop: returns whether the user asked to stop. Only the first worker's counts.
     training: the model in training to evaluate instead of weights on disk.
     problem: a line on results in training that could not be written; "" if they were.
-    failed: lines on samples that cannot be made, and on weights that cannot be loaded.
     """
 
     def __init__(
@@ -137,44 +164,26 @@ class Runner:
         stop: Callable[[], bool] = lambda: False,
         training: InTraining | None = None,
     ) -> None:
-        self._request, self._environment, self._stop = request, environment, stop
+        codec = None if training is None else training.codec
+        super().__init__(request, configs, environment, stop, codec)
         self._training, self.problem = training, ""
-        self.failed: list[str] = []
-        self._complete = 0  # results
-        self._first = environment.rank == 0
-        self._settings = settings_of(request, configs, environment.device)
-        source = self._settings[0].source()
-        self._vocabulary = source.config.model.vocab_size
-        self._tokenizer = tokenizer_text(request, source)
-        given = None if request.tokenizer is None else Path(request.tokenizer)
-        codec = open_codec(source, given) if training is None else training.codec
-        self._starts = codec.starts
-        self._measurement: Measurement = open_measurement(
-            # Only the first worker reads texts. The others measure what it sends.
-            request if self._first else replace(request, samples=0),
-            source,
-            codec,
-        )
+        # Only the first worker reads texts. The others measure what it sends.
+        read = request if self.first else replace(request, samples=0)
+        self._measurement = open_measurement(read, self.source, self.codec)
 
     def run(self) -> None:
         """Measure all results that the folder does not hold.
 
-        Raises:
-            StoppedError: the user asked to stop.
-            ConfigError: a sample does not fit, or the folder holds results of another model. If
-                weights or samples are damaged, the first worker measures all else before.
+        Raises StoppedError if the user asked to stop. Raises ConfigError if a sample does not fit
+        or cannot be made, weights cannot be loaded, or the folder holds results of another model.
         """
-        request = self._request
-        folder = ResultsFolder.open(Path(request.out), request.model) if self._first else None
-        for line in folder.damage if folder is not None else ():
-            self._warn(line)
-        self.run_in(folder)
+        self.run_in(self.open_folder() if self.first else None)
 
     def run_at(self, step: int, folder: ResultsFolder | None) -> None:
         """Measure the model in training after ``step`` steps. folder: as in `run_in`."""
-        self._settings = [
+        self.settings = [
             replace(one, weights=Weights.in_training(Path(one.weights.path), step))
-            for one in self._settings
+            for one in self.settings
         ]
         self.problem = ""
         self.run_in(folder)
@@ -182,143 +191,105 @@ class Runner:
     def run_in(self, folder: ResultsFolder | None) -> None:
         """Do as `run`, with an open folder. Workers other than the first have none."""
         self._folder = folder
-        shown = self._first and self._training is None
+        shown = self.first and self._training is None
         self._progress = progress = EvaluationProgress(*self._work(), enabled=shown)
         try:
-            if self._first:
+            if self.first:
                 progress.say(self._outlook(progress.remaining))
-                if self._starts:
-                    progress.say(self._starts)
-            for setting in self._settings:
+                if self.codec.starts:
+                    progress.say(self.codec.starts)
+            for setting in self.settings:
                 rows = self._measure_setting(setting)
-                if folder is not None and rows is not None:
+                if folder is not None:
                     self._measurement.learn(setting.origin, setting.label, rows)
         finally:
             progress.close()
-        if self._first and self.failed:
-            others = [OTHERS_DONE] if self._complete else []
-            raise ConfigError(*dict.fromkeys(self.failed), *others)
 
-    def _measure_setting(self, setting: Setting) -> list[Row] | None:
-        """Measure all cells. Return the first worker's rows; None if the weights are damaged."""
-        engine: Scorer | None = None
+    def _measure_setting(self, setting: Setting) -> list[Row]:
+        """Measure all cells. Return the first worker's rows."""
+        scorer: Scorer | None = None if self._training is None else self._training.scorer
+        generates = self.request.kind == RULER
         rows: list[Row] = []
         for cell in self._measurement.cells():
             key = self._key(setting, cell, self._measurement)
-            failures, measured, started = len(self.failed), False, time.perf_counter()
-            for items in self._shared(self._possible(self._steps(key, cell), cell)):
-                engine = engine or self._opened(setting)
-                if engine is None:
-                    return None
-                found = self._measure(engine, cell, [item["item"] for item in items])
+            started, measured = time.perf_counter(), False
+            for group in self._shared(self._missing(key, cell)):
+                scorer = scorer or self.load(setting, generates=generates)
+                found = self._measure(scorer, cell, [item for _, item in group])
                 measured = True
                 if self._folder is not None:
-                    self._keep(key, setting, cell, items, found)
-                    work = self._cost(setting, cell, self._measurement) * len(items)
-                    self._progress.advance(work, f"{name_of(cell)} {setting.label}")
-            if self._folder is not None and len(self.failed) == failures:
-                rows += self._folder.samples.get(key, {}).values()
-                self._finish(key, setting, cell, time.perf_counter() - started if measured else 0.0)
+                    self._keep(key, setting, cell, [index for index, _ in group], found)
+                    work = self._cost(setting, cell, self._measurement) * len(group)
+                    self._progress.advance(work, f"{cell} {setting.label}")
+            if self._folder is not None:
+                whole = self._whole_rows(key, cell)
+                rows += whole.values()
+                seconds = time.perf_counter() - started if measured else 0.0
+                self._finish(key, setting, cell, [whole[n] for n in sorted(whole)], seconds)
         return rows
-
-    def _possible(self, steps: Iterator[list[Item]], cell: Cell) -> Iterator[list[Item]]:
-        """Yield groups of samples up to the first that cannot be made."""
-        try:
-            yield from steps
-        except ConfigError as error:
-            name = name_of(cell)
-            self.failed += [p if name in p else f"{name}: {p}" for p in error.problems]
 
     def _outlook(self, flop: float) -> str:
         """Return a line on what is left to compute. The cost of files is not known."""
         if not flop:
-            return f"{self._request.out} holds all samples; nothing to compute"
+            return f"{self.request.out} holds all samples; nothing to compute"
         lengths = [cell.length for cell in self._measurement.cells()]
         texts = [f"up to {format_flop(flop)} to compute (dense attention)"] if any(lengths) else []
         return " and ".join([*texts, *(["the samples of --file"] if 0 in lengths else [])])
 
-    def _opened(self, setting: Setting) -> Scorer | None:
-        """Return the model; None on all workers if one of them cannot load it."""
-        if self._training is not None:
-            return self._training.scorer
-        engine: Engine | None = None
-        problems: list[str] = []
-        try:
-            engine = Engine(setting.source(), self._environment, self._warn)
-        except ConfigError as error:
-            problems = list(error.problems)
-        else:
-            lines = describe(engine, generates=isinstance(self._measurement, Generated))
-            for line in lines[: 1 + (setting.attention != "dense")]:
-                self._progress.say(line)
-        if self._environment.dims.workers > 1:
-            problems = next((found for found in share(problems) if found), [])
-        if not problems:
-            return engine
-        self.failed += problems
-        self._progress.say(f"{setting.label}: cannot be loaded")
-        return None
-
-    def _measure(self, engine: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:
+    def _measure(self, scorer: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:
         """Return the rows of samples on all workers. Context groups divide the samples."""
-        dims, rank = self._environment.dims, self._environment.rank
+        dims = self.environment.dims
         if dims.dp == 1:
-            return self._measurement.measure(engine, cell, items)
+            return self._measurement.measure(scorer, cell, items)
         # Weights are gathered by all workers, so a group without a sample computes another's.
-        own = dims.coordinate("dp", rank)
-        (row,) = self._measurement.measure(engine, cell, [items[own if own < len(items) else 0]])
+        own = dims.coordinate("dp", self.environment.rank)
+        (row,) = self._measurement.measure(scorer, cell, [items[own if own < len(items) else 0]])
         by_group = {dims.coordinate("dp", n): row for n, row in enumerate(share(row))}
         return [by_group[number] for number in range(len(items))]
 
-    def _steps(self, key: str, cell: Cell) -> Iterator[list[Item]]:
-        """Yield groups of {index, item} that the folder lacks; none but on the first worker."""
+    def _missing(self, key: str, cell: Cell) -> Iterator[list[tuple[int, Item]]]:
+        """Yield groups of samples that the folder lacks; none but on the first worker."""
         if self._folder is None:
             return
         rows = self._whole_rows(key, cell)
-        wanted = self._request.samples
-        if all(index in rows for index in range(wanted)) and not any(
-            "text" in row for row in rows.values()
-        ):
+        wanted = range(self._measurement.count(cell, self.request.samples))
+        if all(index in rows for index in wanted) and not any("text" in r for r in rows.values()):
             return  # all are there; making them again could take minutes
-        missing: Iterator[Item] = (
-            {"index": index, "item": item}
-            for index, item in enumerate(itertools.islice(self._measurement.items(cell), wanted))
+        missing = (
+            (index, item)
+            for index, item in zip(wanted, self._measurement.items(cell), strict=False)
             if index not in rows or rows[index].get("text") != item.get("text")
         )
-        together = self._measurement.together * self._environment.dims.dp
+        vocabulary = self.source.config.model.vocab_size
+        tokenizer = tokenizer_text(self.request, self.source)
+        together = self._measurement.together * self.environment.dims.dp
         while group := list(itertools.islice(missing, together)):
-            for one in group:
-                require_known_ids(
-                    one["item"]["ids"], self._vocabulary, name_of(cell), self._tokenizer
-                )
+            for _, item in group:
+                require_known_ids(item["ids"], vocabulary, str(cell), tokenizer)
             yield group
 
     def _whole_rows(self, key: str, cell: Cell) -> dict[int, Row]:
-        """Return the rows of a result. Forget those that are damaged, or of another text."""
+        """Return the rows of the wanted samples, without those that lack what a result needs."""
         assert self._folder is not None
         rows = self._folder.samples.get(key, {})
-        for index in [index for index, row in rows.items() if not self._is_whole(row, cell)]:
-            del rows[index]
-        for index in self._measurement.stale(cell, rows):
-            del rows[index]
-        return rows
-
-    def _is_whole(self, row: Row, cell: Cell) -> bool:
-        """Return whether a row from the disk has what a result needs."""
         known = Result("", cell.task, cell.length, "", "", None, 1, None, None, "")
-        try:
-            documents.checked(Result, asdict(self._measurement.result([row], known)))
-        except (KeyError, IndexError, TypeError, ValueError, ArithmeticError):
-            return False
-        return True
+        whole = {}
+        for index in range(self._measurement.count(cell, self.request.samples)):
+            try:
+                result = self._measurement.result([rows[index]], known)
+                documents.checked(Result, asdict(result))
+                whole[index] = rows[index]
+            except (LookupError, TypeError, ValueError, ArithmeticError):
+                continue
+        return whole
 
-    def _shared(self, steps: Iterator[list[Item]]) -> Iterator[list[Item]]:
+    def _shared(self, groups: Iterator[list[tuple[int, Item]]]) -> Iterator[list[tuple[int, Item]]]:
         """Yield the first worker's groups of samples on all workers."""
         while True:
-            own = next(steps, None)
-            if own is not None and self._stop():
+            own = next(groups, None)
+            if own is not None and self.stop():
                 own = []
-            if self._environment.dims.workers > 1:
+            if self.environment.dims.workers > 1:
                 own = share(own)[0]
             if own is None:
                 return
@@ -327,14 +298,14 @@ class Runner:
             yield own
 
     def _keep(
-        self, key: str, setting: Setting, cell: Cell, items: Sequence[Item], rows: Sequence[Row]
+        self, key: str, setting: Setting, cell: Cell, numbers: list[int], rows: list[Row]
     ) -> None:
         assert self._folder is not None
         names = {"key": key, "task": cell.task, "length": cell.length}
         names |= {"attention": setting.attention, "step": setting.weights.step}
         names |= {} if self._training is None else {IN_TRAINING: True}
-        for item, row in zip(items, rows, strict=True):
-            self._write(partial(self._folder.add_sample, {**names, "index": item["index"], **row}))
+        for index, row in zip(numbers, rows, strict=True):
+            self._write(partial(self._folder.add_sample, {**names, "index": index, **row}))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write to the folder. A full disk must not end a training run."""
@@ -343,41 +314,27 @@ class Runner:
         except OSError as error:
             if self._training is None:
                 raise
-            self.problem = not_written(error, Path(self._request.out))
+            self.problem = not_written(error, Path(self.request.out))
 
-    def _finish(self, key: str, setting: Setting, cell: Cell, seconds: float) -> None:
+    def _finish(
+        self, key: str, setting: Setting, cell: Cell, rows: list[Row], seconds: float
+    ) -> None:
         """Write a result that has samples and is new. seconds: of the samples measured now."""
         assert self._folder is not None
-        rows, before = self._folder.samples.get(key), self._folder.results.get(key)
         if not rows:
             return
-        self._complete += 1
-        measurement = self._measurement
-        known = Result(
-            key=key,
-            task=cell.task,
-            length=cell.length,
-            attention=setting.attention,
-            pattern=pattern_text(setting.config),
-            step=setting.weights.step,
-            samples=len(rows),
-            score=None,
-            error=None,
-            unit="",
+        before = self._folder.results.get(key)
+        known = self.known(
+            setting, key=key, task=cell.task, length=cell.length, samples=len(rows),
             seconds=seconds + (before.seconds if before is not None else 0.0),
-            settings=measurement.labels(cell) + setting.labels_with(self._request.tokenizer),
-            details=(
-                *measurement.details(cell),
-                setting.weights_label,
-                *filter(None, [self._starts]),
-            ),
-        )
-        result = measurement.result([rows[index] for index in sorted(rows)], known)
+            settings=self._measurement.labels(cell), details=self._measurement.details(cell),
+        )  # fmt: skip
+        result = self._measurement.result(rows, known)
         if result == before:
             return
         self._write(partial(self._folder.add_result, result))
         say = self._progress.say if self._training is None else self._training.say
-        say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
+        say(f"{cell} {setting.label}: {score_text(result)}")
 
     def _key(self, setting: Setting, cell: Cell, measurement: Measurement) -> str:
         """Return the key of a result: that from training if the run measured it then."""
@@ -385,7 +342,7 @@ class Runner:
             return ""
         own = {"task": cell.task, "length": cell.length, **measurement.settings(cell)}
         step = setting.weights.step
-        if step is not None and self._request.model == "..":
+        if step is not None and self.request.model == "..":
             weights = Weights.in_training(Path(setting.weights.path), step)
             trained = key_of({**own, "model": replace(setting, weights=weights).origin})
             if trained in self._folder.samples:
@@ -402,19 +359,13 @@ class Runner:
         """Return the FLOP of all samples, and of those that the folder holds."""
         total = done = 0.0
         measurement = self._measurement
-        for setting in self._settings if self._folder is not None else ():
+        for setting in self.settings if self._folder is not None else ():
             for cell in measurement.cells():
                 cost = self._cost(setting, cell, measurement)
-                held = self._whole_rows(self._key(setting, cell, measurement), cell).keys()
-                wanted = range(self._measurement.count(cell, self._request.samples))
-                total += cost * len(held | set(wanted))
-                done += cost * len(held)
+                total += cost * measurement.count(cell, self.request.samples)
+                done += cost * len(self._whole_rows(self._key(setting, cell, measurement), cell))
             measurement = measurement.after(setting.origin)
         return total, done
-
-    def _warn(self, line: str) -> None:
-        if self._first:
-            report([f"mtrain: warning: {one_line(line)}"])
 
 
 def tokenizer_text(request: EvaluationRequest, source: ModelSource) -> str:
@@ -422,11 +373,6 @@ def tokenizer_text(request: EvaluationRequest, source: ModelSource) -> str:
     if request.tokenizer is not None:
         return f"--tokenizer {request.tokenizer}: this tokenizer"
     return f"{source.path}: its tokenizer"
-
-
-def name_of(cell: Cell | Result) -> str:
-    """Return ``niah 64k``."""
-    return f"{cell.task} {format_size(cell.length)}" if cell.length else cell.task
 
 
 def score_text(result: Result) -> str:
@@ -438,10 +384,49 @@ def score_text(result: Result) -> str:
 
 def pattern_text(config: Config) -> str:
     """Return the settings of a pattern for the user; "" for dense attention."""
-    from mtrain_cli.sparsity.pattern_registry import make_pattern
-
     pattern: Any = make_pattern(config.sparsity, config.seed)
     if pattern is None:
         return ""
     last = last_layers(config)
     return f"{pattern.describe()}{f'; {last} dense' if last else ''}"
+
+
+def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
+    """Evaluate on one worker of `mtrain eval`. Return whether a stop request ended it early."""
+    request, configs = EvaluationRequest.load(run_dir.path)
+    flag = StopFlag(run_dir)
+    try:
+        evaluate(make_runner(request, configs, environment, stop=flag.requested), environment)
+    except StoppedError:
+        if environment.rank == 0 and environment.launcher != "mtrain":
+            report([STOPPED])  # no command goes on after a rank of a job
+        return True
+    return False
+
+
+def make_runner(
+    request: EvaluationRequest,
+    configs: Sequence[Config],
+    environment: Environment,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    tasks: Any = None,
+) -> Evaluator:
+    """Return what evaluates a request. tasks: see `OtherKind.check`."""
+    if (other := find(request.kind)) is not None:
+        return other.runner(request, configs, environment, stop, tasks=tasks)
+    return Runner(request, configs, environment, stop)
+
+
+def evaluate(runner: Evaluator, environment: Environment) -> None:
+    """Run an evaluation.
+
+    Raises ConfigError as in `Runner.run`. Raises RunError if the GPU ran out of memory.
+    """
+    try:
+        runner.run()
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"rank {environment.rank} ran out of GPU memory ({str(error).splitlines()[0]}). Give a "
+            "smaller --length or more topology.workers. The samples so far are kept."
+        ) from error

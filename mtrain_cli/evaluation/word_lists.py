@@ -1,6 +1,7 @@
 """The word lists of the package wonderwords, from which RULER takes its keys and words.
 
-The nouns differ between versions of the package, so `identity` belongs into every result.
+The nouns differ between versions of the package, so `identity` belongs into every result. Each
+function raises ConfigError if the package is missing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import bisect
 import functools
 import hashlib
 import importlib.resources
+import itertools
 from collections.abc import Sequence
 from random import Random
 
@@ -32,21 +34,13 @@ def _lists() -> tuple[tuple[str, ...], ...]:
 
 
 def identity() -> str:
-    """Return the SHA-256 of the three lists.
-
-    Raises:
-        ConfigError: the package wonderwords is missing.
-    """
+    """Return the SHA-256 of the three lists."""
     return hashlib.sha256("\n\n".join("\n".join(words) for words in _lists()).encode()).hexdigest()
 
 
 @functools.cache
 def all_words(seed: int) -> tuple[str, ...]:
-    """Return all distinct words, shuffled.
-
-    Raises:
-        ConfigError: the package wonderwords is missing.
-    """
+    """Return all distinct words, shuffled."""
     words = sorted({word for words in _lists() for word in words})
     Random(seed).shuffle(words)
     return tuple(words)
@@ -54,11 +48,7 @@ def all_words(seed: int) -> tuple[str, ...]:
 
 @functools.cache
 def adjective_nouns() -> HyphenPairs:
-    """Return the sorted list of all distinct pairs such as ``calm-otter``.
-
-    Raises:
-        ConfigError: the package wonderwords is missing.
-    """
+    """Return the sorted list of all distinct pairs such as ``calm-otter``."""
     nouns, adjectives, _ = _lists()
     return HyphenPairs(adjectives, nouns)
 
@@ -68,22 +58,25 @@ class HyphenPairs(Sequence[str]):
 
     All pairs of one first word are neighbours in the list, in the order of the second words. The
     exception is a first word such as ``far`` next to ``far-off``: ``far-off-road`` may belong to
-    both. The pairs of such words are sorted together.
+    both. The pairs of such a family of words are sorted together.
     """
 
     def __init__(self, first: Sequence[str], second: Sequence[str]) -> None:
-        self._second = sorted(set(second))
-        self._groups: list[tuple[str, list[str] | None]] = []  # prefix, and its pairs if shared
-        for prefixes in _families(sorted({f"{word}-" for word in first})):
-            shared = None
-            if len(prefixes) > 1:
-                shared = sorted({prefix + word for prefix in prefixes for word in self._second})
-            self._groups.append((prefixes[0], shared))
-        self._ends = []
-        end = 0
-        for _, shared in self._groups:
-            end += len(self._second) if shared is None else len(shared)
-            self._ends.append(end)
+        families: list[list[str]] = []
+        for prefix in sorted({f"{word}-" for word in first}):
+            if families and prefix.startswith(families[-1][0]):
+                families[-1].append(prefix)
+            else:
+                families.append([prefix])
+        seconds = sorted(set(second))
+        # The prefix of a group of pairs, and what follows it.
+        self._groups: list[tuple[str, list[str]]] = [
+            (own[0], seconds)
+            if len(own) == 1
+            else ("", sorted({prefix + word for prefix in own for word in seconds}))
+            for own in families
+        ]
+        self._ends = list(itertools.accumulate(len(words) for _, words in self._groups))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -92,17 +85,5 @@ class HyphenPairs(Sequence[str]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         group = bisect.bisect_right(self._ends, index)
-        prefix, shared = self._groups[group]
-        place = index - (self._ends[group - 1] if group else 0)
-        return prefix + self._second[place] if shared is None else shared[place]
-
-
-def _families(prefixes: list[str]) -> list[list[str]]:
-    """Group sorted prefixes: a family is a prefix and all others that begin with it."""
-    families: list[list[str]] = []
-    for prefix in prefixes:
-        if families and prefix.startswith(families[-1][0]):
-            families[-1].append(prefix)
-        else:
-            families.append([prefix])
-    return families
+        prefix, words = self._groups[group]
+        return prefix + words[index - (self._ends[group - 1] if group else 0)]

@@ -1,4 +1,4 @@
-"""One step of decoding: compute the next token of every sequence of a batch.
+"""One step of decoding: compute the next token of every sequence of a batch, with its cache.
 
 A step reads and writes tensors that stay in place, runs the same operations whatever the number of
 tokens so far, and never waits for the device. A CUDA graph can therefore repeat a step.
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mtrain_cli.attention.decode import merge_parts, pack_part
 from mtrain_cli.attention.kernel import Kernel
-from mtrain_cli.inference.cache import KvCache
+from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.collectives import all_gather
@@ -24,6 +25,60 @@ from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.tensor_group import TensorGroup
 
 _WARM_UP_STEPS = 3  # of a CUDA graph: compile kernels, and let libraries allocate their memory
+
+
+class KvCache:
+    """Keys and values of all layers on one worker.
+
+    A worker holds the keys of the tokens that the layout gives it, and of every n-th generated
+    token on n workers. Their order does not matter: a new token sees all of them, and rotary
+    positions are already part of the keys.
+
+    keys, values: for each layer [batch, capacity + 1, kv_heads, head_dim]. All workers write each
+        token to their first free slot, so that all run the same operations, but only the worker
+        that holds the token counts it. A full cache needs one more slot for this.
+    used: number of slots in use of each sequence, int32 [batch].
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = batch, capacity + 1, model.num_kv_heads, model.head_dim
+        # Zeros, not arbitrary memory: kernels multiply slots that are not used by 0, and 0 times
+        # NaN is NaN.
+        self.keys, self.values = (
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(model.num_layers)]
+            for _ in range(2)
+        )
+        self.batch, self.capacity = batch, capacity
+        self.used = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._rows = torch.arange(batch, device=device)
+
+    def store(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of a prompt, [1, tokens, kv_heads, head_dim]."""
+        tokens = k.shape[1]
+        assert tokens <= self.capacity, (tokens, self.capacity)
+        self.keys[layer][row, :tokens] = k[0]
+        self.values[layer][row, :tokens] = v[0]
+
+    def take_token(self, is_held: Tensor) -> Tensor:
+        """Count one more token in each sequence, and return its slots for `append`, int64 [batch].
+
+        is_held: whether this worker holds the token, a bool tensor on the device.
+        """
+        slots = self.used.long()
+        self.used += is_held
+        return slots
+
+    def append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Store a token of each sequence, [batch, 1, kv_heads, head_dim], in its slot."""
+        self.keys[layer][self._rows, slots] = k[:, 0]
+        self.values[layer][self._rows, slots] = v[:, 0]
 
 
 class DecodeStep:
@@ -58,16 +113,14 @@ class DecodeStep:
         self.tokens, self.positions = (
             torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2)
         )
-        self.logits: torch.Tensor | None = None
+        self.logits: Tensor | None = None
         # The number of the next token, and the random number of each token.
         self._number = torch.zeros(1, dtype=torch.int64, device=device)
         self._uniforms = torch.zeros(max(2, max_new), batch, dtype=torch.float64, device=device)
         self._slots = torch.zeros(batch, dtype=torch.int64, device=device)
         self._graph: Any = None
 
-    def begin(
-        self, logits_BV: torch.Tensor, positions: list[int], uniforms: list[np.ndarray]
-    ) -> None:
+    def begin(self, logits_BV: Tensor, positions: list[int], uniforms: list[np.ndarray]) -> None:
         """Choose the first token of each sequence of a new batch.
 
         Args:
@@ -92,8 +145,8 @@ class DecodeStep:
         """Compute the next tokens."""
         if self._graph is not None:
             self._graph.replay()
-            return
-        self._compute()
+        else:
+            self._compute()
 
     def copy_tokens(self) -> Callable[[], list[int]]:
         """Start to copy the tokens to the host. Return a function that waits for the copy.
@@ -118,8 +171,8 @@ class DecodeStep:
     @torch.no_grad()
     def _compute(self) -> None:
         group = self._group
-        mine = (self._number - 1) % group.size == group.rank
-        self._slots.copy_(self._cache.take_token(mine))
+        is_held = (self._number - 1) % group.size == group.rank
+        self._slots.copy_(self._cache.take_token(is_held))
         self.logits = self._decoder.head(self._hidden())[:, 0]
         uniforms_B = self._uniforms.index_select(0, self._number)[0]
         self.tokens.copy_(self._sampling.choose(self.logits, uniforms_B)[:, None])
@@ -127,7 +180,7 @@ class DecodeStep:
         self.positions += 1
         self._number += 1
 
-    def _hidden(self) -> torch.Tensor:
+    def _hidden(self) -> Tensor:
         """Return the hidden state of the last token of each sequence, [batch, 1, hidden]."""
         if self._tensor is None:
             return self._decoder.hidden(self.tokens, self.positions, self._attend)
@@ -136,9 +189,7 @@ class DecodeStep:
         # If the tokens do not divide among the workers, the last ones are padding.
         return self._tensor.start_gather(own_1RC[0]).wait()[: self._cache.batch, None]
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
-    ) -> torch.Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Attend to all earlier tokens and the token itself, on all workers."""
         cache = self._cache
         cache.append(layer, k, v, self._slots)
@@ -150,11 +201,7 @@ class DecodeStep:
         return out.to(q.dtype)
 
     def _agree(self) -> None:
-        """Give all workers the tokens of the first worker.
-
-        All workers merge the same numbers. But GPUs of different kinds may round products
-        differently, and a worker with another token would spoil the text of all.
-        """
+        """Give all workers the tokens of the first: GPUs of other kinds may round differently."""
         if self._tensor is not None:
             self._tensor.broadcast(self.tokens)
         if self._group.size > 1:
@@ -170,7 +217,7 @@ class DecodeStep:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_STEPS):
-                self._cache.reset()
+                self._cache.used.zero_()
                 self._number.fill_(1)
                 self._compute()
         torch.cuda.current_stream().wait_stream(side)
@@ -180,4 +227,4 @@ class DecodeStep:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._compute()
         self._graph = graph
-        self._cache.reset()
+        self._cache.used.zero_()

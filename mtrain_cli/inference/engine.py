@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,22 +20,19 @@ from torch import Tensor
 from mtrain_cli.attention.decode import split_kernel
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.config.problem import ConfigError, cli_option
-from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for, most_held
-from mtrain_cli.inference.decode_step import DecodeStep
+from mtrain_cli.inference.decode_step import DecodeStep, KvCache
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.model_source import ModelSource, load_decoder
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_cli.inference.scorer import Scorer, device_of
+from mtrain_cli.inference.scorer import Scorer, attention_of, device_of
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.mesh import (
-    TENSOR,
-    make_parameter_mesh,
-)
+from mtrain_cli.parallel.mesh import TENSOR, make_parameter_mesh
 from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.training.resolution import resolve_run
 
 END, LENGTH = "end", "length"
+Ids = Sequence[int]
 OnToken = Callable[[int, int], None]
 
 
@@ -46,24 +42,19 @@ class Completion:
 
     ids: the generated ids, without the id that ended the text.
     finish: `END` if an end token came, `LENGTH` if ``max_new`` tokens were generated.
-    prompt_tokens: number of tokens of the prompt.
-    prefill_seconds: time to compute the prompt.
     decode_seconds: time to generate all tokens after the first, for all prompts of the batch.
     """
 
-    prompt_tokens: int
+    prompt_tokens: int  # number of tokens of the prompt
     ids: list[int] = field(default_factory=list)
     finish: str = LENGTH
-    prefill_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # time to compute the prompt
     decode_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Decoding:
-    """A cache, and the step that extends its sequences.
-
-    max_new: most tokens that the step can generate for a prompt.
-    """
+    """A cache, and the step that extends its sequences by at most ``max_new`` tokens."""
 
     cache: KvCache
     step: DecodeStep
@@ -85,22 +76,9 @@ class _Decoding:
         )
 
 
-@dataclass(frozen=True)
-class _Endings:
-    """What ends a text, as in `Engine.generate`."""
-
-    stop: frozenset[int]
-    ended: Callable[[Sequence[int]], bool] | None
-
-    def after(self, token: int, ids: Sequence[int]) -> bool:
-        """Return whether the text ends. ids: the new ids, without the id of an end token."""
-        return token in self.stop or (self.ended is not None and self.ended(ids))
-
-
 class Engine(Scorer):
     """A model on this worker. All workers call each method together.
 
-    tensor: the workers that share each layer; None if this worker computes whole layers.
     choices: kernel, layout, exchange and pattern for a prompt of the model's training length.
     decode_kernel: name of the kernel for new tokens.
     step: optimizer steps of the checkpoint; None for a Hugging Face folder.
@@ -114,17 +92,12 @@ class Engine(Scorer):
     ) -> None:
         """Load the model. With several workers, the process group must exist.
 
-        Args:
-            report: called with the reason why a damaged checkpoint is skipped.
-
-        Raises:
-            ConfigError: the weights cannot be loaded, or no kernel supports the settings.
+        report: called with the reason why a damaged checkpoint is skipped. Raises ConfigError if
+        the weights cannot be loaded, or no kernel supports the settings.
         """
+        timeout = timedelta(seconds=source.config.topology.timeout_s)
         tensor = make_tensor_group(
-            environment.rank,
-            environment.dims,
-            device_of(environment),
-            timedelta(seconds=source.config.topology.timeout_s),
+            environment.rank, environment.dims, device_of(environment), timeout
         )
         super().__init__(source.config, environment, tensor=tensor)
         self.source = source
@@ -135,42 +108,32 @@ class Engine(Scorer):
             self.decode_kernel = split_kernel(*shape, self.choices.dtype)
         self._kept: _Decoding | None = None
         mesh = None
-        if self.tensor is not None:
+        if tensor is not None:
             mesh = make_parameter_mesh(environment.dims, environment.device)[TENSOR]
-        dtype = self.choices.dtype
         self.decoder, self.step = load_decoder(
-            source, dtype, self.device, report, self.tensor, mesh
+            source, self.choices.dtype, self.device, report, tensor, mesh
         )
 
     @torch.no_grad()
     def hidden(
-        self,
-        ids: Sequence[int],
-        store: Callable[[int, Tensor, Tensor], None] | None = None,
-        documents: np.ndarray | None = None,
+        self, ids: Ids, store: Callable[[int, Tensor, Tensor], None] | None = None
     ) -> tuple[Tensor, Layout]:
-        """Compute a prompt. Return hidden states [1, tokens, hidden], and the layout.
+        """Compute a prompt. Return this place's hidden states [1, tokens, hidden], and the layout.
 
-        The hidden states are those of this worker's place in the layout. Workers of a tensor group
-        share a place.
-
-        Args:
-            store: takes layer, keys and values of this worker's tokens, padding included.
-            documents: document of each token, int32 [tokens]; None if all tokens are one document.
+        Workers of a tensor group share a place in the layout. store: takes layer, keys and values
+        of this worker's tokens, padding included.
         """
-        batch, layout = self._batch(ids, documents=documents)
-        attend = StoringAttention(batch.attention, batch.attend.release, store)
-        own_1RC = self.decoder.hidden(batch.tokens, batch.positions, attend)
+        batch, layout = self._batch(ids)
+        own_1RC = self.decoder.hidden(batch.tokens, batch.positions, attention_of(batch, store))
         return self._of_place(own_1RC, layout), layout
 
     @torch.no_grad()
-    def prefill(self, ids: Sequence[int], cache: KvCache, row: int) -> Tensor:
+    def prefill(self, ids: Ids, cache: KvCache, row: int) -> Tensor:
         """Compute a prompt, store its keys and values, and return the last logits [1, vocabulary].
 
-        Args:
-            row: row of the cache.
+        row: row of the cache.
         """
-        held = self.held(ids)
+        held = self.held(ids)[self.group.rank]
 
         def store(layer: int, k: Tensor, v: Tensor) -> None:
             cache.store(layer, row, k[:, :held], v[:, :held])
@@ -184,7 +147,7 @@ class Engine(Scorer):
         if self.group.size == 1:
             return x_1NC[:, tokens - 1 : tokens]
         at = [np.flatnonzero(layout.positions(r) == tokens - 1) for r in range(self.group.size)]
-        owner = next(rank for rank, found in enumerate(at) if len(found))
+        owner = next(rank for rank, places in enumerate(at) if len(places))
         last = x_1NC.new_empty(1, 1, x_1NC.shape[-1])
         if owner == self.group.rank:
             place = int(at[owner][0])
@@ -192,25 +155,24 @@ class Engine(Scorer):
         dist.broadcast(last, self.group.ranks[owner], group=self.group.whole)
         return last
 
-    def held(self, ids: Sequence[int]) -> int:
-        """Return how many tokens of a prompt this worker holds. They come before its padding."""
-        layout = self._layout_of(ids)
-        return int((layout.positions(self.group.rank) < len(ids)).sum())
-
-    def _layout_of(self, ids: Sequence[int]) -> Layout:
-        return resolve_run(self._config_for(len(ids)), self.environment).layout
+    def held(self, ids: Ids) -> list[int]:
+        """Return how many tokens of a prompt each place holds. They come before its padding."""
+        layout = resolve_run(self._config_for(len(ids)), self.environment).layout
+        return [int((layout.positions(r) < len(ids)).sum()) for r in range(layout.workers)]
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids],
         max_new: int,
         sampling: Sampling,
         stop: frozenset[int] = frozenset(),
         on_token: OnToken | None = None,
-        ended: Callable[[Sequence[int]], bool] | None = None,
+        ended: Callable[[Ids], bool] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Iterator[Completion]:
         """Generate tokens, and yield the completion of each prompt in order.
+
+        Raises ConfigError if the keys and values of a prompt do not fit the memory.
 
         Args:
             prompts: token ids, checked by `limits.require_prompts`.
@@ -219,40 +181,37 @@ class Engine(Scorer):
             ended: returns whether new ids end a text, for endings other than an id.
             seeds: seed of each prompt, so that its sample does not depend on the other prompts.
                 None for the seed of ``sampling`` and the number of the prompt.
-
-        Raises:
-            ConfigError: the keys and values of a prompt do not fit the memory.
         """
-        longest = max(len(ids) for ids in prompts)
-        most = self._most_together(longest, max_new)
+        most = self._most_together(max(map(len, prompts)), max_new)
         together = min(most, len(prompts))
         # Equal on all workers: they record a CUDA graph, with its messages, together or not at all.
-        held = [most_held(self._layout_of(ids), len(ids)) for ids in prompts]
-        capacity = capacity_for(held, max_new, self.group.size)
+        held = max(max(self.held(ids)) for ids in prompts)
+        # Workers share the new tokens, and no later token sees the last one.
+        capacity = max(1, held + -(-(max_new - 1) // self.group.size))
         # A GPU would record its graph again for a smaller batch. A CPU would compute idle rows.
         most = most if self.device.type == "cuda" else together
         decoding = self._decoding(together, most, capacity, max_new, sampling)
+        uniforms = [
+            sampling.uniforms(number, max_new)
+            if seeds is None
+            else replace(sampling, seed=seeds[number]).uniforms(0, max_new)
+            for number in range(len(prompts))
+        ]
         for first in range(0, len(prompts), together):
-            numbers = range(first, min(first + together, len(prompts)))
-            report = partial(_report_token, on_token, first)
-            uniforms = [
-                sampling.uniforms(number, max_new)
-                if seeds is None
-                else replace(sampling, seed=seeds[number]).uniforms(0, max_new)
-                for number in numbers
-            ]
-            chosen = [prompts[number] for number in numbers]
-            endings = _Endings(stop, ended)
-            yield from self._generate(chosen, max_new, uniforms, endings, report, decoding)
+            chosen = slice(first, first + together)
+
+            def takes(row: int, token: int, new: list[int], first: int = first) -> bool:
+                """Keep a token, and return whether it ends the text."""
+                if token not in stop:
+                    new.append(token)
+                    if on_token is not None:
+                        on_token(first + row, token)
+                return token in stop or (ended is not None and ended(new))
+
+            yield from self._generate(prompts[chosen], max_new, uniforms[chosen], takes, decoding)
 
     def _most_together(self, longest: int, max_new: int) -> int:
-        """Return how many prompts can generate together. It is equal on all workers.
-
-        Workers on nodes of unequal memory would otherwise divide the prompts differently.
-
-        Raises:
-            ConfigError: a prompt does not fit the memory of some worker.
-        """
+        """Return how many prompts can generate together, the least of workers of unequal memory."""
         need = MemoryNeed.of(self.config, self.environment, self.choices)
         own, problem = 0, None
         try:
@@ -277,10 +236,7 @@ class Engine(Scorer):
     def _decoding(
         self, batch: int, most: int, capacity: int, max_new: int, sampling: Sampling
     ) -> _Decoding:
-        """Return a cache and its step: those of the previous call if they suffice.
-
-        A GPU then need not record the step again. most: as in `_Decoding.suffices`.
-        """
+        """Return a cache and its step: the previous ones if they suffice, recorded on a GPU."""
         sampling = replace(sampling, seed=0)  # the step gets random numbers, not the seed
         kept = self._kept
         if kept is None or not kept.suffices(batch, most, capacity, max_new, sampling):
@@ -297,16 +253,15 @@ class Engine(Scorer):
 
     def _generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids],
         max_new: int,
         uniforms: list[np.ndarray],
-        endings: _Endings,
-        report: OnToken,
+        takes: Callable[[int, int, list[int]], bool],
         decoding: _Decoding,
     ) -> list[Completion]:
         """Generate tokens for prompts that fit the cache together."""
         cache, step = decoding.cache, decoding.step
-        cache.reset()
+        cache.used.zero_()
         completions, logits = [Completion(len(ids)) for ids in prompts], []
         for row, ids in enumerate(prompts):
             started = self._now()
@@ -325,12 +280,7 @@ class Engine(Scorer):
             if ahead and number + 1 < max_new:
                 step.run()
             for row, token in enumerate(copied()[: len(prompts)]):
-                if row not in open_rows:
-                    continue
-                if token not in endings.stop:
-                    completions[row].ids.append(token)
-                    report(row, token)
-                if endings.after(token, completions[row].ids):
+                if row in open_rows and takes(row, token, completions[row].ids):
                     completions[row].finish = END
                     open_rows.remove(row)
             if not open_rows:
@@ -344,8 +294,3 @@ class Engine(Scorer):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _report_token(on_token: OnToken | None, first: int, row: int, token: int) -> None:
-    if on_token is not None:
-        on_token(first + row, token)

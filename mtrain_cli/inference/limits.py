@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,19 +38,21 @@ def require_prompts(
 ) -> None:
     """Check the ids and the lengths of prompts.
 
+    Raises ConfigError if a prompt is empty, has an id outside the vocabulary or is too long, or new
+    tokens do not see the whole cache under the model's mask.
+
     Args:
         prompts: token ids.
         max_new: most tokens to generate for a prompt. 0 if the prompts are only scored.
         beyond: allow positions for which the model was not trained.
         names: name of each prompt, for messages; by default its number.
-
-    Raises:
-        ConfigError: a prompt is empty, has an id outside the vocabulary or is too long, or new
-            tokens do not see the whole cache under the model's mask.
     """
     vocabulary, most = source.config.model.vocab_size, source.max_position
+    numbered = [f"prompt {n}" for n in range(1, len(prompts) + 1)]
     problems = []
-    for name, ids in zip(names or _numbered(len(prompts)), prompts, strict=True):
+    for name, ids in zip(
+        names or (numbered if len(prompts) > 1 else ["the prompt"]), prompts, strict=True
+    ):
         outside = next(((at, one) for at, one in enumerate(ids) if not 0 <= one < vocabulary), None)
         if not ids:
             problems.append(f"{name} is empty; give at least one token")
@@ -60,11 +63,11 @@ def require_prompts(
             )
         elif len(ids) + max_new > most and not beyond:
             fits = most - len(ids)
-            with_new = f"; with {cli_option('max_new', max_new)} it exceeds"
-            more_than = with_new if max_new else ", more than"
+            exceeds = f"; with {cli_option('max_new', max_new)} it exceeds"
+            exceeds = exceeds if max_new else ", more than"
             smaller = cli_option("max_new", fits) if fits > 0 else "a shorter prompt"
             problems.append(
-                f"{name} has {with_count(len(ids), 'token')}{more_than} the {most:,} positions of "
+                f"{name} has {with_count(len(ids), 'token')}{exceeds} the {most:,} positions of "
                 f"the model. Give {smaller}, or add {cli_option('beyond', True)} to go on anyway"
             )
     if problems:
@@ -84,23 +87,17 @@ def longer_than_trained(source: ModelSource, tokens: int) -> str:
     )
 
 
-def _numbered(prompts: int) -> list[str]:
-    """Return names of prompts in the order in which the user gave them."""
-    return ["the prompt"] if prompts == 1 else [f"prompt {n}" for n in range(1, prompts + 1)]
-
-
 def require_known_ids(
     ids: Sequence[int] | np.ndarray, vocabulary: int, where: str, tokenizer: str
 ) -> None:
     """Check the ids of a text that a tokenizer made, perhaps that of another model.
 
+    Raises ConfigError if an id is outside the vocabulary.
+
     Args:
         vocabulary: number of the model's ids.
-        where: what needs the text, for the message.
+        where: what needs the text.
         tokenizer: subject of the message.
-
-    Raises:
-        ConfigError: an id is outside the vocabulary.
     """
     array = np.asarray(ids)
     outside = array[(array < 0) | (array >= vocabulary)]
@@ -114,10 +111,8 @@ def require_known_ids(
 def require_whole_cache(mask: MaskSettings, tokens: int) -> None:
     """Raise ConfigError unless a query after the prompt sees all earlier keys, and no later ones.
 
-    Under a prefix-LM, this is so for all queries after the prefix.
-
-    Args:
-        tokens: tokens of the longest prompt with its new tokens.
+    Under a prefix-LM, this is so for all queries after the prefix. tokens: tokens of the longest
+    prompt with its new tokens.
     """
     if mask.caches_whole >= tokens:
         return
@@ -138,8 +133,7 @@ def require_whole_cache(mask: MaskSettings, tokens: int) -> None:
 def require_hidden_labels(config: Config, what: str) -> None:
     """Raise ConfigError if the losses of a text say nothing, because queries see later tokens.
 
-    Args:
-        what: what needs the losses, for the message.
+    what: what needs the losses.
     """
     if config.mask.shows_later_keys:
         raise ConfigError(
@@ -151,28 +145,17 @@ def require_hidden_labels(config: Config, what: str) -> None:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory of one worker, by arithmetic, in bytes.
+    """The memory of one worker, by arithmetic, in bytes."""
 
-    capacity: memory of the worker.
-    fixed: weights and logits.
-    per_cached: of a token in the cache.
-    per_token: of a token of a prompt while a layer computes it.
-    per_attended: of a token in attention, in addition.
-    per_tiled: of a token in the MLP, in addition.
-    tile: most bytes in the MLP; 0 means no limit.
-    workers: number of workers that share a prompt.
-    attention: index and masks.
-    """
-
-    capacity: int
-    fixed: int
-    per_cached: int
-    per_token: int
-    per_attended: int
-    per_tiled: int
-    tile: int
-    workers: int
-    attention: AttentionNeed
+    capacity: int  # memory of the worker
+    fixed: int  # weights and logits
+    per_cached: int  # of a token in the cache
+    per_token: int  # of a token of a prompt while a layer computes it
+    per_attended: int  # of a token in attention, in addition
+    per_tiled: int  # of a token in the MLP, in addition
+    tile: int  # most bytes in the MLP; 0 means no limit
+    workers: int  # number of workers that share a prompt
+    attention: AttentionNeed  # index and masks
 
     @staticmethod
     def of(
@@ -180,13 +163,11 @@ class MemoryNeed:
     ) -> MemoryNeed:
         """Return the needs of a model on the workers of a context group.
 
-        Args:
-            choices: kernel and pattern; None to choose them.
-
-        Raises:
-            ConfigError: no kernel supports the settings.
+        choices: kernel and pattern; None to choose them. Raises ConfigError if no kernel supports
+        the settings.
         """
         from mtrain_cli.inference.attention_need import AttentionNeed
+        from mtrain_cli.model.huggingface import parameter_shapes
         from mtrain_cli.training.resolution import resolve_run
 
         choices = choices or resolve_run(config, environment)
@@ -198,10 +179,10 @@ class MemoryNeed:
         # Norm; q, k and v; q again in float32 while it is rotated; gathered keys and values.
         attended = (2 * model.hidden_size + 2 * width + 2 * kv) * itemsize + 6 * width
         attended += kv * workers * itemsize if workers > 1 else 0
-        logits = MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES)
+        parameters = sum(map(math.prod, parameter_shapes(model).values()))
         return MemoryNeed(
             capacity=_worker_memory(config, environment),
-            fixed=_parameters(config) * itemsize + logits,
+            fixed=parameters * itemsize + MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES),
             per_cached=model.num_layers * kv * itemsize,
             # Residual stream, result of attention, result; cosine and sine in float32.
             per_token=(2 * model.hidden_size + width) * itemsize + 8 * model.head_dim,
@@ -238,51 +219,38 @@ class MemoryNeed:
     def require_fit(self, prompt: int, max_new: int, device: str) -> int:
         """Return how many prompts can generate together, at most `MOST_TOGETHER`.
 
-        Raises:
-            ConfigError: not even one prompt fits.
+        Raises ConfigError if not even one prompt fits.
         """
-        if not self.fits(prompt, max_new):
-            where = "of GPU memory" if device == "cuda" else "of memory"
-            raise ConfigError(
-                f"a prompt of {with_count(prompt, 'token')} with {cli_option('max_new', max_new)} "
-                f"needs {format_bytes(self.bytes(prompt, max_new))} per worker for weights, keys "
-                f"and values; a worker has {format_bytes(_USABLE * self.capacity)} {where}"
-                f"{self._what_fits(prompt, max_new)}"
-            )
-        return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
-
-    def _what_fits(self, prompt: int, max_new: int) -> str:
-        """Return the end of a sentence on a prompt that does not fit, with advice."""
-        longest, most_new = self.longest(max_new), self.most_new(prompt)
+        if self.fits(prompt, max_new):
+            return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
         given = cli_option("max_new")
-        if longest:
-            this = f"; this one fits with {cli_option('max_new', most_new)}" if most_new else ""
-            return (
-                f", and the longest that fits has {with_count(longest, 'token')}{this}. Give a "
-                f"shorter prompt, a smaller {given} or more topology.workers"
+        if longest := self.longest(max_new):
+            advice = (
+                f", and the longest that fits has {with_count(longest, 'token')}. Give a shorter "
+                f"prompt, a smaller {given} or more topology.workers"
             )
-        none_fits = f", so no prompt fits with this {given}"
-        if most_new:
-            smaller = cli_option("max_new", most_new)
-            return f"{none_fits}. Give {smaller} or less, or more topology.workers"
-        if with_one := self.longest(1):
-            return (
-                f"{none_fits}; with {cli_option('max_new', 1)}, the longest that fits has "
-                f"{with_count(with_one, 'token')}. Give both smaller, or more topology.workers"
+        elif most_new := self.most_new(prompt):
+            advice = (
+                f", so no prompt fits with this {given}. Give {cli_option('max_new', most_new)} or "
+                "less, or more topology.workers"
             )
-        return (
-            f", and the weights and logits alone take {format_bytes(self.fixed)}. Give "
-            "topology.tensor_parallel=N, by which N workers share the weights"
+        else:
+            advice = (
+                f", and weights and logits alone take {format_bytes(self.fixed)}. Give "
+                "topology.tensor_parallel=N, by which N workers share the weights, or a shorter "
+                f"prompt and a smaller {given}"
+            )
+        raise ConfigError(
+            f"a prompt of {with_count(prompt, 'token')} with {cli_option('max_new', max_new)} "
+            f"needs {format_bytes(self.bytes(prompt, max_new))} per worker for weights, keys and "
+            f"values; a worker has {format_bytes(_USABLE * self.capacity)} of "
+            f"{'GPU memory' if device == 'cuda' else 'memory'}{advice}"
         )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Return the largest number of tokens that fits, if all smaller ones fit; 0 if none fits."""
-    low, high = 0, MOST_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect.bisect(range(1, MOST_TOKENS + 1), False, key=lambda tokens: not fits(tokens))
 
 
 def _worker_memory(config: Config, environment: Environment) -> int:
@@ -297,12 +265,3 @@ def _worker_memory(config: Config, environment: Environment) -> int:
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory
-
-
-def _parameters(config: Config) -> int:
-    """Return the number of parameters of a model."""
-    from math import prod
-
-    from mtrain_cli.model.huggingface import parameter_shapes
-
-    return sum(map(prod, parameter_shapes(config.model).values()))

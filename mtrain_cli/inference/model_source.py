@@ -16,11 +16,11 @@ from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.foreign_words import hub_hint
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import ConfigError, Names, setting
-from mtrain_cli.config.schema import Config, ModelConfig
+from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import adapter_hint, no_such
-from mtrain_cli.config.tensor_parallel import require_degree_1
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of
@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
-_OF_PIPELINES = tuple(
-    f"topology.{name}"
-    for name in ("pipeline_parallel", "schedule", "virtual_stages", "stage_layers")
-)
-_WHOLE = "`mtrain generate` and `mtrain eval` compute no pipeline: each worker holds all layers"
+_OF_TRAINING = dict.fromkeys(
+    ("topology.expert_parallel", "topology.expert_chunks"), "each worker holds all experts"
+) | dict.fromkeys(
+    (f"topology.{key}" for key in ("pipeline_parallel", "schedule", "virtual_stages",
+                                   "stage_layers")),
+    "`mtrain generate` and `mtrain eval` compute no pipeline: each worker holds all layers",
+) | {"topology.context_parallel": "all workers share each prompt"}  # fmt: skip
 _GIVEN_BY_MODEL = Names(lacks=("seq",))
 
 
@@ -46,14 +48,12 @@ _GIVEN_BY_MODEL = Names(lacks=("seq",))
 class ModelSource:
     """A model on disk, and how to run it.
 
-    path: a Hugging Face folder, a run, its checkpoints folder, or a checkpoint.
-    is_folder: whether ``path`` is a Hugging Face folder.
     config: model, mask, pattern, topology, kernel and dtype. ``seq`` is the sequence length of
         training, from which an automatic rotary factor follows.
     """
 
-    path: Path
-    is_folder: bool
+    path: Path  # a Hugging Face folder, a run, its checkpoints folder, or a checkpoint
+    is_folder: bool  # whether ``path`` is a Hugging Face folder
     config: Config
 
     @property
@@ -77,42 +77,40 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     """Find a model and read its configuration, but no weights.
 
     By default a run keeps its pattern, a Hugging Face folder is dense, and one worker computes.
-
-    Args:
-        overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
-            train.compile.
-
-    Raises:
-        ConfigError: the path names no model, an override is wrong, or the pattern ignores its
-            input.
+    overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
+    train.compile. Raises ConfigError if the path names no model, an override is wrong, or the
+    pattern ignores its input.
     """
     for word in overrides:
-        key = word.partition("=")[0]
-        if key == "topology.context_parallel":
-            raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
-        if key in ("topology.expert_parallel", "topology.expert_chunks"):
-            raise ConfigError(f"{word}: each worker holds all experts; leave this setting out")
-        if key in _OF_PIPELINES and word != "topology.pipeline_parallel=1":
-            raise ConfigError(f"{word}: {_WHOLE}; leave this setting out")
-        _require_servable(word)
+        key, _, value = word.partition("=")
+        if key in _OF_TRAINING and word != "topology.pipeline_parallel=1":
+            raise ConfigError(f"{word}: {_OF_TRAINING[key]}; leave this setting out")
+        if key in ("sparsity", "sparsity.pattern") and value not in PATTERNS:
+            raise ConfigError(f"{word}: {no_such('sparsity', value, servable_patterns())}")
         if not is_settable(key):
             raise ConfigError(
                 f"{word}: the model gives this setting; allowed: sparsity=, topology=, their keys, "
                 "train.kernel=, train.dtype= and train.compile="
             )
     is_folder = (path / "config.json").is_file() and not (path / RESOLVED).is_file()
+    # One worker computes, unless torchrun or srun started several. Nothing is compiled: compiling
+    # takes longer than it saves on a few prompts.
+    workers = [] if current_job() is not None else ["topology.workers=1"]
+    defaults = [*workers, "train.compile=false"]
     if is_folder:
         model, seq = huggingface_config.read_config(path)
         mask = huggingface_config.read_mask(path) or CAUSAL
-        words = [*_defaults(), *_sizes(model), f"seq={seq}", *overrides]
+        # The sizes that `topology.tensor_parallel` must divide.
+        names = "num_heads", "num_kv_heads", "intermediate_size"
+        sizes = [f"model.{name}={getattr(model, name)}" for name in names]
         with _GIVEN_BY_MODEL.in_errors():
-            config = compose.compose(words)
+            config = compose.compose([*defaults, *sizes, f"seq={seq}", *overrides])
         config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
         config = config.changed(data={"document_mask": False})  # a prompt is one document
     else:
         path = _find_run(path)
         with _GIVEN_BY_MODEL.in_errors():
-            config = _config_of_run(run_of(path), overrides)
+            config = _config_of_run(run_of(path), compose.compose(defaults), overrides)
     require_degree_1(config, "pipeline_parallel", "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
         raise ConfigError(
@@ -128,32 +126,9 @@ def is_settable(key: str) -> bool:
     return key in _SETTABLE or key.startswith(("sparsity.", "topology."))
 
 
-def _require_servable(word: str) -> None:
-    """Refuse an unknown pattern with a list of those that can serve."""
-    key, _, value = word.partition("=")
-    if key in ("sparsity", "sparsity.pattern") and value not in PATTERNS:
-        raise ConfigError(f"{word}: {no_such('sparsity', value, servable_patterns())}")
-
-
 def servable_patterns() -> list[str]:
     """Return the names of the patterns that look at their input."""
-    return [name for name, found in PATTERNS.items() if not found.synthetic]
-
-
-def _defaults() -> list[str]:
-    """Return the settings that differ from those of training.
-
-    One worker computes, unless torchrun or srun started several. Nothing is compiled: compiling
-    takes longer than it saves on a few prompts.
-    """
-    workers = [] if current_job() is not None else ["topology.workers=1"]
-    return [*workers, "train.compile=false"]
-
-
-def _sizes(model: ModelConfig) -> list[str]:
-    """Return the sizes of a model that `topology.tensor_parallel` must divide, as settings."""
-    names = "num_heads", "num_kv_heads", "intermediate_size"
-    return [f"model.{name}={getattr(model, name)}" for name in names]
+    return [name for name, settings in PATTERNS.items() if not settings.synthetic]
 
 
 def _find_run(path: Path) -> Path:
@@ -168,24 +143,19 @@ def _find_run(path: Path) -> Path:
         ) from None
 
 
-def _config_of_run(run: Path, overrides: Sequence[str]) -> Config:
+def _config_of_run(run: Path, defaults: Config, overrides: Sequence[str]) -> Config:
     """Return the configuration of a run, with the overrides instead of its topology."""
-    saved, defaults = resolved_file.load(run / RESOLVED), compose.compose(_defaults())
+    saved = resolved_file.load(run / RESOLVED)
     # A model needs neither the optimizer nor the folders of its run, which may be gone, and the run
     # used memory and arithmetic for its own devices.
     train = dataclasses.replace(
         defaults.train, tile_mib=saved.train.tile_mib, loss_chunk_mib=saved.train.loss_chunk_mib
     )
     base = dataclasses.replace(
-        saved,
-        topology=defaults.topology,
-        train=train,
-        optim=defaults.optim,
-        profile=defaults.profile,
-        data=defaults.data,
-    )
-    changed = compose.resume(base, overrides)
-    return dataclasses.replace(changed, data=saved.data)
+        saved, topology=defaults.topology, train=train, optim=defaults.optim,
+        profile=defaults.profile, data=defaults.data,
+    )  # fmt: skip
+    return dataclasses.replace(compose.resume(base, overrides), data=saved.data)
 
 
 def load_decoder(
@@ -198,23 +168,21 @@ def load_decoder(
 ) -> tuple[Decoder, int | None]:
     """Load the model on one device. Return it, and the step of its checkpoint if it has one.
 
+    Raises ConfigError if the weights are missing, damaged or of another shape.
+
     Args:
         dtype: dtype of all weights.
         report: called with the reason why a damaged checkpoint is skipped.
         tensor: the workers that share each layer; None if this worker computes whole layers.
         mesh: the same workers as a device mesh, if there are some.
-
-    Raises:
-        ConfigError: the weights are missing, damaged or of another shape.
     """
     import torch
 
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.model.huggingface import load_into
     from mtrain_cli.model.layer_execution import LayerExecution
-    from mtrain_cli.model.layer_parts import cut_layers
     from mtrain_cli.model.loss import LossOptions
-    from mtrain_cli.model.parallelize import execute_layers
+    from mtrain_cli.model.parallelize import cut_layers, execute_layers
 
     train = source.config.train
     loss = LossOptions(chunk_bytes=train.loss_chunk_mib << 20)
@@ -235,8 +203,7 @@ def load_decoder(
     if source.is_folder:
         load_into(decoder, source.path)
         return decoder.eval(), None
-    step = _load_checkpoint(decoder, source, report)
-    return decoder.eval(), step
+    return decoder.eval(), _load_checkpoint(decoder, source, report)
 
 
 def _load_checkpoint(

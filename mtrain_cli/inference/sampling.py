@@ -18,49 +18,43 @@ if TYPE_CHECKING:
 class Sampling:
     """How to choose a token.
 
-    temperature: divides the logits; 0 always takes the token with the largest logit.
-    top_p: keep the fewest most likely tokens with at least this probability together.
-    top_k: keep this many most likely tokens; 0 keeps all.
-    seed: seed of the random numbers. The numbers depend only on the seed, the number of the prompt
-        and the number of the token, so that batches and workers do not change a sample.
+    seed: random numbers depend only on it, the number of the prompt and that of the token, so
+        batches and workers do not change a sample.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = 0.0  # divides the logits; 0 always takes the token with the largest logit
+    top_p: float = 1.0  # keep the fewest most likely tokens with at least this probability together
+    top_k: int = 0  # keep this many most likely tokens; 0 keeps all
     seed: int = 0
 
     def require_valid(self) -> None:
         """Raise ConfigError with a line for each value out of range."""
-        checks = [
-            (
-                cli_option("temperature", self.temperature),
-                0 <= self.temperature < math.inf,
-                "0 (always the most likely token) or more",
-            ),
-            (cli_option("top_p", self.top_p), 0 < self.top_p <= 1, "above 0 and at most 1"),
-            (cli_option("top_k", self.top_k), self.top_k >= 0, "0 (no limit) or more"),
-            (cli_option("seed", self.seed), 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
-        ]
+        allowed = {
+            "temperature": (0 <= self.temperature < math.inf, "0 (always the most likely token)"
+                            " or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "0 (no limit) or more"),
+            "seed": (0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
+        }  # fmt: skip
         problems = [
-            f"{given}: must be {allowed}" for given, is_valid, allowed in checks if not is_valid
+            f"{cli_option(name, getattr(self, name))}: must be {text}"
+            for name, (is_valid, text) in allowed.items()
+            if not is_valid
         ]
         if problems:
             raise ConfigError(*problems)
 
     def without_effect(self) -> str:
-        """Return a line on the options that temperature 0 ignores, or "" if there are none."""
-        given = [
-            (f"--top-k {self.top_k}", self.top_k != 0),
-            (f"--top-p {self.top_p:g}", self.top_p != 1),
-            (f"--seed {self.seed}", self.seed != 0),
+        """Return a line on the options that temperature 0 ignores, or ""."""
+        names = [
+            cli_option(name, getattr(self, name))
+            for name in ("top_k", "top_p", "seed")
+            if getattr(self, name) != getattr(Sampling, name)
         ]
-        names = [name for name, is_set in given if is_set]
         if self.temperature or not names:
             return ""
-        verb = "has" if len(names) == 1 else "have"
         return (
-            f"{', '.join(names)}: {verb} no effect, --temperature 0 takes the most likely token; "
+            f"{', '.join(names)}: without effect, --temperature 0 takes the most likely token; "
             "give --temperature 1 to sample"
         )
 
@@ -69,12 +63,7 @@ class Sampling:
         return np.random.default_rng([self.seed, prompt]).random(tokens)
 
     def choose(self, logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-        """Return the chosen id of each row, int64 [batch].
-
-        Args:
-            logits_BV: [batch, vocabulary], in any dtype.
-            uniforms_B: float64 [batch], from `uniforms`.
-        """
+        """Return the chosen id of each row, int64 [batch]. uniforms_B: float64, of `uniforms`."""
         import torch
 
         if self.temperature == 0:
@@ -86,10 +75,9 @@ class Sampling:
         return chosen_B1.squeeze(1).clamp_(max=logits_BV.shape[-1] - 1)
 
     def probabilities(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return the probability of each token after temperature, top-k and top-p, float64.
+        """Return the probabilities after temperature (above 0), top-k and top-p, float64.
 
-        The temperature must be above 0. The rows need not add up to 1. Tokens as likely as the
-        last one that top-k keeps are kept, too.
+        The rows need not add up to 1. Top-k also keeps tokens as likely as its last one.
         """
         logits_BV = logits_BV.double()
         # The largest becomes 0, so that a tiny temperature gives no infinity minus infinity.

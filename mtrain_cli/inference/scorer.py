@@ -1,8 +1,13 @@
-"""Score texts: the loss of each token, and whether it is the most likely one, in a forward pass."""
+"""Score texts in a forward pass: the loss of each token, and whether it is the most likely one.
+
+A text that holds its answer is scored without a cache: greedy decoding begins with the answer
+exactly if each of its tokens has the largest logit. Under a sparse pattern the rows of the answer
+are sparse, too; when a model generates, they are dense.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -14,17 +19,20 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.inference.cache import StoringAttention
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.parallel.collectives import all_gather
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange import make_chosen_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.training.batch import Batch, Batches, Layouts, attention_setups
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+
+_PACKED = {"cpu": 2048, "cuda": 16384}  # most tokens of a sequence that holds several texts
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its continuation
+Score = tuple[float, bool]
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,7 @@ class Scorer:
     ) -> None:
         """Prepare communication. With several workers, the process group must exist.
 
-        Raises:
-            ConfigError: no kernel supports the settings.
+        Raises ConfigError if no kernel supports the settings.
         """
         self.config, self.environment, self.tensor = config, environment, tensor
         self.device = device_of(environment)
@@ -68,20 +75,16 @@ class Scorer:
 
     def _context_group(self, exchange: ExchangeChoice) -> ContextGroup:
         """Return the communicators of an exchange. Exchanges with equal needs share them."""
-        dims = self.environment.dims
-        if dims.workers == 1:
+        environment = self.environment
+        if environment.dims.workers == 1:
             return ContextGroup.alone()
         key = exchange.per_node, exchange.heads, tuple(exchange.channels)
         if key not in self._groups:
             self._groups[key] = make_context_group(
-                self.environment.rank,
-                dims,
-                self.device,
+                environment.rank, environment.dims, self.device,
                 timedelta(seconds=self.config.topology.timeout_s),
-                per_node=exchange.per_node,
-                heads=exchange.heads,
-                channels=exchange.channels,
-            )
+                per_node=exchange.per_node, heads=exchange.heads, channels=exchange.channels,
+            )  # fmt: skip
         return self._groups[key]
 
     def _config_for(self, tokens: int) -> Config:
@@ -94,10 +97,7 @@ class Scorer:
         labels: np.ndarray | None = None,
         documents: np.ndarray | None = None,
     ) -> tuple[Batch, Layout]:
-        """Return a prompt as a batch of one sequence, and its layout.
-
-        documents: int32 [tokens], to keep the tokens of each document apart; None for one document.
-        """
+        """Return a prompt as a batch of one sequence, and its layout."""
         config = self._config_for(len(ids))
         choices = resolve_run(config, self.environment)
         group = self._context_group(choices.exchange)
@@ -142,35 +142,107 @@ class Scorer:
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of each token but the first, and whether it is the most likely token.
 
-        The loss is -log p(token | earlier tokens) in nats, float32 [tokens - 1]. The second result
-        is bool [tokens - 1]. Both come from one forward pass and are on the CPU. Attention has the
-        model's pattern, as in a prompt.
+        Attention has the model's pattern, as in a prompt.
 
         Args:
-            documents: as in `hidden`. The first token of a later document follows the token before
-                it, which belongs to another document.
-            places: positions of the tokens to score, from 1; None for all. The other tokens get
-                loss 0 and False.
+            documents: document of each token, int32 [tokens], to keep documents apart; None for
+                one. The first token of a later document is predicted from the token before it.
+            places: positions of the only tokens to score, from 1 and increasing; None for all.
+
+        Returns:
+            -log p(token | earlier tokens) in nats, float32, and bool, both [tokens - 1] or
+            [places] and on the CPU. Among equally likely tokens, the lowest id counts as the most
+            likely.
         """
         tokens = np.asarray(ids, dtype=np.int32)
         labels = np.append(tokens[1:], np.int32(IGNORED))
+        # The label of a token stands one place before it.
+        wanted = np.arange(len(ids) - 1) if places is None else np.asarray(places, np.int64) - 1
         if places is not None:
-            wanted = np.asarray(places) - 1  # the label of a token stands one place before it
             labels = np.full_like(tokens, IGNORED)
             labels[wanted] = tokens[wanted + 1]
         batch, layout = self._batch(ids, labels, documents)
-        attend = StoringAttention(batch.attention, batch.attend.release)
         is_greedy = torch.zeros_like(batch.labels, dtype=torch.bool)
         losses = self.decoder.token_losses(
-            batch.tokens, batch.positions, batch.labels, attend, is_greedy
+            batch.tokens, batch.positions, batch.labels, attention_of(batch), is_greedy
         )
         own = torch.cat([losses, is_greedy.to(losses.dtype)])  # one message for both
         own = self._of_place(own.t()[None], layout)[0].t().contiguous()
         shards = own[None]
         if self.group.size > 1:
             shards = all_gather(own, self.group.size, self.group.whole)
-        losses, hits = layout.to_sequence(shards)[:, : len(ids) - 1].cpu()
+        losses, hits = layout.to_sequence(shards).cpu()[:, torch.from_numpy(wanted)]
         return losses, hits > 0.5
+
+    def score_together(self, pairs: Sequence[Pair]) -> list[Score]:
+        """Score texts in one sequence, kept apart by a document mask.
+
+        Args:
+            pairs: contexts and continuations, none of them empty.
+
+        Returns:
+            For each text, the sum of log p over the continuation, in nats, and whether each of its
+            tokens is the most likely one.
+        """
+        ids: list[int] = []
+        places: list[int] = []
+        for context, continuation in pairs:
+            assert len(context) > 0 < len(continuation)
+            ids += [*context, *continuation]
+            places += range(len(ids) - len(continuation), len(ids))
+        counts = [len(context) + len(rest) for context, rest in pairs]
+        documents = np.repeat(np.arange(len(pairs), dtype=np.int32), counts)
+        losses, hits = self.token_scores(ids, documents if len(pairs) > 1 else None, places)
+        ends = np.cumsum([len(continuation) for _, continuation in pairs])[:-1]
+        nats, right = np.split(losses.double().numpy(), ends), np.split(hits.numpy(), ends)
+        return [(-float(n.sum()), bool(r.all())) for n, r in zip(nats, right, strict=True)]
+
+
+def attention_of(
+    batch: Batch, store: Callable[[int, Tensor, Tensor], None] | None = None
+) -> Attend:
+    """Return the attention of a batch without a backward pass: it keeps nothing of a layer.
+
+    store: takes layer, keys and values before a layer is computed.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        if store is not None:
+            store(layer, k, v)
+        out = batch.attention(q, k, v, layer)
+        batch.attend.release(layer)
+        return out
+
+    return attend
+
+
+def packs(config: Config, device: str, lengths: Sequence[int]) -> list[list[int]]:
+    """Divide texts among sequences: first fit, the longest text first.
+
+    Under dense attention, each text of a sequence gets the scores that it would get alone. A sparse
+    pattern chooses keys for a sequence as a whole, so there each sequence holds one text.
+
+    Args:
+        lengths: tokens of each text.
+
+    Returns:
+        The numbers of the texts of each sequence.
+    """
+    mask = config.mask
+    alike = mask.keeps_causal_intervals and not (mask.counts_from_start or mask.is_mixed)
+    most = _PACKED[device] if alike and config.sparsity.pattern == "dense" else 0
+    order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
+    alone = [[number] for number in order if lengths[number] > most]
+    order = order[len(alone) :]
+    free = np.full(len(order), most)  # tokens of each sequence
+    packed: list[list[int]] = []
+    for number in order:
+        place = int(np.argmax(free >= lengths[number]))
+        free[place] -= lengths[number]
+        if place == len(packed):
+            packed.append([])
+        packed[place].append(number)
+    return alone + packed
 
 
 def device_of(environment: Environment) -> torch.device:

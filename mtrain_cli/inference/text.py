@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.problem import ConfigError, cli_option, if_has
 from mtrain_cli.data.tokenizers import (
     NO_BEGIN,
-    Begin,
     ByteTokenizer,
     FileTokenizer,
     describe_begin,
@@ -37,20 +37,15 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer makes of a part of a character
 
 @dataclass(frozen=True)
 class TextCodec:
-    """The tokenizer of a model.
+    """The tokenizer of a model. Prompts start as documents did in training.
 
-    tokenizer: None if the model has none.
-    stop: ids that end a text.
-    missing: why there is no tokenizer; "" if there is one.
     first: id that begins a text without a prompt: the begin token, or the end token of the text
         before; None if the tokenizer has neither.
-
-    A prompt is the beginning of a document, so it starts as documents did in training.
     """
 
-    tokenizer: ByteTokenizer | FileTokenizer | None
-    stop: frozenset[int]
-    missing: str = ""
+    tokenizer: ByteTokenizer | FileTokenizer | None  # None if the model has none
+    stop: frozenset[int]  # ids that end a text
+    missing: str = ""  # why there is no tokenizer; "" if there is one
     first: int | None = None
 
     @property
@@ -63,17 +58,25 @@ class TextCodec:
         """How prompts and documents start; "" if the tokenizer has nothing to put there."""
         return "" if self.tokenizer is None else describe_begin(self.tokenizer)
 
+    @property
+    def required(self) -> ByteTokenizer | FileTokenizer:
+        """The tokenizer. Raises ConfigError if the model has none."""
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.missing}. Give {cli_option('tokenizer', 'FOLDER')}")
+        return self.tokenizer
+
     def encode(self, text: str, name: str = "the prompt") -> list[int]:
         """Return the ids of a prompt.
 
-        Args:
-            name: name of the prompt, for messages.
-
-        Raises:
-            ConfigError: the model has no tokenizer, or the prompt is not Unicode text.
+        name: name of the prompt, for messages. Raises ConfigError if the model has no tokenizer, or
+        the prompt is not Unicode text.
         """
         if self.tokenizer is None:
-            raise ConfigError(self.missing)
+            how = if_has("prompt_file", ': --prompt-file FILE.jsonl with lines {"ids": [1, 2]}')
+            raise ConfigError(
+                f"{self.missing}. Give {cli_option('tokenizer', 'FOLDER')}, or prompts as token "
+                f"ids{how}"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -85,14 +88,12 @@ class TextCodec:
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens. There must be a tokenizer."""
-        assert self.tokenizer is not None
-        return self.tokenizer.encode([text])[0].tolist()
+        return self.required.encode([text])[0].tolist()
 
     def decode_plain(self, ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens. There must be a tokenizer."""
-        assert self.tokenizer is not None
-        known = [one for one in ids if 0 <= one < self.tokenizer.vocab_size]
-        return self.tokenizer.decode_batch([np.asarray(known, dtype=np.int64)])[0]
+        known = [one for one in ids if 0 <= one < self.required.vocab_size]
+        return self.required.decode_batch([np.asarray(known, dtype=np.int64)])[0]
 
     def decode(self, ids: Sequence[int]) -> str | None:
         """Return the text of ids; None without a tokenizer."""
@@ -104,62 +105,41 @@ class TextCodec:
 def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
     """Open the tokenizer of a model.
 
-    Args:
-        folder: folder with a tokenizer to use instead of the model's.
-
-    Raises:
-        ConfigError: ``folder`` has no tokenizer, or a tokenizer is broken.
+    folder: folder with a tokenizer to use instead of the model's. Raises ConfigError if ``folder``
+    has no tokenizer, or a tokenizer is broken.
     """
     if folder is not None:
         given = cli_option("tokenizer", folder)
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
             raise ConfigError(f"{given}: {reason}; give a folder with tokenizer.json")
+        files = None if source.is_folder else _files_of_run(source)[0]
+        # Without a begin token in training, there is none before prompts.
+        begin = NO_BEGIN if files is not None and files.begin == NO_BEGIN else None
         try:
-            return codec_of_files(replace(of_folder(folder), begin=_override_begin(source)))
+            return codec_of_files(replace(of_folder(folder), begin=begin))
         except ConfigError as error:
-            lines = (line.removeprefix(str(folder)) for line in error.problems)
-            raise ConfigError(*(f"{given}{line}" for line in lines)) from None
+            raise ConfigError(*(cli_option("tokenizer", p) for p in error.problems)) from None
     if source.is_folder:
         with contextlib.suppress(NoTokenizerError):
             return codec_of_files(of_folder(source.path))
         stop = _ids([token_ids(source.path)["eos_token_id"]])
-        return TextCodec(None, stop, _missing(source, ""))
+        return TextCodec(None, stop, f"{source.path}: has no tokenizer")
     files, reason = _files_of_run(source)
     if files is None:
-        return TextCodec(None, frozenset(), _missing(source, reason))
+        return TextCodec(None, frozenset(), f"{source.path}: has no tokenizer ({reason})")
     return codec_of_files(files)
 
 
 def _files_of_run(source: ModelSource) -> tuple[TokenizerFiles | None, str]:
-    from mtrain_cli.config import resolved_file
     from mtrain_cli.training.conversion import tokenizer_of_run
 
     run = run_of(source.path)
     return tokenizer_of_run(resolved_file.load(run / RESOLVED), run)
 
 
-def _override_begin(source: ModelSource) -> Begin | None:
-    """Return the begin token of another tokenizer than the model's: none if training had none."""
-    files = None if source.is_folder else _files_of_run(source)[0]
-    return NO_BEGIN if files is not None and files.begin == NO_BEGIN else None
-
-
-def _missing(source: ModelSource, reason: str) -> str:
-    why = reason.removeprefix("no tokenizer: ").partition("; copy one")[0]
-    how = if_has("prompt_file", ': --prompt-file FILE.jsonl with lines {"ids": [1, 2]}')
-    return (
-        f"{source.path}: has no tokenizer{f' ({why})' if why else ''}. Give "
-        f"{cli_option('tokenizer', 'FOLDER')}, or prompts as token ids{how}"
-    )
-
-
 def codec_of_files(files: TokenizerFiles) -> TextCodec:
-    """Return the codec of tokenizer files.
-
-    Raises:
-        ConfigError: the files are broken.
-    """
+    """Return the codec of tokenizer files. Raises ConfigError if the files are broken."""
     tokenizer: ByteTokenizer | FileTokenizer
     if files.name == ByteTokenizer.name or files.files.get(TOKENIZER) == exported_bytes():
         tokenizer = ByteTokenizer()
@@ -171,16 +151,13 @@ def codec_of_files(files: TokenizerFiles) -> TextCodec:
             content, place = files.files[TOKENIZER], f"{files.name}: {TOKENIZER}"
             tokenizer = parse_tokenizer(folder / TOKENIZER, content, place)
     generation = json_object(files.files.get(GENERATION_CONFIG, b"{}")) or {}
-    named = generation.get("eos_token_id")
-    stop = _ids([named, files.ids["eos_token_id"]])
+    stop = _ids([generation.get("eos_token_id"), files.ids["eos_token_id"]])
     if not stop and tokenizer.eos is not None:
         stop = frozenset([tokenizer.eos])
     if files.begin is not None:
         tokenizer.begin = files.begin
     first = tokenizer.begin.ids[0] if tokenizer.begin else tokenizer.eos
-    if first is None:
-        first = min(stop, default=None)
-    return TextCodec(tokenizer, stop, first=first)
+    return TextCodec(tokenizer, stop, first=min(stop, default=None) if first is None else first)
 
 
 def _ids(values: Iterable[object]) -> frozenset[int]:
@@ -205,17 +182,19 @@ class TextStream:
     def add(self, token: int) -> str:
         """Add an id. Return the new text, which may be empty."""
         self._ids.append(token)
-        before = self._decode(self._ids[self._start : self._shown])
-        text = self._decode(self._ids[self._start :])
-        if text is None or before is None:
+        text = self._new()
+        if text is None:
             return f"{token} "
-        if text.endswith(_INCOMPLETE) or len(text) <= len(before):
+        if text.endswith(_INCOMPLETE) or not text:
             return ""
         self._start, self._shown = self._shown, len(self._ids)
-        return text[len(before) :]
+        return text
 
     def rest(self) -> str:
         """Return the text that has not appeared: an incomplete character at the end."""
+        return self._new() or ""
+
+    def _new(self) -> str | None:
         before = self._decode(self._ids[self._start : self._shown])
         text = self._decode(self._ids[self._start :])
-        return "" if text is None or before is None else text[len(before) :]
+        return None if text is None or before is None else text[len(before) :]

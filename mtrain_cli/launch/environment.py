@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config.pipeline_parallel import uneven_rounds
+from mtrain_cli.config.parallel_checks import number_of_chunks, uneven_rounds
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config, TopologyConfig, TrainConfig
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.config.topology_checks import number_of_chunks
 from mtrain_cli.launch.job import Job, current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
 
@@ -31,13 +30,9 @@ class Environment:
     """The topology without ``auto``, and the ranks of this process.
 
     device: ``cuda`` or ``cpu``.
-    dims: the degree of each dimension of parallelism.
-    workers_per_node: number of workers of a node. The node may be virtual
-        (``topology.gpus_per_node``).
-    rank: global rank of this process.
-    local_rank: rank of this process among the workers of this machine.
+    workers_per_node: of a node that may be virtual (``topology.gpus_per_node``).
+    local_rank, local_workers: rank of this process on this machine, and number of workers there.
     launcher: ``mtrain``, ``torchrun`` or ``slurm``.
-    local_workers: number of workers that run on this machine.
     restarts: number of restarts of the workers so far.
     """
 
@@ -61,18 +56,20 @@ class Environment:
         return min(self.workers_per_node // self.dims.tp, self.dims.cp)
 
 
-NO_GPU = "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto."
+_NO_GPU = (
+    "topology.device=cuda: torch sees no GPU on this machine. Set topology.device to cpu or auto, "
+    "or plan for GPUs with `mtrain train ... --dry-run`."
+)
 
 
 def resolve_environment(
-    config: Config, *, planning: bool = False, no_gpu: str = NO_GPU, job: Job | None = None
+    config: Config, *, planning: bool = False, job: Job | None = None
 ) -> Environment:
     """Resolve every ``auto`` of ``config.topology``.
 
     Args:
-        planning: whether the run is only planned, perhaps for other machines. Then the number of
-            GPUs of this machine and the job of this process do not limit the run.
-        no_gpu: the error for a run that needs GPUs on a machine without one.
+        planning: whether the run is only planned, perhaps for other machines, so that neither the
+            GPUs of this machine nor the job of this process limit it.
         job: the job of this process; None to read it from the environment variables.
 
     Raises:
@@ -87,9 +84,9 @@ def resolve_environment(
     gpus = _visible_gpus() if topology.device != "cpu" else 0
     device = ("cuda" if gpus else "cpu") if topology.device == "auto" else topology.device
     if device == "cuda" and not gpus and not planning:
-        problems.append(no_gpu)
+        problems.append(_NO_GPU)
 
-    given = _parse_count("topology.workers", topology.workers, problems)
+    given = None if topology.workers == "auto" else int(topology.workers)
     workers = given or (job.world_size if job else gpus or CPU_WORKERS)
     if not planning:
         problems.extend(_wrong_number_of_workers(workers, given, job, gpus, device))
@@ -121,12 +118,7 @@ def resolve_environment(
 def _wrong_number_of_workers(
     workers: int, given: int | None, job: Job | None, gpus: int, device: str
 ) -> Iterator[str]:
-    """Yield an error if the job has another number of workers, or this machine has too few cores.
-
-    Args:
-        given: value of ``topology.workers``; None for auto.
-        gpus: number of GPUs of this machine; 0 if there are none.
-    """
+    """Yield an error if the job has another number of workers, or this machine too few cores."""
     if job and given and given != job.world_size:
         yield (
             f"topology.workers={given}: {job.launcher} started {job.world_size} processes. Use "
@@ -181,10 +173,7 @@ def _wrong_batch(train: TrainConfig, dims: ParallelDims) -> Iterator[str]:
 
 
 def _split_nodes(workers: int, cp: int, per_node: int) -> Iterator[str]:
-    """Yield an error if a context group has a part of one node and a part of another.
-
-    workers, per_node: number of workers, or of tensor groups, in the run and on a node.
-    """
+    """Yield an error if a context group has a part of one node and a part of another."""
     if cp % per_node and per_node % cp:
         allowed = [
             str(n)
@@ -205,10 +194,7 @@ def cpu_cores() -> int:
 
 
 def host_memory() -> int:
-    """Return the bytes of host memory that this process may use.
-
-    A container or a scheduler may set a limit below the memory of the machine.
-    """
+    """Return the bytes of host memory that this process may use, within the limits of cgroups."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
 
 
@@ -221,11 +207,8 @@ def describe_host_memory() -> str:
 def memory_limits(root: Path = Path("/")) -> list[int]:
     """Return the memory limits in bytes of the cgroups of this process and of their ancestors.
 
-    docker, Kubernetes and SLURM set such limits, with cgroups v1 or v2. If a group has no limit, v2
-    gives no number and v1 gives a number near 2^63.
-
-    The root group is read, too. In a container the root may be the container's own group, while
-    /proc names the group by its path on the host.
+    docker, Kubernetes and SLURM set them, with cgroups v1 or v2. The root group is read, too: in a
+    container it may be the container's own, while /proc names the group by its path on the host.
 
     Args:
         root: root of the file system.
@@ -254,9 +237,7 @@ def _read_text(path: Path) -> str:
 
 
 def gpu_index(environment: Environment) -> int:
-    """Return the index of this worker's GPU among the GPUs that the worker can see.
-
-    The index is the local rank. But SLURM may let each task see only one GPU, which has index 0.
+    """Return the index of this worker's GPU among those it sees: the local rank, 0 for a lone GPU.
 
     Raises:
         ConfigError: this machine has fewer visible GPUs than workers.
@@ -275,18 +256,12 @@ def gpu_index(environment: Environment) -> int:
 def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
     """Return environment variables with which NCCL ends a hang soon after the timeout.
 
-    The caller sets the variables before it creates the process group, and keeps the values that
-    the user has set.
-
-    NCCL's watchdog ends a process whose collective takes longer than ``topology.timeout_s``. With
-    NCCL's default settings, two things delay this end:
-    - The watchdog may itself hang for 8 minutes in a call to a device that does not respond.
-    - After finding a late collective, the watchdog waits 4 x 15 seconds while all ranks write a
-      dump of their last collectives. Here 4 x 2.5 seconds are enough: the dumps are small.
+    By default the watchdog may itself hang for 8 minutes in a call to a device that does not
+    respond, and it waits 4 x 15 seconds while all ranks write a dump of their last collectives, for
+    which 4 x 2.5 seconds are enough. Set them before the process group is created.
 
     Args:
         logs: folder for the dumps.
-        timeout_s: value of ``topology.timeout_s``.
     """
     trace = str(logs / "nccl-rank-")
     return {
@@ -301,8 +276,8 @@ def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
 def loopback_variables() -> dict[str, str]:
     """Return environment variables with which gloo and NCCL listen only on the loopback interface.
 
-    Set the variables only if all workers run on one machine. Without the variables, gloo looks up
-    the address of the host name, which fails on many laptops and in many containers.
+    For workers on one machine. Otherwise gloo looks up the address of the host name, which fails on
+    many laptops and in many containers.
     """
     interfaces = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)  # Linux, macOS
@@ -331,16 +306,6 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _parse_count(key: str, value: int | str, problems: list[str]) -> int | None:
-    """Return a positive count, or None for ``auto``. Add other values to ``problems``."""
-    if value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        problems.append(f"{key}={value}: must be auto or a whole number of at least 1")
-        return None
-    return value
-
-
 def _parse_divisor(
     key: str,
     value: int | str,
@@ -349,14 +314,8 @@ def _parse_divisor(
     problems: list[str],
     unit: str = "workers",
 ) -> int:
-    """Return ``value`` if it divides ``workers``, or ``default`` if it is ``auto``.
-
-    For any other value, add a line to ``problems`` and return ``workers``.
-
-    Args:
-        unit: word for what ``workers`` counts.
-    """
-    size = _parse_count(key, value, problems) or default
+    """Return ``value`` if it divides ``workers``, ``default`` for ``auto``; else add a problem."""
+    size = default if value == "auto" else int(value)
     if workers % size == 0:
         return size
     allowed = _divisors(workers)

@@ -1,11 +1,8 @@
 """Notice that a rank of a torchrun or srun job is gone, find the cause, and end all ranks.
 
-Under torchrun and srun there is no mtrain launcher that watches the ranks. A rank that waits in
-NCCL does not notice that a peer died, and srun reports it only with --kill-on-bad-exit.
-
-So every rank keeps a TCP connection to rank 0. When the process of a rank ends, for any reason, the
-operating system closes the connection. Rank 0 then prints the cause once, and all ranks exit with
-the same code.
+No launcher of mtrain watches these ranks, and a rank that waits in NCCL does not notice that a peer
+died. So every rank keeps a TCP connection to rank 0, which the operating system closes when the
+rank's process ends. Rank 0 then prints the cause once, and all ranks exit with the same code.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
 LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
-# A machine that loses power does not close its connections. With these settings the operating
-# system closes a connection after 10 + 3 * 5 seconds without an answer.
+# Closes the connection of a machine that lost power after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
 _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
@@ -48,9 +44,8 @@ _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
 class RankZeroDuties:
     """Functions that rank 0 calls for the whole job.
 
-    on_mistake: called before rank 0 exits because of a user's mistake.
-    on_failure: called before rank 0 exits because of any other failure. Returns a line to print,
-        or an empty string.
+    on_mistake, on_failure: called before rank 0 exits, for a user's mistake or any other failure.
+        on_failure returns a line to print, or an empty string.
     beat: called every HEARTBEAT_S seconds.
     """
 
@@ -66,8 +61,7 @@ class FailureChannel:
         """Connect to rank 0.
 
         Args:
-            logs: folder of the activity records (`progress_record.job_record_path`). It has the
-                records of the ranks that write to the same disk.
+            logs: folder of the activity records (`progress_record.job_record_path`).
 
         Raises:
             ConfigError: this machine cannot reach the port of rank 0.
@@ -78,8 +72,7 @@ class FailureChannel:
 
         self._hub = _Hub(job.world_size, duties, logs, _server(job)) if job.rank == 0 else None
         if self._hub:
-            # Anybody may read the store. If the job has a secret, all ranks derive the token from
-            # the secret, and the store does not get the token.
+            # Anybody may read the store, so with a secret all ranks derive the token from it.
             token = "-" if shared_key(_STORE_KEY) else self._hub.token
             store.set(_STORE_KEY, f"{self._hub.port} {token}")
         try:
@@ -158,7 +151,7 @@ class FailureChannel:
 class _Peer:
     """A connection to the hub.
 
-    rank: the rank that connected, None until it has sent the token.
+    rank: None until the peer has sent the token.
     received: bytes of an incomplete line.
     """
 
@@ -177,11 +170,7 @@ class _Hub:
         logs: Path | None = None,
         server: socket.socket | None = None,
     ) -> None:
-        """Start the thread.
-
-        Args:
-            server: a listening socket. With None, open one on the loopback interface.
-        """
+        """Start the thread. server: a listening socket; None opens one on loopback."""
         self._world_size, self._duties, self._logs = world_size, duties, logs
         self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
         self._selector = selectors.DefaultSelector()
@@ -230,8 +219,7 @@ class _Hub:
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         except OSError:
-            # The peer is gone already, or this process has too many open files. In the second case
-            # the connection stays in the queue, and a later call accepts it.
+            # The peer is gone, or too many files are open and a later call accepts the connection.
             return
         peer = _Peer(connection)
         self._peers.append(peer)
@@ -261,10 +249,7 @@ class _Hub:
             self._handle_message(peer.rank, line)
 
     def _rank_of(self, greeting: bytes) -> int | None:
-        """Return the rank in a greeting, or None if the token is wrong.
-
-        The token is checked before anything else is parsed.
-        """
+        """Return the rank in a greeting, None for a wrong token, which is checked first."""
         token, _, rank = greeting.partition(b" ")
         is_ours = secrets.compare_digest(token, self.token.encode())
         return int(rank) if is_ours and rank.isdigit() else None
@@ -298,13 +283,12 @@ class _Hub:
     def _dismiss_others(self, code: int) -> None:
         """Send the exit code to the other ranks and wait until they have exited.
 
-        Read what the other ranks still send. With unread bytes, the operating system would reset
-        the connection, and a rank might not get its code.
+        Unread bytes would reset a connection before its rank has the code, so read them.
         """
         deadline = time.monotonic() + FAREWELL_S
         told: list[_Peer] = []
-        # The failure may arrive before the greetings of some ranks. Wait for them: each rank must
-        # get the code. Rank 0 must not get it, and only its greeting shows which connection is its.
+        # The failure may arrive before the greetings of some ranks. Wait for them: all but rank 0
+        # must get the code, and only its greeting shows which connection is rank 0's.
         awaited = set(range(self._world_size))
         self._tell(code, told)
         while awaited - self._greeted and (left := deadline - time.monotonic()) > 0:
@@ -321,10 +305,7 @@ class _Hub:
                         break
 
     def _tell(self, code: int, told: list[_Peer], *, strangers: bool = False) -> None:
-        """Send the exit code to all ranks but 0 that have not got it, and add them to ``told``.
-
-        strangers: also to connections that have not greeted.
-        """
+        """Send the code to all ranks but 0 that are not in ``told``, or also to ``strangers``."""
         for peer in self._peers:
             if peer not in told and (strangers if peer.rank is None else peer.rank != 0):
                 told.append(peer)
@@ -332,10 +313,7 @@ class _Hub:
                     peer.socket.sendall(bytes([code]))
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
-        """Return the failure that explains the other failures.
-
-        The cause may be a rank that reported no failure but kept the other ranks waiting.
-        """
+        """Return the failure that explains the others, perhaps of a rank that reported none."""
         reported = {failure.rank for failure in self._failures}
         not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
         silent = failures.find_silent_rank(self._failures, [], not_waiting)
@@ -343,11 +321,7 @@ class _Hub:
 
 
 def _server(job: Job) -> socket.socket:
-    """Open the listening socket of the hub, at the port ``MTRAIN_PORT`` or else at a free port.
-
-    Raises:
-        ConfigError: ``MTRAIN_PORT`` is not a port, or the port is in use.
-    """
+    """Open the listening socket of the hub, at the port ``MTRAIN_PORT`` or else at a free port."""
     given = os.environ.get(PORT, "0")
     if not given.isdigit() or int(given) > 65535:
         raise ConfigError(
@@ -361,11 +335,7 @@ def _server(job: Job) -> socket.socket:
 
 
 def _port_and_token(entry: bytes) -> tuple[int, str]:
-    """Return the port and token of the hub, from the store entry that rank 0 wrote.
-
-    Raises:
-        ConfigError: the entry is invalid, or only one of rank 0 and this rank has a secret.
-    """
+    """Return the port and token of the hub, from the store entry that rank 0 wrote."""
     port, _, token = entry.decode(errors="replace").partition(" ")
     key = shared_key(_STORE_KEY)
     if not port.isdigit() or (token == "-") != (key is not None):
@@ -385,11 +355,7 @@ def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
 
 
 def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
-    """Print why the run ended.
-
-    Args:
-        where: what each worker was doing, one line per worker.
-    """
+    """Print why the run ended. where: what each worker was doing, one line per worker."""
     if failure.kind == "config":
         print_error("\n".join(f"error: {line}" for line in failure.message.splitlines()))
     else:
@@ -397,11 +363,9 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit at once, without Python's shutdown, which has two problems in a worker.
+    """Exit without Python's shutdown, which may wait forever for threads that wait for lost peers.
 
-    - After a failure, the shutdown may wait forever for threads that wait for lost peers.
-    - After success, torch 2.11 sometimes aborts during the shutdown ("terminate called without an
-      active exception"). The run would count as failed.
+    After success, torch 2.11 sometimes aborts in the shutdown, and the run would count as failed.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Write and read the failures of workers, find the cause, and report it.
 
-After one worker fails, its peers soon fail, too: with a closed connection or an aborted collective.
-These later failures are called consequences.
+After one worker fails, its peers soon fail, too, with a closed connection or an aborted
+collective. These later failures are called consequences.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ READ_FAILURES = frozenset(
 
 
 class RunError(RuntimeError):
-    """A failure that the message explains fully, so that the user sees no traceback.
-
-    Examples are a full disk and a loss that is not finite.
-    """
+    """A failure, such as a full disk, that the message explains: the user sees no traceback."""
 
 
 class PeerLostError(RunError):
@@ -77,20 +74,12 @@ def not_written(error: OSError, place: object) -> str:
 
 
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return the error to raise in place of an OSError while writing a file.
-
-    Return a RunError if the disk is full or failed. Otherwise return a ConfigError: the user chose
-    a path to which mtrain cannot write.
-    """
+    """Return a RunError if the disk is full or failed, else a ConfigError about the path."""
     return RunError(one_line(text)) if error.errno in _DISK_FAILURES else ConfigError(text)
 
 
 def read_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return the error to raise in place of an OSError while reading a file.
-
-    Return a RunError if the disk or its network failed. Otherwise return a ConfigError: the user
-    named a file that mtrain cannot read.
-    """
+    """Return a RunError if the disk or its network failed, else a ConfigError."""
     return RunError(one_line(text)) if error.errno in READ_FAILURES else ConfigError(text)
 
 
@@ -98,17 +87,13 @@ def read_failure(error: OSError, text: str) -> RunError | ConfigError:
 class Failure:
     """The failure of one worker.
 
-    rank: rank of the worker.
     exit_code: exit code of its process: negative after a signal, None while the process runs.
-    kind: one of
-        ``config``: a user's mistake.
-        ``error``: an exception.
-        ``peer lost``: the worker lost the connection to another worker or waited too long.
-        ``died``: the process ended without a failure record.
-        ``silent``: the worker kept the others waiting and reported nothing.
+    kind: ``config`` (a user's mistake), ``error`` (an exception), ``peer lost`` (the connection to
+        another worker is lost or the wait was too long), ``died`` (without a failure record) or
+        ``silent`` (it kept the others waiting and reported nothing).
     message: one or more lines for the user.
     trace: traceback, or empty.
-    time: when the worker failed, in seconds since the epoch. The default is now.
+    time: when the worker failed, in seconds since the epoch.
     """
 
     rank: int
@@ -130,14 +115,10 @@ class Failure:
 
     @property
     def severity(self) -> int:
-        """How likely this failure caused the other failures, from 0 (most likely) to 5.
+        """How likely this failure caused the others, from 0 (most likely) to 5.
 
-        0: a user's mistake.
-        1: a process that ended without a record, by a signal or with an exit code.
-        2: an exception.
-        3: a worker that kept other workers waiting.
-        4: an abort. NCCL's watchdog aborts a process whose peer is gone.
-        5: a lost peer.
+        A user's mistake, a process that died, an exception, a silent worker, an abort (NCCL's
+        watchdog aborts a process whose peer is gone), a lost peer.
         """
         if self.kind == "died":
             return 4 if self.is_abort else 1
@@ -145,20 +126,12 @@ class Failure:
 
     @property
     def is_abort(self) -> bool:
-        """Whether the process ended by SIGABRT.
-
-        NCCL's watchdog aborts a process that waited too long. A failed check in C++ code also
-        aborts its process.
-        """
+        """Whether the process ended by SIGABRT, from NCCL's watchdog or a failed check in C++."""
         return self.kind == "died" and self.exit_code == -signal.SIGABRT
 
     @property
     def exceeded_timeout(self) -> str:
-        """The key and value of the timeout if the worker waited too long, else an empty string.
-
-        An example is ``topology.timeout_s=60``. If the worker lost its peer for another reason, the
-        failure has a traceback.
-        """
+        """Such as ``topology.timeout_s=60`` if the worker waited too long, else empty."""
         return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
@@ -195,11 +168,11 @@ def find_silent_rank(
         failed: the failures so far.
         stopped: ranks whose process was stopped by a signal.
         running: ranks that still run and, as far as is known, do not wait for another rank.
-        waited: key and value of the timeout, such as ``topology.timeout_s=60``, if a worker without
-            a failure record is known to have waited that long.
+        waited: such as ``topology.timeout_s=60``, if a worker without a failure record is known to
+            have waited that long.
 
     Returns:
-        The failure, or None if the failures so far explain the wait or no rank can be blamed.
+        None if the failures so far explain the wait or no rank can be blamed.
     """
     waited = next(filter(None, (failure.exceeded_timeout for failure in failed)), waited)
     if not all(failure.is_consequence for failure in failed):
@@ -207,18 +180,16 @@ def find_silent_rank(
     if not stopped and not (waited and running):
         return None
     ranks = sorted(stopped or running)
-    several = len(ranks) > 1
-    message = f"rank{'s' * several} {' and '.join(map(str, ranks))} kept the others waiting"
+    names = f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
+    message = f"{names} kept the others waiting"
     if waited:
         message = f"{waited}: {message} longer than this"
     if stopped:
-        processes = "their processes are" if several else "its process is"
-        message += f": {processes} stopped (SIGSTOP or a debugger)"
+        message += ": its process is stopped (SIGSTOP or a debugger)"
     else:
-        message += (
-            f" without reporting an error: {'one of them' if several else 'it'} hangs or is slow. "
-            "If it is slow, increase the value."
-        )
+        which = "one of them" if len(ranks) > 1 else "it"
+        message += f" without reporting an error: {which} hangs or is slow. "
+        message += "If it is slow, increase the value."
     return Failure(ranks[0], None, "silent", message)
 
 
@@ -228,7 +199,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
-    """Write ``failure`` to the file ``path`` atomically. Do nothing if ``path`` is empty or None.
+    """Write ``failure`` to the file ``path`` atomically, if it is given.
 
     The file has the format of torch's elastic agent, so that torchrun can show the failure.
     """
@@ -242,12 +213,9 @@ def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
 
 
 def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
-    """Return the failure of a worker, or None if it did not fail.
+    """Return the failure of a worker from its record at ``path``, or else from its exit code.
 
-    The failure comes from the record at ``path``. Without a record it comes from the exit code.
-
-    Args:
-        exit_code: exit code of the worker, None while it runs.
+    Return None if it did not fail. exit_code: None while the worker runs.
     """
     if path.exists():
         return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"])
@@ -264,13 +232,11 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
 def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
     """Return the report for the user on the failure that ended the run.
 
-    The first line names the rank and the reason. The traceback or the end of the worker's output
-    follows.
+    The first line names the rank and the reason. The traceback or the end of the log follows.
 
     Args:
         log: log file of the worker.
-        where: what each worker was doing, one line per worker. The report shows this unless the
-            cause is an exception.
+        where: what each worker was doing, for failures other than exceptions.
     """
     died, lost_peer = failure.kind == "died", failure.kind == "peer lost"
     explained = not died and not failure.trace
@@ -295,9 +261,7 @@ def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ())
     if has_output and failure.kind == "silent":
         lines.append(f"If the worker could still write its stack, {log} ends with it.")
     elif has_output and not explained:
-        is_first = failure.rank == 0
-        contents = "Library output and its traceback are" if is_first else "Its output is"
-        lines.append(f"{contents} in {log}; the other workers were stopped.")
+        lines.append(f"Its output is in {log}; the other workers were stopped.")
     return "\n".join(lines)
 
 

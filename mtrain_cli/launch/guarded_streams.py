@@ -1,7 +1,6 @@
 """Handle the loss of stdout or stderr: a closed terminal, a closed pipe or a full disk.
 
-Without stdout, a command that prints its result fails. A training run continues, because its result
-is on disk.
+A command that prints its result then fails. Training goes on, because its result is on disk.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ CLOSED_PIPE = 141  # 128 + SIGPIPE, the exit code of a shell command whose reade
 
 
 class OutputLostError(Exception):
-    """Standard output is lost.
-
-    This class does not derive from OSError, so handlers of file errors do not catch it.
+    """Standard output is lost. Handlers of OSError do not catch it.
 
     reader_left: whether the reader of a pipe has closed it.
     """
@@ -32,10 +29,7 @@ class OutputLostError(Exception):
 
 
 class GuardedStream:
-    """A text stream that fails at most once.
-
-    After a failure the stream's file descriptor refers to the null device. Later writes to the
-    descriptor succeed, including those of libraries and child processes.
+    """A text stream that fails at most once; its descriptor then refers to the null device.
 
     required: whether the failure raises OutputLostError.
     """
@@ -49,21 +43,15 @@ class GuardedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write ``text``, or drop it if the stream has failed before.
-
-        Raises:
-            OutputLostError: the stream is required and fails now.
-        """
+        """Write ``text``, or drop it if the stream has failed before."""
         self._attempt(self._stream.write, text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write all ``lines``, each with `write`."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush the stream. Raise OutputLostError in the same case as `write`."""
         self._attempt(self._stream.flush)
 
     def _attempt(self, action: Callable[..., object], *arguments: object) -> None:
@@ -89,10 +77,7 @@ class GuardedStream:
 def guard_streams(output_required: bool) -> None:
     """Replace stdout and stderr of this process by guarded streams.
 
-    A later call can change ``output_required``.
-
-    Args:
-        output_required: whether losing stdout is an error. Losing stderr never is.
+    output_required: whether losing stdout is an error. A later call can change it.
     """
     _open_closed_descriptors()
     for name, required in (("stdout", output_required), ("stderr", False)):
@@ -110,11 +95,7 @@ def print_error(text: str) -> None:
 
 
 def divert_native_output(log: TextIO) -> None:
-    """Redirect to ``log`` what libraries and child processes write to standard error.
-
-    For example, NCCL's watchdog writes stacks before it ends a process. Python code that writes to
-    `sys.stderr` is not redirected.
-    """
+    """Redirect to ``log`` what libraries such as NCCL, but not Python, write to standard error."""
     descriptor = os.dup(2)
     encoding = sys.stderr.encoding
     # Stays open until the process exits.
@@ -124,10 +105,7 @@ def divert_native_output(log: TextIO) -> None:
 
 
 def _open_closed_descriptors() -> None:
-    """Open the null device for each standard stream that was closed when this process started.
-
-    Otherwise the next file that is opened would get the descriptor of that stream.
-    """
+    """Open the null device for closed standard streams; the next file would get the descriptor."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -1,7 +1,4 @@
-"""A job that torchrun or srun started: the ranks of this process, and the store of all ranks.
-
-Outside such a job, `mtrain train` starts the workers itself.
-"""
+"""A job that torchrun or srun started: the ranks of this process, and the store of all ranks."""
 
 from __future__ import annotations
 
@@ -37,12 +34,10 @@ class Job:
     """A job of several processes, and the ranks of this process in it.
 
     launcher: ``torchrun`` or ``slurm``.
-    rank, world_size: global rank of this process, and number of processes.
     local_rank, local_world_size: rank among the processes of this machine, and their number.
-    master_addr, master_port: address and port of the job's store.
-    restarts: how often torchrun or SLURM has restarted the job.
-    max_restarts: how often torchrun may restart the job, None if unknown.
-    name: name that differs between jobs and stays the same after a restart. Empty if unknown.
+    master_addr, master_port: of the job's store.
+    restarts, max_restarts: how often the job was restarted, and how often torchrun may do so.
+    name: differs between jobs and stays the same after a restart. Empty if unknown.
     """
 
     launcher: str
@@ -65,9 +60,8 @@ class Job:
     def started_again(self) -> bool:
         """Whether this job may be a restart.
 
-        torchrun does not count the restarts that follow a change of its nodes. A job that is named
-        after torchrun's own process may therefore be a restart: torchrun's process survives
-        restarts.
+        torchrun does not count the restarts after a change of its nodes, so any job that is named
+        after torchrun's own process may be one.
         """
         return self.restarts > 0 or self.name.startswith("torchrun process")
 
@@ -75,9 +69,8 @@ class Job:
 def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process belongs to, or None.
 
-    Two cases do not count as a job:
-    - A single srun task. In `srun --ntasks=1 --gpus=8 mtrain train`, mtrain starts the workers.
-    - A batch script outside srun. It has the variable SLURM_PROCID, but no SLURM step.
+    A single srun task is no job: in `srun --ntasks=1 --gpus=8 mtrain train`, mtrain starts the
+    workers. Nor is a batch script outside srun, which has SLURM_PROCID but no SLURM step.
 
     Args:
         variables: environment variables. The default is the environment of this process.
@@ -98,10 +91,7 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
 
 
 def job_rank() -> int:
-    """Return the global rank of this process, 0 outside a job.
-
-    Other environment variables of the job are not read, so they may be wrong.
-    """
+    """Return the global rank of this process, 0 outside a job. Reads no other variable."""
     for name in ("RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -110,12 +100,9 @@ def job_rank() -> int:
 
 def _torchrun_job(variables: Mapping[str, str]) -> Job:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in variables]
-    if missing:
+    if missing := [name for name in names if name not in variables]:
         problem = f"the environment sets a rank but not {', '.join(missing)}"
-        raise ConfigError(
-            f"RANK={variables['RANK']}: {problem}. torchrun sets all of these variables."
-        )
+        raise ConfigError(f"RANK={variables['RANK']}: {problem}. torchrun sets all of these.")
     numbers: dict[str, Any] = {
         name.lower(): _number(variables[name], name) for name in names if name != "MASTER_ADDR"
     }
@@ -185,9 +172,9 @@ def first_host(nodes: str) -> str:
 
 @functools.cache
 def job_store(job: Job) -> Store:
-    """Return the key-value store that all processes of ``job`` share.
+    """Return the key-value store that all processes of ``job`` share, always the same one.
 
-    torchrun serves the store, or rank 0 if torchrun does not. Later calls return the same store.
+    torchrun serves the store, or rank 0 if torchrun does not.
 
     Raises:
         ConfigError: the address of the store does not answer, or its port is in use.
@@ -218,15 +205,13 @@ def job_store(job: Job) -> Store:
 
 
 def listen(job: Job, port: int) -> socket.socket:
-    """Open a listening socket of rank 0 at ``job.address``.
+    """Open a listening socket of rank 0 at ``job.address``, or on all interfaces if that fails.
 
-    The socket listens on all interfaces in two cases:
-    - The address does not belong to this machine. For example, it is the address of a proxy.
-    - Several machines must connect, but the host name resolves to loopback on this machine. Some
-      systems configure this in /etc/hosts.
+    It fails for the address of a proxy, and for several machines where the host name resolves to
+    loopback, as some systems configure in /etc/hosts.
 
     Args:
-        port: port to listen at, or 0 for any free port.
+        port: 0 for any free port.
 
     Raises:
         OSError: the port is in use.
@@ -278,9 +263,8 @@ def _unseal(name: str, content: bytes) -> str:
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
-    All ranks must call this function in the same order. Outside a job, this process calls the
-    action. If the action fails, rank 0 raises the error. The other ranks exit with the same exit
-    code and print nothing.
+    All ranks call this in the same order. If the action fails, rank 0 raises the error, and the
+    others exit with the same exit code and print nothing.
     """
     job = current_job()
     if job is None or job.world_size == 1:

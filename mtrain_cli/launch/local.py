@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,24 +25,18 @@ from mtrain_cli.launch.environment import (
     nccl_variables,
 )
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP
-from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.launch.supervisor import Supervisor, worker_command
 from mtrain_cli.launch.temporary_folders import private_folder
 
 TRAIN = "mtrain_cli.commands.train_worker:train"
-# These targets measure, generate or evaluate, and write no checkpoints.
-TARGETS_WITHOUT_CHECKPOINTS = (
-    "mtrain_cli.profiling.",
-    "mtrain_cli.inference.",
-    "mtrain_cli.evaluation.",
+TARGETS_WITHOUT_CHECKPOINTS = tuple(
+    f"mtrain_cli.{room}." for room in ("profiling", "inference", "evaluation")
 )
 KILLED_CODE = 130
-# How often an OpenMP thread of a CPU worker polls for the other threads before it sleeps. The
-# default of 300,000 polls takes milliseconds at the end of every operation if another process uses
-# the core of a thread that is late. On two cores with one busy process, attention was 4 to 10
-# times faster with 1,000 polls. Without that process it was as fast within 6 %.
+# Polls of an OpenMP thread for the others before it sleeps. With the default of 300,000, attention
+# on two cores beside a busy process was 4 to 10 times slower; on idle cores it differs by 6 %.
 _SPINS = "1000"
 NO_CHECKPOINT = "there is no checkpoint to resume from"
 DISPLAY_LINES = 2  # number of lines of the live display of `training.progress`
@@ -67,11 +60,9 @@ def launch(
 ) -> int:
     """Run ``target`` on every worker and wait for the end. Print the cause of a failure.
 
-    - SIGUSR2, SIGTERM, SIGHUP and the first Ctrl-C ask the workers to save and stop. SIGUSR1 asks
-      them to save and go on.
-    - A second Ctrl-C kills the workers.
-    - If a worker is lost, all workers are restarted, as `run.restarts` allows.
-    - Under torchrun and srun this process is a worker. It exits here and does not return.
+    SIGUSR2, SIGTERM, SIGHUP and the first Ctrl-C ask the workers to save and stop, SIGUSR1 to save
+    and go on; a second Ctrl-C kills them. If a worker is lost, all are restarted, as `run.restarts`
+    allows. Under torchrun and srun this process is a worker, and exits here.
 
     Args:
         resume: whether to resume from the newest checkpoint.
@@ -81,13 +72,9 @@ def launch(
             same on all ranks.
 
     Returns:
-        The exit code. It is not 0 after a requested stop, so that `mtrain train && evaluate` does
-        not evaluate an unfinished run.
-        0: success.
-        1: a worker failed.
-        130: stopped by Ctrl-C (SIGINT), or killed by a second Ctrl-C.
-        140: stopped by SIGUSR2, with a checkpoint. `mtrain train` exits with 0 instead.
-        143: stopped by SIGTERM or SIGHUP, or by SIGUSR2 without a checkpoint.
+        The exit code: 0 for success, 1 after a failure, 130 after Ctrl-C, 140 after SIGUSR2 with a
+        checkpoint, 143 after SIGTERM, SIGHUP, or SIGUSR2 without a checkpoint. A requested stop is
+        no success, so that `mtrain train && evaluate` does not evaluate an unfinished run.
 
     Raises:
         ConfigError: a worker found a user's mistake, such as a corpus that is too short.
@@ -101,14 +88,23 @@ def launch(
     saves = not target.startswith(TARGETS_WITHOUT_CHECKPOINTS)
     saved = resolved_file.load(run_dir.resolved)
     restarts = restart.RestartPolicy(run_dir, saved, resume)
-    workers = _Workers(run_dir, target, saved.topology.timeout_s)
     devices: tuple[str, ...] | None = None
-    with (
-        _heartbeat(run_dir),
-        _SignalRequests(run_dir, saves) as requests,
-    ):
+    with _heartbeat(run_dir), _SignalRequests(run_dir, saves) as requests:
         while True:
-            code, failure = workers.run(requests, environment, resume, devices)
+            arguments = [str(run_dir.path), *(["--resume"] if resume else [])]
+            arguments += ["--launcher-pid", str(os.getpid()), "--target", target]
+            arguments += ["--restarts", str(environment.restarts)]
+            timeout = saved.topology.timeout_s
+            variables = _variables(environment, run_dir, timeout)
+            if devices is not None:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            with private_folder() as folder:
+                command = worker_command(
+                    "mtrain_cli.launch.worker", *arguments, "--store", str(folder)
+                )
+                workers = environment.dims.workers
+                supervisor = Supervisor(workers, command, folder, variables, timeout)
+                code, failure = _wait(supervisor, run_dir, folder, requests)
             if failure is None or not saves:
                 return code
             run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
@@ -166,36 +162,6 @@ def _wait_for_restart(
     return requests.stop_code
 
 
-@dataclass(frozen=True)
-class _Workers:
-    """Starts the workers of a run: once, and again for each restart."""
-
-    run_dir: RunDir
-    target: str
-    timeout_s: float
-
-    def run(
-        self,
-        requests: _SignalRequests,
-        environment: Environment,
-        resume: bool,
-        devices: tuple[str, ...] | None,
-    ) -> tuple[int, Failure | None]:
-        """Start all workers and wait. Return the exit code, and the failure that was printed."""
-        arguments = [str(self.run_dir.path), *(["--resume"] if resume else [])]
-        arguments += ["--launcher-pid", str(os.getpid()), "--target", self.target]
-        arguments += ["--restarts", str(environment.restarts)]
-        variables = _variables(environment, self.run_dir, self.timeout_s)
-        if devices is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        with private_folder() as folder:
-            command = worker_command("mtrain_cli.launch.worker", *arguments, "--store", str(folder))
-            supervisor = Supervisor(
-                environment.dims.workers, command, folder, variables, self.timeout_s
-            )
-            return _wait(supervisor, self.run_dir, folder, requests)
-
-
 def _wait(
     supervisor: Supervisor, run_dir: RunDir, folder: Path, requests: _SignalRequests
 ) -> tuple[int, Failure | None]:
@@ -216,7 +182,6 @@ def _wait(
         supervisor.kill_workers()
         thread.join(2.0)
         _restore_terminal()
-    if requests.kill:
         run_status.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
         hint = f"killed, nothing was saved; {_resume_hint(run_dir) or NO_CHECKPOINT}"
         if study_command(run_dir.path):
@@ -261,9 +226,9 @@ def _resume_hint(run_dir: RunDir) -> str:
 class _SignalRequests:
     """Handles the signals to the launcher while workers run.
 
-    requested: the first signal. The workers have been asked to save and stop.
+    requested: the first signal, for which the workers were asked to save and stop.
     kill: whether a Ctrl-C came after the first signal.
-    waiting: whether the launcher waits for a restart. No worker runs during this wait.
+    waiting: whether the launcher waits for a restart, so that no worker runs.
     saves: whether the workers write checkpoints.
     """
 
@@ -328,8 +293,7 @@ class _SignalRequests:
 def _print_line(line: str, over_display: bool = False) -> None:
     """Print a line to stderr. over_display: whether a live display may be below it."""
     if over_display and sys.stderr.isatty():
-        # The next refresh of the display clears the lines at and above the cursor. So print this
-        # line and then enough empty lines for the display to clear.
+        # The next refresh clears the lines at and above the cursor, so leave empty lines for it.
         line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)
     guarded_streams.print_error(line)
 

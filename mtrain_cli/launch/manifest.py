@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and checksum of every file.
 
-`manifest.json` is written last. Then the folder gets its final name `step-N`. So a folder of that
-name with a manifest is a complete checkpoint. This module does not import torch.
+`manifest.json` is written last, then the folder gets its name `step-N`. So a folder of that name
+with a manifest is a complete checkpoint. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,8 @@ class Manifest:
     """What a checkpoint contains.
 
     step: number of completed optimizer steps.
-    workers: number of ranks that wrote the checkpoint.
-    torch: version of PyTorch that wrote the checkpoint.
-    files: size and checksum of each file, by file name.
-    trainer: state of the trainer apart from tensors. Empty for a checkpoint that was imported and
-        has only weights.
+    workers, torch: number of ranks and version of PyTorch that wrote the checkpoint.
+    trainer: state apart from tensors; empty for imported weights.
     """
 
     step: int
@@ -54,11 +51,7 @@ class Manifest:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest to `folder` and wait until the disk has it (fsync).
-
-        Raises:
-            OSError: the disk is full or fails.
-        """
+        """Write the manifest to `folder` and wait until the disk has it (fsync)."""
         body = {"schema": SCHEMA, **asdict(self)}
         text = json.dumps({**body, "crc32": _crc_of(body)}, indent=2)
         with (folder / NAME).open("w") as file:
@@ -84,9 +77,7 @@ class Manifest:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ManifestError(f"{NAME} cannot be read ({reason(error)})") from error
         if schema != SCHEMA:
-            raise ManifestError(
-                f"{NAME} has schema {schema}; this version of mtrain reads {SCHEMA}"
-            )
+            raise ManifestError(f"{NAME} has schema {schema}; this mtrain reads {SCHEMA}")
         if crc32 != _crc_of({"schema": schema, **asdict(manifest)}):
             raise ManifestError(f"{NAME} was altered (its checksum differs)")
         if outside := next((name for name in manifest.files if not plain_name(name)), None):
@@ -94,19 +85,15 @@ class Manifest:
         return manifest
 
     def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-        """Check the size and checksum of files. Return a line for each problem.
-
-        Several callers can share the work. Files are ordered by size, and each caller checks every
-        ``parts``-th file, starting with file number ``part``.
-        """
+        """Check size and checksum of every ``parts``-th file. Return a line for each problem."""
         names = sorted(self.files, key=lambda name: (-self.files[name].bytes, name))
-        checked = (_problem(folder / name, self.files[name]) for name in names[part::parts])
-        return [problem for problem in checked if problem]
+        problems = (_problem(folder / name, self.files[name]) for name in names[part::parts])
+        return list(filter(None, problems))
 
     def wrong_sizes(self, folder: Path) -> list[str]:
         """Check that files exist and have their sizes, without reading them."""
-        checked = (_problem(folder / name, self.files[name], read=False) for name in self.files)
-        return [problem for problem in checked if problem]
+        problems = (_problem(folder / name, file, read=False) for name, file in self.files.items())
+        return list(filter(None, problems))
 
 
 def checksum(path: Path) -> FileEntry:
@@ -135,13 +122,11 @@ def committed_steps(directory: Path) -> list[int]:
 
 def incomplete_after(folder: Path) -> list[Path]:
     """Return the newer checkpoints beside a checkpoint that have no manifest, oldest first."""
-    found = []
-    if own := _STEP.fullmatch(folder.name):
-        for other in folder.parent.iterdir():
-            match = _STEP.fullmatch(other.name)
-            if match and int(match[1]) > int(own[1]) and not (other / NAME).is_file():
-                found.append((int(match[1]), other))
-    return [other for _, other in sorted(found)]
+    own = _STEP.fullmatch(folder.name)
+    matches = filter(None, (_STEP.fullmatch(other.name) for other in folder.parent.iterdir()))
+    newer = sorted(int(match[1]) for match in matches if own and int(match[1]) > int(own[1]))
+    others = [folder.with_name(f"step-{step}") for step in newer]
+    return [other for other in others if not (other / NAME).is_file()]
 
 
 def manifest_file(directory: Path, step: int) -> Path:

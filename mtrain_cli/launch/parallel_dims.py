@@ -10,18 +10,13 @@ from math import prod
 class ParallelDims:
     """The degree of each dimension. The product of the degrees is the number of workers.
 
-    Ranks are row-major in the order of the fields:
-    ``rank = ((pp_coordinate * dp + dp_coordinate) * cp + cp_coordinate) * tp + tp_coordinate``.
+    Ranks are row-major in the order of the fields. A stage holds some of the layers, tensor
+    parallelism cuts their matrices into ``tp`` parts, and FSDP shards those over ``dp`` and ``cp``.
 
-    Parameters are sharded over all dimensions. A pipeline stage holds some of the layers. Tensor
-    parallelism cuts their matrices into ``tp`` parts, and FSDP shards each part over ``dp`` and
-    ``cp``.
-
-    pp: pipeline-parallel degree: the number of stages, each with its own layers.
-    dp: data-parallel degree: the number of context groups. Groups train on different sequences.
-    cp: context-parallel degree: the number of workers of a context group, which share each
-        sequence.
-    tp: tensor-parallel degree: the number of workers that share each layer's heads and MLP.
+    pp: number of pipeline stages.
+    dp: number of context groups, which train on different sequences.
+    cp: number of workers that share each sequence.
+    tp: number of workers that share each layer's heads and MLP.
     """
 
     pp: int = field(default=1, metadata={"name": "pipeline"})
@@ -31,9 +26,7 @@ class ParallelDims:
 
     @classmethod
     def of(cls, workers: int, **degrees: int) -> ParallelDims:
-        """Return dimensions for a number of workers and the degrees of all dimensions but ``dp``.
-
-        ``dp`` is the number of workers divided by the product of the given degrees.
+        """Return dimensions for the given degrees, where ``dp`` takes the rest of the workers.
 
         Raises:
             ValueError: a degree is below 1, or the product does not divide the number of workers.

@@ -1,11 +1,7 @@
 """Record what each worker does, in a small file that outlives the worker's process.
 
-A worker that hangs or was killed cannot report what it was doing. So each worker writes its
-activity to memory that is mapped to a file, and the launcher reads the file after a failure.
-Writing takes about a microsecond and no system call.
-
-The record says what the host does. A GPU executes later what the host has launched, so the GPU may
-still be at an earlier activity.
+The file is mapped to memory, so writing takes a microsecond, and the launcher can read it after a
+failure. The record says what the host does; a GPU may still be at an earlier activity.
 """
 
 from __future__ import annotations
@@ -36,10 +32,9 @@ class WorkerActivity:
     """What a worker did last.
 
     time: when the activity began, in seconds since the epoch.
-    training_step: training step, counted from 1. 0 before the first step.
-    doing: the activity, such as ``ring, layer 3, forward, step 2 of 4``.
-    waits_for: the rank that this worker waits for, SEVERAL in a collective, None if it does not
-        wait.
+    training_step: counted from 1; 0 before the first step.
+    doing: such as ``ring, layer 3, forward, step 2 of 4``.
+    waits_for: a rank, SEVERAL in a collective, or None.
     """
 
     time: float
@@ -48,14 +43,10 @@ class WorkerActivity:
     waits_for: int | None = None
 
     def text(self, now: float) -> str:
-        """Return the activity in one line, with its age if that is a second or more.
-
-        Args:
-            now: current time in seconds since the epoch.
-        """
+        """Return the activity in one line, with its age at the time ``now`` from a second on."""
         ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
-        number = self.training_step
-        step = f"training step {number}" if number else "before the first training step"
+        step = f"training step {self.training_step}"
+        step = step if self.training_step else "before the first training step"
         return f"{step}{', ' if self.doing else ''}{self.doing}{ago}"
 
 
@@ -74,9 +65,8 @@ class _ProgressRecord:
     def write(self, doing: str, waits_for: int) -> None:
         self._current = 1 - self._current
         at = _SLOTS[self._current]
-        text = (
-            ": ".join(filter(None, (self.place, doing))).encode()[: _SLOT - _HEAD.size - 1] + b"\0"
-        )
+        text = ": ".join(filter(None, (self.place, doing))).encode()
+        text = text[: _SLOT - _HEAD.size - 1] + b"\0"
         _HEAD.pack_into(self._map, at, time.time(), self.training_step, waits_for)
         self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         self._map[0] = self._current + 1
@@ -85,8 +75,7 @@ class _ProgressRecord:
         return _parsed(self._map[:])
 
 
-# The record of this process.
-_record: _ProgressRecord | None = None
+_record: _ProgressRecord | None = None  # of this process
 
 
 def start_record(path: Path) -> None:
@@ -124,22 +113,12 @@ def begin_step(training_step: int) -> None:
 
 
 def launcher_record_path(error_file: str | os.PathLike[str], rank: int | str) -> Path:
-    """Return the path of a worker's record if mtrain's launcher started the worker.
-
-    The record is in the folder of the failure files.
-
-    Args:
-        error_file: the failure file of any worker.
-    """
+    """Return the path of a worker's record beside its failure file, under mtrain's launcher."""
     return Path(error_file).with_name(f"where-{rank}")
 
 
 def job_record_path(logs: Path, rank: int | str) -> Path:
-    """Return the path of a rank's record under torchrun or srun: a file in the run's logs.
-
-    If the machines share a disk, rank 0 can read the records of all ranks. On a network file system
-    the records may be some seconds old.
-    """
+    """Return the path of a rank's record under torchrun or srun: in the run's logs, for rank 0."""
     return logs / f"rank-{rank}.where"
 
 
@@ -188,11 +167,7 @@ def activity_lines(
 ) -> list[str]:
     """Return a line for each rank, or a single line if all ranks did the same.
 
-    At most eight ranks are shown. Ranks in ``about`` come first, then the ranks that wait for a
-    rank in ``about``, then the lowest ranks.
-
-    Args:
-        now: current time in seconds since the epoch.
+    Show at most eight: those in ``about``, then those that wait for them, then the lowest.
     """
     texts = {rank: record.text(now) for rank, record in records.items()}
     if len(texts) > 1 and len(set(texts.values())) == 1:

@@ -1,12 +1,8 @@
 """Decide whether a run restarts after a failure, from which step, on how many workers, and when.
 
 A run restarts after a failure of a machine: a killed process, a failed device, a peer that hangs.
-
-A run does not restart
-- after a failure that would happen again: a mistake, an exception, a loss that is not finite, out
-  of memory
-- after a second failure, if the run has not written a checkpoint since the first failure: the run
-  would make no progress
+It does not restart if the failure would happen again (a mistake, an exception, out of memory), or
+if it has written no checkpoint since the previous failure and so makes no progress.
 """
 
 from __future__ import annotations
@@ -58,10 +54,9 @@ class Restart:
     """One restart, a line of `restarts.jsonl`.
 
     time: seconds since the epoch.
-    reason: the failure, in one line.
     rank: the rank that failed.
     reached: last step before the failure.
-    step: step of the checkpoint that the run resumes from. 0 means the beginning.
+    step: step of the checkpoint that the run resumes from; 0 for the beginning.
     workers: number of workers after the restart.
     """
 
@@ -75,7 +70,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class _LoggedStep:
-    """The fields that a restart needs from a line of metrics.jsonl."""
+    """What a restart needs from a line of metrics.jsonl."""
 
     step: int
     loss: float | None = None
@@ -85,10 +80,7 @@ class _LoggedStep:
 class RestartDecision:
     """How to restart the workers.
 
-    environment: the environment of the new workers.
     resume: whether to resume from a checkpoint.
-    wait_s: seconds to wait before the restart.
-    entry: the restart as it was recorded.
     devices: the GPUs to use, for CUDA_VISIBLE_DEVICES. None keeps the current value.
     remark: text about missing GPUs for the message, or empty.
     """
@@ -105,25 +97,17 @@ class RestartPolicy:
     """Decides on the restarts of one call of `local.launch`."""
 
     def __init__(self, run: RunDir, config: Config, resume: bool) -> None:
-        """Start with no restarts.
-
-        Args:
-            resume: whether the launch itself resumes from a checkpoint.
-        """
-        self._run = run
-        self._config = config
-        self._resume = resume
+        """Start with no restarts. resume: whether the launch itself resumes from a checkpoint."""
+        self._run, self._config, self._resume = run, config, resume
         self._limit = None if config.run.restarts == "auto" else int(config.run.restarts)
         self._restarts: list[Restart] = []
-        # Time of the newest checkpoint at the previous failure.
-        self._last_commit: int | None = None
+        self._last_commit: int | None = None  # newest checkpoint at the previous failure
 
     def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
         """Decide whether the run restarts after a failure. Record a restart in the run's folder.
 
         Returns:
-            How to restart, or a line that says why the run does not restart. The line is empty if
-            the user would not expect a restart.
+            How to restart, or a line that says why not, which is empty if nobody expects a restart.
         """
         step = self._run.last_step()
         reached = max((done for done, _ in latest_steps(self._run)), default=0)
@@ -139,7 +123,8 @@ class RestartPolicy:
         reason, workers = failure_summary(failure), environment.dims.workers
         entry = Restart(now, reason, failure.rank, reached, step or 0, workers)
         self._restarts.append(entry)
-        _append(self._run, entry)
+        with contextlib.suppress(OSError), self._run.restarts.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(entry)) + "\n")
         environment = replace(environment, restarts=len(self._restarts))
         resume, wait_s = self._resume or step is not None, WAITS_S[min(recent, len(WAITS_S) - 1)]
         return RestartDecision(environment, resume, wait_s, entry, devices, remark)
@@ -154,14 +139,15 @@ class RestartPolicy:
             return f"no restart: the limit run.restarts={self._limit} is reached"
         if step is None and self._limit is None:
             # A failure before the first checkpoint usually comes from a wrong setting.
-            advice = "Set run.restarts=N to restart from step 0."
-            return f"no restart: there is no checkpoint yet. {advice}" if reached else ""
+            line = (
+                "no restart: there is no checkpoint yet. Set run.restarts=N to restart from step 0."
+            )
+            return line if reached else ""
         if step is None and not reached:
             return "no restart: the run failed before its first step"
         commit = self._run.last_commit()
         if self._last_commit is not None and commit <= self._last_commit:
-            reason = "no checkpoint was written since the previous restart"
-            return f"no restart: {reason}, so the run would make no progress"
+            return "no restart: no checkpoint was written since the previous restart"
         self._last_commit = commit
         return None
 
@@ -201,13 +187,10 @@ def shrink_environment(
     The global batch does not change, so every step computes the same as before.
 
     Args:
-        before: the environment before the failure.
-        answering: the GPUs that respond.
-        lost: the GPUs that do not respond, for messages.
+        answering, lost: the GPUs that respond, and for messages those that do not.
 
     Returns:
-        Environment, devices and remark of a `RestartDecision`. If no number of workers fits, a line
-        that says why.
+        Environment, devices and remark of a `RestartDecision`, or a line that says why none fits.
     """
     left = len(answering)
     if config.topology.workers != "auto":
@@ -234,7 +217,7 @@ def shrink_environment(
 def visible_devices(workers: int) -> list[str]:
     """Return the names of this machine's GPUs, as in CUDA_VISIBLE_DEVICES.
 
-    If that variable is not set, the names are numbers from 0, at least one for each worker.
+    Without that variable, these are numbers from 0, at least one for each worker.
     """
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if named := [name.strip() for name in names if name.strip()]:
@@ -247,20 +230,17 @@ def visible_devices(workers: int) -> list[str]:
 def answering_devices(devices: Sequence[str]) -> list[str]:
     """Return the devices on which a new process can compute.
 
-    Each device is tried in its own process, because this process may not see the failure of a
-    device that it has used before.
+    This process may not see the failure of a device that it has used before.
     """
 
     def answers(device: str) -> bool:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         command = [sys.executable, "-c", _DEVICE_PROBE]
         try:
-            subprocess.run(
-                command, env=environment, capture_output=True, timeout=PROBE_S, check=True
-            )
+            run = subprocess.run(command, env=variables, capture_output=True, timeout=PROBE_S)
         except (subprocess.SubprocessError, OSError):
             return False
-        return True
+        return run.returncode == 0
 
     with ThreadPoolExecutor(len(devices)) as pool:
         return list(compress(devices, pool.map(answers, devices)))
@@ -279,7 +259,7 @@ def count_unreadable_lines(run: RunDir) -> int:
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     """Return step and loss of the latest steps in metrics.jsonl, oldest first.
 
-    Only the last 64 KiB of the file are read. The loss is None if the step's batch has no labels.
+    Only the last 64 KiB are read. The loss is None if the step's batch has no labels.
     """
     rows = _parse_lines(_read_text(run.metrics, _TAIL_BYTES), _LoggedStep)
     return [(row.step, row.loss) for row in rows]
@@ -301,25 +281,18 @@ def describe_restart(decision: RestartDecision, number: int) -> str:
     if decision.remark:
         workers += f" ({decision.remark})"
     repeated, first = "", entry.step + 1
-    if entry.reached == first:
-        repeated = f"; step {first} is repeated"
-    elif entry.reached > first:
-        repeated = f"; steps {first} to {entry.reached} are repeated"
+    if entry.reached >= first:
+        repeated = f"; repeats step {first}" + f" to {entry.reached}" * (entry.reached > first)
     return f"restart {number}: {start} on {workers} in {decision.wait_s:g} s{repeated}"
-
-
-def _append(run: RunDir, entry: Restart) -> None:
-    with contextlib.suppress(OSError), run.restarts.open("a") as file:
-        file.write(json.dumps(dataclasses.asdict(entry)) + "\n")
 
 
 def _parse_lines(text: str, kind: type[T]) -> list[T]:
     """Return a dataclass for each line of JSON. Skip lines that cannot be read."""
-    found = []
+    entries = []
     for line in _lines(text):
         with contextlib.suppress(ValueError, RecursionError):
-            found.append(documents.checked(kind, json.loads(line)))
-    return found
+            entries.append(documents.checked(kind, json.loads(line)))
+    return entries
 
 
 def _lines(text: str) -> list[str]:

@@ -1,9 +1,10 @@
-"""The folder of a run: create it, open it again, and undo both after a user's mistake."""
+"""The folder of a run: create, lock and reopen it, and undo both after a user's mistake."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import platform
@@ -14,9 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -27,11 +27,64 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
-from mtrain_cli.launch.run_lock import LOCK, RunLock
-from mtrain_cli.launch.study_folder import study_command
 
 RUNS = Path("runs")
 PLAN = "plan.json"  # a folder with this file has a measurement, and no run
+LOCK = ".lock"
+_LOCK_ATTEMPTS = 4
+# The file of a learning study. The runs of a study are ``NAME/seed-N/run``. `COMMAND` is the key
+# with the words of the command that started the study.
+STUDY, RUN, COMMAND = "study.json", "run", "command"
+
+
+class RunLock:
+    """An exclusive lock on the folder of a run or of a part of a study, until the process ends."""
+
+    def __init__(self, folder: Path, name: str = "", advice: str = "") -> None:
+        """Take the lock of ``folder``.
+
+        Args:
+            name: what the folder is, for the error; "" for ``run.dir``.
+            advice: what the user can do; "" for that of a run.
+
+        Raises:
+            ConfigError: another process holds the lock.
+        """
+        path = folder / LOCK
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            for attempt in range(1, _LOCK_ATTEMPTS + 1):
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if attempt == _LOCK_ATTEMPTS:
+                        raise
+                    time.sleep(0.05)  # `run_status.check_liveness` may hold the lock for a moment
+        except BlockingIOError:
+            holder = path.read_text(errors="replace").strip() or "another process"
+            self.release()
+            advice = advice or "Wait for that run, stop it, or choose another run.dir."
+            name = name or f"run.dir={folder}"
+            raise ConfigError(f"{name}: in use by {holder}. {advice}") from None
+        except OSError:  # some network file systems have no locks
+            self.release()
+            return
+        with contextlib.suppress(OSError):  # if the disk is full, the lock holds without this text
+            os.truncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def beat(self) -> None:
+        """Set the time stamp of the lock file to the current time of the disk."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._file)
+
+    def release(self) -> None:
+        """Release the lock if it is held."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 class _Inside:
@@ -48,37 +101,24 @@ class _Inside:
 class RunDir:
     """A run's folder and the paths of its files.
 
-    The objects that `create` and `open` return hold the folder's lock. The objects of workers do
-    not hold the lock.
-
-    resolved: the complete configuration. A folder with this file is a run.
-    overrides: the overrides of the command line, one per line.
-    environment: command, machine, versions and revision at the start of the run.
-    metrics: a JSON object for each step.
-    log: what the run printed to the terminal.
-    logs: folder of the workers' output, ``rank-N.log``.
-    checkpoints: folder of the checkpoints ``step-N``.
-    stop_request: if this file exists, the workers save and stop after the current step.
-    save_requests: the workers save and go on for each byte that this file grows.
-    state: the current state of the run (`run_status`).
-    restarts: a JSON object for each restart (`restart`).
+    The objects that `create` and `open` return hold the folder's lock; those of workers do not.
     """
 
     path: Path
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
     _undo: Callable[[], bool] | None = field(default=None, repr=False, compare=False)
 
-    resolved = _Inside("resolved.yaml")
-    overrides = _Inside("overrides.txt")
-    environment = _Inside("environment.json")
-    metrics = _Inside("metrics.jsonl")
-    log = _Inside("log.txt")
-    logs = _Inside("logs")
-    checkpoints = _Inside("checkpoints")
-    stop_request = _Inside("stop_request")
-    save_requests = _Inside("save_requests")
-    state = _Inside("state.json")
-    restarts = _Inside("restarts.jsonl")
+    resolved = _Inside("resolved.yaml")  # the configuration; a folder with this file is a run
+    overrides = _Inside("overrides.txt")  # of the command line, one per line
+    environment = _Inside("environment.json")  # command, machine, versions, revision at the start
+    metrics = _Inside("metrics.jsonl")  # a JSON object for each step
+    log = _Inside("log.txt")  # what the run printed to the terminal
+    logs = _Inside("logs")  # output of the workers, ``rank-N.log``
+    checkpoints = _Inside("checkpoints")  # folders ``step-N``
+    stop_request = _Inside("stop_request")  # if it exists, save and stop after the current step
+    save_requests = _Inside("save_requests")  # save and go on for each byte that this file grows
+    state = _Inside("state.json")  # see `run_status`
+    restarts = _Inside("restarts.jsonl")  # see `restart`
 
     @property
     def resume_command(self) -> str:
@@ -90,10 +130,7 @@ class RunDir:
         return next(iter(committed_steps(self.checkpoints)), None)
 
     def last_commit(self) -> int:
-        """Return when the newest checkpoint was completed, in nanoseconds since the epoch.
-
-        The time comes from the clock of the disk. Return 0 without a checkpoint.
-        """
+        """Return when the newest checkpoint was completed, in ns of the disk's clock, or 0."""
         times = [0]
         for step in committed_steps(self.checkpoints):
             with contextlib.suppress(OSError):  # it was deleted after a newer one was written
@@ -106,16 +143,12 @@ class RunDir:
             file.unlink(missing_ok=True)
 
     def beat(self) -> None:
-        """Renew the lock's time stamp, which other machines read. Do nothing without the lock."""
+        """Renew the time stamp of the lock, if this object holds it. Other machines read it."""
         if self._lock is not None:
             self._lock.beat()
 
     def require_steps_left(self, steps: int) -> None:
-        """Check that the newest checkpoint is not beyond ``steps``, the number of steps to do.
-
-        Raises:
-            ConfigError: the checkpoint is beyond ``steps``. The lock has been released.
-        """
+        """Raise ConfigError and release the lock if the newest checkpoint is beyond ``steps``."""
 
         def check() -> str:
             done = self.last_step()
@@ -139,12 +172,17 @@ class RunDir:
 
         def write() -> RunDir:
             with _as_config_error(self.path):
-                files = {
-                    file: file.read_bytes() if file.exists() else None
-                    for file in (self.resolved, self.overrides)
-                }
-                lines = frozenset(map(hash, _whole_lines(self.metrics)))
-                undo = partial(_undo_rewrite, self, files, lines, self.last_commit())
+                files = [(f, f.read_bytes() if f.exists() else None) for f in changed]
+                lines, commit = set(_whole_lines(self.metrics)), self.last_commit()
+
+                def undo() -> bool:
+                    # A run that resumes cuts the lines of metrics.jsonl after its checkpoint, so
+                    # their number tells nothing. But a new last line shows that a step has run.
+                    if {*_whole_lines(self.metrics)[-1:]} <= lines and self.last_commit() <= commit:
+                        for file, content in files:
+                            _restore_file(file, content)
+                    return False
+
                 try:
                     resolved_file.save(config, self.resolved)
                     with self.overrides.open("a") as file:
@@ -154,12 +192,11 @@ class RunDir:
                     raise
             return dataclasses.replace(self, _undo=undo)
 
+        changed = self.resolved, self.overrides
         return _share_run(write)
 
     def discard(self) -> bool:
-        """Undo `create` or `rewrite` after a user's mistake.
-
-        Do nothing if a step has run since the call of `create` or `rewrite`.
+        """Undo `create` or `rewrite` after a user's mistake, unless a step has run since.
 
         Returns:
             Whether the run was removed.
@@ -172,49 +209,30 @@ class RunDir:
             self._lock.release()
 
 
-def _undo_create(
-    run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest_before: str | None
-) -> bool:
-    """Remove a run that `create` made, and return True, unless a step has run."""
-    if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
-        return False
-    _restore_latest(run.path, latest_before)
-    if is_new_folder:
-        for _ in range(3):  # another thread may still write to the folder
-            shutil.rmtree(run.path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another run may use the parent by now
-            for parent in new_parents:
-                parent.rmdir()
-        return True
-    # Before `create` the folder was empty or had only the lock file. Another process may wait for
-    # the lock, so leave the lock file.
-    about = run.resolved, run.overrides, run.environment, run.metrics
-    for file in (*about, run.log, run.state, run.restarts):
-        file.unlink(missing_ok=True)
-    run.forget_requests()
-    for folder in (run.logs, run.checkpoints):
-        shutil.rmtree(folder, ignore_errors=True)
-    return True
+def study_command(run: Path) -> str:
+    """Return the command of the study to which a run belongs; "" for other runs.
 
-
-def _undo_rewrite(
-    run: RunDir, files: Mapping[Path, bytes | None], lines: frozenset[int], commit: int
-) -> bool:
-    """Restore the files that `RunDir.rewrite` changed, unless a step has run. Return False."""
-    # The number of lines of metrics.jsonl does not tell whether a step has run: a run that resumes
-    # cuts the lines after its checkpoint. But if the last line is a new one, a step has run.
-    last_line = {hash(line) for line in _whole_lines(run.metrics)[-1:]}
-    if last_line <= lines and run.last_commit() <= commit:
-        for file, content in files.items():
-            _restore_file(file, content)
-    return False
+    The file of the study is not trusted: a sentence replaces words that are not a command of a
+    study in one printable line.
+    """
+    folder = next(iter(run.absolute().parents[2:3]), None)
+    if folder is None or run.name != RUN:
+        return ""
+    try:
+        words = documents.read_json(folder / STUDY)[COMMAND]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return ""
+    if words[:3] == ["mtrain", "study", "learning"] and all(map(str.isprintable, words)):
+        return shlex.join(words)
+    return "mtrain study learning, with the options it was started with"
 
 
 def create(config: Config, overrides: Sequence[str]) -> RunDir:
-    """Create and lock the folder of a new run.
+    """Create and lock the folder of a new run, with configuration, overrides and environment.
 
-    Write resolved.yaml, overrides.txt and environment.json to it. In a torchrun or srun job only
-    global rank 0 creates the folder. The other ranks get its path from rank 0.
+    In a torchrun or srun job only global rank 0 does this. The other ranks get the path from it.
 
     Raises:
         ConfigError: the folder is not empty, is in use, or cannot be written.
@@ -223,9 +241,7 @@ def create(config: Config, overrides: Sequence[str]) -> RunDir:
 
 
 def open(path: str | os.PathLike[str]) -> RunDir:
-    """Open and lock the folder of an earlier run.
-
-    In a torchrun or srun job only global rank 0 does this.
+    """Open and lock the folder of an earlier run; in a torchrun or srun job only on rank 0.
 
     Args:
         path: the folder, or its name in ``runs/``, such as ``latest``.
@@ -267,18 +283,16 @@ def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
     """
 
     def find() -> str:
-        job = current_job()
-        if config.run.dir == "auto" and config.run.name == "auto":
+        job, folder = current_job(), _given_folder(config)
+        if folder is RUNS:
             folders = [run.path for run in list_runs()]
         else:
-            is_named = config.run.dir == "auto"
-            folder = RUNS / config.run.name if is_named else Path(config.run.dir).expanduser()
             folders = [folder.absolute()] if (folder / "resolved.yaml").is_file() else []
             if folders and not this_job:
                 return str(folders[0])
-        name = job.name if job else ""
-        mine = (folder.resolve() for folder in folders if name and _recorded_job(folder) == name)
-        return str(next(mine, ""))
+        if job is None or not job.name:
+            return ""
+        return next((str(f.resolve()) for f in folders if _recorded_job(f) == job.name), "")
 
     path = decide_on_rank_zero(find)
     return RunDir(Path(path)) if path else None
@@ -292,70 +306,104 @@ def _recorded_job(folder: Path) -> str | None:
         return None
 
 
-def require_folder(config: Config) -> None:
-    """Check that no file is in the place of a new run's folder, or of a folder above it.
+def _given_folder(config: Config) -> Path:
+    """Return the folder that the settings name; ``runs/`` if they name none."""
+    if config.run.dir != "auto":
+        return Path(config.run.dir).expanduser()
+    return RUNS if config.run.name == "auto" else RUNS / config.run.name
 
-    Raises:
-        ConfigError: there is one.
-    """
-    key, folder = f"run.dir={config.run.dir}", Path(config.run.dir).expanduser()
+
+def require_folder(config: Config) -> None:
+    """Raise ConfigError if a file is in the place of a new run's folder or of a parent."""
+    key, folder = f"run.dir={config.run.dir}", _given_folder(config)
     if config.run.dir == "auto":
-        name = config.run.name
-        key, folder = f"run.name={name}", RUNS if name == "auto" else RUNS / name
+        key = f"run.name={config.run.name}"
     with _as_config_error(folder):
         for place in (folder, *folder.parents):
             if place.exists() and not place.is_dir():
-                what = "is" if key == f"run.dir={place}" else f"{place} is"
-                other = "run.name" if place == RUNS / config.run.name else "run.dir"
-                raise ConfigError(f"{key}: {what} a file. Choose another {other}.")
+                raise ConfigError(f"{key}: {place} is a file. Choose another run.name or run.dir.")
 
 
 def free_disk(config: Config) -> int | None:
     """Return the free bytes of the disk of a new run's folder; None if they are unknown."""
-    folder = RUNS if config.run.dir == "auto" else Path(config.run.dir).expanduser()
     with contextlib.suppress(OSError, StopIteration):
-        place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+        folder = _given_folder(config).absolute()
+        place = next(place for place in (folder, *folder.parents) if place.is_dir())
         return shutil.disk_usage(place).free
     return None
 
 
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     require_folder(config)
-    name, picks_folder = config.run.name, config.run.dir == "auto"
+    folder, name = _given_folder(config), config.run.name
     if name == "auto":
         # A model that was loaded from a folder has the folder's name, with any characters.
         model = re.sub(r"[^\w.+=-]+", "-", config.model.name)
         name = f"{model}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    wanted = RUNS / name if picks_folder else Path(config.run.dir).expanduser()
+    wanted = folder / name if folder is RUNS else folder
     with _as_config_error(wanted):
         parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
-        path, is_new = _make_folder(wanted, picks_folder and config.run.name == "auto")
+        path, is_new = _make_folder(wanted, folder is RUNS)
         run = RunDir(path.absolute())
-        undo = partial(_undo_create, run, is_new, parents, _latest_target(run.path.parent))
+        latest = _latest_target(run.path.parent)
         # A run that was discarded may have left its lock file.
         entries = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
         if entries and not run.resolved.exists():
             shown = ", ".join(entries[:3]) + (" and more" if len(entries) > 3 else "")
             problem = f"is not empty and holds no run ({shown})"
             raise ConfigError(f"run.dir={path}: {problem}. Choose a new or an empty folder.")
+        occupied = run.resolved.exists()
+
+        def undo() -> bool:
+            return _undo_create(run, is_new, parents, latest)
+
         try:
             run = dataclasses.replace(run, _lock=RunLock(path), _undo=undo)
-            if run.resolved.exists():
+            if occupied:
                 run.release()
-                raise _occupied_error(path, name if picks_folder else None)
+                raise _occupied_error(path, None if config.run.dir != "auto" else name)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
             run.environment.write_text(json.dumps(_environment_facts(), indent=2) + "\n")
             # This is the last file, because a folder with this file is a run.
-            chosen = path.name if picks_folder else name
-            config = config.changed(run={"name": chosen, "dir": str(run.path)})
+            name = path.name if config.run.dir == "auto" else name
+            config = config.changed(run={"name": name, "dir": str(run.path)})
             resolved_file.save(config, run.resolved)
         except OSError:
-            undo()
+            if not occupied:
+                undo()
             run.release()
             raise
     if run.path.parent == RUNS.absolute():
         _point_latest(run.path.parent, run.path.name)
     return run
+
+
+def _undo_create(
+    run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest: str | None
+) -> bool:
+    """Remove a run that `create` made, and return True, unless a step has run."""
+    if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
+        return False
+    runs = run.path.parent
+    if _latest_target(runs) == run.path.name:  # no other run was started meanwhile
+        if latest is not None and (runs / latest).exists():
+            _point_latest(runs, latest)
+        else:
+            (runs / "latest").unlink(missing_ok=True)
+    if is_new_folder:
+        for _ in range(3):  # another thread may still write to the folder
+            shutil.rmtree(run.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run may use the parent by now
+            for parent in new_parents:
+                parent.rmdir()
+        return True
+    # The folder was empty before, or had only the lock file, for which another process may wait.
+    for entry in run.path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != LOCK:
+            entry.unlink(missing_ok=True)
+    return True
 
 
 def _environment_facts() -> dict[str, object]:
@@ -398,18 +446,16 @@ def _output_of(*command: str) -> str:
         return ""
 
 
-def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
-    """Return the error for a folder with a run. name: that of `run.name`, if it is the folder's."""
+def _occupied_error(path: Path, name: str | None) -> ConfigError:
+    """Return the error for a folder with a run. name: `run.name`, if it chose the folder."""
     if (path / PLAN).is_file():
         return ConfigError(
             f"run.dir={path}: already holds a measurement. Choose another run.name or run.dir."
         )
-    key, holds = f"run.dir={path}", "already holds a run"
-    if name is not None:
-        key, holds = f"run.name={name}", f"{path} {holds}"
+    key, where = ("run.dir", f"{path}:") if name is None else ("run.name", f"{name}: {path}")
     return ConfigError(
-        f"{key}: {holds}. Resume it with --resume {shlex.quote(str(path))}, "
-        f"or choose another {key.partition('=')[0]}."
+        f"{key}={where} already holds a run. Resume it with --resume {shlex.quote(str(path))}, "
+        f"or choose another {key}."
     )
 
 
@@ -439,12 +485,11 @@ def _open_here(path: Path) -> RunDir:
         problem = "holds no run (resolved.yaml is missing)"
         raise ConfigError(f"--resume {path}: {problem}. {advice}")
     resolved_file.load(run.resolved)
-    for file in (run.overrides, run.environment, run.metrics, run.log, run.state, run.restarts):
-        if file.is_dir():
-            raise ConfigError(f"--resume {path}: {file.name} is a folder. Move it away.")
-    for folder in (run.logs, run.checkpoints):
-        if folder.is_file():
-            raise ConfigError(f"--resume {path}: {folder.name} is a file. Move it away.")
+    files = run.overrides, run.environment, run.metrics, run.log, run.state, run.restarts
+    for place in (*files, run.logs, run.checkpoints):
+        if place.exists() and place.is_dir() == (place in files):
+            kind = "folder" if place in files else "file"
+            raise ConfigError(f"--resume {path}: {place.name} is a {kind}. Move it away.")
     with _as_config_error(path):
         lock = RunLock(path)
         run.forget_requests()
@@ -479,16 +524,6 @@ def _point_latest(runs: Path, target: str) -> None:
     # If a folder is called ``latest``, or the file system has no links, the run has no link.
     with contextlib.suppress(OSError), replacing(runs / "latest") as draft:
         draft.symlink_to(target)
-
-
-def _restore_latest(run: Path, before: str | None) -> None:
-    """Point ``latest`` to ``before`` again, if it still points to ``run``."""
-    if _latest_target(run.parent) != run.name:
-        return
-    if before is not None and (run.parent / before).exists():
-        _point_latest(run.parent, before)
-    else:
-        (run.parent / "latest").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

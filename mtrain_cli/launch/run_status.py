@@ -1,13 +1,8 @@
-"""The state of a run, and its status: what `mtrain status` shows of the state and of other files.
+"""The state of a run in `state.json`, and its status: what `mtrain status` shows of all its files.
 
-`state.json` has the state, which other terminals and machines can read. Rank 0 writes the file when
-a step finishes, at most once a second. If the workers fail, the launcher writes the file.
-
-A process that is killed cannot update `state.json`. Whether the run is alive is therefore decided
-by the lock on the run's folder:
-- On the same machine: the operating system releases the lock when its process ends.
-- On other machines: a held lock may look free, so the age of the lock file's time stamp decides.
-  The process that holds the lock renews the time stamp every HEARTBEAT_S seconds.
+Rank 0 writes the state when a step finishes; the launcher writes it if the workers fail. A process
+that is killed writes nothing, so the lock on the run's folder decides whether a run is alive. On
+other machines the lock may look free, so the age of its time stamp decides.
 """
 
 from __future__ import annotations
@@ -27,24 +22,18 @@ from typing import Any
 
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
-from mtrain_cli.launch.run_dir import RUNS, RunDir, list_runs
-from mtrain_cli.launch.run_lock import LOCK
+from mtrain_cli.launch.run_dir import LOCK, RUNS, RunDir, list_runs
 from mtrain_cli.printable import one_line
 
 HEARTBEAT_S = 10.0  # seconds between two renewals of the lock's time stamp
-# A run whose lock has not been renewed for this many seconds is not alive. A network file system
-# may show a renewal half a minute late.
-SILENT_S = 60.0
+SILENT_S = 60.0  # a lock this old is not alive; network file systems show it half a minute late
 WRITE_S = 1.0  # minimum seconds between two writes of `state.json`
 WARNINGS = 20  # number of warnings to keep
-# A run is stalled if its current step takes longer than STALLED_S seconds, and longer than
-# STALLED_STEPS typical steps.
-STALLED_S = 60.0
-STALLED_STEPS = 5.0
+STALLED_S, STALLED_STEPS = 60.0, 5.0  # a stalled step exceeds both: seconds, and typical steps
 ENDED = ("finished", "stopped", "failed")
 # The fields of `RunState` that describe the last step.
 _OF_LAST_STEP = (
@@ -59,20 +48,16 @@ class RunState:
 
     phase: starting, training, restarting (after a worker was lost), finished, stopped (on request)
         or failed.
-    time: when this state was written.
     began: when the run was started, resumed or restarted last.
     step, steps: last step done, and number of steps to do.
-    stepped: when the last step finished.
-    loss, grad_norm, tokens, tokens_per_second_per_gpu: metrics of the last step.
-    targets: labels of the last step that count toward the loss.
-    expert_load: the same of a model with experts: tokens of the busiest expert / mean.
-    seconds: duration of a typical step.
-    predicted_seconds: duration of a step that the simulator predicts; None without a prediction.
-    seconds_left: estimate until the end of the run, None while unknown.
+    stepped: when the last step finished. loss to expert_load are metrics of that step.
+    targets: labels that count toward the loss.
+    expert_load: tokens of the busiest expert / mean.
+    seconds, predicted_seconds: duration of a typical step, and the simulator's prediction.
     workers: host and device of each rank.
     chosen: layout, exchange and kernel of the run, by the key that may have left it to ``auto``.
     records: path of the activity records, with {rank} for the rank (`launch.progress_record`).
-    warnings: time and text of each warning, oldest first.
+    warnings: time and text, oldest first.
     reason: why the run stopped, failed or restarts.
     """
 
@@ -108,9 +93,7 @@ def read_state(run: RunDir) -> RunState | None:
 
 
 def read_state_file(file: Path) -> RunState:
-    """Return the state in a file, without keys that this version does not know.
-
-    Earlier versions wrote NaN, which counts as null.
+    """Return the state in a file, without unknown keys. NaN of earlier versions counts as null.
 
     Raises:
         UnreadableError: the file is damaged.
@@ -144,12 +127,7 @@ class StateReporter:
     """Keeps the state of a run on rank 0, and writes it to `state.json`."""
 
     def __init__(self, run: RunDir, **facts: Any) -> None:
-        """Write the state of a run that starts.
-
-        Args:
-            facts: launcher, steps, step, workers, chosen, records and predicted_seconds of
-                `RunState`.
-        """
+        """Write the state of a run that starts. facts: fields of `RunState`."""
         now, before = time.time(), read_state(run)
         host, warnings = socket.gethostname(), before.warnings if before else ()
         self._run = run
@@ -169,11 +147,9 @@ class StateReporter:
         return path.name if path.parent == RUNS.absolute() else shlex.quote(str(path))
 
     def step(self, *, last: bool, **values: Any) -> None:
-        """Record that a step has finished.
+        """Record that a step has finished, with new values of fields of `RunState`.
 
-        Args:
-            last: whether it is the last step. The last step is always written.
-            values: new values of fields of `RunState`.
+        last: whether it is the last step, which is always written.
         """
         due = last or time.monotonic() - self._written >= WRITE_S
         self._update(due, phase="training", stepped=time.time(), **values)
@@ -196,7 +172,6 @@ class StateReporter:
 class Liveness:
     """Whether a run is alive.
 
-    alive: whether a process works on the run.
     holder: the process that took the lock last, such as ``process 12 on node7``. Empty if unknown.
     silent: seconds since the time stamp of the lock was renewed, None without a lock file.
     """
@@ -207,14 +182,7 @@ class Liveness:
 
 
 def check_liveness(run: RunDir, now: float) -> Liveness:
-    """Return whether a run is alive.
-
-    On the machine of the lock's process, the lock itself decides. On other machines, and on file
-    systems without locks, the age of the time stamp decides.
-
-    Args:
-        now: current time in seconds since the epoch.
-    """
+    """Return whether a run is alive at the time ``now``, in seconds since the epoch."""
     lock = run.path / LOCK
     try:
         holder = lock.read_text(errors="replace").strip()
@@ -246,10 +214,8 @@ def _is_held(lock: Path) -> bool:
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The step of the newest checkpoint, and its age in seconds."""
-
     step: int
-    age: float
+    age: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -258,13 +224,9 @@ class RunStatus:
 
     what: one of starting, running, stalled (no step for a long time), restarting, finished,
         stopped, failed, lost (the run ended without a report), not begun.
-    detail: details in a few words, or empty.
-    step, steps: last step done, and number of steps to do.
-    holder: the process that took the lock last (`Liveness`).
-    silent: seconds since the time stamp of the lock was renewed.
+    holder, silent: see `Liveness`.
     since_step: seconds since the last step.
-    checkpoint: the newest checkpoint.
-    restarts: the restarts so far, oldest first.
+    restarts: oldest first.
     damaged: a line for each file that cannot be read.
     losses: finite training losses of the latest steps.
     where: what each rank does, if the run is stalled.
@@ -305,8 +267,20 @@ def read_status(run: RunDir) -> RunStatus:
         step = written.step
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _classify(run, written, life.alive, since, step)
-    config, damaged = _readable(run)
-    steps = config.train.steps if config else 0
+    steps, damaged = 0, []
+    try:
+        steps = resolved_file.load(run.resolved).train.steps if run.resolved.exists() else 0
+    except ConfigError as error:
+        consequence = "the run cannot be resumed or exported until this is fixed"
+        damaged.append(f"{error.problems[0]}; {consequence}")
+    if skipped := restart.count_unreadable_lines(run):
+        damaged.append(f"{run.restarts}: {skipped} unreadable line{'s' * (skipped > 1)} skipped")
+    checkpoint = None
+    for saved in committed_steps(run.checkpoints):
+        with contextlib.suppress(OSError):
+            committed = manifest_file(run.checkpoints, saved).stat().st_mtime
+            checkpoint = NewestCheckpoint(saved, max(0.0, now - committed))
+            break
     records = {}
     if what == "stalled" and written is not None and written.records:
         files = {r: Path(written.records.format(rank=r)) for r in range(len(written.workers))}
@@ -320,9 +294,9 @@ def read_status(run: RunDir) -> RunStatus:
         holder=life.holder,
         silent=life.silent,
         since_step=since,
-        checkpoint=_newest_checkpoint(run, now),
+        checkpoint=checkpoint,
         restarts=tuple(restart.read_restarts(run)),
-        damaged=damaged,
+        damaged=tuple(map(one_line, damaged)),
         losses=tuple(loss for _, loss in recent if loss is not None and math.isfinite(loss)),
         where=tuple(progress_record.activity_lines(records, [], now)),
         written=written,
@@ -330,11 +304,7 @@ def read_status(run: RunDir) -> RunStatus:
 
 
 def find_latest_run() -> RunDir:
-    """Return the most recently active run in ``runs/``. Prefer runs that are alive.
-
-    Raises:
-        ConfigError: there are no runs.
-    """
+    """Return the run in ``runs/`` that was active last, or is alive. Raise ConfigError if none."""
     runs = list_runs()
     if not runs:
         raise ConfigError("there are no runs in runs/. Give the folder of a run.")
@@ -365,24 +335,3 @@ def _classify(
     if since is not None and since > max(STALLED_S, STALLED_STEPS * (written.seconds or 0.0)):
         return "stalled", f"no step since step {step}"
     return "running", ""
-
-
-def _readable(run: RunDir) -> tuple[Config | None, tuple[str, ...]]:
-    """Return the configuration, and a line for each file of the run that cannot be read."""
-    config, lines = None, []
-    try:
-        config = resolved_file.load(run.resolved) if run.resolved.exists() else None
-    except ConfigError as error:
-        consequence = "the run cannot be resumed or exported until this is fixed"
-        lines.append(f"{error.problems[0]}; {consequence}")
-    if skipped := restart.count_unreadable_lines(run):
-        lines.append(f"{run.restarts}: {skipped} unreadable line{'s' * (skipped > 1)} skipped")
-    return config, tuple(map(one_line, lines))
-
-
-def _newest_checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
-    for step in committed_steps(run.checkpoints):
-        with contextlib.suppress(OSError):
-            committed = manifest_file(run.checkpoints, step).stat().st_mtime
-            return NewestCheckpoint(step, max(0.0, now - committed))
-    return None

@@ -1,8 +1,6 @@
-"""Unpickle without running code that the pickle chooses.
+"""Unpickle without running code that the pickle chooses: only classes on a list are created.
 
-A pickle can name any function, and unpickling calls it. But torch writes the metadata of a
-checkpoint as a pickle, and ranks exchange objects as pickles. The unpicklers here create only the
-classes on a list.
+torch writes the metadata of a checkpoint as a pickle, and ranks exchange objects as pickles.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ def _allowed(table: str) -> dict[str, set[str]]:
     return {module.strip(): set(names.split()) for module, _, names in lines}
 
 
-# Classes in the .metadata files of torch.distributed.checkpoint. The function _get_layout is safe:
-# it looks up a name in a table. `range` is not on the list, because a pickle of a few bytes could
-# create range(2**36), which would fill the memory when it is listed.
+# Classes in the .metadata files of torch.distributed.checkpoint. _get_layout looks up a name in a
+# table. `range` is missing: a few bytes could create range(2**36), which fills memory when listed.
 METADATA = _allowed("""
 builtins: set
 collections: OrderedDict
@@ -82,11 +79,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class MessageUnpickler(MetadataUnpickler):
-    """Creates what `MetadataUnpickler` creates, but the classes in `MESSAGES`, and two more kinds.
-
-    The two kinds are exceptions, and mtrain's dataclasses, enumerations and named tuples. Their
-    modules must already be imported.
-    """
+    """Creates the classes in `MESSAGES`, and imported exceptions and records of mtrain."""
 
     allowed = MESSAGES
 
@@ -111,27 +104,19 @@ def load_metadata(file: IO[bytes]) -> Any:
 
     Raises:
         ValueError: the file is not a pickle, or the pickle names a class that is not on the list.
-            The message is one line and does not name the file.
     """
     content = file.read()
     try:
-        _require_small_memo(content)
+        # The unpickler allocates a table as long as the largest memo index.
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
+                raise RefusedError("claims more objects than a file of its size can hold")
         return MetadataUnpickler(io.BytesIO(content)).load()
     except RefusedError as error:
         raise ValueError(str(error)) from error
     # With arguments from a damaged file, the constructors of these classes may raise any error.
     except Exception as error:
         raise ValueError("cannot be read: it is damaged") from error
-
-
-def _require_small_memo(content: bytes) -> None:
-    """Raise RefusedError if a memo index is larger than the file.
-
-    The unpickler would allocate a table of that length.
-    """
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise RefusedError("claims more objects than a file of its size can hold")
 
 
 def guard_collectives() -> None:

@@ -1,7 +1,7 @@
-"""Signals and files that ask a run to save, or to save and stop.
+"""Signals and files that ask a run to save (SIGUSR1), or to save and stop.
 
-SIGUSR1 asks to save and go on, SIGUSR2 to save and stop with success: schedulers send them before a
-time limit. SIGTERM, SIGHUP and the first SIGINT also ask to save and stop.
+SIGUSR2 stops with success: schedulers send it before a time limit. SIGTERM, SIGHUP and the first
+SIGINT stop, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MARK = "stopped"
 
 
 class StopSignal(KeyboardInterrupt):
-    """A signal that stops this process as Ctrl-C does. The argument is its number.
+    """A signal that stops this process as Ctrl-C does.
 
-    If a codec is interrupted, Python replaces an exception whose argument is a text.
+    The argument is its number: a codec that is interrupted replaces an exception with a text.
     """
 
     exit_code = 143  # 128 + SIGTERM
@@ -35,10 +35,7 @@ class StopSignal(KeyboardInterrupt):
 
 
 class StopFlag:
-    """What files and signals ask of this worker.
-
-    Ranks may receive a request at different steps. The trainer makes them agree on one step.
-    """
+    """What files and signals ask of this worker. The trainer makes the ranks agree on one step."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._stop, self._saves = os.fspath(run_dir.stop_request), os.fspath(run_dir.save_requests)
@@ -66,10 +63,9 @@ class StopFlag:
 
 
 def remember(*numbers: signal.Signals) -> None:
-    """Let signals count as requests for `StopFlag`, so that they do not end this process.
+    """Let signals count as requests for `StopFlag`; a second SIGINT interrupts.
 
-    A second SIGINT interrupts. A signal that is ignored, as SIGHUP under nohup, stays ignored. Call
-    this function in the main thread.
+    A signal that is ignored, as SIGHUP under nohup, stays ignored. For the main thread.
     """
     for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -95,23 +91,13 @@ def take_received() -> list[int]:
 
 
 def mark_stopped(error_file: str | os.PathLike[str] | None) -> None:
-    """Tell mtrain's launcher that a request stopped the run before its last step.
-
-    The mark is an empty file in the folder of the failure files.
-
-    Args:
-        error_file: path of this worker's failure file. Do nothing if it is empty or None.
-    """
+    """Tell mtrain's launcher, by a file beside the failure file, that a request ended the run."""
     if error_file:
         Path(error_file).with_name(_MARK).touch()
 
 
 def was_stopped(folder: Path) -> bool:
-    """Return whether a worker has called `mark_stopped`.
-
-    Args:
-        folder: folder of the failure files.
-    """
+    """Return whether a worker has called `mark_stopped` in the folder of the failure files."""
     return (folder / _MARK).exists()
 
 

@@ -1,8 +1,6 @@
 """Start, watch and stop the workers of one machine.
 
-A failed worker makes its peers fail, too. `Supervisor` therefore collects the failures before it
-stops any worker. If every failure so far may be the consequence of another failure, it waits
-briefly for the cause.
+A failed worker makes its peers fail, too, so failures are collected before workers are stopped.
 """
 
 from __future__ import annotations
@@ -22,15 +20,11 @@ from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP
 
 POLL_S = 0.1
-# The launcher may notice a worker that lost its peer before it notices that the peer has exited.
-CAUSE_GRACE_S = 2.0
-# SIGTERM ends a worker immediately, unless the worker hangs in the operating system.
-STOP_GRACE_S = 5
-# gloo or NCCL should end a wait after topology.timeout_s. If neither does, the launcher ends the
-# wait OVERDUE_S later. It looks for such waits every OVERDUE_CHECK_S.
+CAUSE_GRACE_S = 2.0  # wait for the cause if all failures so far may be consequences of another
+STOP_GRACE_S = 5  # SIGTERM ends a worker at once, unless it hangs in the operating system
+# The launcher ends waits that gloo and NCCL have not ended OVERDUE_S after topology.timeout_s.
 OVERDUE_S, OVERDUE_CHECK_S = 30.0, 5.0
-# A worker that hangs has this long to write its stack to its log. Writing takes milliseconds.
-STACK_DUMP_S = 0.3
+STACK_DUMP_S = 0.3  # for a worker that hangs to write its stack, which takes milliseconds
 
 
 class Supervisor:
@@ -51,7 +45,6 @@ class Supervisor:
         """Prepare to start workers.
 
         Args:
-            workers: number of workers to start.
             command: command line of a worker.
             folder: private folder for the failure files and activity files.
             variables: environment variables to add for the workers.
@@ -97,11 +90,9 @@ class Supervisor:
 
     def _rank_variables(self, rank: int) -> dict[str, str]:
         """Return the environment variables that torchrun would set, and the failure file."""
-        ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._workers))
         return {
-            **ranks,
-            **sizes,
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._workers)),
             # Nothing listens there: the workers meet in a file.
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",
@@ -109,14 +100,10 @@ class Supervisor:
         }
 
     def _failure_file(self, rank: int) -> Path:
-        """Return the file to which the worker writes its failure."""
         return self._folder / f"failure-{rank}.json"
 
-    def kill_workers(self) -> None:
-        """Kill all workers and the processes that they started."""
-        self._signal_groups(signal.SIGKILL)
-
-    def _signal_groups(self, signum: int) -> None:
+    def kill_workers(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to all workers and the processes that they started."""
         for process in self._processes:
             # A worker leads a process group. Its child processes may outlive it in that group.
             with contextlib.suppress(ProcessLookupError):
@@ -125,7 +112,7 @@ class Supervisor:
     def _stop(self) -> None:
         """Ask the workers that still run to end. Kill them after STOP_GRACE_S."""
         for signum in (signal.SIGTERM, signal.SIGKILL):
-            self._signal_groups(signum)
+            self.kill_workers(signum)
             deadline = time.monotonic() + STOP_GRACE_S
             for process in self._processes:
                 # A process that hangs in the operating system does not even react to SIGKILL.
@@ -141,12 +128,9 @@ class Supervisor:
 
     def _activities(self) -> dict[int, WorkerActivity]:
         """Return the activity that each worker recorded last, by rank."""
-        return progress_record.read_activities(
-            {
-                rank: progress_record.launcher_record_path(self._failure_file(rank), rank)
-                for rank in range(self._workers)
-            }
-        )
+        path = progress_record.launcher_record_path
+        ranks = range(self._workers)
+        return progress_record.read_activities({r: path(self._failure_file(r), r) for r in ranks})
 
     def _find_overdue(self) -> list[Failure]:
         """Return a failure for each worker that waits too long. NCCL's watchdog misses some."""
@@ -189,8 +173,7 @@ class Supervisor:
         """Return a failure for workers that reported no failure but kept the others waiting."""
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         not_waiting = progress_record.ranks_not_waiting(running, records)
-        # NCCL's watchdog aborts a process that waited too long, and the process leaves no failure.
-        # Its activity record is then old. Such a process is not the cause.
+        # NCCL's watchdog aborts a process that waited too long, whose activity record is then old.
         waited_long = any(
             f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2
             for f in failed
@@ -200,8 +183,7 @@ class Supervisor:
         silent = failures.find_silent_rank(failed, stopped, not_waiting, limit)
         if silent is None:
             return []
-        # A worker that hangs writes the stacks of its threads to its log. A stopped process reacts
-        # only to SIGKILL.
+        # A worker that hangs writes its stacks to its log. A stopped one reacts only to SIGKILL.
         for rank in stopped or not_waiting:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running[rank], signal.SIGKILL if stopped else STACK_DUMP)
@@ -219,10 +201,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 def worker_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line of a worker that imports the same code as this process.
-
-    The option ``-P`` keeps the current folder off the worker's import path. The command has the
-    option unless the current folder is on the import path of this process.
-    """
-    from_here = "" in sys.path or os.getcwd() in sys.path
+    """Return the command line of a worker that imports the same code as this process."""
+    from_here = "" in sys.path or os.getcwd() in sys.path  # otherwise -P keeps this folder off
     return [sys.executable, *([] if from_here else ["-P"]), "-u", "-m", module, *arguments]

@@ -1,7 +1,4 @@
-"""Temporary folders that exist as long as the process that made them.
-
-If the process was killed, the next process of mtrain removes its folder.
-"""
+"""Temporary folders that exist as long as the process that made them, or until the next process."""
 
 from __future__ import annotations
 
@@ -23,9 +20,8 @@ _OURS = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 def private_folder() -> Iterator[Path]:
     """Make a folder that only this user can open, and remove it at the end.
 
-    First remove the folders of this user's killed processes. A process locks its folder while the
-    process is alive. The lock also keeps systemd-tmpfiles from removing the folder during a long
-    run.
+    First remove the folders of this user's killed processes. A lock shows that a process is alive,
+    and keeps systemd-tmpfiles from removing its folder during a long run.
     """
     remove_abandoned()
     folder, descriptor = _locked_folder()
@@ -37,11 +33,8 @@ def private_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    """Make a folder and lock it. Return its path and the file descriptor of the lock.
-
-    If another process removes the unlocked folder as abandoned, make another folder.
-    """
-    while True:
+    """Make a folder and lock it. Return its path and the file descriptor of the lock."""
+    while True:  # until no other process removes the unlocked folder as abandoned
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         try:
             descriptor = os.open(folder, os.O_RDONLY)
@@ -68,8 +61,7 @@ def own_folder() -> Path | None:
 def use_private_cache() -> None:
     """Let torch.compile keep its code in a folder that only this user can open.
 
-    By default it runs code from a folder with a known name in the temporary folder, which another
-    user could have made. If the permanent folder is not private, use a new one for this process.
+    By default it runs code from a known name in the temporary folder, which anyone could have made.
     """
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         folder = own_folder() or _locked_folder()[0]  # the lock lasts as long as the process
@@ -77,14 +69,10 @@ def use_private_cache() -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether the path is a folder of this user that no other user can open.
-
-    Raises:
-        OSError: the path does not exist.
-    """
-    found = folder.lstat()
-    is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return is_mine and not found.st_mode & 0o077
+    """Return whether the path is a folder of this user that no other user can open."""
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_own and not status.st_mode & 0o077
 
 
 def remove_abandoned() -> None:
@@ -109,10 +97,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def lies_at(path: Path, descriptor: int) -> bool:
-    """Return whether ``path`` still leads to the open file ``descriptor``.
-
-    If ``path`` was replaced, a lock on the open file does not protect ``path``.
-    """
+    """Return whether ``path`` still leads to the open file ``descriptor``, which may be locked."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

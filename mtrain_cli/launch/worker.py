@@ -51,10 +51,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Run a worker that mtrain's launcher started, and exit.
-
-    The exit code is 0, 1 after a failure, or 2 after a user's mistake.
-    """
+    """Run a worker that mtrain's launcher started, and exit with 0, 1 or, for a mistake, 2."""
     parser = argparse.ArgumentParser(prog="python -m mtrain_cli.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -94,10 +91,9 @@ def main() -> None:
 
 
 def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
-    """Open the store in which the workers of one machine meet, a file. Every worker calls this.
+    """Open the file in which the workers of one machine meet, in the launcher's private folder.
 
     Args:
-        folder: the launcher's private folder.
         timeout: how long a worker waits for an entry of the store.
 
     Raises:
@@ -119,15 +115,9 @@ def run_in_job(
     target: str,
     config: Config | None = None,
 ) -> NoReturn:
-    """Run ``target`` in this process, a rank of a torchrun or srun job, and exit.
+    """Run the target of `local.launch` in this process, a rank of a torchrun or srun job, and exit.
 
-    Signals ask the run to save, or to save and stop (`stop_request`). The exit code is 0, 1 after a
-    failure, or 2 after a user's mistake. In the last two cases rank 0 has printed the cause.
-
-    Args:
-        resume: whether to resume from the newest checkpoint.
-        target: ``module:function`` (see `local.launch`).
-        config: the configuration that this rank composed, equal to that of rank 0.
+    The exit code is 0, 1 after a failure, or 2 after a user's mistake; rank 0 prints the cause.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -161,16 +151,14 @@ def run_in_job(
     except BaseException as error:
         failure = failures.failure_from(error)
         if failure.kind == "error":
-            # torchrun shows this record as the cause. So write none for a consequence. Rank 0
-            # prints mistakes.
+            # torchrun shows this record as the cause, so write none for a consequence.
             failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         channel.fail(failure)
     channel.close()
     record.unlink(missing_ok=True)
     if environment.rank == 0:
         run_dir.forget_requests()
-    # After a requested stop the code is 0, too: for torchrun and srun any other code is a failure,
-    # so they would kill or restart the other workers.
+    # 0 after a requested stop, too: for any other code torchrun and srun kill or restart the rest.
     exit_now(0)
 
 

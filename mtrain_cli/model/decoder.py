@@ -1,10 +1,6 @@
-"""The mathematics of a decoder-only language model.
+"""The mathematics of a decoder-only language model. The caller passes attention in as a function.
 
-The caller passes attention in as a function. Masks, layouts and workers therefore do not appear
-here. `layer_execution.py` runs layers in less memory or time.
-
-Parameters have the names of Hugging Face without the leading ``model.``. A checkpoint is converted
-by renaming its tensors.
+Parameters have the names of Hugging Face without the leading ``model.``.
 
 Shape suffixes: B batch, N local tokens, C hidden size, H query heads, K KV heads, D head dimension,
 F = D/2 rotary frequencies, V vocabulary size.
@@ -21,10 +17,9 @@ from torch.nn import functional
 
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.experts import MixtureOfExperts
-from mtrain_cli.model.loss import LossOptions, with_z_loss
+from mtrain_cli.model.loss import LossOptions, token_losses, with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
 from mtrain_cli.model.routing import Routing
-from mtrain_cli.model.token_losses import token_losses
 
 # attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD. The inputs are contiguous. The function divides
 # the scores q.k by sqrt(D).
@@ -32,10 +27,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization over the last dimension: x / rms(x) * weight.
-
-    See arXiv:1910.07467, equation 4. The mean square is computed in float32 for every input dtype.
-    """
+    """x / rms(x) * weight (arXiv:1910.07467, equation 4), with the mean square in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -47,10 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class ProjectionWeights(NamedTuple):
-    """Weights of the projections before attention. A bias or norm that a model lacks is None.
-
-    A is the width of the query heads or of the KV heads.
-    """
+    """Weights before attention; None for what a model lacks. A: width of the query or KV heads."""
 
     q_AC: Tensor
     k_AC: Tensor
@@ -80,13 +69,9 @@ def projected(
     cos_BN1F: Tensor,
     sin_BN1F: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q ``[B, N, H, D]`` and k, v ``[B, N, K, D]``, all contiguous.
+    """Return rotated q ``[B, N, H, D]`` and k, and v ``[B, N, K, D]``, all contiguous.
 
-    Rotary position embedding is already applied to q and k.
-
-    Args:
-        weights: those of all heads, or of the heads to compute.
-        eps: epsilon of the norms of q and k.
+    weights: those of all heads, or of the heads to compute.
     """
     q_BNHD, k_BNKD, v_BNKD = (
         functional.linear(x_BNC, weight_AC, bias_A).unflatten(-1, (-1, head_dim))
@@ -101,10 +86,7 @@ def projected(
 
 
 class Attention(nn.Module):
-    """The linear projections before and after attention.
-
-    Several query heads may share a KV head (grouped-query attention, arXiv:2305.13245).
-    """
+    """The linear projections before and after attention (grouped-query, arXiv:2305.13245)."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -123,7 +105,6 @@ class Attention(nn.Module):
     def project(
         self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result of `projected` for all heads."""
         weights = ProjectionWeights.of(self)
         return projected(x_BNC, weights, self.head_dim, self.eps, cos_BN1F, sin_BN1F)
 
@@ -146,7 +127,7 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer of the decoder: attention, then the MLP or experts, each with a norm before it."""
+    """Attention, then the MLP or experts, each with a norm before it."""
 
     def __init__(self, model: ModelConfig, index: int) -> None:
         super().__init__()
@@ -176,16 +157,10 @@ def _mlp(model: ModelConfig, layer: int) -> SwiGLU | MixtureOfExperts:
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    To build a decoder:
-    1. Construct the object under ``torch.device("meta")``, without memory.
-    2. Prepare the decoder for many workers (`parallelize`).
-    3. Allocate its parameters with ``to_empty(device=...)``.
-    4. Initialize the parameters (`init.py`) or load them (`huggingface.py`).
-
-    The only buffers are the biases of routers. Step 4 sets them to 0.
+    Construct it under ``torch.device("meta")``, prepare it for many workers (`parallelize`),
+    allocate with ``to_empty(device=...)``, then initialize (`init.py`) or load (`huggingface.py`).
 
     rope_factor: factor by which positions are stretched (`rope.rope_factor`).
-    loss: options of the loss.
     """
 
     def __init__(
@@ -213,16 +188,14 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return ``loss_scale`` times the sum of the token losses, a float32 scalar.
 
-        If the loss options ask for a z-loss, the gradient includes the z-loss, but the returned
-        value does not. The value stays comparable with runs that have no z-loss. The same holds for
-        the losses of ``routing``.
+        The gradient includes the z-loss and the losses of ``routing``, but the value does not: it
+        stays comparable with runs without them.
 
         Args:
             positions_BN: index of each token in the whole sequence. Any order is allowed.
-            labels_BN: the token that follows each token. Tokens with label -100 do not count.
-            loss_scale: factor of the loss, a number or a float32 tensor. FSDP2 rounds a float32
-                tensor to bfloat16, unless its mixed-precision policy has
-                ``cast_forward_inputs=False``.
+            labels_BN: the token that follows each token; -100 does not count.
+            loss_scale: number or float32 tensor. FSDP2 rounds the tensor to bfloat16, unless its
+                mixed-precision policy has ``cast_forward_inputs=False``.
             routing: the sequences of the tokens, for the routers of a model with experts.
         """
         x_BNC = self.hidden(tokens_BN, positions_BN, attend, routing)
@@ -250,7 +223,6 @@ class Decoder(nn.Module):
         return self.norm(x_BNC)
 
     def rotation(self, positions_BN: Tensor) -> Rotation:
-        """Return the rotary angles of the positions."""
         if self.inverse_frequencies_F.device != positions_BN.device:
             self.inverse_frequencies_F = self.inverse_frequencies_F.to(positions_BN.device)
         return rotation(positions_BN, self.inverse_frequencies_F, self.attention_factor)
@@ -263,12 +235,9 @@ class Decoder(nn.Module):
         attend: Attend,
         is_greedy_BN: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of every token, ``[B, N]``, without gradients.
+        """Return the loss of every token, ``[B, N]``, without gradients; 0 for label -100.
 
-        Tokens with label -100 have loss 0.
-
-        Args:
-            is_greedy_BN: receives whether each label is the most likely token, bool ``[B, N]``.
+        is_greedy_BN: receives whether each label is the most likely token, bool ``[B, N]``.
         """
         with torch.no_grad():
             x_BNC = self.hidden(tokens_BN, positions_BN, attend)

@@ -1,10 +1,8 @@
 """Experts of a layer on several workers: rows of tokens travel to the experts and back.
 
-The tokens are computed in tiles, as many as memory needs. A worker computes the experts that it
-holds in parts. While it computes one part, the rows of other parts are on their way. Parts of
-experts, unlike tiles of tokens, read each weight once and need no sums of gradients.
-
-Rows of tokens whose expert the worker itself holds are in no message.
+Tokens are computed in tiles, as many as memory needs, and a worker's experts in parts: while it
+computes one part, the rows of other parts are on their way. Unlike tiles, parts read each weight
+once and need no sums of gradients. Rows of a worker's own experts are in no message.
 
 Shape suffixes: T own tokens, C hidden size, E experts, K chosen experts of a token, P workers of
 the group, L own experts, J parts, I width of an expert, W = 2 I. S own pairs of a token and an
@@ -24,16 +22,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.model.expert_journey import Journey, make_journey
-from mtrain_cli.model.expert_plan import Part, Tile, start_plan
+from mtrain_cli.model.expert_journey import Journey, Part, Tile, make_journey, start_plan
+from mtrain_cli.model.expert_products import WeightGradients, grouped_rows, grouped_rows_back
 from mtrain_cli.model.experts import Experts, expert_layers
-from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision
-from mtrain_cli.model.tiling import ONE_ADDITION
 from mtrain_cli.parallel.expert_group import ExpertGroup
-from mtrain_cli.parallel.parameter_shards import own_part
-from mtrain_cli.parallel.tensor_group import staggered
+from mtrain_cli.parallel.tensor_group import own_part, staggered
 
 
 @dataclass(frozen=True)
@@ -45,8 +39,7 @@ class ExpertSharing:
     def agreed(self, bounds: list[int], device: torch.device) -> tuple[list[int], int]:
         """Return bounds of as many tiles on all workers, and the largest number of tokens.
 
-        All workers of the group call this together. Workers of an evaluation may have different
-        numbers of tokens: those of a training step have as many.
+        All workers of the group call this together. Only in an evaluation may these numbers differ.
         """
         count, tokens = self.group.most([len(bounds) - 1, bounds[-1]], device)
         return [bounds[-1] * n // count for n in range(count + 1)], tokens
@@ -54,15 +47,7 @@ class ExpertSharing:
     def start_plan(
         self, decision: Decision, bounds: list[int], tokens: int
     ) -> Callable[[], tuple[Tile, ...]]:
-        """Start to plan how the rows of a decision travel. Return a function that ends it.
-
-        All workers of the group call this together. The function waits for the device. What is
-        queued before its call, the device computes meanwhile.
-
-        Args:
-            bounds: first token of each tile, and the number of tokens.
-            tokens: the largest number of tokens of a worker.
-        """
+        """Return what `expert_journey.start_plan` returns."""
         plan = start_plan(decision, self.group, bounds, tokens)
 
         def end() -> tuple[Tile, ...]:
@@ -92,42 +77,11 @@ class ExpertSharing:
             )  # fmt: skip
 
 
-class _WeightSums:
-    """Gradients of the worker's experts, by parts, summed over tiles as in `WeightGradients`."""
-
-    def __init__(self, tiles: tuple[Tile, ...]) -> None:
-        self._tiles, self._parts = len(tiles), len(tiles[0].parts)
-        self._sums: dict[str, Tensor] = {}
-        self._begun: set[tuple[str, int]] = set()
-
-    def add(self, name: str, part: Part, left_RB: Tensor, right_RA: Tensor, ends_L: Tensor) -> None:
-        """Add ``left.T @ right`` of each expert's rows to the gradient ``name``."""
-        sums_LBA = grouped_sums(left_RB, right_RA, ends_L)
-        begun = (name, part.number) in self._begun
-        self._begun.add((name, part.number))
-        if begun:
-            self._sums[name][part.experts] += sums_LBA
-            return
-        high = accumulation_dtype(sums_LBA.dtype)
-        dtype = high if self._tiles > ONE_ADDITION else sums_LBA.dtype
-        if self._parts == 1:
-            self._sums[name] = sums_LBA.to(dtype)
-            return
-        if name not in self._sums:
-            shape = len(sums_LBA) * self._parts, *sums_LBA.shape[1:]
-            self._sums[name] = sums_LBA.new_empty(shape, dtype=dtype)
-        self._sums[name][part.experts] = sums_LBA
-
-    def take(self, name: str, weight: Tensor) -> Tensor:
-        """Remove the gradient ``name`` and return it in the dtype of its weight."""
-        return self._sums.pop(name).to(weight.dtype)
-
-
 class _SharedExperts(torch.autograd.Function):
-    """Without recomputation, forward keeps the received rows, the scores, and gate and up.
+    """Forward keeps the received rows, the scores, and gate and up.
 
-    With recomputation, the backward pass fetches rows again, part by part. The second forward pass
-    of the checkpoint then has nothing to do.
+    With recomputation, backward fetches rows again instead, part by part, and the second forward
+    pass of the checkpoint has nothing to do.
     """
 
     @staticmethod
@@ -172,7 +126,7 @@ class _SharedExperts(torch.autograd.Function):
         x_TC, scores_TK, gate_up_LWC, down_LCI, *kept = ctx.saved_tensors
         grad_TC = grad_TC.contiguous()
         dx_TC, dscores_TK = torch.empty_like(grad_TC), torch.empty_like(scores_TK)
-        sums = _WeightSums(ctx.tiles)
+        sums = WeightGradients(len(ctx.tiles), len(ctx.tiles[0].parts))
         inputs = iter(kept)
 
         def compute(tile: Tile, journey: Journey, part: Part) -> Iterator[None]:
@@ -197,8 +151,8 @@ class _SharedExperts(torch.autograd.Function):
             dx = journey.start_back(dx_RC, part, dscores_R)
             del dx_RC
             # While the gradients travel, add up those of the weights.
-            sums.add("down", part, later.pop(0), later.pop(), ends_L)
-            sums.add("gate_up", part, dgate_up_RW, x_RC, ends_L)
+            sums.add("down", later.pop(0), later.pop(), ends_L, part.number)
+            sums.add("gate_up", dgate_up_RW, x_RC, ends_L, part.number)
             del dgate_up_RW, x_RC
             yield
             dx.wait()
@@ -220,13 +174,9 @@ def _journeys(
 
 
 def deal_experts(decoder: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each worker of an expert group its part of the experts of all layers, in place.
+    """Give each worker its part of the experts of a decoder on the meta device, in place.
 
-    The parameters keep their names and whole shapes.
-
-    Args:
-        decoder: a decoder on the meta device.
-        mesh: the expert group, one-dimensional.
+    The parameters keep their names and whole shapes. mesh: the expert group, one-dimensional.
     """
     for mlp in expert_layers(decoder.layers):  # type: ignore[arg-type]
         for name, parameter in list(mlp.experts.named_parameters()):

@@ -1,7 +1,6 @@
 """A mixture of experts: many small MLPs in place of a layer's MLP. Each token uses a few of them.
 
-See arXiv:2101.03961 and arXiv:2401.06066 (shared experts). `routing.py` decides which experts
-compute which tokens.
+See arXiv:2101.03961 and arXiv:2401.06066 (shared experts).
 
 Shape suffixes: B batch, N local tokens, T = B N, C hidden size, E experts, K chosen experts of a
 token, S = T K pairs of a token and an expert, ordered by expert, I width of an expert, W = 2 I.
@@ -10,33 +9,20 @@ token, S = T K pairs of a token and an expert, ordered by expert, I width of an 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain_cli.config.expert_settings import SIGMOID
-from mtrain_cli.config.schema import ModelConfig
-from mtrain_cli.model.expert_spans import record_experts
-from mtrain_cli.model.expert_tiles import (
-    ChunkedExperts,
-    ExpertExecution,
-    WeightGradients,
-    by_place,
-    combine,
-    dispatch,
-    inner_gradients,
-    outputs,
-)
-from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
-from mtrain_cli.model.router_logits import router_logits
-from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone
+from mtrain_cli.config.schema import SIGMOID, ModelConfig
+from mtrain_cli.model.expert_products import ChunkedExperts, ExpertExecution
+from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone, router_logits
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.parallel.parameter_shards import own_part
-from mtrain_cli.parallel.recording import FORWARD, RECOMPUTE
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE, Recorder
+from mtrain_cli.parallel.tensor_group import own_part
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import SwiGLU
@@ -61,8 +47,7 @@ class Experts(nn.Module):
     def forward(self, body: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Return the result of the layer's body, for which FSDP gathers these weights.
 
-        The hooks of FSDP are around this call. The second forward pass of a checkpoint is inside,
-        so it does not gather the weights again.
+        The second forward pass of a checkpoint is inside, so it does not gather them again.
         """
         return body(*arguments)
 
@@ -71,16 +56,13 @@ class MixtureOfExperts(nn.Module):
     """The router, the experts and the shared expert of one layer.
 
     sharing: the workers that share the experts; None if this worker computes all of them.
-    execution: how the experts run.
     selection_bias: float32 [E], added to the scores for the choice of experts only
-        (arXiv:2408.15664). `train.balance_bias` changes it after each update. It is a buffer, since
-        it has no gradient, and each worker has all of it.
+        (arXiv:2408.15664); `train.balance_bias` changes it after each update.
     """
 
     selection_bias: Tensor
 
     def __init__(self, model: ModelConfig, layer: int, shared: SwiGLU | None) -> None:
-        """Build the module. shared: MLP that computes all tokens; None if the model has none."""
         super().__init__()
         self.moe, self.layer = model.moe, layer
         self.sharing: ExpertSharing | None = None
@@ -98,9 +80,8 @@ class MixtureOfExperts(nn.Module):
         Args:
             routing: the sequences of the tokens, for the losses of training. None if there are no
                 losses, and no token is padding.
-            kept: the decision of this layer, if it is not empty. Else receives the decision. The
-                second forward pass of a checkpoint must not decide again: other rounding would let
-                some tokens have other experts.
+            kept: receives the decision, which the second forward pass of a checkpoint takes: other
+                rounding would let some tokens have other experts.
         """
         x_TC, again = x_BNC.flatten(0, -2), bool(kept)
         direction = RECOMPUTE if again else FORWARD
@@ -111,19 +92,11 @@ class MixtureOfExperts(nn.Module):
         options = self.execution
         out_TC = record_experts(
             lambda x_TC: compute(
-                x_TC,
-                scores_TK,
-                self.experts,
-                decision,
-                recompute=options.recompute,
-                compile=options.compile,
-                inputs_only=again,
+                x_TC, scores_TK, self.experts, decision, recompute=options.recompute,
+                compile=options.compile, inputs_only=again,
             ),
-            x_TC,
-            None if routing is None else routing.recorder,
-            self.layer,
-            again=again,
-        )
+            x_TC, None if routing is None else routing.recorder, self.layer, again=again,
+        )  # fmt: skip
         if self.shared is not None:
             out_TC = out_TC + _shared(x_TC, self.shared)
         if routing is not None:
@@ -134,11 +107,7 @@ class MixtureOfExperts(nn.Module):
     def _route(
         self, x_TC: Tensor, routing: Routing | None, kept: list[Decision] | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Decision, list[int]]:
-        """Score the experts, and decide unless ``kept`` has the decision.
-
-        Returns: logits and scores ``[T, E]``, and the scores of the chosen experts ``[T, K]``; the
-            decision; the first token of each chunk, and the number of tokens.
-        """
+        """Score the experts, and decide unless ``kept`` has the decision."""
         logits_TE = router_logits(x_TC, own_part(self.gate.weight))
         is_sigmoid = self.moe.score == SIGMOID
         scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
@@ -174,26 +143,20 @@ class MixtureOfExperts(nn.Module):
     def change_bias(self, counts_E: Tensor, step: float) -> None:
         """Raise the bias of experts with fewer tokens than the mean, and lower that of the others.
 
-        Args:
-            counts_E: number of tokens of an optimizer step that chose each expert.
-            step: value of ``train.balance_bias``.
+        counts_E: number of tokens of an optimizer step that chose each expert.
         """
         counts_E = counts_E.to(self.selection_bias.device, torch.float64)
         self.selection_bias += (step * (counts_E.mean() - counts_E).sign()).float()
 
 
 def expert_layers(layers: Sequence[nn.Module] | nn.ModuleList) -> list[MixtureOfExperts]:
-    """Return the mixtures of experts of a decoder's layers, in their order."""
     found = (getattr(layer, "mlp", None) for layer in layers)
     return [mlp for mlp in found if isinstance(mlp, MixtureOfExperts)]
 
 
 @torch.no_grad()
 def reset_biases(decoder: nn.Module, device: torch.device | None = None) -> None:
-    """Set the routers' biases to 0 in float32, whatever happened to the buffers before.
-
-    device: None for the device on which they are.
-    """
+    """Set the routers' biases to 0 in float32. device: by default where they are."""
     for module in decoder.modules():
         if isinstance(module, MixtureOfExperts):
             module.selection_bias = torch.zeros_like(
@@ -227,52 +190,84 @@ def compute_experts(
     Args:
         bounds: first token of each chunk, and the number of tokens.
         recompute: let the backward pass compute gate and up again, if there are several chunks.
-        inputs_only: compute only what backward needs, and return a placeholder that must not be
-            read.
-        compile: compile the operations between the matrix products.
+        inputs_only: compute only what backward needs, and return a placeholder not to be read.
     """
-    gate_up_EWC, down_ECI = own_part(experts.gate_up), own_part(experts.down)
-    tensors = x_TC, scores_TK, gate_up_EWC, down_ECI
-    if len(bounds) > 2:
-        return ChunkedExperts.apply(*tensors, decision, bounds, recompute, compile, inputs_only)
-    return _Experts.apply(*tensors, decision, compile, inputs_only)
+    weights = own_part(experts.gate_up), own_part(experts.down)
+    return ChunkedExperts.apply(
+        x_TC, scores_TK, *weights, decision, bounds, recompute, compile, inputs_only
+    )
 
 
-class _Experts(torch.autograd.Function):
+def record_experts(
+    compute: Callable[[Tensor], Tensor],
+    x_TC: Tensor,
+    recorder: Recorder | None,
+    layer: int,
+    *,
+    again: bool,
+) -> Tensor:
+    """Return ``compute(x_TC)``; tell the recorder and a profiler of both its passes."""
+    if recorder is None and not profiler_labels.listening():
+        return compute(x_TC)
+    span = _BackwardSpan(recorder, layer)
+    x_TC = _End.apply(x_TC, span)
+    with _pass(recorder, layer, RECOMPUTE if again else FORWARD):
+        out_TC = compute(x_TC)
+    return _Begin.apply(out_TC, span)
+
+
+def _pass(recorder: Recorder | None, layer: int, direction: str) -> ExitStack:
+    """Return an entered context that records one pass of a layer's experts."""
+    with ExitStack() as entered:
+        if recorder is not None:
+            entered.enter_context(recorder.expert_pass(layer, direction))
+        label = profiler_labels.of_layer(profiler_labels.EXPERTS, layer, direction)
+        entered.enter_context(label)
+        return entered.pop_all()
+
+
+class _BackwardSpan:
+    """The backward pass of the experts, which two nodes of the graph enclose."""
+
+    def __init__(self, recorder: Recorder | None, layer: int) -> None:
+        self._recorder, self._layer, self._open = recorder, layer, ExitStack()
+
+    def begin(self) -> None:
+        self._open = _pass(self._recorder, self._layer, BACKWARD)
+
+    def end(self) -> None:
+        self._open.close()
+
+
+class _Begin(torch.autograd.Function):
+    """Returns its argument. Backward begins the span."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x_TC: Tensor, scores_TK: Tensor, gate_up_EWC: Tensor, down_ECI: Tensor,
-        decision: Decision, compile: bool, inputs_only: bool,
-    ) -> Tensor:  # fmt: skip
-        rows_SC = dispatch(x_TC, decision, compile=compile)
-        gate_up_SW = grouped_rows(rows_SC, gate_up_EWC, decision.ends_E)
-        del rows_SC
-        ctx.decision, ctx.compile = decision, compile
-        ctx.save_for_backward(x_TC, scores_TK, gate_up_EWC, down_ECI, gate_up_SW)
-        if inputs_only:
-            return x_TC.new_empty(()).expand_as(x_TC)
-        scores_S1 = by_place(scores_TK, decision)
-        out_SC = outputs(gate_up_SW, scores_S1, down_ECI, decision.ends_E, compile=compile)
-        return combine(out_SC, decision, compile=compile)
+    def forward(ctx: Any, out: Tensor, span: _BackwardSpan) -> Tensor:
+        ctx.span = span
+        ctx.save_for_backward(out.new_empty(0))
+        return out.view_as(out)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
-        x_TC, scores_TK, gate_up_EWC, down_ECI, gate_up_SW = ctx.saved_tensors
-        decision, compile = ctx.decision, ctx.compile
-        rows = [dispatch(grad_TC.contiguous(), decision, compile=compile)]
-        sums = WeightGradients(1)
-        inputs = gate_up_SW, by_place(scores_TK, decision), down_ECI, decision.ends_E
-        take = partial(sums.add, "down", ends_E=decision.ends_E)
-        dgate_up_SW, dscores_S = inner_gradients(rows, *inputs, take, compile=compile)
-        x_SC = dispatch(x_TC, decision, compile=compile)
-        dgate_up_EWC = grouped_sums(dgate_up_SW, x_SC, decision.ends_E)
-        del x_SC
-        dx_SC = grouped_rows_back(dgate_up_SW, gate_up_EWC, decision.ends_E)
-        dscores_TK = dscores_S[decision.place_S].view_as(scores_TK)
-        dx_TC = combine(dx_SC, decision, compile=compile)
-        ddown_ECI = sums.take("down", down_ECI)
-        return dx_TC, dscores_TK, dgate_up_EWC, ddown_ECI, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Under a checkpoint, reading a saved tensor runs the second forward pass: not backward.
+        _ = ctx.saved_tensors
+        ctx.span.begin()
+        return grad, None
+
+
+class _End(torch.autograd.Function):
+    """Returns its argument. Backward ends the span."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, span: _BackwardSpan) -> Tensor:
+        ctx.span = span
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.span.end()
+        return grad, None
 
 
 class _WithLoss(torch.autograd.Function):

@@ -1,17 +1,13 @@
 """The part of a layer after attention: output projection, norm and MLP, in tiles of the sequence.
 
-By default, forward keeps only its inputs. Backward recomputes the forward pass of one tile at a
-time, so tensors of the MLP's intermediate size exist for one tile only (TiledMLP in ALST,
-arXiv:2506.13996, section 3.1.1). If memory allows, forward also keeps the results of the matrix
-products.
-
-Backward is written by hand. Autograd would allocate a weight gradient for each tile, but here all
+Forward keeps only its inputs, and backward recomputes one tile at a time, so tensors of the MLP's
+intermediate size exist for one tile only (TiledMLP in ALST, arXiv:2506.13996, section 3.1.1).
+Backward is written by hand: autograd would allocate a weight gradient for each tile, but here all
 tiles add to one float32 sum.
 
 With tensor parallelism, a worker has its own rows of the residual stream, the attention output of
-its heads for all rows of its tensor group, and the weights of these heads and of a part of the MLP.
-Each tile then has the same rows of every worker. It gathers rows before the worker's matrices, and
-adds up the workers' results after them (`TensorGroup`).
+its heads for all rows, and the weights of these heads and of a part of the MLP. A tile has the same
+rows of every worker: it gathers rows before the worker's matrices, and adds up results after them.
 
 Shape suffixes: N tokens of all sequences of a batch, R own tokens of a tile, S tokens of a tile of
 all workers of a tensor group (R without one), C hidden size, A width of the attention output, I
@@ -54,28 +50,20 @@ class FeedForwardWeights(NamedTuple):
     @staticmethod
     def of(layer: DecoderLayer) -> FeedForwardWeights:
         norm, mlp = layer.post_attention_layernorm, cast("SwiGLU", layer.mlp)
-        return FeedForwardWeights(
-            layer.self_attn.o_proj.weight,
-            norm.weight,
-            mlp.gate_proj.weight,
-            mlp.up_proj.weight,
-            mlp.down_proj.weight,
-        )
+        projections = layer.self_attn.o_proj, norm, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        return FeedForwardWeights(*(projection.weight for projection in projections))
 
 
 @dataclass(frozen=True)
 class FeedForwardOptions:
     """How to compute `feed_forward`.
 
-    eps: epsilon of the norm.
     rows: own tokens per tile (`tiling.tile_rows`).
     layer: layer number, for messages about memory.
-    compile: compile the operations between the matrix products.
     any_length: let the compiled code serve any number of tokens.
-    inputs_only: keep the inputs for backward, compute nothing, and return a placeholder that must
-        not be read. The second forward pass of a checkpoint needs no more.
-    keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product. In a
-        checkpoint, the first forward pass keeps these tensors.
+    inputs_only: only keep the inputs for backward, and return a placeholder not to be read, as the
+        second forward pass of a checkpoint.
+    keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product.
     tensor: the workers that share the layer; None if this worker computes the whole layer.
     """
 
@@ -111,8 +99,7 @@ def feed_forward(
 ) -> Tensor:
     """Return h + down(silu(gate(n)) * up(n)), where h = x + o(out) and n = norm(h).
 
-    The result has the shape of x. x, out and the weights are kept for backward. With tensor
-    parallelism, out has the tokens of all workers, in equal parts.
+    With tensor parallelism, out has the tokens of all workers, in equal parts.
     """
     return _FeedForward.apply(x_BNC, out_BNHD, *weights, options)
 
@@ -164,13 +151,9 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _forward(
-    x_RC: Tensor,
-    out: Tensor,
-    result_RC: Tensor,
-    weights: FeedForwardWeights,
-    options: FeedForwardOptions,
-    products: list[Products],
-) -> Iterator[None]:
+    x_RC: Tensor, out: Tensor, result_RC: Tensor, weights: FeedForwardWeights,
+    options: FeedForwardOptions, products: list[Products],
+) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the forward pass. Yield after each message that has started."""
     gated = _elementwise(options.compile, options.any_length)[1]
     gate = _at_gate(x_RC, out.flatten(0, 1), weights, options)
@@ -210,16 +193,10 @@ def _at_gate(
 
 
 def _backward(
-    x_RC: Tensor,
-    out: Tensor,
-    grad_RC: Tensor,
-    dx_RC: Tensor,
-    dout: Tensor,
-    weights: FeedForwardWeights,
-    options: FeedForwardOptions,
-    products: list[Products],
+    x_RC: Tensor, out: Tensor, grad_RC: Tensor, dx_RC: Tensor, dout: Tensor,
+    weights: FeedForwardWeights, options: FeedForwardOptions, products: list[Products],
     sums: _GradientSums,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the backward pass. Yield after each message that has started."""
     o_CA, norm_C, gate_IC, up_IC, down_CI = weights
     _, _, gate_backward, norm_backward, normed = _elementwise(options.compile, options.any_length)
@@ -271,11 +248,7 @@ def _backward(
 
 
 class _GradientSums:
-    """Weight gradients, summed over tiles.
-
-    The sum of several tiles is float32. For a single tile, the sum has the compute dtype, as the
-    gradient of autograd does.
-    """
+    """Weight gradients, summed over tiles in float32; in the compute dtype for a single tile."""
 
     def __init__(self, multiple_tiles: bool) -> None:
         self._multiple_tiles = multiple_tiles
@@ -301,11 +274,8 @@ class _GradientSums:
 
 
 def _tiles(options: FeedForwardOptions, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tiles of each contiguous tensor, as views.
-
-    A tile of own rows ``[B, N, C]`` is ``[R, C]``. A tile of the heads ``[B, N, H, D]`` of all
-    workers that share the layer is ``[workers, R, H * D]``.
-    """
+    """Yield the tiles of each contiguous tensor, as views."""
+    # A tile of the heads ``[B, N, H, D]`` of all workers of a layer is ``[workers, R, H * D]``.
     workers = 1 if options.tensor is None else options.tensor.size
     for tensor in tensors:
         rows_and_width = tensor.flatten(0, 1).flatten(1)
@@ -332,10 +302,8 @@ def _gated(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
 def _gate_backward(
     gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return silu(gate) * up, the gradient of gate and the gradient of up.
-
-    Overwrite ``dinner_RI``, the gradient of the product.
-    """
+    """Return silu(gate) * up, the gradient of gate and the gradient of up."""
+    # Overwrites ``dinner_RI``, the gradient of the product.
     silu_RI = functional.silu(gate_RI)
     inner_RI = silu_RI * up_RI
     dup_RI = silu_RI.mul_(dinner_RI)
@@ -346,15 +314,8 @@ def _gate_backward(
 def _norm_backward(
     h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of h and the gradient of the norm's weight.
-
-    The gradient of h is the sum of the norm's gradient and the residual stream's gradient. The sum
-    is computed in float32. Float32 inputs ``h_RC`` and ``dn_RC`` are overwritten.
-
-    Args:
-        dn_RC: gradient of the norm's output.
-        grad_RC: gradient of the residual stream.
-    """
+    """Return the gradient of h and the gradient of the norm's weight."""
+    # Overwrites float32 h and dn. grad_RC is the gradient of the residual stream.
     high = accumulation_dtype(h_RC.dtype)
     unit_RC, dn_RC = h_RC.to(high), dn_RC.to(high)
     scale_R1 = torch.rsqrt(unit_RC.square().mean(-1, keepdim=True) + eps)

@@ -1,8 +1,4 @@
-"""Read, load and write the weights of a Hugging Face folder.
-
-A folder has config.json and either the file model.safetensors, or several safetensors files and an
-index that names the file of each tensor.
-"""
+"""Read, load and write the weights of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,9 +30,8 @@ from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import reset_biases
-from mtrain_cli.model.stored_tensors import Region, overlaps, stored_parts, whole
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
-from mtrain_cli.parallel.parameter_shards import own_region
+from mtrain_cli.parallel.tensor_group import own_region
 from mtrain_cli.printable import one_line
 
 INDEX = "model.safetensors.index.json"
@@ -46,6 +41,78 @@ MAX_FILE_BYTES = 5 * 10**9
 _SHOWN_PROBLEMS = 8
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_LAYER = re.compile(r"layers\.\d+\.mlp\.")
+# The module that has the router and the experts, and an expert's gate, up and down projection.
+_EXPERT_NAMES = {
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+Region = tuple[slice, ...]
+
+
+class StoredPart(NamedTuple):
+    """A tensor of a folder: a whole parameter, or from row ``start`` of an expert's matrix."""
+
+    name: str
+    expert: int | None
+    start: int
+    shape: tuple[int, ...]
+
+    def overlap(self, region: Region) -> tuple[Region, Region] | None:
+        """Return the region of this tensor that a region of the parameter covers, or None.
+
+        The second result is the same region, counted in the given one.
+        """
+        if self.expert is None:
+            return region, tuple(slice(0, one.stop - one.start) for one in region)
+        experts, rows, *columns = region
+        begin = max(rows.start - self.start, 0)
+        end = min(rows.stop - self.start, self.shape[0])
+        if not (experts.start <= self.expert < experts.stop and begin < end):
+            return None
+        at, place = self.start + begin - rows.start, self.expert - experts.start
+        whole = (slice(0, one.stop - one.start) for one in columns)
+        inside = slice(place, place + 1), slice(at, at + end - begin), *whole
+        return (slice(begin, end), *columns), inside
+
+
+def stored_parts(name: str, shape: tuple[int, ...], model: ModelConfig) -> list[StoredPart]:
+    """Return the tensors of a folder that make up a parameter of this name and shape.
+
+    The weights of all experts of a layer are one parameter, but a folder has a tensor for each.
+    """
+    stored = name if name.startswith("lm_head.") else f"model.{name}"
+    layer = _LAYER.match(name)
+    if layer is None or model.family not in _EXPERT_NAMES:
+        return [StoredPart(stored, None, 0, shape)]
+    module, (gate, up, down) = _EXPERT_NAMES[model.family]
+    kind = name[layer.end() :]
+    prefix = f"model.{layer.group().replace('mlp', module)}"
+    if kind == "gate.weight":
+        return [StoredPart(prefix + kind, None, 0, shape)]
+    width, hidden = model.moe.expert_size, model.hidden_size
+    if kind == "experts.gate_up":
+        matrices = [(gate, 0, (width, hidden)), (up, width, (width, hidden))]
+    elif kind == "experts.down":
+        matrices = [(down, 0, (hidden, width))]
+    else:  # the MLP of a layer without experts
+        return [StoredPart(stored, None, 0, shape)]
+    return [
+        StoredPart(f"{prefix}experts.{expert}.{matrix}.weight", expert, start, part)
+        for expert in range(shape[0])
+        for matrix, start, part in matrices
+    ]
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    return tuple(slice(0, size) for size in shape)
+
+
+def overlaps(parts: list[StoredPart], region: Region) -> Iterator[tuple[str, Region, Region]]:
+    """Yield the name of each tensor that a region of a parameter covers, with `overlap`."""
+    for part in parts:
+        if (covered := part.overlap(region)) is not None:
+            yield part.name, *covered
 
 
 def has_weights(folder: Path) -> bool:
@@ -54,7 +121,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a decoder, by name. Allocate no parameter."""
+    """Return the shape of every parameter of a decoder, by name."""
     with torch.device("meta"):
         decoder = Decoder(model)
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
@@ -74,14 +141,10 @@ def parameter_problems(
     where: Callable[[str], object],
     expected_by: str,
 ) -> list[str]:
-    """Return a line for each tensor that is missing, unexpected or has the wrong shape.
-
-    If there are more than eight problems, return eight lines and a line that counts the rest.
+    """Return a line for each tensor that is missing, unexpected or has the wrong shape; at most 9.
 
     Args:
-        actual: shape of each tensor in the files, by name.
-        expected: shape of each tensor that the model needs, by name.
-        where: function that returns the file or folder of a tensor, for the message.
+        where: returns the file or folder of a tensor, for the message.
         expected_by: source of the expected shapes, for the message.
     """
     problems = []
@@ -104,16 +167,12 @@ def parameter_problems(
 
 
 class HuggingFaceFolder:
-    """A Hugging Face folder that has been checked.
+    """A Hugging Face folder: config.json, and model.safetensors or several files with an index.
 
     The constructor reads config.json and the headers of the weight files, but no weights.
 
-    model: the model that config.json describes.
-    max_position: max_position_embeddings of config.json, in tokens.
-
     Raises:
-        ConfigError: a file is missing, truncated or corrupt, or its tensors do not match
-            config.json. The message names the file and the tensor.
+        ConfigError: a file is missing or corrupt, or its tensors do not match config.json.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -139,20 +198,14 @@ class HuggingFaceFolder:
         return result
 
     def read_region(self, name: str, region: Region) -> Iterator[tuple[Region, Tensor]]:
-        """Read a region of a parameter, one tensor of the folder after another.
-
-        Yield the place of each tensor in the region, and its values on the CPU in the dtype of the
-        file. Experts outside the region are not read.
-        """
+        """Yield place in the region and values (CPU, dtype of the file) of each tensor in it."""
         for stored, rows, place in overlaps(self._parts[name], region):
             with _readable(self.path / self._file_of[stored]):
                 tensor = self._slice(stored)[rows]
             yield place, tensor
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the files with the checksums in `SUMS`. Only exports of mtrain have them.
-
-        Several callers can share the work: this one checks every ``parts``-th file, from ``part``.
+        """Compare every ``parts``-th file from ``part`` with the checksums of mtrain's exports.
 
         Raises:
             ConfigError: a file is missing or has changed, or `SUMS` is damaged.
@@ -192,7 +245,6 @@ class HuggingFaceFolder:
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:
-        """Return the file name of every stored tensor, by the tensor's name in the files."""
         if not (self.path / INDEX).is_file():
             if not (self.path / SINGLE).is_file():
                 hint = adapter_hint(self.path)
@@ -229,14 +281,12 @@ class HuggingFaceFolder:
         }
         kept = self._file_of.keys() - ignored
         actual = {name: tuple(self._slice(name).get_shape()) for name in kept}
-        problems = huggingface_config.wrong_sizes(self.path, self.model, actual)
-        problems = problems or parameter_problems(
+        if problems := parameter_problems(
             actual,
             expected,
             where=lambda name: self.path / self._file_of.get(name, ""),
             expected_by=str(self.path / "config.json"),
-        )
-        if problems:
+        ):
             raise ConfigError(*problems)
 
     def _repeats_embedding(self) -> bool:
@@ -253,18 +303,16 @@ class HuggingFaceFolder:
 
 
 def load_into(decoder: Decoder, folder: Path | str, part: int = 0, parts: int = 1) -> None:
-    """Verify a Hugging Face folder, and load its weights into a decoder.
+    """Verify a Hugging Face folder, and load its weights into a decoder, sharded or not.
 
-    The parameters may be plain tensors or sharded by FSDP2, on any device. Each worker reads only
-    the rows of its shards. The decoder and the folder may have different rotary settings, which
-    extends a model to a longer context.
+    Each worker reads only the rows of its shards. Rotary settings may differ, which extends a model
+    to a longer context.
 
     Args:
         part, parts: as in `HuggingFaceFolder.verify`.
 
     Raises:
-        ConfigError: the folder cannot be read or is damaged, or the decoder has another shape. No
-            parameter has changed.
+        ConfigError: the folder is damaged, or the decoder has another shape. Nothing has changed.
     """
     source = HuggingFaceFolder(folder)
     source.verify(part, parts)
@@ -307,13 +355,8 @@ def write_folder(
     The files are written to a temporary folder, which gets the name ``path`` at the end.
 
     Args:
-        read: function that returns the whole parameters of the given names. Called once per weight
-            file.
-        rope_factor: factor by which positions are stretched (`rope.rope_factor`).
-        seq: tokens per sequence in training.
-        dtype: dtype of the written weights.
-        mask: the mask of the run. Only sliding windows without global tokens are written.
-        tokenizer: tokenizer to write to the folder. None writes no tokenizer.
+        read: returns the whole parameters of the given names. Called once per weight file.
+        rope_factor, seq, mask: as in `huggingface_config.config_json`.
         max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
 
     Raises:
@@ -323,16 +366,11 @@ def write_folder(
     """
     huggingface_config.require_new_folder(path)
     config = huggingface_config.config_json(
-        model,
-        rope_factor=rope_factor,
-        seq=seq,
-        dtype=str(dtype).removeprefix("torch."),
-        mask=mask,
+        model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch."), mask=mask
     )
     # If the ids of special tokens are missing, transformers assumes ids for some architectures,
     # such as 1 and 2. So write them, even those that are null.
     config |= (tokenizer or TokenizerFiles("none")).ids
-    huggingface_config.require_accepted(config)
     partial_folder = path.parent / f".{path.name}.partial-{os.getpid()}"
     try:
         partial_folder.mkdir(parents=True)
@@ -388,7 +426,7 @@ def _write_weights(
 
 
 def _digests(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return name and sha256 of files of a folder. A missing file has an empty sha256."""
+    """Return name and sha256 of files; "" if a file is missing."""
 
     def digest(name: str) -> str:
         try:

@@ -1,26 +1,23 @@
 """Read a Hugging Face config.json as a `ModelConfig`, and write a config.json.
 
-transformers 5 keeps the rotary settings under ``rope_parameters``. transformers 4 keeps them under
-``rope_theta`` and ``rope_scaling``. This module reads and writes the keys of both versions.
+transformers 5 keeps rotary settings under ``rope_parameters``, transformers 4 under ``rope_theta``
+and ``rope_scaling``: both are read and written.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config import documents, keys
 from mtrain_cli.config.mask_settings import FULL_LAYERS, MaskSettings
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.model import huggingface_experts
-from mtrain_cli.model.stored_sizes import differing_sizes
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -41,12 +38,9 @@ _EPSILON, _THETA = {"mixtral": 1e-5}, {"mixtral": 1e6}  # other families: 1e-6 a
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
 # Keys to write that only some architectures have.
 _FAMILY_KEYS: dict[str, dict[str, Any]] = {
-    "qwen2": {},
     "qwen3": {"attention_bias": False},
-    "llama": {"attention_bias": False, "mlp_bias": False},
-    "mistral": {},
     "qwen3_moe": {"attention_bias": False},
-    "mixtral": {},
+    "llama": {"attention_bias": False, "mlp_bias": False},
 }
 _QK_NORM = ("qwen3", "qwen3_moe")
 _ALIKE = ("mistral", "qwen3_moe", "mixtral")  # all their layers have the same window
@@ -91,10 +85,7 @@ _KEYS = {
 
 
 def format_value(value: Any, quotes: bool = False) -> str:
-    """Format a JSON value for a message, cut to 60 characters.
-
-    quotes: whether a string gets quotes.
-    """
+    """Format a JSON value for a message, cut to 60 characters. quotes: those of a string."""
     try:
         text = value if isinstance(value, str) and not quotes else json.dumps(value)
     except (ValueError, RecursionError):  # such as an integer with too many digits for Python
@@ -114,11 +105,7 @@ class ConfigFields:
     def number(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the positive number under ``key``, or ``default`` for a missing or null value.
 
-        Record a problem and return 1 if the value is invalid. Do the same if there is neither a
-        value nor a default.
-
-        Args:
-            kind: int or float.
+        Record a problem and return 1 if it is invalid, or if there is neither. kind: int or float.
         """
         value = self.raw.get(key)
         value = default if value is None else value
@@ -136,17 +123,14 @@ class ConfigFields:
         return kind(1)
 
     def flag(self, key: str) -> bool:
-        """Return the boolean under ``key``. A missing or null value counts as false."""
+        """Return the boolean under ``key``; missing and null are false."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
             self.problem(f"{key}={format_value(value)}: must be true or false")
         return value is True
 
     def refuse(self, key: str, allowed: Any) -> None:
-        """Record a problem if ``key`` has a value other than ``allowed`` or null.
-
-        Such a value asks for a feature that the decoder does not have.
-        """
+        """Record a problem if ``key`` has a value other than ``allowed`` or null."""
         value = self.raw.get(key)
         if value is not None and value != allowed:
             shown, only = format_value(value, quotes=True), json.dumps(allowed)
@@ -154,11 +138,7 @@ class ConfigFields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a Hugging Face folder.
-
-    Raises:
-        ConfigError: the file is missing or has no JSON object.
-    """
+    """Return the object in a JSON file of a Hugging Face folder, or raise ConfigError."""
     try:
         raw = documents.read_json(path)
     except FileNotFoundError:
@@ -182,8 +162,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     """Return the model that config.json describes, and its max_position_embeddings in tokens.
 
     Raises:
-        ConfigError: config.json is missing or invalid, or asks for a feature that the decoder does
-            not have. The message has a line for each problem.
+        ConfigError: config.json is missing or invalid, or asks for what the decoder does not have.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -272,11 +251,7 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
 
 
 def _rope_parameters(outer: ConfigFields) -> dict[str, Any]:
-    """Return the rotary settings by their names in transformers 5.
-
-    config.json may contain a setting several times. Record a problem if the values of a setting
-    differ, because versions of transformers disagree on which value counts.
-    """
+    """Return the rotary settings by their names in transformers 5."""
     objects = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
     settings_by_name: dict[str, tuple[str, Any]] = {}
     objects[""] = {key: outer.raw.get(key) for key in _OUTER_ROPE}
@@ -285,14 +260,12 @@ def _rope_parameters(outer: ConfigFields) -> dict[str, Any]:
             name = f"{place}.{key}" if place else key
             key = "rope_type" if key == "type" else key
             first, known = settings_by_name.setdefault(key, (name, value))
-            if known != value and value is not None:
-                if known is None:
-                    settings_by_name[key] = (name, value)
-                else:
-                    outer.problem(
-                        f"{first}={known} and {name}={value} contradict each other; keep one of "
-                        "them"
-                    )
+            if known is None:
+                settings_by_name[key] = (name, value)
+            elif known != value and value is not None:
+                outer.problem(
+                    f"{first}={known} and {name}={value} contradict each other; keep one of them"
+                )
     return {key: value for key, (_, value) in settings_by_name.items() if value is not None}
 
 
@@ -317,8 +290,8 @@ def read_mask(folder: Path) -> MaskSettings | None:
     """Return the mask of a model whose layers have a sliding window; None without one.
 
     Raises:
-        ConfigError: config.json is missing or invalid, or has a window in layers that
-            `mask.full_every` and `mask.full_first` cannot describe.
+        ConfigError: config.json is invalid, or `mask.full_every` and `mask.full_first` cannot
+            describe which layers have a window.
     """
     path = folder / "config.json"
     fields = ConfigFields(path, read_json(path))
@@ -372,10 +345,7 @@ def _window(fields: ConfigFields, family: str) -> MaskSettings | None:
 
 
 def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
-    """Return the window without regard to layer_types, and which layers have it.
-
-    Missing keys have the defaults of transformers.
-    """
+    """Return the window without regard to layer_types, and which layers have it."""
     if family == "mistral":
         if fields.raw.get("sliding_window", 0) is None:
             return None, [False] * layers
@@ -393,25 +363,6 @@ def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int |
         full = 0
     window = fields.number("sliding_window", int, _WINDOW)
     return window, [layer >= full for layer in range(layers)]
-
-
-def remarks(folder: Path) -> list[str]:
-    """Return one line for each setting of config.json that mtrain ignores.
-
-    Raises:
-        ConfigError: config.json cannot be read.
-    """
-    path = folder / "config.json"
-    raw = read_json(path)
-    lines = [
-        f"{path}: {key}={raw[key]}: mtrain trains without dropout"
-        for key in raw
-        if key.endswith(("dropout", "_pdrop")) and raw[key]
-    ]
-    lines += [f"{path}: {line}" for line in huggingface_experts.remarks(raw)]
-    if raw.get("auto_map"):
-        lines.append(f"{path}: auto_map: the folder brings its own code, which mtrain does not run")
-    return lines
 
 
 def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
@@ -441,11 +392,7 @@ def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
 
 
 def _window_keys(model: ModelConfig, mask: MaskSettings) -> dict[str, Any]:
-    """Return the keys that say which layers have a sliding window. Ignore other masks.
-
-    Raises:
-        ConfigError: models of this family have no sliding window, or none in some layers only.
-    """
+    """Return the keys that say which layers have a sliding window. Ignore other masks."""
     window = mask.plain_window
     if model.family in _ALIKE:
         for name in FULL_LAYERS:
@@ -479,12 +426,7 @@ def _window_keys(model: ModelConfig, mask: MaskSettings) -> dict[str, Any]:
 
 
 def max_position(rope: RopeConfig, rope_factor: float, seq: int) -> int:
-    """Return the number of positions for which a model was trained or stretched, in tokens.
-
-    Args:
-        rope_factor: factor by which positions are stretched (`rope.rope_factor`).
-        seq: tokens per sequence in training.
-    """
+    """Return the positions for which a model was trained on ``seq`` tokens or stretched."""
     # For YaRN, transformers warns unless this length is the original length times the factor.
     if rope.scaling == "yarn":
         return round(rope_factor * rope.original_max_position)
@@ -499,7 +441,6 @@ def config_json(
     Args:
         rope_factor: factor by which positions are stretched (`rope.rope_factor`).
         seq: tokens per sequence in training.
-        dtype: name of the dtype of the weights, such as ``bfloat16``.
         mask: the mask of the run. Only sliding windows without global tokens have keys.
 
     Raises:
@@ -533,7 +474,7 @@ def config_json(
         "model_type": model.family,
         **{key: getattr(model, ours.removeprefix("model.")) for key, ours in _SHAPE_KEYS.items()},
         "hidden_act": "silu",
-        **_FAMILY_KEYS[model.family],
+        **_FAMILY_KEYS.get(model.family, {}),
         **of_experts,
         **_window_keys(model, mask),
         "tie_word_embeddings": model.tie_word_embeddings,
@@ -549,57 +490,7 @@ def config_json(
     }
 
 
-def wrong_sizes(
-    folder: Path, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """Return a line for each size of config.json that the tensors of the folder contradict.
-
-    The numbers of heads have no lines: the tensors give only their product with head_dim.
-
-    Args:
-        model: the model that config.json describes.
-        shapes: of the tensors, by name.
-    """
-    path = folder / "config.json"
-    raw = read_json(path)
-    lines = []
-    for setting, ours, theirs in differing_sizes(model, shapes):
-        names = [key for key, name in _KEYS.items() if name == f"model.{setting}"]
-        key = next((key for key in names if key in raw), names[0])
-        if "heads" not in setting:
-            lines.append(f"{path}: {key}={ours}: the tensors of this folder have {theirs}")
-    return lines
-
-
-def require_accepted(config: dict[str, Any]) -> None:
-    """Check that transformers accepts a config.json. Skip the check without transformers.
-
-    Raises:
-        ConfigError: transformers rejects the file.
-    """
-    try:
-        import transformers
-    except Exception:  # it is missing or broken, and writing a folder does not need it
-        return
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        transformers.AutoConfig.for_model(**config)
-    except Exception as error:  # the type differs between versions
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"model.family={config['model_type']}: transformers {transformers.__version__} rejects "
-            f"this shape ({reason})"
-        ) from None
-    finally:
-        transformers.logging.set_verbosity(level)
-
-
 def require_new_folder(path: Path) -> None:
-    """Check that ``path`` does not exist or is an empty folder.
-
-    Raises:
-        ConfigError: ``path`` is a file, or a folder that is not empty.
-    """
+    """Raise ConfigError if ``path`` is a file, or a folder that is not empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path}: already exists. Give a new or empty folder.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.expert_settings import DENSE, SOFTMAX, MoeConfig
-from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.keys import show
+from mtrain_cli.config.schema import DENSE, SOFTMAX, ConfigError, ModelConfig, MoeConfig
 
 if TYPE_CHECKING:
     from mtrain_cli.model.huggingface_config import ConfigFields
@@ -26,13 +26,7 @@ _OF_SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared
 
 
 def read(fields: ConfigFields, family: str, layers: int) -> MoeConfig:
-    """Return the experts that config.json describes. Record a problem for each wrong key.
-
-    Args:
-        fields: the fields of config.json.
-        family: value of ``model_type``.
-        layers: number of layers.
-    """
+    """Return the experts that config.json describes. Record a problem for each wrong key."""
     if family not in ARCHITECTURES:
         return DENSE
     experts, top_k = _DEFAULTS[family]
@@ -43,7 +37,9 @@ def read(fields: ConfigFields, family: str, layers: int) -> MoeConfig:
     moe = MoeConfig(
         experts=_experts(fields, experts),
         top_k=fields.number("num_experts_per_tok", int, top_k),
-        expert_size=_expert_size(fields, family),
+        expert_size=fields.number("intermediate_size", int)
+        if family == "mixtral"
+        else fields.number("moe_intermediate_size", int, _EXPERT_SIZE),
         normalize=family == "mixtral" or fields.flag("norm_topk_prob"),
         dense_layers=_dense_layers(fields, layers) if family == "qwen3_moe" else 0,
     )
@@ -58,19 +54,13 @@ def read(fields: ConfigFields, family: str, layers: int) -> MoeConfig:
 
 
 def _experts(fields: ConfigFields, default: int) -> int:
-    """Return the number of experts, which releases of transformers store under two names."""
+    # Releases of transformers store it under two names.
     given = {key: fields.raw.get(key) for key in ("num_experts", "num_local_experts")}
     known = {key: value for key, value in given.items() if value is not None}
     if len(set(map(str, known.values()))) > 1:
         pairs = " and ".join(f"{key}={value}" for key, value in known.items())
         fields.problem(f"{pairs} contradict each other; keep one of them")
     return fields.number(next(iter(known), "num_experts"), int, default)
-
-
-def _expert_size(fields: ConfigFields, family: str) -> int:
-    if family == "mixtral":
-        return fields.number("intermediate_size", int)
-    return fields.number("moe_intermediate_size", int, _EXPERT_SIZE)
 
 
 def _dense_layers(fields: ConfigFields, layers: int) -> int:
@@ -107,17 +97,6 @@ def window(fields: ConfigFields, default: int) -> int | None:
     return fields.number("sliding_window", int, default)
 
 
-def remarks(raw: dict[str, Any]) -> list[str]:
-    """Return a line for each setting of the router's losses that mtrain takes from elsewhere."""
-    if raw.get("model_type") not in ARCHITECTURES or not raw.get("output_router_logits"):
-        return []
-    coefficient = raw.get("router_aux_loss_coef")
-    return [
-        f"output_router_logits=true, router_aux_loss_coef={str(coefficient)[:60]}: mtrain's "
-        "balance loss has the coefficient train.balance_loss"
-    ]
-
-
 def written(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json that describe a model's experts.
 
@@ -133,7 +112,16 @@ def written(model: ModelConfig) -> dict[str, Any]:
         )
     if moe.experts == 0:
         return {}
-    if problems := _unwritable(model):
+    needed: dict[str, Any] = {"shared_size": 0, "score": SOFTMAX, "scale": 1.0}
+    if family == "mixtral":
+        needed |= {"normalize": True, "dense_layers": 0}
+    problems = [
+        f"model.moe.{key}={show(given)}: a Hugging Face {family} model has no such experts, only "
+        f"{key}={show(value)}"
+        for key, value in needed.items()
+        if (given := getattr(moe, key)) != value
+    ]
+    if problems:
         raise ConfigError(*problems)
     chosen = {"num_experts_per_tok": moe.top_k, "output_router_logits": False}
     if family == "mixtral":
@@ -146,24 +134,6 @@ def written(model: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": list(range(moe.dense_layers)),
         "decoder_sparse_step": 1,
     }
-
-
-def _unwritable(model: ModelConfig) -> list[str]:
-    """Return a line for each setting of the experts that the model's family does not have."""
-    moe, family = model.moe, model.family
-    needed: dict[str, Any] = {"shared_size": 0, "score": SOFTMAX, "scale": 1.0}
-    if family == "mixtral":
-        needed |= {"normalize": True, "dense_layers": 0}
-    return [
-        f"model.moe.{key}={_word(getattr(moe, key))}: a Hugging Face {family} model has no such "
-        f"experts, only {key}={_word(value)}"
-        for key, value in needed.items()
-        if getattr(moe, key) != value
-    ]
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def bias_problem(family: str) -> str:

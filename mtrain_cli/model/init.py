@@ -11,26 +11,19 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import reset_biases
-from mtrain_cli.parallel.parameter_shards import own_region
+from mtrain_cli.parallel.tensor_group import own_region
 
 
 def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) -> None:
-    """Set every parameter to its initial value.
+    """Set norms to 1, biases to 0, and matrices to normal numbers.
 
-    - Norm weights are 1 and biases are 0, those of routers, too.
-    - The elements of a matrix are drawn from a normal distribution with standard deviation
-      ``init_std``.
-    - For the output projection and the down projections of MLPs and experts, which add to the
-      residual stream, ``init_std`` is divided by sqrt(2 num_layers) (GPT-2's report, section 2.3).
-
-    Every worker draws one whole matrix after another, and keeps only its shard. The random
-    generator of a matrix is seeded from ``seed`` and the parameter's name.
+    Their standard deviation is ``init_std``, divided by sqrt(2 num_layers) for projections that add
+    to the residual stream (GPT-2's report, section 2.3). Every worker draws whole matrices, seeded
+    from ``seed`` and the parameter's name, and keeps its shard.
 
     Args:
-        device: device that draws the numbers, with memory for the largest matrix. The default is
-            the parameter's device. CPU and CUDA generators give different numbers. If a GPU run
-            keeps its parameters in host memory, pass the GPU, so that the parameters get the
-            values that they would have in GPU memory.
+        device: device that draws the numbers; by default the parameter's. CPU and CUDA generators
+            differ, so a GPU run with parameters in host memory passes the GPU.
     """
     reset_biases(decoder)
     residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)

@@ -9,45 +9,40 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mtrain_cli.model import layer_parts
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
-from mtrain_cli.model.expert_tiles import ExpertExecution
+from mtrain_cli.model.expert_products import ExpertExecution
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
 from mtrain_cli.model.rope import Rotation
 from mtrain_cli.model.routing import Decision, Routing
 from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
-from mtrain_cli.parallel.parameter_shards import own_part
-from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows, scatter_rows
+from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows, own_part, scatter_rows
 
 
 @dataclass(frozen=True)
 class LayerExecution:
     """How a layer runs.
 
-    recompute: checkpoint the layer, which keeps only its input. The backward pass first runs a
-        second forward pass, which repeats `project`, reuses the tensors that attention kept, and
-        computes the inputs of `feed_forward`. (The modes of ``train.activation_checkpoint`` differ
-        only in the tensors that attention keeps.)
-    compile: compile `project` and the operations after attention.
-    any_length: let the compiled code serve any number of tokens. Otherwise each number of tokens
-        compiles code of its own, which is faster, and after eight of them nothing is compiled.
-    tile_bytes: maximum bytes of temporary tensors after attention. 0 means no limit.
+    recompute: checkpoint the layer: backward runs a second forward pass, which repeats `project`,
+        reuses what attention kept, and computes the inputs of `feed_forward`. (The modes of
+        ``train.activation_checkpoint`` differ only in what attention keeps.)
+    any_length: let the compiled code serve any number of tokens. Otherwise each number compiles
+        faster code of its own, and after eight of them nothing is compiled.
+    tile_bytes: maximum bytes of temporary tensors after attention; 0 for no limit.
     keep_products: keep the matrix products of `feed_forward` for the backward pass. With neither
         ``recompute`` nor tiles, autograd keeps all intermediate results anyway.
-    offload: host memory for the layer's input until the backward pass. None keeps the input on the
-        device. Requires ``recompute``.
+    offload: host memory for the layer's input until the backward pass. Requires ``recompute``.
     tensor: the workers that share each layer; None if this worker computes whole layers. A layer
         then takes and returns the worker's own tokens ``[1, own tokens, C]``, whatever the batch.
-    tensor_chunks: value of ``topology.tensor_chunks``.
-    expert_chunks: value of ``topology.expert_chunks``.
+    tensor_chunks, expert_chunks: values of the keys of ``topology``.
     """
 
     recompute: bool = False
@@ -62,7 +57,6 @@ class LayerExecution:
 
     @property
     def of_experts(self) -> ExpertExecution:
-        """How the experts of a layer run."""
         return ExpertExecution(self.tile_bytes, self.expert_chunks, self.recompute, self.compile)
 
     def __post_init__(self) -> None:
@@ -90,28 +84,18 @@ class ExecutedLayer(DecoderLayer):
         compute = partial(self._stages, rope=rope, attend=attend, passes=passes, routing=routing)
         if not self.execution.recompute:
             return compute(x_BNC)
-        # The checkpoint is inside `forward`, and FSDP gathers parameters in hooks around `forward`.
-        # So the second forward pass does not gather them again.
+        # FSDP gathers parameters in hooks around `forward`: the second pass does not gather again.
         offload = self.execution.offload
         with nullcontext() if offload is None else _input_offloaded(offload, self.index):
             # Saving the state of the random generators would synchronize with the GPU. Layers use
             # no random numbers.
-            return checkpoint(
-                compute,
-                x_BNC,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=passes.contexts,
-            )
+            options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(compute, x_BNC, context_fn=passes.contexts, **options)
 
     def _stages(
-        self,
-        x_BNC: Tensor,
-        rope: Rotation,
-        attend: Attend,
-        passes: _Passes,
+        self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes,
         routing: Routing | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
         project, finish = stage_functions(execution.compile, execution.any_length)
         if tensor is not None:
@@ -129,7 +113,7 @@ class ExecutedLayer(DecoderLayer):
         rows = shared_tile_rows(tokens, *sizes, workers, execution.tensor_chunks)
         weights = FeedForwardWeights.of(self)
         if tensor is not None:
-            weights = layer_parts.own_feed_forward(weights)
+            weights = FeedForwardWeights(*map(own_part, weights))
             out_BNHD = tensor.padded(out_BNHD.flatten(0, 1).flatten(1)).view(
                 1, -1, *out_BNHD.shape[2:]
             )
@@ -166,15 +150,16 @@ def project_shared(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute q, k and v of this worker's heads, for the tokens of all workers.
 
-    x_BNC: this worker's tokens, ``[1, own tokens, C]``.
-    cos_BN1F, sin_BN1F: those of all tokens.
+    x_BNC: this worker's tokens, ``[1, own tokens, C]``. cos, sin: those of all tokens.
     """
     norm, attention = layer.input_layernorm, layer.self_attn
     normed, heads = shared_stage_functions(compile)
     own_RC = normed(x_BNC[0], own_part(norm.weight), norm.eps)
     batch, tokens = cos_BN1F.shape[:2]
     all_NC = gather_rows(own_RC, tensor)[: batch * tokens]
-    weights = layer_parts.own_projections(ProjectionWeights.of(attention))
+    weights = ProjectionWeights.of(attention)
+    own = {name: own_part(w) for name, w in weights._asdict().items() if w is not None}
+    weights = weights._replace(**own)
     gathered_BNC = all_NC.view(batch, tokens, -1)
     return heads(gathered_BNC, weights, attention.head_dim, attention.eps, cos_BN1F, sin_BN1F)
 
@@ -204,14 +189,9 @@ def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
 
 @cache
 def stage_functions(
-    compile: bool,
-    any_length: bool = False,
+    compile: bool, any_length: bool = False
 ) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
-    """Return `project` and `finish`, compiled if ``compile`` is true.
-
-    All layers share the two functions, so each function is compiled only once. The arguments are
-    those of `LayerExecution`.
-    """
+    """Return `project` and `finish`, which all layers share, compiled as in `LayerExecution`."""
     if not compile:
         return project, finish
     return compiled(project, any_length), compiled(finish, any_length)

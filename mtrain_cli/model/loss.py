@@ -1,11 +1,8 @@
 """Compute LM head and cross entropy together, with the logits of only a few rows in memory.
 
-The rows are processed in chunks. The logits of a chunk take a fixed number of bytes, whatever the
-length of the sequence. There are two ways to compute the gradients of the inputs and the LM head:
-- By default, the forward pass computes the gradients of a chunk while its logits exist
-  (BurstEngine, SC '25, algorithm 3). This way takes three matrix products.
-- With ``recompute``, forward keeps only the inputs, and backward computes the logits again. This
-  way takes four matrix products.
+The forward pass computes the gradients of a chunk of rows while its logits exist (BurstEngine,
+SC '25, algorithm 3), in three matrix products. With ``recompute``, backward computes the logits
+again, in four.
 
 Shape suffixes: N local tokens, C hidden size, V vocabulary size, R rows of one chunk.
 """
@@ -20,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.data.labels import IGNORED
@@ -31,11 +29,10 @@ from mtrain_cli.parallel import profiler_labels
 class LossOptions:
     """How to compute the loss.
 
-    chunk_bytes: maximum size of the float32 logits of a chunk. A chunk has at least one row. For
-        bfloat16 input, the bfloat16 gradient of the logits takes additional memory.
-    z_loss: coefficient of the z-loss (`with_z_loss`). 0 turns the z-loss off.
+    chunk_bytes: maximum size of the float32 logits of a chunk, beside which a bfloat16 gradient of
+        the logits takes memory. A chunk has at least one row.
+    z_loss: coefficient of the z-loss (`with_z_loss`).
     recompute: compute the gradients in backward, from recomputed logits.
-    compile: compile the operations between the matrix products.
     """
 
     chunk_bytes: int = 1 << 20
@@ -49,21 +46,13 @@ def with_z_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the total loss and the cross entropy. The total loss includes the z-loss.
 
-    - The cross entropy is ``scale`` times the sum of -log softmax(x W^T)[label] over all rows.
-    - The z-loss is ``scale`` times the sum of z_loss * logsumexp(x W^T)^2 over all rows. The z-loss
-      keeps logits from drifting (PaLM, arXiv:2204.02311, section 5, with coefficient 1e-4; ST-MoE,
-      arXiv:2202.08906, equation 5).
+    Cross entropy: ``scale`` times the sum of -log softmax(x W^T)[label]. z-loss: ``scale`` times
+    the sum of z_loss * logsumexp(x W^T)^2, which keeps logits from drifting (arXiv:2204.02311,
+    section 5; arXiv:2202.08906, equation 5). Both are float32 scalars, or float64 for float64
+    input, over rows whose label is not -100. Only the total has a gradient; that of W is summed in
+    float32.
 
-    Rows with label -100 are left out of both sums. If all rows are left out, both results and all
-    gradients are exactly 0.
-
-    Both results are float32 scalars, or float64 for float64 input. Only the total loss has a
-    gradient. The gradient of W is summed over chunks in float32 and returned in the dtype of W.
-    Under ``torch.no_grad``, no gradient is computed.
-
-    The function does not synchronize with a GPU, so it cannot raise an error for a label on CUDA.
-    Instead, a label outside [0, V) makes the loss and the gradient of its row NaN, and the trainer
-    reports that the loss is not finite.
+    The function does not synchronize with a GPU, where a label outside [0, V) makes the loss NaN.
 
     Args:
         scale: a number, or a 0-dimensional tensor without gradient.
@@ -138,12 +127,7 @@ def _chunks(
     scale: Tensor,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return total loss, cross entropy, gradient of x and gradient of W.
-
-    Args:
-        needed: whether to compute the gradient of x, and whether to compute the gradient of W. A
-            gradient that is not computed is None.
-    """
+    """Return total loss, cross entropy, gradient of x and gradient of W."""
     x_needed, weight_needed = needed
     dtype = accumulation_dtype(x_NC.dtype)
     # For a gradient that is not needed, the loop below gets an empty tensor.
@@ -177,21 +161,12 @@ def _chunks(
 
 
 def _row_losses(
-    logits_RV: Tensor,
-    labels_R: Tensor,
-    scale: Tensor,
-    gradient_dtype: torch.dtype | None,
+    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None,
     z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cross entropy and the total loss of each row, and the gradient of the logits.
-
-    The two losses are not multiplied by ``scale``. The gradient is that of the total loss times
-    ``scale``: ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot).
-
-    Args:
-        logits_RV: overwritten. If the logits have ``gradient_dtype``, the gradient overwrites them.
-        gradient_dtype: dtype of the gradient. None computes no gradient. Ignore the third result.
-    """
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the cross entropy and the total loss of each row, and the gradient of the logits."""
+    # The gradient, scale * (softmax * (1 + 2 z_loss logsumexp) - one_hot), overwrites logits of the
+    # same dtype; without gradient_dtype there is none. The losses are not multiplied by ``scale``.
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = logits_RV.sub_(highest_R1)
@@ -211,18 +186,12 @@ def _row_losses(
 
 
 def _row_losses_out_of_place(
-    logits_RV: Tensor,
-    labels_R: Tensor,
-    scale: Tensor,
-    gradient_dtype: torch.dtype | None,
+    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None,
     z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `_row_losses`, in a form that suits a compiler.
-
-    A compiler turns an overwritten tensor into a new tensor. This function overwrites nothing and
-    does not store the exponentials. Compiled code computes the exponentials twice and allocates
-    only the gradient. Use this function if the gradient and the logits have different dtypes.
-    """
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the result of `_row_losses`, in a form that suits a compiler."""
+    # A compiler turns an overwritten tensor into a new one; so overwrite nothing, and compute the
+    # exponentials twice instead of storing them.
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = (logits_RV - highest_R1).exp()
@@ -242,13 +211,9 @@ def _row_losses_out_of_place(
 
 @dataclass(frozen=True)
 class _RowTerms:
-    """Terms from which the losses and gradients of the rows follow.
+    """Cross entropy, the total loss, and gradients of the rows.
 
-    loss_R: cross entropy.
-    total_R: cross entropy plus z-loss.
-    factor_R1: gradient of a logit, divided by exp(logit - largest logit of the row). All logits of
-        a row have the same factor, except the label's.
-    label_gradient_R1: gradient of the label's logit.
+    factor_R1: gradient of a logit other than the label's / exp(logit - largest logit of the row).
     """
 
     loss_R: Tensor
@@ -258,21 +223,9 @@ class _RowTerms:
 
 
 def _row_terms(
-    labels_R: Tensor,
-    vocab_size: int,
-    highest_R1: Tensor,
-    sum_R1: Tensor,
-    label_logit_R1: Tensor,
-    scale: Tensor,
-    z_loss: float,
-) -> _RowTerms:
-    """Compute the `_RowTerms` from a few numbers per row.
-
-    Args:
-        highest_R1: largest logit of the row.
-        sum_R1: sum of exp(logit - highest) over the row.
-        label_logit_R1: the label's logit minus highest.
-    """
+    labels_R: Tensor, vocab_size: int, highest_R1: Tensor, sum_R1: Tensor, label_logit_R1: Tensor,
+    scale: Tensor, z_loss: float,
+) -> _RowTerms:  # fmt: skip
     ignored_R1 = (labels_R == IGNORED)[:, None]
     inside_R1 = ((labels_R >= 0) & (labels_R < vocab_size))[:, None]
     loss_R1 = torch.where(
@@ -300,10 +253,6 @@ def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
 
 @cache
 def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Return a compiled function for the losses of a chunk's rows.
-
-    in_place: whether the gradient has the dtype of the logits and overwrites the logits.
-    """
     return compiled(_row_losses if in_place else _row_losses_out_of_place, False)
 
 
@@ -334,3 +283,37 @@ def _check_labels(labels_N: Tensor, vocab_size: int) -> None:
             f"Label {int(labels_N[row])} of row {row} is outside the vocabulary of {vocab_size} "
             "tokens."
         )
+
+
+@torch.no_grad()
+def token_losses(
+    x_NC: Tensor,
+    weight_VC: Tensor,
+    labels_N: Tensor,
+    chunk_bytes: int,
+    is_greedy_N: Tensor | None = None,
+) -> Tensor:
+    """Return the cross entropy of each row without gradients, ``[N]``; 0 for label -100.
+
+    Args:
+        chunk_bytes: maximum size of the logits of a chunk of rows.
+        is_greedy_N: receives whether the label of each row has the largest logit, bool ``[N]``. Of
+            equal logits, the lowest id counts as the largest.
+    """
+    dtype = accumulation_dtype(x_NC.dtype)
+    rows = max(1, chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))
+    losses_N = torch.zeros(labels_N.shape, dtype=dtype, device=x_NC.device)
+    if is_greedy_N is not None:
+        is_greedy_N.fill_(False)
+    for first in range(0, len(labels_N), rows):
+        chunk = slice(first, first + rows)
+        x_RC, labels_R = x_NC[chunk], labels_N[chunk]
+        if not bool((labels_R != IGNORED).any()):
+            continue  # of a long text, few tokens may have labels
+        logits_RV = (x_RC @ weight_VC.t()).to(dtype)
+        losses_N[chunk] = functional.cross_entropy(
+            logits_RV, labels_R.long(), ignore_index=IGNORED, reduction="none"
+        )
+        if is_greedy_N is not None:
+            is_greedy_N[chunk] = logits_RV.argmax(-1) == labels_R
+    return losses_N

@@ -1,13 +1,7 @@
 """Prepare a decoder to run on many workers. The preparation does not change the result.
 
-The order of the steps, from the innermost to the outermost:
-
-1. tensor parallelism: cut the matrices of the layers over a tensor group; expert parallelism: deal
-   the experts over an expert group
-2. compile: the operations of a layer before attention and after it
-3. tiling: the part of a layer after attention, one tile of the sequence after another
-4. checkpointing: run a layer's forward pass again in the backward pass
-5. FSDP: gather the weights of a layer before all its operations, and shard its gradients
+From the innermost to the outermost: tensor and expert parallelism, compilation, tiling after
+attention, checkpointing, FSDP.
 """
 
 from __future__ import annotations
@@ -15,15 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from mtrain_cli.config.schema import Config, TrainConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.expert_parallel import ExpertSharing, deal_experts
-from mtrain_cli.model.experts import expert_layers
+from mtrain_cli.model.experts import Experts, expert_layers
 from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
-from mtrain_cli.model.layer_parts import cut_layers
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.model.tiling import layers_with_products
@@ -32,6 +27,10 @@ from mtrain_cli.parallel.expert_group import EXPERTS, SHARD_OF_EXPERTS
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import TENSOR
 from mtrain_cli.parallel.tensor_group import TensorGroup
+
+# Modules whose output or input features tensor parallelism cuts.
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_INPUT = ("o_proj", "down_proj")
 
 
 def parallelize(
@@ -48,16 +47,11 @@ def parallelize(
 ) -> Decoder:
     """Prepare a decoder on the meta device for training, in place, and return it.
 
-    The parameters stay on the meta device. The caller allocates them.
-
     Args:
         mesh: the workers that share the parameters (`make_parameter_mesh`).
         dtype: dtype in which the layers compute.
-        compile: whether to compile the operations between communication.
-        offload: host memory for the inputs of checkpointed layers. None keeps the inputs on the
-            device.
-        tensor: the workers that share each layer; None if this worker computes whole layers.
-        experts: the workers that share the experts; None if this worker computes all of them.
+        offload: host memory for the inputs of checkpointed layers.
+        tensor, experts: the workers that share each layer, and the experts; None for this one.
         expert_mesh: with ``experts``, the mesh that holds them (`make_expert_mesh`).
     """
     if tensor is not None:
@@ -126,11 +120,9 @@ def set_execution(
 def execute_layers(
     decoder: Decoder, execution: LayerExecution, *, keep_mlp: bool | int = False
 ) -> None:
-    """Make all layers of a decoder run as ``execution`` describes. Parameters keep their names.
+    """Make all layers of a decoder run as ``execution`` describes.
 
-    Args:
-        keep_mlp: value of ``train.keep_mlp``, which selects layers, counted from the last. The
-            selected layers also keep the results of their matrix products for the backward pass.
+    keep_mlp: value of ``train.keep_mlp``, which selects layers that keep their matrix products.
     """
     layers = decoder.model_config.num_layers
     first_kept = layers - layers_with_products(keep_mlp, layers)
@@ -141,3 +133,33 @@ def execute_layers(
         layer.execution = replace(execution, keep_products=keep_products)  # type: ignore
     for mlp in expert_layers(decoder.layers):
         mlp.execution = execution.of_experts
+
+
+def cut_layers(decoder: Decoder, mesh: DeviceMesh, *, experts: bool = True) -> None:
+    """Cut the parameters of all layers over a tensor group, in place.
+
+    Every worker has the whole norms, routers and experts. A cut parameter is a DTensor, with its
+    name and whole shape.
+
+    Args:
+        decoder: a decoder on the meta device.
+        mesh: the tensor group, one-dimensional.
+        experts: whether experts belong to the tensor group; False leaves them as they are.
+    """
+    for layer in decoder.layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, Experts) and not experts:
+                continue
+            placement = _placement(name)
+            for key, parameter in module.named_parameters(recurse=False):
+                part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+                module.register_parameter(key, nn.Parameter(part))
+
+
+def _placement(module: str) -> Placement:
+    name = module.rpartition(".")[2]
+    if module.startswith("mlp.shared."):  # it computes own tokens, as the experts do
+        return Replicate()
+    if name in _BY_OUTPUT:
+        return Shard(0)
+    return Shard(1) if name in _BY_INPUT else Replicate()

@@ -19,16 +19,14 @@ import torch
 from torch import Tensor
 
 from mtrain_cli.attention.decode import has_triton
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import ConfigError, RopeConfig
 
 
 @dataclass(frozen=True)
 class Rotation:
     """Cosine and sine of every token's angles, float32 ``[B, N, 1, F]``.
 
-    This is a dataclass so that the values stay float32: FSDP2 casts the tensors that a module
-    receives as arguments, but not the tensors inside a dataclass.
+    In a dataclass they stay float32: FSDP2 casts only tensors that are arguments of a module.
     """
 
     cos_BN1F: Tensor
@@ -38,11 +36,7 @@ class Rotation:
 def rope_factor(rope: RopeConfig, seq: int) -> float:
     """Return the factor by which positions are stretched for sequences of ``seq`` tokens.
 
-    The factor is 1 without scaling. ``model.rope.factor=auto`` gives
-    max(1, seq / original_max_position).
-
-    Raises:
-        ConfigError: ``model.rope.factor`` is neither ``auto`` nor a number of at least 1.
+    ``auto`` is max(1, seq / original_max_position). A wrong factor raises ConfigError.
     """
     if rope.scaling == "none":
         return 1.0
@@ -60,18 +54,14 @@ def rope_factor(rope: RopeConfig, seq: int) -> float:
 
 
 def attention_factor(rope: RopeConfig, factor: float) -> float:
-    """Return the factor that multiplies cosine and sine.
-
-    YaRN multiplies by 0.1 ln(factor) + 1 (section 3.4), all other scalings by 1.
-    """
+    """Return the factor of cosine and sine: for YaRN, 0.1 ln(factor) + 1 (section 3.4)."""
     return 0.1 * math.log(factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
-    """Return the frequency of each pair of dimensions in radians per position, float32 ``[F]``.
+    """Return the radians per position of each pair of dimensions, float32 ``[F]`` on the CPU.
 
-    The result is on the CPU, even under ``torch.device("meta")``. The result is float32, because
-    released models were trained with frequencies rounded to float32.
+    Released models were trained with frequencies rounded to float32.
     """
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F
@@ -86,14 +76,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tenso
 
 
 def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the share of each plain frequency that YaRN keeps, ``[F]``.
-
-    Share 1 keeps the plain frequency. Share 0 divides the frequency by the factor. Dimensions that
-    turn at least beta_fast times over the model's original length have share 1. Dimensions that
-    turn at most beta_slow times have share 0. For dimensions between these limits, the share falls
-    linearly with the dimension, as in released implementations. In the paper, the share falls
-    linearly with the number of turns.
-    """
+    """Return the share of each plain frequency that YaRN keeps, ``[F]``."""
+    # 1 keeps the plain frequency, 0 divides it by the factor. Between beta_fast and beta_slow turns
+    # over the original length it falls linearly with the dimension, as in released implementations;
+    # in the paper, with the number of turns.
 
     def dimension_that_turns(times: float) -> float:
         return (
@@ -109,11 +95,7 @@ def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
-    """Return the share of each plain frequency that Llama 3.1's scaling keeps, ``[F]``.
-
-    The share grows linearly with the number of turns over the original length: from 0 at
-    low_freq_factor turns to 1 at high_freq_factor turns.
-    """
+    """Return the share of each plain frequency that Llama 3.1's scaling keeps, ``[F]``."""
     turns_F = rope.original_max_position * plain_F / (2 * math.pi)
     return (
         (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -125,10 +107,8 @@ def rotation(
 ) -> Rotation:
     """Return the cosine and sine of the angles of tokens at any positions, in any order.
 
-    Angles are computed in float64. A float32 angle at position 4 million is wrong by up to a
-    quarter of a radian. With such errors, q.k would not depend only on the distance of two tokens.
-
-    ``positions_BN`` and ``inverse_frequencies_F`` must be on the same device.
+    In float64: a float32 angle at position 4 million is wrong by up to a quarter of a radian, and
+    q.k would not depend only on the distance of two tokens.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
     return Rotation(
@@ -157,11 +137,8 @@ def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
 
 
 def _fuses(x_BNHD: Tensor) -> bool:
-    """Return whether to rotate in one kernel: one new token per sequence, in eager mode on a GPU.
-
-    There the launches of eager mode cost the most. Prompts keep the operations of training, so
-    that both round alike.
-    """
+    # One new token per sequence in eager mode, where launches cost the most. Prompts keep the
+    # operations of training, so that both round alike.
     return (
         x_BNHD.is_cuda
         and x_BNHD.shape[1] == 1

@@ -1,10 +1,7 @@
 """Which experts compute which tokens, the losses that balance them, and their loads.
 
-A router scores all experts for each token, in float32. The experts with the highest scores compute
-the token. Everything here that depends on several tokens of a sequence covers the whole sequence,
-so it does not depend on how workers share the sequence.
-
-Shape suffixes: B sequences of a micro-batch, T own tokens of all sequences, E experts, K chosen
+What depends on several tokens covers the whole sequence, however workers share it. Shape suffixes:
+B sequences of a micro-batch, T own tokens of all sequences, C hidden size, E experts, K chosen
 experts of a token, S = T K pairs of a token and an expert.
 """
 
@@ -20,8 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
+from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.config.schema import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.recording import Recorder
@@ -40,9 +40,7 @@ class RouterOptions:
     """What training adds to the routing.
 
     sequences: sequences of an optimizer step, over all workers.
-    balance_loss, z_loss: coefficients of the losses.
-    capacity: most tokens of a sequence that an expert computes, as a multiple of the mean; 0 for no
-        limit.
+    capacity: most tokens of a sequence for an expert, as a multiple of the mean; 0 for no limit.
     """
 
     sequences: int
@@ -53,10 +51,7 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class SharingGroup:
-    """Workers that share sequences, and this worker's rank among them.
-
-    peer_errors: returns a context in which the loss of a worker is an error that names the group.
-    """
+    """Workers that share sequences. peer_errors: context that names the group if one is lost."""
 
     rank: int
     size: int
@@ -67,14 +62,12 @@ class SharingGroup:
 class Decision(NamedTuple):
     """Which experts compute which tokens of a layer.
 
-    chosen_TK: number of each token's chosen experts.
-    order_S: pairs of token and expert, numbered token * K + k, ordered by expert. Pairs that no
-        expert computes (padding, or beyond the capacity) come last.
-    place_S: place of each pair in that order.
+    chosen_TK: the experts of each token.
+    order_S, place_S: pairs of token and expert, numbered token * K + k, by expert, and the place of
+        each pair. Pairs that no expert computes (padding, or beyond the capacity) come last.
     ends_E: int32, number of pairs of this and all earlier experts.
-    load_BE: number of tokens of a whole sequence that chose each expert, divided by the mean; None
-        without `Routing`.
-    chunks: how rows travel between the workers that share the experts (`expert_parallel.Tile`).
+    load_BE: tokens of a whole sequence that chose each expert / mean; None without `Routing`.
+    chunks: how rows travel between the workers that share the experts (`expert_journey.Tile`).
     """
 
     chosen_TK: Tensor
@@ -88,13 +81,11 @@ class Decision(NamedTuple):
 class Routing:
     """The sequences of a micro-batch, for the routers of all layers in training.
 
-    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the part
-        of the balance loss and of the z-loss (without coefficients, summed over sequences), the
-        entropy of the scores in nats, and the number of pairs beyond the capacity.
-    beyond: float64 [layers, E], pairs of this worker's tokens beyond the capacity of an expert;
-        None without a capacity.
+    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the parts
+        of balance loss and z-loss (without coefficients, summed over sequences), the entropy of the
+        scores in nats, and the number of pairs beyond the capacity.
+    beyond: float64 [layers, E], pairs beyond the capacity of an expert; None without a capacity.
     decided: numbers of the layers whose routers decided on this worker.
-    recorder: records the passes of the experts; None records nothing.
     """
 
     def __init__(
@@ -112,8 +103,6 @@ class Routing:
         Args:
             slots: for each of this worker's tokens, sequence * padded_seq + position, or `PADDING`.
             lengths: number of tokens of each sequence, without padding.
-            padded_seq: tokens of a sequence with padding.
-            layers: number of layers of the model.
             groups: the groups of workers that share these sequences, innermost first.
         """
         self.options, self.groups, self.moe = options, tuple(groups), moe
@@ -156,12 +145,9 @@ class Routing:
         return _decision(chosen_TK, order_S, ends[self._batch - 1 :: self._batch], load_BE)
 
     def _fits(self, keys_TK: Tensor, scores_TK: Tensor) -> Tensor:
-        """Return which pairs are within the capacity of their expert, in the whole sequences.
-
-        The pairs with the highest scores are. Where the capacity ends, the first positions are,
-        among all pairs whose scores are about equal (`_EQUAL`) to the last score that fits. This
-        score changes as little as the scores do, so the number of workers cannot decide a tie.
-        """
+        """Return which pairs are within the capacity of their expert, in the whole sequences."""
+        # Those with the highest scores. Among scores about equal to the last that fits, the first
+        # positions: this score moves as little as the scores do, so workers cannot decide a tie.
         moe, options = self.moe, self.options
         share = options.capacity * moe.top_k / moe.experts
         capacity_B = torch.tensor([ceil(share * length) for length in self._lengths])
@@ -198,18 +184,11 @@ class Routing:
     def loss(
         self, logits_TE: Tensor, scores_TE: Tensor, decision: Decision, layer: int, *, count: bool
     ) -> Tensor:
-        """Return this worker's part of a layer's losses, a scalar.
+        """Return this worker's part of a layer's losses, means over the sequences of the step.
 
-        - Balance loss of a sequence: sum over experts of f P (arXiv:2101.03961, equation 4). f is
-          the expert's share of the chosen experts, divided by the mean. P is its mean share of the
-          scores. 1 is perfect balance.
-        - z-loss: mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906, equation 5).
-
-        The mean over the sequences of the step, times the coefficients, is added up over layers. A
-        sequence's tokens are those before its padding.
-
-        Args:
-            count: whether to add the values to `loads`.
+        Balance loss: sum over experts of f P (arXiv:2101.03961, equation 4): share of the chosen
+        experts / mean, times mean share of the scores. z-loss: mean over tokens of
+        logsumexp(logits)^2 (arXiv:2202.08906, equation 5). count: add the values to `loads`.
         """
         assert decision.load_BE is not None
         shares_TE = scores_TE
@@ -233,10 +212,7 @@ class Routing:
 
 
 def choose(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return the numbers of each token's experts with the highest scores + bias, ``[T, K]``.
-
-    Of equal experts, those with the lowest numbers are chosen.
-    """
+    """Return each token's experts with the highest scores + bias, ``[T, K]``; lowest of equals."""
     is_float = scores_TE.dtype == bias_E.dtype == torch.float32
     if scores_TE.is_cuda and is_float and importlib.util.find_spec("triton") is not None:
         from mtrain_cli.kernels.triton import router
@@ -263,11 +239,7 @@ def part_of(decision: Decision, begin: int, end: int) -> Decision:
 
 
 def _grouped(keys_TK: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Return the order of pairs by key, and the number of pairs up to each key below ``keys``.
-
-    Args:
-        keys: the keys are from 0 to this number.
-    """
+    """Return the order of pairs by key, and the number of pairs up to each key below ``keys``."""
     # A GPU sorts two bytes in a quarter of the passes that eight bytes need.
     dtype = torch.int16 if keys <= torch.iinfo(torch.int16).max else torch.int32
     ordered, order_S = keys_TK.flatten().to(dtype).sort(stable=True)
@@ -281,3 +253,57 @@ def _decision(
     place_S = torch.empty_like(order_S)
     place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
     return Decision(chosen_TK, order_S, place_S, ends_E.to(torch.int32).contiguous(), load_BE)
+
+
+def router_logits(x_TC: Tensor, weight_EC: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` in float32, or in float64 for float64 inputs, ``[T, E]``.
+
+    Tensor cores of a GPU compute it from bfloat16 tokens without a float32 copy: their products are
+    exact in float32. Autograd keeps only the inputs, in their own dtype.
+    """
+    return _RouterLogits.apply(x_TC, weight_EC)
+
+
+class _RouterLogits(torch.autograd.Function):
+    """PyTorch has no derivative of a product whose result has another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weight_EC: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TC, weight_EC)
+        if _on_tensor_cores(x_TC, weight_EC):
+            return _mixed_product(x_TC, weight_EC.t())
+        high = accumulation_dtype(x_TC.dtype)
+        return functional.linear(x_TC.to(high), weight_EC.to(high))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TC, weight_EC = ctx.saved_tensors
+        compute = _split_gradients if _on_tensor_cores(x_TC, weight_EC) else _gradients
+        return compute(grad_TE, x_TC, weight_EC)
+
+
+def _gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[Tensor, Tensor]:
+    high = grad_TE.dtype
+    dx_TC = (grad_TE @ weight_EC.to(high)).to(x_TC.dtype)
+    return dx_TC, (grad_TE.t() @ x_TC.to(high)).to(weight_EC.dtype)
+
+
+def _split_gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens and weight with products of bfloat16 numbers."""
+    # A float32 number is the sum of two bfloat16 numbers up to 2^-16, far below the rounding of the
+    # results to bfloat16. So each product has two terms.
+    low = x_TC.dtype
+    first_TE = grad_TE.to(low)
+    terms = torch.cat([first_TE, (grad_TE - first_TE).to(low)], 1)  # [T, 2 E]
+    dx_TC = terms @ torch.cat([weight_EC, weight_EC])
+    of_terms = _mixed_product(terms.t(), x_TC).unflatten(0, (2, -1))
+    return dx_TC, of_terms.sum(0).to(weight_EC.dtype)
+
+
+def _on_tensor_cores(x_TC: Tensor, weight_EC: Tensor) -> bool:
+    return x_TC.is_cuda and x_TC.dtype == weight_EC.dtype == torch.bfloat16
+
+
+def _mixed_product(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mm(left, right, out_dtype=torch.float32)  # only on GPUs

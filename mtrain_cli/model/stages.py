@@ -18,10 +18,8 @@ from mtrain_cli.model.routing import Routing
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """Consecutive layers of a decoder that one worker computes without a message of the pipeline.
+    """Consecutive layers that one worker computes without a message of the pipeline.
 
-    number: place among all virtual stages, counted from 0.
-    layers: numbers of the layers.
     first, last: whether the embedding, or the final norm and the LM head, belong to it.
     """
 
@@ -49,11 +47,6 @@ class StageDecoder(Decoder):
     def __init__(
         self, model: ModelConfig, rope_factor: float, stages: Sequence[VirtualStage]
     ) -> None:
-        """Build the part of a decoder, under ``torch.device("meta")``.
-
-        Args:
-            stages: the virtual stages of this worker.
-        """
         super().__init__(model, rope_factor)
         self.stages = {stage.number: stage for stage in stages}
         first, last = (any(getattr(s, end) for s in stages) for end in ("first", "last"))
@@ -81,7 +74,6 @@ class StageDecoder(Decoder):
         """Return the hidden states after a virtual stage, or the loss after the last one.
 
         Args:
-            number: the virtual stage.
             x_BNC: hidden states after the previous virtual stage; None for the first.
             loss_scale: as in `Decoder.forward`. None returns the loss of every token instead, as
                 `Decoder.token_losses` does.

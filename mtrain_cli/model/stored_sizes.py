@@ -29,34 +29,19 @@ def wrong_sizes(
 ) -> list[Problem]:
     """Return a line for each size of a configuration that the stored tensors contradict.
 
-    A line names a cause, where a list of all tensors would be long.
-
     Args:
-        shapes: of the stored tensors, by name.
-        stored: where the tensors are, for the messages.
-        given: the file of the configuration, for the messages.
+        shapes: of the tensors of a checkpoint or of a Hugging Face folder, by name.
+        stored, given: where the tensors are, and the file of the configuration.
     """
     return [
         Problem(
-            f"model.{name}={ours}: the weights in {stored} have {theirs}. Correct {given}",
-            f"model.{name}",
+            f"model.{key}={ours}: the weights in {stored} have {size}. Correct {given}",
+            f"model.{key}",
             value=ours,
         )
-        for name, ours, theirs in differing_sizes(model, shapes)
+        for key, size in _sizes(model, shapes)
+        if size != (ours := attrgetter(key)(model))
     ]
-
-
-def differing_sizes(
-    model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the key of each size that differs, its value in the model, and that of the tensors.
-
-    Args:
-        shapes: of the tensors of a checkpoint or of a Hugging Face folder, by name.
-    """
-    for key, size in _sizes(model, shapes):
-        if size != (ours := attrgetter(key)(model)):
-            yield key, ours, size
 
 
 def _sizes(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ so this module does not import PyTorch.
 
 from __future__ import annotations
 
-from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.config.schema import MoeConfig
 
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
@@ -25,18 +25,13 @@ _ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
     """Return the number of tokens per tile.
 
-    Code is compiled once if all tiles have the same size. Therefore prefer a number of tiles that
-    divides the tokens, if that number exceeds the smallest possible number by at most a quarter (or
-    by 1). With more tiles, the layer would be too slow: each tile of 1,024 tokens adds half a
-    millisecond per pass on an H200 (profiles/notes.md). If no such number exists, the last tile is
-    smaller than the other tiles.
+    Code is compiled once if all tiles have the same size, so prefer a number of tiles that divides
+    the tokens, unless it exceeds the smallest possible number by more than a quarter (or 1): each
+    tile of 1,024 tokens adds half a millisecond per pass on an H200 (profiles/notes.md).
 
     Args:
-        tokens: number of tokens in all sequences of a batch on this worker.
-        hidden, intermediate: sizes of the model.
-        itemsize: bytes per element.
-        tile_bytes: maximum size of a tile's temporary tensors. 0 means no limit: one tile has all
-            tokens.
+        tokens: tokens of all sequences of a batch on this worker.
+        tile_bytes: maximum size of a tile's temporary tensors; 0 for no limit.
     """
     # At the MLP's gate, a token has six tensors of the intermediate size and four of the hidden
     # size.
@@ -55,24 +50,13 @@ def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_b
 
 
 def shared_tile_rows(
-    own_tokens: int,
-    hidden: int,
-    intermediate: int,
-    itemsize: int,
-    tile_bytes: int,
-    workers: int,
-    chunks: int | str,
-) -> int:
+    own_tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int, workers:
+    int, chunks: int | str,
+) -> int:  # fmt: skip
     """Return the number of a worker's own tokens per tile if several workers share a layer.
 
-    Messages of one tile overlap with the computation of other tiles, so a layer should have
-    several.
-
-    Args:
-        own_tokens: number of tokens of this worker.
-        hidden, intermediate, itemsize, tile_bytes: as in `tile_rows`, for the whole layer.
-        workers: number of workers that share a layer. A tile has the same rows of each.
-        chunks: value of ``topology.tensor_chunks``.
+    Messages of one tile overlap with the computation of other tiles. Sizes are those of the whole
+    layer. chunks: value of ``topology.tensor_chunks``.
     """
     rows = tile_rows(own_tokens, hidden * workers, intermediate, itemsize, tile_bytes)
     if workers == 1:
@@ -83,24 +67,16 @@ def shared_tile_rows(
 
 
 def expert_chunks(
-    own_tokens: int,
-    hidden: int,
-    moe: MoeConfig,
-    itemsize: int,
-    tile_bytes: int,
-    *,
-    degree: int,
-    chunks: int | str,
-) -> int:
+    own_tokens: int, hidden: int, moe: MoeConfig, itemsize: int, tile_bytes: int, *, degree:
+    int, chunks: int | str,
+) -> int:  # fmt: skip
     """Return the number of chunks of a worker's own tokens in a layer with experts.
 
-    Chunks bound the temporary tensors. If workers share the experts and hold too few for the parts
-    of `expert_parts`, rows of one chunk also travel while others are computed. All workers that
-    share experts have as many tokens, so they get the same number.
+    Chunks bound the temporary tensors. If workers hold too few experts for the parts of
+    `expert_parts`, rows of one chunk also travel while others are computed.
 
     Args:
-        hidden, itemsize, tile_bytes: as in `tile_rows`.
-        degree: number of workers that share the experts; 1 without expert parallelism.
+        degree: number of workers that share the experts; they get the same number.
         chunks: value of ``topology.expert_chunks``.
     """
     if not isinstance(chunks, str):
@@ -119,27 +95,14 @@ def expert_chunks(
 def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
     """Return the number of parts in which a worker of an expert group computes its experts.
 
-    While one part is computed, the rows of other parts travel. So do those of other chunks: with
-    more chunks, a chunk needs fewer parts. Small messages are not split: each part takes
-    time of the host.
-
-    Args:
-        own_tokens, chunks: tokens of a worker, and the number of their chunks.
-        own_experts: number of experts that a worker holds.
+    While one part is computed, the rows of other parts travel, and those of other chunks.
     """
     most = max(1, min(_CHUNKS, own_tokens // _PART_TOKENS) // chunks)
     return max(n for n in range(1, most + 1) if own_experts % n == 0)
 
 
 def scored_row(hidden: int, itemsize: int) -> int:
-    """Return the elements of a row that takes a score with it to another worker.
-
-    The score is at the end of the row, in its own dtype.
-
-    Args:
-        hidden: size of a hidden state.
-        itemsize: bytes per element of the hidden state.
-    """
+    """Return the elements of a row of a hidden state that ends with a score in its own dtype."""
     each = _ALIGNMENT // itemsize
     return (-(-hidden // each) + 1) * each
 
@@ -147,8 +110,6 @@ def scored_row(hidden: int, itemsize: int) -> int:
 def layers_with_products(keep: bool | int, layers: int) -> int:
     """Return how many layers, counted from the last, keep their MLP's gate and up outputs.
 
-    Args:
-        keep: value of ``train.keep_mlp``: all layers (True), none (False), or the number of layers.
-        layers: number of layers of the model.
+    keep: value of ``train.keep_mlp``.
     """
     return layers if keep is True else min(int(keep), layers)

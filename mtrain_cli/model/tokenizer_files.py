@@ -1,8 +1,7 @@
 """The tokenizer files of an exported model, and the ids of its special tokens.
 
-AutoTokenizer of transformers opens the files. To write the files, mtrain needs neither transformers
-nor the tokenizers library. mtrain's own byte tokenizer becomes a ``tokenizer.json`` with the same
-ids.
+AutoTokenizer of transformers opens them; the byte tokenizer becomes a ``tokenizer.json``. Writing
+needs neither transformers nor the tokenizers library.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _FILES = (
 # would read such a text as one token, where mtrain reads its bytes.
 BYTE_SPECIALS = {"bos": "<|mtrain:begin|>", "eos": "<|mtrain:end|>", "pad": "<|mtrain:padding|>"}
 # For a qwen2 model, transformers 5 replaces the normalizer and pre-tokenizer of tokenizer.json by
-# Qwen's, unless auto_map names a class. transformers then loads tokenizer.json unchanged. It runs
-# the class only with trust_remote_code.
+# Qwen's, unless auto_map names a class, which it runs only with trust_remote_code.
 _CODE = "tokenization_as_it_stands.py"
 _CODE_CONTENT = (
     b'"""Loads tokenizer.json as it stands, also where transformers has a tokenizer of its own for '
@@ -43,13 +41,10 @@ _CODE_CONTENT = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer and the ids of its special tokens.
+    """Content of the files of a tokenizer by file name, and ids of its special tokens.
 
-    name: name of the tokenizer for messages.
-    files: content of each file, by file name.
-    ids: the values of bos_token_id, eos_token_id and pad_token_id, as in config.json.
-    begin: what the model's documents started with in training; None if unknown, which means what
-        the tokenizer prescribes.
+    ids: bos_token_id, eos_token_id and pad_token_id, as in config.json.
+    begin: what documents started with in training; None for what the tokenizer prescribes.
     """
 
     name: str
@@ -58,10 +53,7 @@ class TokenizerFiles:
     begin: Begin | None = None
 
     def for_family(self, family: str) -> TokenizerFiles:
-        """Return files with which transformers gives the same token ids for a model of ``family``.
-
-        The files change only if the family is qwen2 and the tokenizer is not Qwen's.
-        """
+        """Return files with which transformers gives these token ids for a model of ``family``."""
         config = _parse_object(self.files.get(TOKENIZER_CONFIG, b"{}"))
         is_qwen2 = str(config.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
         if family != "qwen2" or is_qwen2 or "auto_map" in config or TOKENIZER not in self.files:
@@ -90,8 +82,7 @@ class NoTokenizerError(ConfigError):
 def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
     """Return the tokenizer of a Hugging Face folder, with the ids of its config.json.
 
-    Args:
-        eos: id of the token that ends a document, for a folder that names no such token.
+    eos: id of the token that ends a document, for a folder that names none.
 
     Raises:
         NoTokenizerError: the folder has no tokenizer files.
@@ -109,16 +100,12 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
 
 
 def of_file(path: Path, eos: int | None) -> TokenizerFiles:
-    """Return the tokenizer in a tokenizer.json, under any file name.
-
-    Args:
-        eos: id of the token that ends each document of the run's data. None if unknown.
-    """
+    """Return the tokenizer in a tokenizer.json. eos: token that ends documents; None if unknown."""
     return TokenizerFiles(str(path), *_complete({TOKENIZER: _read(path)}, NO_IDS, eos))
 
 
 def exported_bytes() -> bytes:
-    """Return the tokenizer.json of the byte tokenizer, which needs no package to be read."""
+    """Return the tokenizer.json of the byte tokenizer."""
     assert ByteTokenizer.eos is not None
     return of_bytes(ByteTokenizer.bos, ByteTokenizer.eos, ByteTokenizer.pad).files[TOKENIZER]
 
@@ -132,10 +119,7 @@ def encodes_bytes(file: Path) -> bool:
 
 
 def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
-    """Return the byte tokenizer with the given ids of special tokens.
-
-    The ids 0 to 255 are the bytes of UTF-8 text.
-    """
+    """Return the byte tokenizer (ids 0 to 255 are bytes) with these ids of special tokens."""
     numbers = {"bos": bos, "eos": eos, "pad": pad}
     added = [
         {"id": number, "content": BYTE_SPECIALS[name], "special": True, "normalized": False}
@@ -165,15 +149,8 @@ def token_ids(folder: Path) -> dict[str, Any]:
 def _complete(
     files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the files with a tokenizer_config.json, and the ids with ``eos`` as the end token.
-
-    If the end tokens in ``ids`` include ``eos``, keep the ids. Otherwise ``eos`` replaces the end
-    token of config.json, which may be wrong: the config.json of some families has the ids 1 and 2
-    with every tokenizer.
-
-    Args:
-        eos: id of the token that ended the documents. None if unknown.
-    """
+    """Return the files with a tokenizer_config.json, and the ids with ``eos`` as the end token."""
+    # The end token of config.json may be wrong: some families have 1 and 2 with every tokenizer.
     ids = dict(ids)
     if not _includes(ids["eos_token_id"], eos):
         ids["eos_token_id"] = eos
@@ -194,10 +171,7 @@ def _complete(
 
 
 def _includes(ids: object, wanted: object) -> bool:
-    """Return whether ``ids`` include all of ``wanted``. None in ``wanted`` asks for nothing.
-
-    ids, wanted: one id, a list of ids, or None.
-    """
+    """Return whether ``ids`` include all of ``wanted``. None in ``wanted`` asks for nothing."""
     known, asked = (value if isinstance(value, list) else [value] for value in (ids, wanted))
     return wanted is None or wanted == ids or all(one in known for one in asked)
 
@@ -230,10 +204,7 @@ def _added_tokens(tokenizer: bytes) -> dict[str, int]:
 
 
 def _byte_characters() -> list[str]:
-    """Return the character that stands for each byte in a byte-level tokenizer.
-
-    A printable byte stands for itself. The other bytes get the characters 256, 257 and so on.
-    """
+    """Return the character that stands for each byte in a byte-level tokenizer."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

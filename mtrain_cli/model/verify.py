@@ -22,10 +22,8 @@ from mtrain_cli.model.rope import rope_factor
 
 @dataclass(frozen=True)
 class LogitAgreement:
-    """Differences between the decoder's logits and the logits of transformers, the reference.
+    """Differences of the decoder's logits from those of transformers, the reference.
 
-    tokens: number of tokens compared.
-    largest_difference: largest absolute difference of two logits.
     largest_logit: largest absolute logit of the reference.
     mean_kl: mean over tokens of KL(reference || decoder), in nats.
     """
@@ -37,11 +35,7 @@ class LogitAgreement:
 
 
 def require_transformers() -> str:
-    """Return the installed version of transformers.
-
-    Raises:
-        ConfigError: transformers is missing. The message says how to install it.
-    """
+    """Return the installed version of transformers, or raise ConfigError."""
     try:
         import transformers
     except ImportError as error:  # missing, or refuses the version of a package that it needs
@@ -61,9 +55,7 @@ def verify(
     Both models compute in float32 on the CPU, with the weights of a Hugging Face folder.
 
     Args:
-        tokens: number of tokens. Many tokens take minutes.
         report: called with a line of progress before each of the two models runs.
-        seed: seed of the random tokens.
 
     Raises:
         ConfigError: transformers is missing, or mtrain or transformers cannot read the folder.
@@ -97,12 +89,7 @@ def verify(
 
 
 def _load_with_transformers(folder: Path | str) -> Any:
-    """Load the model of a folder with transformers.
-
-    Raises:
-        ConfigError: transformers rejects the folder. transformers checks more keys of config.json
-            than mtrain does.
-    """
+    """Load the model of a folder with transformers."""
     import transformers
 
     try:
@@ -121,12 +108,6 @@ def _load_with_transformers(folder: Path | str) -> Any:
 
 
 def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
-    """Compare the logits of the decoder with those of transformers.
-
-    Args:
-        ours_BNV: the decoder's logits.
-        theirs_BNV: the logits of transformers, the reference.
-    """
     theirs_log, ours_log = (
         functional.log_softmax(logits.double(), dim=-1) for logits in (theirs_BNV, ours_BNV)
     )
@@ -139,7 +120,7 @@ def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
 
 
 def window_attend(tokens: int, mask: MaskSettings) -> Attend:
-    """Return an `Attend` function for layers with a sliding window, and for full ones."""
+    """Return an `Attend` function for a model with sliding windows."""
     at = torch.arange(tokens)
     away = at[:, None] - at
     assert mask.plain_window is not None
@@ -155,19 +136,8 @@ def window_attend(tokens: int, mask: MaskSettings) -> Attend:
     return attend
 
 
-def causal_attend(
-    q_BNHD: Tensor,
-    k_BNKD: Tensor,
-    v_BNKD: Tensor,
-    layer: int,  # noqa: ARG001
-) -> Tensor:
-    """Return the output of causal attention over one whole sequence, in natural order.
-
-    This is an `Attend` function that does the same in every layer.
-    """
+def causal_attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, _layer: int) -> Tensor:
+    """Return the output of causal attention over one whole sequence, in natural order."""
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
-    return (
-        functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        .transpose(1, 2)
-        .contiguous()
-    )
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()

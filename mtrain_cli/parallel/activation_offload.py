@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.parallel.pinned_memory import PinnedMemory
 
@@ -21,11 +22,7 @@ FULL_BLOCK = 16 << 20
 
 
 def block_sizes(size: int) -> list[int]:
-    """Return the size in bytes of each host block that holds a tensor of ``size`` bytes.
-
-    Every block but the last has `FULL_BLOCK` bytes. The size of the last block is rounded up to a
-    power of two, so that few block sizes serve all tensors.
-    """
+    """Return the size in bytes of each host block that holds a tensor of ``size`` bytes."""
     rest = size % FULL_BLOCK
     return [FULL_BLOCK] * (size // FULL_BLOCK) + ([1 << (rest - 1).bit_length()] if rest else [])
 
@@ -33,38 +30,31 @@ def block_sizes(size: int) -> list[int]:
 class OffloadedTensor:
     """One tensor that a layer keeps from its forward to its backward pass.
 
-    device: the tensor on the device; None while the tensor is only on the host.
-    host: the tensor's copy on the host, split over blocks; None while the tensor is only on the
-        device.
     copied: event at the end of the tensor's last transfer; None on a CPU and before any transfer.
     """
 
     # Not a dataclass, and neither is `ActivationOffload`: FSDP searches dataclass arguments of a
     # module for tensors, and these two refer to each other.
-    def __init__(self, store: ActivationOffload, layer: int, device: torch.Tensor) -> None:
+    def __init__(self, store: ActivationOffload, layer: int, device: Tensor) -> None:
         self.store = store
         self.layer = layer
         self.shape, self.dtype = device.shape, device.dtype
-        self.device: torch.Tensor | None = device
-        self.host: list[torch.Tensor] | None = None
+        self.device: Tensor | None = device
+        self.host: list[Tensor] | None = None
         self.copied: torch.cuda.Event | None = None
 
-    def get(self) -> torch.Tensor:
-        """Return the tensor on the device, for the current stream, and free its host blocks."""
+    def get(self) -> Tensor:
         return self.store.get(self)
 
 
-Kept = torch.Tensor | OffloadedTensor
+Kept = Tensor | OffloadedTensor
 
 
 def layers_on_host(offloaded: bool | int, layers: int) -> int:
     """Return how many of a decoder's layers offload their activations, counted from the first.
 
-    The last layer never offloads, because its backward pass follows immediately.
-
     offloaded: value of ``train.offload_activations``: True for as many layers as possible, False
         for none, or the number of layers.
-    layers: number of layers of the decoder.
     """
     return min(layers if offloaded is True else int(offloaded), layers - 1)
 
@@ -72,16 +62,12 @@ def layers_on_host(offloaded: bool | int, layers: int) -> int:
 class ActivationOffload:
     """Host memory for the tensors that a decoder's layers keep for backward.
 
-    Every training step reuses this memory.
-
     leaving: number of offloaded layers, counted from the first. The tensors of the other layers
         stay on the device.
-    allocated: total size of all host blocks in bytes.
     moved: number of bytes copied so far, in both directions.
     """
 
     def __init__(self, layers: int, device: torch.device, offloaded: bool | int = True) -> None:
-        """Allocate nothing yet. layers, offloaded: see `layers_on_host`."""
         self.leaving = layers_on_host(offloaded, layers)
         self.device = device
         self.allocated = 0
@@ -89,19 +75,15 @@ class ActivationOffload:
         self._at = -1  # the layer whose tensors are leaving
         self._waiting: dict[int, list[OffloadedTensor]] = {}
         self._memory = PinnedMemory(device)
-        self._free: dict[int, list[torch.Tensor]] = {}  # by size
+        self._free: dict[int, list[Tensor]] = {}  # by size
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def waiting(self) -> int:
-        """Number of tensors that have been put and not yet fetched with `get`."""
         return sum(len(row) for row in self._waiting.values())
 
-    def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
-        """Keep a layer's tensor. If the layer is offloaded, start to copy the tensor to the host.
-
-        The copy runs after the work queued so far. The caller must not change the tensor any more.
-        """
+    def put(self, layer: int, tensor: Tensor) -> OffloadedTensor:
+        """Keep a layer's tensor, which must not change any more. Start to copy it to the host."""
         if layer != self._at:
             self._begin(layer)
         kept = OffloadedTensor(self, layer, tensor.detach())
@@ -134,8 +116,7 @@ class ActivationOffload:
                 kept.device = None
         self._waiting[layer] = []
 
-    def get(self, kept: OffloadedTensor) -> torch.Tensor:
-        """Do what `OffloadedTensor.get` says, and start to fetch the tensors of the layer below."""
+    def get(self, kept: OffloadedTensor) -> Tensor:
         self._at = -1
         self._fetch(kept.layer)
         self._fetch(kept.layer - 1)
@@ -150,7 +131,6 @@ class ActivationOffload:
         return tensor
 
     def _fetch(self, layer: int) -> None:
-        """Start to copy a layer's tensors back to the device, unless they are there already."""
         for kept in self._waiting.get(layer, []):
             if kept.device is not None:
                 continue
@@ -164,15 +144,11 @@ class ActivationOffload:
             self.moved += kept.device.nbytes
 
     def _release_blocks(self, kept: OffloadedTensor) -> None:
-        """Make the tensor's host blocks free at once.
-
-        This is safe because later copies are queued behind the copies of this tensor.
-        """
         for block in kept.host or ():
             self._free.setdefault(block.nbytes, []).append(block)
         kept.device = kept.host = None
 
-    def _block(self, size: int) -> torch.Tensor:
+    def _block(self, size: int) -> Tensor:
         """Return the smallest free block of at least ``size`` bytes, or allocate a block."""
         large_enough = size
         while large_enough <= FULL_BLOCK:
@@ -204,9 +180,7 @@ class ActivationOffload:
             torch.cuda.current_stream().wait_event(kept.copied)
 
 
-def _split_over_blocks(
-    tensor: torch.Tensor, blocks: list[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _split_over_blocks(tensor: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of views, uint8: a part of a contiguous tensor, and its space in a block."""
     flat, at = tensor.view(-1).view(torch.uint8), 0
     for block in blocks:

@@ -62,7 +62,6 @@ class Side(Enum):
 class Buffer(NamedTuple):
     """The name of a buffer.
 
-    shard: number of the shard that the buffer belongs to.
     generation: number of the step, the transfer or the part of the heads that makes the buffer.
     """
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Joined, Layout
@@ -43,7 +44,7 @@ class Cast:
     sent, received: number of rows to and from each peer, in the order of `Transfer.peers`.
     """
 
-    leaving: torch.Tensor
+    leaving: Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
@@ -58,7 +59,7 @@ class Keys:
     """
 
     positions: IntArray
-    places: torch.Tensor
+    places: Tensor
     casts: tuple[int, ...]
 
     @staticmethod
@@ -72,9 +73,7 @@ class Keys:
 class CastRows:
     """The rows that one rank holds while it computes, and the casts that bring them.
 
-    keys: own rows and the rows of all casts.
     stages: received rows by stage; the first entry belongs to stage 1. () without stages.
-    own: number of this rank's own rows.
     casts: in the order in which they run. A hierarchical cast across nodes comes before the cast
         inside the node, which forwards rows of the first. With three casts, the second moves rows
         of the node, and the third forwards rows of the first.
@@ -102,20 +101,16 @@ class CastRows:
             for c in self.casts
         )
 
-    def picked(self, at: int, own: torch.Tensor, arrived: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows that cast number ``at`` sends, [rows, 2, batch, kv_heads, head_dim].
-
-        own: this rank's k and v, [2, batch, tokens, kv_heads, head_dim].
-        arrived: the rows that earlier casts delivered, each like the result.
-        """
+    def picked(self, at: int, own: Tensor, arrived: Sequence[Tensor]) -> Tensor:
+        """Return the rows that cast number ``at`` sends, [rows, 2, batch, kv_heads, head_dim]."""
         pool = own.movedim(2, 0)
         if arrived:
             pool = torch.cat([pool, *arrived])
         return pool.index_select(0, self.casts[at].leaving)
 
     def merged(
-        self, own: torch.Tensor | None, arrived: Sequence[torch.Tensor], stage: int | None = None
-    ) -> list[torch.Tensor]:
+        self, own: Tensor | None, arrived: Sequence[Tensor], stage: int | None = None
+    ) -> list[Tensor]:
         """Return k and v in order of position, each [batch, keys, kv_heads, head_dim].
 
         own, arrived: as in `picked`. If ``stage`` is None, ``arrived`` has the rows of all casts.
@@ -135,16 +130,14 @@ class CastRows:
 
     def split(
         self,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+        dk: Tensor,
+        dv: Tensor,
         dtype: torch.dtype,
-        rows: torch.Tensor | None = None,
+        rows: Tensor | None = None,
         stage: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return gradients in the order of the pool, [rows, 2, batch, kv_heads, head_dim].
 
-        dk, dv: [batch, keys, kv_heads, head_dim], in order of position.
-        rows: memory for the result; None to allocate it.
         stage: write only the rows of stage 1 or 2; None: all rows.
         """
         of = self.of_stage(stage)
@@ -160,20 +153,12 @@ class CastRows:
             del in_order, part  # before the next gradient allocates its copy
         return rows
 
-    def zeros(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return gradients of 0 for the pool, shaped as by `split`. own: as in `picked`."""
+    def zeros(self, own: Tensor, dtype: torch.dtype) -> Tensor:
         two, batch, _, *heads = own.shape
         return own.new_zeros(len(self.keys.positions), two, batch, *heads, dtype=dtype)
 
-    def add_returned(self, at: int, rows: torch.Tensor, returned: torch.Tensor) -> None:
-        """Add what other ranks returned for the rows that cast number ``at`` sent.
-
-        The peers' gradients are added in the order of the peers. A peer returns a row once, so the
-        sum does not depend on the order in which a GPU adds.
-
-        rows: result of `split`.
-        returned: [rows sent, 2, batch, kv_heads, head_dim], by peer.
-        """
+    def add_returned(self, at: int, rows: Tensor, returned: Tensor) -> None:
+        """Add what other ranks returned for the rows that cast number ``at`` sent."""
         cast = self.casts[at]
         for where, part in zip(
             cast.leaving.split(cast.sent), returned.split(cast.sent), strict=True
@@ -193,21 +178,14 @@ class CastRows:
         """Plan the casts of a rank.
 
         Args:
-            masks: one per sequence of the batch. A row moves if one of the sequences needs it.
-            rank: number of the rank in ``layout``.
             peers: the ranks among which each cast runs, by cast. If there are two or three, the
                 first are the counterparts in other nodes, and the others the ranks of this node.
-            block: number of tokens per block of a dynamic index; None for dense attention.
-            staged: whether the rank computes own rows and received rows in separate stages.
         """
         return _RowPlanner(layout, masks, block).rows(rank, peers, staged=staged)
 
 
 def cast_peers(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return the peers of a program's group casts: by cast, the ranks of `CastRows.make`.
-
-    Ranks that share heads count as one rank.
-    """
+    """Return the peers of a program's group casts: by cast, the ranks of `CastRows.make`."""
     found: dict[int, tuple[int, ...]] = {}
     for post in program.posts:
         if post.transfer.kind == GROUP_CAST:
@@ -216,17 +194,12 @@ def cast_peers(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def largest_shares(
-    schedule: Schedule,
-    layout: Layout,
-    masks: Sequence[SequenceMask],
-    block: int | None = None,
+    schedule: Schedule, layout: Layout, masks: Sequence[SequenceMask], block: int | None = None
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest `CastRows.shares` of any rank, without making the rows of every rank.
 
     Return (), if the exchange has no group cast. If counting would take too much memory, return
     `whole_shares`.
-
-    layout, masks, block: as in `CastRows.make`, but ``layout`` is that of the context group.
     """
     peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers or too_many_to_count(layout):
@@ -247,28 +220,19 @@ def largest_shares(
 
 
 def row_block(layout: Layout, block: int | None = None) -> int:
-    """Return the number of rows that a group cast moves together.
-
-    block: number of tokens per block of a dynamic index; None for dense attention.
-    """
     short = 1 << (layout.tokens_per_worker // _BLOCKS_PER_SHARD).bit_length() >> 1
     return block or min(ROW_BLOCK, max(1, short))
 
 
 def whole_shares(schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Return the shares of casts that move whole shards, which are never smaller than others.
-
-    Return (), if the exchange has no group cast.
-    """
+    """Return the shares of casts that move whole shards, which are never smaller than others."""
     peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers:
         return ()
     nodes, mates = len(peers[0]), len(peers[-1]) - 1
-    moved = {
-        1: [mates],
-        2: [nodes - 1, mates * nodes],
-        3: [nodes - 1, mates, mates * (nodes - 1)],
-    }[len(peers)]
+    moved = {1: [mates], 2: [nodes - 1, mates * nodes], 3: [nodes - 1, mates, mates * (nodes - 1)]}[
+        len(peers)
+    ]
     return tuple((Fraction(n), Fraction(n)) for n in moved)
 
 
@@ -278,8 +242,6 @@ def too_many_to_count(layout: Layout) -> bool:
 
 
 class _RowPlanner:
-    """Finds the rows that move between the ranks of a layout under the masks of a batch."""
-
     def __init__(self, layout: Layout, masks: Sequence[SequenceMask], block: int | None) -> None:
         self.block = row_block(layout, block)
         self._positions = [layout.positions(rank) for rank in range(layout.workers)]
@@ -291,7 +253,6 @@ class _RowPlanner:
         return np.flatnonzero(np.asarray(needed)[positions // self.block])
 
     def rows(self, rank: int, peers: Sequence[Sequence[int]], *, staged: bool = False) -> CastRows:
-        """Return the rows of a rank. peers, staged: as in `CastRows.make`."""
         pool, casts = [self._positions[rank]], []
         for at, among in enumerate(peers):
             # The ranks that a peer serves: itself, or in a cast across nodes the peer's whole node.
@@ -318,11 +279,6 @@ class _RowPlanner:
         return CastRows(whole, tuple(stages), len(pool[0]), tuple(casts))
 
     def _sources(self, at: int, rank: int, peers: Sequence[Sequence[int]]) -> tuple[int, IntArray]:
-        """Return the rows that cast number ``at`` may send.
-
-        peers: as in `CastRows.make`, for ``rank``.
-        Returns: the number of the first row in the pool, and the positions of all.
-        """
         own = self._positions[rank]
         if at == 0 or (at == 1 and len(peers) == 3):
             return 0, own

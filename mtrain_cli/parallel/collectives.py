@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,9 +21,7 @@ _scatter: Callable[..., Any] = (
 )
 
 
-def all_gather(
-    own: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def all_gather(own: Tensor, workers: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """Gather contiguous ``own`` [...] from all ranks. Return [workers, ...] in rank order."""
     gathered = own.new_empty(workers, *own.shape)
     _gather(gathered.view(-1), own.view(-1), group=group)
@@ -30,20 +29,12 @@ def all_gather(
 
 
 def start_all_to_all(
-    arriving: torch.Tensor,
-    leaving: torch.Tensor,
-    receive: list[int],
-    send: list[int],
-    group: dist.ProcessGroup,
+    arriving: Tensor, leaving: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
 ) -> dist.Work:
     """Start to exchange rows. ``arriving`` is complete after the returned work's ``wait()``.
 
     This is `dist.all_to_all_single` without its checks, which take longer than the call of the
     group: experts send many messages.
-
-    Args:
-        arriving, leaving: contiguous tensors of equal dtype, real numbers.
-        receive, send: number of rows from and for each rank of the group.
     """
     options = dist.AllToAllOptions()
     options.asyncOp = True
@@ -74,8 +65,8 @@ def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def start_all_gather(
-    own: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, dist.Work]:
+    own: Tensor, workers: int, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, dist.Work]:
     """Start `all_gather`. The returned tensor is complete after the returned work's ``wait()``."""
     gathered = own.new_empty(workers, *own.shape)
     return gathered, _gather(
@@ -84,12 +75,8 @@ def start_all_gather(
 
 
 def start_reduce_scatter(
-    shards: torch.Tensor, group: dist.ProcessGroup | None = None
-) -> tuple[torch.Tensor, dist.Work]:
-    """Start to sum contiguous ``shards`` [workers, ...] over ranks.
-
-    This rank gets the sum of shards[rank]. The returned tensor is complete after the returned
-    work's ``wait()``.
-    """
+    shards: Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, dist.Work]:
+    """Start to sum contiguous ``shards`` [workers, ...] over ranks."""
     own = torch.empty_like(shards[0])
     return own, _scatter(own.view(-1), shards.view(-1), group=group, async_op=True)

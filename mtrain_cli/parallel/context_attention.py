@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from mtrain_cli.attention.index import BlockBitmap, Index, IndexCounts, VerticalSlash
+from mtrain_cli.attention.device_copy import to_device
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, IndexCounts, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
+from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
-from mtrain_cli.parallel.index_group import gather_rows, make_index_group, record_index_messages
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, WAIT, MessageTag, Recorder
+from mtrain_cli.parallel.schedule import CONTEXT, UNSCHEDULED
 from mtrain_cli.parallel.transport import explain_peer_loss
-from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
+from mtrain_cli.sparsity.pattern import IndexGroup, MaskedPositions, Pattern, SingleWorkerGroup
 
 # Slashes and columns, over all heads, to count at once. Counting takes about 15 int64 for each.
 _COUNTED_AT_ONCE = 1 << 21
@@ -68,7 +74,6 @@ class DynamicIndex:
         bitmaps are gathered from all workers.
     kept: the index of each layer, from the layer's forward to its backward pass. Recomputation
         reuses this index.
-    records: one per estimate.
     estimated: the index of each layer, kept after backward for a profile; None outside a profile.
     """
 
@@ -79,9 +84,7 @@ class DynamicIndex:
     records: list[IndexRecord] = field(default_factory=list)
     estimated: dict[int, Index] | None = None
 
-    def of(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None = None
-    ) -> Index:
+    def of(self, layer: int, q: Tensor, k: Tensor, recorder: Recorder | None = None) -> Index:
         """Return the index of a layer. Only the first call for a layer estimates the index."""
         if layer not in self.kept:
             started = _now(q.device)
@@ -92,7 +95,8 @@ class DynamicIndex:
                 f"index, layer {layer}", "estimates", "a message of another worker did not arrive"
             )
             with torch.no_grad(), profiler_labels.label(profiler_labels.INDEX), span, peer_errors:
-                record_index_messages(self.masked.group, recorder)
+                if isinstance(self.masked.group, DistributedIndexGroup):
+                    self.masked.group.set_recorder(recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 counts_or_index: IndexCounts | VerticalSlash
                 if isinstance(index, VerticalSlash):
@@ -117,26 +121,16 @@ class DynamicIndex:
         should wait for a metric.
         """
         with profiler_labels.label(profiler_labels.INDEX):
-            self._count()
-
-    def _count(self) -> None:
-        waiting = [
-            (i, r.counts_or_index)
-            for i, r in enumerate(self.records)
-            if isinstance(r.counts_or_index, VerticalSlash)
-        ]
-        while waiting:
-            # Layers in a batch are padded to the widest.
-            size = max(lines.slashes.numel() + lines.columns.numel() for _, lines in waiting)
-            at_once = max(1, _COUNTED_AT_ONCE // size)
-            batch, waiting = waiting[:at_once], waiting[at_once:]
-            counts = (
-                VerticalSlash.joined([lines for _, lines in batch])
-                .counts(self.masked.tables)
-                .parts(len(batch))
-            )
-            for (i, _), counts_or_index in zip(batch, counts, strict=True):
-                self.records[i] = replace(self.records[i], counts_or_index=counts_or_index)
+            named = ((i, record.counts_or_index) for i, record in enumerate(self.records))
+            waiting = {i: lines for i, lines in named if isinstance(lines, VerticalSlash)}
+            while waiting:
+                # Layers in a batch are padded to the widest.
+                size = max(n.slashes.numel() + n.columns.numel() for n in waiting.values())
+                batch = list(waiting)[: max(1, _COUNTED_AT_ONCE // size)]
+                lines = VerticalSlash.joined([waiting.pop(i) for i in batch])
+                counts = lines.counts(self.masked.tables).parts(len(batch))
+                for i, of_layer in zip(batch, counts, strict=True):
+                    self.records[i] = replace(self.records[i], counts_or_index=of_layer)
 
 
 def _now(device: torch.device) -> torch.cuda.Event | float:
@@ -151,10 +145,7 @@ def _now(device: torch.device) -> torch.cuda.Event | float:
 class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)``, exact over what mask and index allow.
 
-    plan: what this rank computes, on the device.
-    index: None for dense attention.
     kept: for each layer, the tensors of the first forward pass that recomputation needs.
-    offload: host memory for the tensors in `kept`; None keeps them on the device.
     narrowed: for each layer, the tiles and early tiles of `plan`, narrowed by the layer's index. An
         entry lives until the layer's backward pass, because kernels cache in the tiles what they
         derive from the index (`Tiles.index_cache`).
@@ -183,18 +174,7 @@ class ContextAttention:
         keep: float = 0.0,
         offload: ActivationOffload | None = None,
     ) -> ContextAttention:
-        """Plan a batch and make its attention.
-
-        Args:
-            masks: one per sequence of the batch.
-            pattern: None for dense attention.
-            keep: see `Plan.make`.
-            offload: host memory for the tensors that recomputation needs; None keeps them on the
-                device.
-
-        Raises:
-            ValueError: the layout's shards are not whole blocks of the index.
-        """
+        """Plan a batch and make its attention."""
         request = None if pattern is None else pattern.request()
         plan = Plan.make(exchange, masks, request, keep=keep)
         return ContextAttention.of(exchange, kernel, plan.to(device), pattern, offload)
@@ -207,14 +187,6 @@ class ContextAttention:
         pattern: Pattern | None = None,
         offload: ActivationOffload | None = None,
     ) -> ContextAttention:
-        """Return the attention that runs a plan.
-
-        Args:
-            plan: a plan on the device, made for the pattern's kind of index.
-            pattern: None for dense attention.
-            offload: host memory for the tensors that recomputation needs; None keeps them on the
-                device.
-        """
         index = None
         if pattern is not None:
             assert plan.masked is not None, "a pattern needs a plan for its index"
@@ -235,45 +207,22 @@ class ContextAttention:
             return self
         return replace(self, index=replace(self.index, estimated={}))
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
-    ) -> torch.Tensor:
-        """Compute attention of this rank's queries over the whole sequence.
-
-        Args:
-            q: this rank's queries, [batch, tokens, heads, head_dim].
-            k, v: this rank's keys and values, [batch, tokens, kv_heads, head_dim].
-
-        Returns:
-            out, with the shape and dtype of q.
-        """
-        recorder = self.exchange.recorder
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Compute attention of this rank's queries over the whole sequence."""
         # This call only joins kept tensors: no computation and no message to record.
         again = self.exchange.recomputes(self.plan.early)
         quiet = layer in self.kept and again is Recompute.NOTHING
-        with (
-            profiler_labels.label(profiler_labels.ATTENTION),
-            _range_of_kind(self.kind, FORWARD, layer),
-            nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
-        ):
-            tiles, early_tiles = self._narrowed(layer, q, k, recorder)
+        with _recorded(self, layer, FORWARD, quiet=quiet):
+            tiles, early_tiles = self.plan.tiles, self.plan.early_tiles
+            if self.index is not None:
+                index = self.index.of(layer, q, k, self.exchange.recorder)
+                if layer not in self.narrowed:
+                    early = None if early_tiles is None else early_tiles.under(index)
+                    self.narrowed[layer] = tiles.under(index), early
+                tiles, early_tiles = self.narrowed[layer]
             return _Attend.apply(q, k, v, self, tiles, layer, early_tiles, torch.is_grad_enabled())
 
-    def _narrowed(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None
-    ) -> tuple[ShardTiles, ShardTiles | None]:
-        """Return the plan's tiles and early tiles, narrowed by the layer's index."""
-        tiles, early_tiles = self.plan.tiles, self.plan.early_tiles
-        if self.index is None:
-            return tiles, early_tiles
-        index = self.index.of(layer, q, k, recorder)
-        if layer not in self.narrowed:
-            early = None if early_tiles is None else early_tiles.under(index)
-            self.narrowed[layer] = tiles.under(index), early
-        return self.narrowed[layer]
-
     def release(self, layer: int) -> None:
-        """Drop the index and the kept tensors of a layer whose backward pass has run."""
         self.kept.pop(layer, None)
         self.narrowed.pop(layer, None)
         if self.index is not None:
@@ -283,7 +232,7 @@ class ContextAttention:
     def scale(head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
 
-    def keep_for_recompute(self, layer: int, saved: tuple[torch.Tensor, ...]) -> None:
+    def keep_for_recompute(self, layer: int, saved: tuple[Tensor, ...]) -> None:
         """Keep the tensors that recomputation needs. saved: what the first forward pass saved."""
         early = self.plan.early
         if early is None:
@@ -294,38 +243,30 @@ class ContextAttention:
             stays if self.offload is None else [self.offload.put(layer, t) for t in stays]
         )
 
-    def load_kept(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Return a layer's kept tensors. Offloaded tensors can be loaded only once."""
-        return tuple(
-            t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer]
-        )
 
-
-def _range_of_kind(kind: str, direction: str, layer: int) -> AbstractContextManager[None]:
-    """Return an NVTX range such as ``window layer.forward``, with the layer as payload.
-
-    If all layers are alike, there is no range.
-    """
-    return nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext()
+@contextmanager
+def _recorded(
+    attention: ContextAttention, layer: int, direction: str, *, quiet: bool = False
+) -> Iterator[None]:
+    """Record a pass of a layer, with an NVTX range such as ``window layer.forward``."""
+    recorder, kind = attention.exchange.recorder, attention.kind
+    with (
+        profiler_labels.label(profiler_labels.ATTENTION),
+        nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext(),
+        nullcontext() if not recorder or quiet else recorder.attention_pass(layer, direction),
+    ):
+        yield
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        q,
-        k,
-        v,
-        attention: ContextAttention,
-        tiles: ShardTiles,
-        layer: int,
-        early_tiles: ShardTiles | None = None,
-        keep: bool = False,
-    ):
+    def forward(ctx, q, k, v, attention, tiles, layer, early_tiles=None, keep=False):
         call = attention.kernel, attention.scale(q.shape[-1]), f"layer {layer}"
         if layer in attention.kept:
-            early, kept = attention.plan.early, attention.load_kept(layer)
-            assert early is not None
+            early = attention.plan.early
+            # Offloaded tensors can be loaded only once.
+            stored = attention.kept[layer]
+            kept = tuple(t.detach() if isinstance(t, Tensor) else t.get() for t in stored)
             rows = early_tiles or tiles  # without early queries the tiles are not used
             out, saved = attention.exchange.recompute(q, k, v, kept, early, rows, *call)
         else:
@@ -339,13 +280,73 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         attention: ContextAttention = ctx.attention
-        recorder = attention.exchange.recorder
         saved = ctx.saved_tensors  # under checkpointing, this recomputes the forward pass
-        with (
-            profiler_labels.label(profiler_labels.ATTENTION),
-            _range_of_kind(attention.kind, BACKWARD, ctx.layer),
-            nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
-        ):
+        with _recorded(attention, ctx.layer, BACKWARD):
             gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)
         attention.release(ctx.layer)
         return *gradients, None, None, None, None, None
+
+
+@dataclass
+class DistributedIndexGroup:
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup
+    ranks: tuple[int, ...] = ()
+    _recorder: Recorder | None = None
+    _messages: int = 0
+
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        """Record the messages of the next estimate; None records nothing."""
+        self._recorder, self._messages = recorder, 0
+
+    def sum(self, own: Tensor) -> Tensor:
+        with self._recorded_wait(own.nbytes):
+            dist.all_reduce(own, group=self.process_group)
+        return own
+
+    def max(self, own: Tensor) -> Tensor:
+        with self._recorded_wait(own.nbytes):
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=self.process_group)
+        return own
+
+    def gather(self, own: Tensor) -> Tensor:
+        with self._recorded_wait(own.nbytes * (self.size - 1)):
+            return all_gather(own.contiguous(), self.size, self.process_group)
+
+    @contextmanager
+    def _recorded_wait(self, nbytes: int) -> Iterator[None]:
+        recorder = self._recorder
+        if recorder is None:
+            yield
+            return
+        self._messages += 1
+        number = UNSCHEDULED - self._messages
+        message = MessageTag(CONTEXT, INDEX, size=nbytes, number=number, peers=self.ranks)
+        recorder.posted(-1, message)
+        with recorder.span(WAIT, -1, message):
+            yield
+        recorder.arrived(number)
+
+
+def make_index_group(group: ContextGroup) -> IndexGroup:
+    if group.size == 1:
+        return SingleWorkerGroup()
+    assert group.whole is not None
+    return DistributedIndexGroup(group.rank, group.size, group.whole, group.ranks)
+
+
+def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
+    """Gather the rows of a bitmap: each worker has estimated the rows of its own queries."""
+    if masked.group.size == 1:
+        return index
+    own_bits = index.bits.to(torch.uint8)
+    # [batch, heads, workers * blocks held, blocks]
+    bits = masked.group.gather(own_bits).bool().movedim(0, 2).flatten(2, 3)
+    order = to_device(np.argsort(np.concatenate(masked.shards)), bits.device)
+    whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
+    if not isinstance(index, GatedBitmap):
+        return whole
+    gates = masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3)
+    gates = gates.unflatten(2, (-1, index.block)).index_select(2, order).flatten(2, 3)
+    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, index.chunk)

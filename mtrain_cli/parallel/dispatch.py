@@ -13,8 +13,9 @@ Over several nodes, a row enters a node once. Every rank finds the same dispatch
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,14 +24,15 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import MOST_CHUNKS_PER_WORKER
-from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_assignment
 from mtrain_cli.parallel.layout import Balanced
-from mtrain_cli.parallel.rates import Rates
 from mtrain_cli.parallel.traffic import (
     ROW_BLOCK,
+    Bits,
     LayerMasks,
     Nodes,
+    Rates,
     Traffic,
+    count_bits,
     from_bits,
     needs_of_chunks,
     padded_length,
@@ -40,9 +42,8 @@ from mtrain_cli.parallel.traffic import (
     to_bits,
 )
 
-# Shorter chunks balance better but cut a shard into more pieces.
-_SHORTEST_CHUNK = 512
-_FEWEST_CHUNKS_PER_WORKER = 8
+_COUNTED_TOGETHER = 64  # swaps whose blocks are counted in one call
+_LEAST_GAIN = 10_000  # a swap lowers the largest cost by a part of this number, or is not worth it
 
 
 class RowPrices(NamedTuple):
@@ -58,44 +59,322 @@ class RowPrices(NamedTuple):
     outer: int = 1500
 
     @staticmethod
-    def of(query_heads: int, kv_heads: int, flops: float, inner: float, outer: float) -> RowPrices:
-        """Return the prices for forward and backward together.
+    def on(cluster: Cluster | None, query_heads: int, kv_heads: int) -> RowPrices:
+        """Return the prices for forward and backward together on a cluster; None means H200s.
 
         A pair takes 4 FLOP per query head and dimension forward, and 10 backward. A row has 16
         bytes per KV head and dimension: keys and values in bfloat16 in both passes, and their
         gradients in float32.
-
-        flops: FLOP/s of the attention kernel.
-        inner, outer: bytes/s that a rank receives inside its node, and from other nodes.
         """
-        time_of_pair = 14 * query_heads / flops
-        return RowPrices(*(round(16 * kv_heads / link / time_of_pair) for link in (inner, outer)))
-
-    @staticmethod
-    def on(cluster: Cluster | None, query_heads: int, kv_heads: int) -> RowPrices:
-        """Return the prices on a cluster; None means H200s."""
         rates = Rates.on(cluster)
-        return RowPrices.of(query_heads, kv_heads, rates.flops, rates.inner, rates.outer)
+        time_of_pair, size = 14 * query_heads / rates.flops, 16 * kv_heads
+        return RowPrices(*(round(size / r / time_of_pair) for r in (rates.inner, rates.outer)))
+
+
+@dataclass(frozen=True)
+class ChunkWork:
+    """What the queries of each chunk compute and need.
+
+    needs, holds: [chunks, kinds, words], the blocks that a chunk's queries see, and its own blocks.
+    """
+
+    pairs: IntArray
+    needs: Bits
+    holds: Bits
+    times: IntArray
+
+    def of(self, chunks: IntArray) -> ChunkWork:
+        return ChunkWork(self.pairs[chunks], self.needs[chunks], self.holds[chunks], self.times)
+
+    def merged(self, together: int) -> ChunkWork:
+        starts = np.arange(0, len(self.pairs), together)
+        return ChunkWork(
+            np.add.reduceat(self.pairs, starts),
+            np.bitwise_or.reduceat(self.needs, starts),
+            np.bitwise_or.reduceat(self.holds, starts),
+            self.times,
+        )
+
+
+class Assignment:
+    """An assignment of chunks to ranks and what it costs. `swap` keeps the costs up to date.
+
+    needs: [workers, kinds, words], the blocks that the queries of each rank see.
+
+    A rank *has* a block if no rank of its node has to send it: the rank holds the block, or relays
+    it into the node because the holder, in another node, has the same local number. Swaps stay
+    inside a node. They change which rank relays a block, but not which blocks enter a node.
+    """
+
+    def __init__(self, work: ChunkWork, owner: IntArray, nodes: Nodes, prices: RowPrices) -> None:
+        self.work, self.nodes, self.prices = work, nodes, prices
+        self.owner, self.swaps = owner.copy(), 0
+        chunks = len(owner)
+        blocks = (nodes.workers, *work.needs.shape[1:])
+        self.needs, self._once, self._has = (np.zeros(blocks, np.uint64) for _ in range(3))
+        self.pairs, self._received, self._relayed = np.zeros((3, nodes.workers), np.int64)
+        # Blocks of each chunk that the queries of a rank, and of a node, see.
+        self._seen_by_rank = np.zeros((nodes.workers, chunks), np.int64)
+        self._seen_by_node = np.zeros((nodes.count, chunks), np.int64)
+        # How many more blocks a rank receives if a chunk leaves it, or joins it.
+        self._if_left = np.zeros(chunks, np.int64)
+        self._if_joined = np.zeros((nodes.workers, chunks), np.int64)
+        self._in_node = [
+            np.flatnonzero(owner // nodes.per_node == node) for node in range(nodes.count)
+        ]
+        self._work_in_node = (
+            [work.of(mine) for mine in self._in_node] if nodes.count > 1 else [work]
+        )
+        for rank in range(nodes.workers):
+            self._update_needs(rank)
+        for node, inside in enumerate(self._work_in_node):
+            seen = _union(inside.needs)
+            self._seen_by_node[node] = self._count(seen & work.holds)
+        for rank in range(nodes.workers):
+            self._update_cost(rank)
+
+    @property
+    def cost(self) -> IntArray:
+        """Pairs and priced blocks of each rank, int64 [workers]."""
+        inner, outer = self.prices
+        return self.pairs + inner * self._received + outer * self._relayed
+
+    def most(self) -> int:
+        return int(self.cost.max())
+
+    def held(self) -> Bits:
+        """Return the blocks that each rank holds, [workers, kinds, words]."""
+        ranks = range(self.nodes.workers)
+        return np.stack([_union(self.work.holds[self.owner == rank]) for rank in ranks])
+
+    def best_swap(self) -> tuple[int, int] | None:
+        """Return two chunks whose swap makes the most expensive rank cheaper.
+
+        Of all such swaps, take the one in which the most expensive of the ranks that change costs
+        least. Return None if no swap makes all of them cheaper than the most expensive rank is now.
+        """
+        cost, per_node = self.cost, self.nodes.per_node
+        top = int(np.argmax(cost))
+        limit = int(cost[top] - cost[top] // _LEAST_GAIN)
+        # The chunks of `top`, and the chunks that it relays into its node.
+        alike = [
+            (mine, self._others(rank))
+            for rank in range(top % per_node, self.nodes.workers, per_node)
+            if len(mine := np.flatnonzero(self.owner == rank))
+        ]
+        bounds, outs, intos = [], [], []
+        for mine, others in alike:
+            bound = self._bound(mine[:, None], others[None], cost)
+            i, j = np.nonzero(bound < limit)
+            bounds.append(bound[i, j])
+            outs.append(mine[i])
+            intos.append(others[j])
+        bound, out, into = (np.concatenate(parts) for parts in (bounds, outs, intos))
+        best, swap = limit, None
+        # Count the most promising swap first. Few of the others promise more than it achieves.
+        tried = np.array([np.argmin(bound)]) if len(bound) else np.array([], np.int64)
+        while len(tried):
+            exact = self.most_after(out[tried], into[tried], cost)
+            at = int(np.argmin(exact))
+            if exact[at] < best:
+                best, swap = int(exact[at]), (int(out[tried[at]]), int(into[tried[at]]))
+            bound[tried] = best
+            left = bound < best
+            bound, out, into = bound[left], out[left], into[left]
+            tried = np.argsort(bound, kind="stable")[:_COUNTED_TOGETHER]
+        return swap
+
+    def _others(self, rank: int) -> IntArray:
+        chunks = self._in_node[rank // self.nodes.per_node]
+        return chunks[self.owner[chunks] != rank]
+
+    def most_after(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
+        """Return the largest cost of a rank that changes if two chunks swap, exactly."""
+        return self._most(out, into, self._more(out, into), self._more(into, out), cost)
+
+    def _more(self, leaves: IntArray, joins: IntArray) -> IntArray:
+        """Return how many more blocks a rank receives if one chunk leaves and the other joins."""
+        rank, work = self.owner[leaves], self.work
+        needs = self.needs[rank] & ~(work.needs[leaves] & self._once[rank]) | work.needs[joins]
+        has = self._has[rank] & ~work.holds[leaves] | work.holds[joins]
+        return self._count(needs & ~has) - self._received[rank]
+
+    def _bound(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
+        """Return a lower bound of `most_after`, [out, into]."""
+        return self._most(
+            out,
+            into,
+            self._if_left[out] + self._if_joined[self.owner[out], into],
+            self._if_left[into] + self._if_joined[self.owner[into], out],
+            cost,
+        )
+
+    def _most(
+        self, out: IntArray, into: IntArray, more_a: IntArray, more_b: IntArray, cost: IntArray
+    ) -> IntArray:
+        inner, outer = self.prices
+        per_node, nodes = self.nodes.per_node, self.nodes.count
+        a, b = self.owner[out], self.owner[into]
+        pairs = self.work.pairs[into] - self.work.pairs[out]
+        most = np.maximum(cost[a] + pairs + inner * more_a, cost[b] - pairs + inner * more_b)
+        for step in range(1, nodes):  # the ranks of other nodes that relay the chunks
+            node = (a // per_node + step) % nodes
+            x, y = node * per_node + a % per_node, node * per_node + b % per_node
+            seen = self._seen_by_node
+            enter = outer * (seen[node, into] - seen[node, out])
+            seen = self._seen_by_rank
+            most = np.maximum(most, cost[x] + enter + inner * (seen[x, out] - seen[x, into]))
+            most = np.maximum(most, cost[y] - enter + inner * (seen[y, into] - seen[y, out]))
+        return most
+
+    def swap(self, out: int, into: int) -> None:
+        ranks = [int(self.owner[chunk]) for chunk in (out, into)]
+        self.owner[out], self.owner[into] = ranks[::-1]
+        self.swaps += 1
+        for rank in ranks:
+            self._update_needs(rank)
+        for rank in ranks:
+            for alike in range(rank % self.nodes.per_node, self.nodes.workers, self.nodes.per_node):
+                self._update_cost(alike)
+
+    def _update_needs(self, rank: int) -> None:
+        needs = self.work.needs[self.owner == rank]
+        so_far = np.bitwise_or.accumulate(needs, axis=0)
+        self.needs[rank] = so_far[-1]
+        self._once[rank] = so_far[-1] & ~_union(so_far[:-1] & needs[1:])
+        self._seen_by_rank[rank] = self._count(so_far[-1] & self.work.holds)
+
+    def _update_cost(self, rank: int) -> None:
+        """Count what a rank computes and receives, and what each chunk would change."""
+        work, (node, local) = self.work, divmod(rank, self.nodes.per_node)
+        alike = self.owner % self.nodes.per_node == local
+        mine, near = np.flatnonzero(self.owner == rank), self._work_in_node[node]
+        needs, has = self.needs[rank], _union(work.holds[alike])
+        self._has[rank] = has
+        self.pairs[rank] = work.pairs[mine].sum()
+        self._relayed[rank] = self._seen_by_node[node, alike].sum() - (
+            self._seen_by_node[node, mine].sum()
+        )
+        received = self._received[rank] = self._count(needs & ~has)
+        without = needs & ~(work.needs[mine] & self._once[rank])
+        self._if_left[mine] = self._count(without & ~(has & ~work.holds[mine])) - received
+        within = near.needs | needs
+        within &= ~(near.holds | has)
+        self._if_joined[rank, self._in_node[node]] = self._count(within) - received
+
+    def _count(self, bits: Bits) -> IntArray:
+        return count_bits(bits, self.work.times)
+
+
+def _union(sets: Bits) -> Bits:
+    return np.bitwise_or.reduce(sets, axis=0)
+
+
+def seeds(pairs: IntArray, workers: int) -> Iterator[tuple[str, IntArray]]:
+    """Yield the assignments that need no search, each with its name."""
+    chunks = np.arange(len(pairs))
+    each = len(pairs) // workers
+    yield "contiguous", chunks // each
+    if each % 2 == 0:
+        part = chunks // (each // 2)
+        yield "zigzag", np.minimum(part, 2 * workers - 1 - part)
+    yield "striped", chunks % workers
+    for pieces in (8, 16):
+        if each % pieces == 0:
+            together = each // pieces
+            owner = _longest_first(pairs.reshape(-1, together).sum(1), workers)
+            yield f"longest first, {pieces} pieces per worker", np.repeat(owner, together)
+
+
+def _longest_first(pairs: IntArray, workers: int) -> IntArray:
+    """Assign the largest pieces first, each to the rank with room that has the fewest pairs."""
+    room = [len(pairs) // workers] * workers
+    ranks = [(0, rank) for rank in range(workers)]
+    owner = np.empty(len(pairs), np.int64)
+    for piece in np.argsort(-pairs, kind="stable").tolist():
+        load, rank = heapq.heappop(ranks)
+        owner[piece] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heappush(ranks, (load + int(pairs[piece]), rank))
+    return owner
+
+
+def best_assignment(
+    work: ChunkWork, nodes: Nodes, prices: RowPrices, most_swaps: int
+) -> Assignment:
+    """Return the best assignment found. It costs at most the best seed.
+
+    Swaps begin at the cheapest seed, and at the contiguous one: its ranks receive few rows, and
+    swaps then balance the pairs. If both end up within 0.5 %, take the one in fewer pieces, because
+    kernels compute a few large rectangles faster.
+    """
+    owners = dict(seeds(work.pairs, nodes.workers))
+    if nodes.count > 1:
+        node = _by_node(work, nodes, prices, most_swaps)
+        owners["two levels"] = _inside_nodes(work, node, nodes, prices, most_swaps)
+        owners["relays dealt out"] = _deal_relays(work, node, nodes)
+    made = {name: Assignment(work, owner, nodes, prices) for name, owner in owners.items()}
+    cheapest = min(made.values(), key=Assignment.most)
+    allowed, ends = cheapest.most(), list(dict.fromkeys((cheapest, made["contiguous"])))
+    for assignment in ends:
+        while assignment.swaps < most_swaps and (swap := assignment.best_swap()):
+            assignment.swap(*swap)
+    allowed = min(allowed, min(map(Assignment.most, ends)) * 201 // 200)
+    return min(
+        (assignment for assignment in ends if assignment.most() <= allowed),
+        key=lambda assignment: int(np.count_nonzero(np.diff(assignment.owner))),
+    )
+
+
+def _by_node(work: ChunkWork, nodes: Nodes, prices: RowPrices, most_swaps: int) -> IntArray:
+    """Assign chunks to nodes. A block that enters a node costs one of its ranks."""
+    count, per_node = nodes.count, nodes.per_node
+    merged = work.merged(per_node)  # fewer, longer chunks make this level fast
+    price = RowPrices(prices.outer, 0)
+    found = best_assignment(merged, Nodes(count, count), price, most_swaps)
+    return np.repeat(found.owner, per_node)
+
+
+def _inside_nodes(
+    work: ChunkWork, node: IntArray, nodes: Nodes, prices: RowPrices, most_swaps: int
+) -> IntArray:
+    per_node, owner = nodes.per_node, np.empty_like(node)
+    for n in range(nodes.count):
+        mine = np.flatnonzero(node == n)
+        inside = best_assignment(work.of(mine), Nodes(per_node, per_node), prices, most_swaps)
+        owner[mine] = n * per_node + inside.owner
+    return owner
+
+
+def _deal_relays(work: ChunkWork, node: IntArray, nodes: Nodes) -> IntArray:
+    """Deal the chunks that other nodes need to the ranks of their node in turn."""
+    per_node, owner = nodes.per_node, np.empty_like(node)
+    for n in range(nodes.count):
+        mine = np.flatnonzero(node == n)
+        needed = _union(work.needs[node != n]) & work.holds[mine]
+        relayed = count_bits(needed, work.times) > 0
+        local = np.empty_like(mine)
+        local[relayed] = np.arange(relayed.sum()) % per_node
+        left = len(mine) // per_node - np.bincount(local[relayed], minlength=per_node)
+        local[~relayed] = np.repeat(np.arange(per_node), left)
+        owner[mine] = n * per_node + local
+    return owner
+
+
+# Shorter chunks balance better but cut a shard into more pieces.
+_SHORTEST_CHUNK = 512
+_FEWEST_CHUNKS_PER_WORKER = 8
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """An assignment of chunks to ranks. Every rank holds the same number of chunks.
-
-    chunk: number of tokens per chunk.
-    owner: int64 [chunks], the rank that holds each chunk.
-    traffic: what each rank computes, sends and receives.
-    prices: the prices for which the assignment was made.
-    seed: name of the assignment from which the search began.
-    swaps: number of swaps that improved the seed.
-    """
+    """An assignment of chunks to ranks. Every rank holds the same number of chunks."""
 
     chunk: int
     owner: IntArray
     traffic: Traffic
     prices: RowPrices
-    seed: str
-    swaps: int
 
     @property
     def cost(self) -> IntArray:
@@ -103,14 +382,9 @@ class Dispatch:
         return self.traffic.cost(*self.prices)
 
     def positions(self, worker: int) -> IntArray:
-        """Return the positions that a rank holds, ascending, int64 [tokens of a worker]."""
         return self.layout().positions(worker)
 
     def layout(self, seq: int | None = None) -> Balanced:
-        """Return the layout of this assignment.
-
-        seq: number of tokens before padding; None if the sequence has no padding.
-        """
         length = seq or len(self.owner) * self.chunk
         return Balanced.of(self.owner, self.traffic.workers, length, self.chunk)
 
@@ -158,18 +432,9 @@ def balance(
         masks: the masks of each kind of layer, one per sequence of the batch, all padded to the
             same multiple of ``workers * chunk``. If all layers have the same masks, give
             ``[masks]``.
-        workers: number of ranks of the context group.
-        chunk: number of tokens per chunk; see `chunk_tokens`.
-        per_node: number of ranks that share a node; None if all do.
-        prices: prices of received rows; None for the defaults of `RowPrices`.
-        layers: number of layers of each kind; None for one each.
         block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
             largest power of two below that divides ``chunk``.
         most_swaps: largest number of swaps; None for 100, or 8 per rank if that is more.
-
-    Raises:
-        ValueError: the ranks cannot hold the same number of chunks, blocks do not divide a chunk,
-            or nodes would have different numbers of ranks.
     """
     nodes, padded = Nodes.of(workers, per_node), padded_length(masks)
     if padded == 0 or padded % (workers * chunk):
@@ -189,29 +454,24 @@ def balance(
         np.repeat(holds[:, None], len(masks), axis=1),
         times,
     )
-    seed, found = best_assignment(
+    found = best_assignment(
         work,
         nodes,
-        BlockPrices(*(block * price for price in prices)),
+        RowPrices(*(block * price for price in prices)),
         max(100, 8 * workers) if most_swaps is None else most_swaps,
     )
     blocks = padded // block
     held = block * from_bits(found.held()[:, 0], blocks)
     traffic = Traffic(found.pairs, *rows_moved(from_bits(found.needs, blocks), held, nodes, times))
-    return Dispatch(chunk, found.owner, traffic, prices, seed, found.swaps)
+    return Dispatch(chunk, found.owner, traffic, prices)
 
 
 @dataclass(frozen=True)
 class Balancer:
     """Makes the balanced layout of each batch of a run. All its layouts have the same shape.
 
-    workers: size of the context group.
-    seq: number of tokens in a sequence, before padding.
     unit: number of tokens that divides a chunk, such as the block size of the index.
     heads: number of neighboring ranks that share heads. They count as one rank (Ulysses).
-    per_node: number of ranks of the context group per node; None if all share a node.
-    prices: prices of received rows; None for the defaults of `RowPrices`.
-    layers: number of layers with each kind of mask.
     given_chunk: number of tokens per chunk; None for `chunk_tokens`.
     """
 
@@ -226,7 +486,6 @@ class Balancer:
 
     @property
     def groups(self) -> int:
-        """Number of groups of ranks that share heads."""
         return self.workers // self.heads
 
     @property
@@ -242,40 +501,18 @@ class Balancer:
         return -(-self.seq // (self.workers * self.chunk)) * self.workers * self.chunk
 
     def dispatch(self, masks: LayerMasks) -> Dispatch:
-        """Assign the chunks of a batch to the groups of ranks that share heads.
-
-        masks: as in `balance`, of sequences with `seq` tokens.
-        """
+        """Assign the chunks of a batch to the groups of ranks that share heads."""
         padded = [[mask.repadded(self.padded_seq) for mask in kind] for kind in masks]
-        return balance(
-            padded,
-            self.groups,
-            self.chunk,
-            per_node=self.groups_per_node,
-            prices=self.prices,
-            layers=self.layers,
-        )
+        sizes = padded, self.groups, self.chunk
+        nodes = self.groups_per_node
+        return balance(*sizes, per_node=nodes, prices=self.prices, layers=self.layers)
 
     def layout(self, masks: LayerMasks) -> Balanced:
-        """Return the layout of a batch. masks: as in `dispatch`."""
         return self.layout_of(self.dispatch(masks))
 
     def layout_of(self, dispatch: Dispatch) -> Balanced:
-        """Return the layout of a batch from a result of `dispatch`."""
-        owner = dispatch.owner
-        if self.heads > 1:
-            owner = _dealt_inside(owner, self.groups, self.heads)
+        owner = dispatch.owner.copy()
+        for group in range(self.groups):  # its members get equal, ascending parts of its chunks
+            held, members = np.flatnonzero(dispatch.owner == group), np.arange(self.heads)
+            owner[held] = group * self.heads + np.repeat(members, len(held) // self.heads)
         return Balanced.of(owner, self.workers, self.seq, self.chunk)
-
-
-def _dealt_inside(owner: IntArray, groups: int, members: int) -> IntArray:
-    """Deal the chunks of each group to its members in equal, ascending parts.
-
-    owner: int64 [chunks], the group that holds each chunk.
-    Returns: int64 [chunks], the rank that holds each chunk.
-    """
-    ranks = np.empty_like(owner)
-    for group in range(groups):
-        held = np.flatnonzero(owner == group)
-        ranks[held] = group * members + np.repeat(np.arange(members), len(held) // members)
-    return ranks

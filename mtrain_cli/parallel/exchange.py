@@ -1,37 +1,35 @@
-"""Exchanges: bring keys and values to the queries of a context group.
-
-An exchange binds a schedule to a layout and to the ranks of a context group. It makes each of its
-programs (`lowering.lower`) once. The `Executor` runs a program with any kernel.
-"""
+"""Exchanges: bring keys and values to the queries of a context group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.shared_columns import SharedColumns
+from mtrain_cli.attention.packed_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Side
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.executor import Executor
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Layout, Placement
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import Keys, Part, Program, Recompute, Shard, Whole
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
-from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.transport import Buffers, Transport
 
-Saved = tuple[torch.Tensor, ...]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Saved = tuple[Tensor, ...]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,7 @@ class ShardTiles:
 
     tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (queries,
         keys). They are made once per batch, and all layers share them.
-    placement: where the tokens of the batch lie.
     rows: the rows of keys that group casts move; None for other exchanges.
-    index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None for dense
-        attention.
     """
 
     tiles: dict[tuple[Shard, Keys], Tiles]
@@ -79,8 +74,6 @@ class Exchange:
 
     shared_columns: whether a ring gathers the KV of the index's single columns once per pass. If
         True, the ring's steps compute block diagonals only.
-    placement: where the tokens of a batch lie, unless its plan has another layout of the same
-        shape.
     part: (i, n), the part of the model's heads that this rank computes: the i-th of n equal parts.
     own: the shard of this rank in `Placement.inside`.
     """
@@ -119,29 +112,19 @@ class Exchange:
         return self.placement.inside
 
     def placed(self, layout: Layout | None) -> Placement:
-        """Return the placement of a batch.
-
-        layout: another layout of the same shape; None for this exchange's layout.
-        """
         if layout is None or layout is self.layout:
             return self.placement
         assert (layout.workers, layout.padded_seq) == (self.layout.workers, self.layout.padded_seq)
         return Placement(layout, self.schedule.heads)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        """Record the times of all later passes; None stops recording."""
         self.recorder = recorder
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
-        """Return this rank's program of a pass.
-
-        traits: the properties of kernel and index; None for the defaults of `Traits`.
-        """
         key = backward, traits or Traits()
         if key not in self._programs:
-            self._programs[key] = lower(
-                self.schedule, self.group.rank, backward=backward, traits=traits
-            )
+            rank = self.group.rank
+            self._programs[key] = lower(self.schedule, rank, backward=backward, traits=traits)
         return self._programs[key]
 
     @property
@@ -151,28 +134,16 @@ class Exchange:
 
     @property
     def num_queries(self) -> int:
-        """Number of queries per sequence for which this rank computes attention.
-
-        Under Ulysses these include the queries of all ranks that share heads with this rank.
-        """
+        """Number of queries per sequence for which this rank computes attention."""
         return self.inside.tokens_per_worker
 
     def recomputes(self, early: int | None) -> Recompute:
-        """Return which part of the forward program `recompute` runs again.
-
-        early: number of queries to recompute, counted from this rank's first; None for all.
-        """
         return Recompute.of(early, self.schedule.heads)
 
     def cast_rows(
         self, masks: Sequence[SequenceMask], inside: Layout, block: int | None
     ) -> CastRows | None:
-        """Return the rows that this rank's group casts move; None if it has no group cast.
-
-        masks: one per sequence of the batch.
-        inside: the layout of the batch in which the ranks that share heads count as one rank.
-        block: number of tokens per block of a dynamic index; None for dense attention.
-        """
+        """Return the rows that this rank's group casts move; None if it has no group cast."""
         peers = cast_peers(self.program(backward=False))
         if not peers:
             return None
@@ -182,11 +153,7 @@ class Exchange:
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
     ) -> dict[tuple[Shard, Keys], None]:
-        """Return the (queries, keys) of all tiles that `forward` and `backward` need, in order.
-
-        indexed: whether a dynamic index narrows the tiles.
-        forward_only: leave out the tiles that only `backward` needs.
-        """
+        """Return the (queries, keys) of all tiles that `forward` and `backward` need, in order."""
         passes = (False,) if forward_only else (False, True)
         computes = (op for b in passes for op in self.program(backward=b).computes)
         needed: dict[tuple[Shard, Keys], None] = {(op.queries, op.keys): None for op in computes}
@@ -196,33 +163,23 @@ class Exchange:
         return needed
 
     def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
-        """Return the index's columns that this rank gathers, once per pass.
-
-        Return None if the steps of the ring compute the columns, or if the index has no columns.
-        """
+        """Return the index's columns that this rank gathers, once per pass."""
         if not self.gathers_columns or shard_tiles.index is None:
             return None
-        whole, own = (
-            shard_tiles.for_pair(self.own, keys, self.part) for keys in (Whole(), self.own)
-        )
-        return SharedColumns.make(whole, own)
+        pairs = (shard_tiles.for_pair(self.own, keys, self.part) for keys in (Whole(), self.own))
+        return SharedColumns.make(*pairs)
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
         label: str = "",
-    ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
+    ) -> tuple[Tensor, Tensor, Saved]:
         """Compute attention of this rank's queries over the whole sequence.
-
-        Args:
-            q: [batch, tokens, heads, head_dim].
-            k, v: [batch, tokens, kv_heads, head_dim].
-            label: name of the layer in error messages, such as ``layer 3``.
 
         Returns:
             out, with the shape of q; lse [batch, heads, tokens]; the tensors that `backward` needs.
@@ -235,33 +192,33 @@ class Exchange:
 
     def backward(
         self,
-        dout: torch.Tensor,
+        dout: Tensor,
         saved: Saved,
         shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
         label: str = "",
     ) -> Triple:
-        """Return dq, dk, dv of this rank's own queries, keys and values."""
-        columns = self.columns_of(shard_tiles)
-        traits = Traits(kernel.needs_out, columns is not None)
-        program = self.program(backward=True, traits=traits)
+        traits = Traits(kernel.needs_out, self.columns_of(shard_tiles) is not None)
         tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
         tensors[buffers.DOUT.on(self._side)] = dout
-        transport = self._transport(label, BACKWARD, program)
-        run = Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
-        run.run(program.operations)
-        transport.end()
-        dq, dk, dv = (tensors[name] for name in program.results)
+        run = self._begin(BACKWARD, tensors, shard_tiles, kernel, scale, label)
+        run.run(run.program.operations)
+        run.transport.end()
+        dq, dk, dv = (tensors[name] for name in run.program.results)
         return dq, dk, dv
 
-    def _begin_forward(self, q, k, v, shard_tiles, kernel, scale, label) -> Executor:
+    def _begin_forward(self, q, k, v, *call) -> Executor:
         self.kv_heads = k.shape[2]
-        columns = self.columns_of(shard_tiles)
-        program = self.program(backward=False, traits=Traits(kernel.needs_out, columns is not None))
         inputs = (buffer.on(self._side) for buffer in (buffers.Q, buffers.K, buffers.V))
-        tensors = dict(zip(inputs, (q, k, v), strict=True))
-        transport = self._transport(label, FORWARD, program)
+        return self._begin(FORWARD, dict(zip(inputs, (q, k, v), strict=True)), *call)
+
+    def _begin(self, direction, tensors, shard_tiles, kernel, scale, label) -> Executor:
+        columns, backward = self.columns_of(shard_tiles), direction == BACKWARD
+        traits = Traits(kernel.needs_out, columns is not None)
+        program = self.program(backward=backward, traits=traits)
+        names = self.group, self.name, label, direction
+        transport = Transport(*names, program.steps, self.recorder)
         return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
 
     @property
@@ -289,27 +246,20 @@ class Exchange:
 
     def recompute(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         kept: Saved,
         early: int,
         shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
         label: str = "",
-    ) -> tuple[torch.Tensor, Saved]:
+    ) -> tuple[Tensor, Saved]:
         """Restore the results of `forward` from what `kept_for_recompute` kept.
 
         Compute attention for the first ``early`` queries only. If ``early`` is not 0, all ranks
         exchange KV again as in forward.
-
-        Args:
-            kept: result of `kept_for_recompute` for the same ``early``.
-            shard_tiles: tiles of the early queries (`Plan.early_tiles`).
-
-        Returns:
-            out, and the tensors that `backward` needs, as `forward` returned them.
         """
         what = self.recomputes(early)
         if what is Recompute.NOTHING:
@@ -334,13 +284,21 @@ class Exchange:
         run.transport.end()
         return tensors[run.program.results[0]], saved
 
-    def _restored(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
-    ) -> tuple[torch.Tensor, Saved]:
-        """Return the result of `recompute` for ``early`` 0, without any computation."""
+    def _restored(self, q: Tensor, k: Tensor, v: Tensor, kept: Saved) -> tuple[Tensor, Saved]:
         out, lse, *columns = kept
         keys = torch.stack([k, v]) if self._ends_with_own_keys else columns.pop()
         return out, (q, keys, out, lse, *columns)
 
-    def _transport(self, label: str, direction: str, program: Program) -> Transport:
-        return Transport(self.group, self.name, label, direction, program.steps, self.recorder)
+
+def make_exchange(
+    name: str, layout: Layout, group: ContextGroup, *, shared_columns: bool = True, **options: Any
+) -> Exchange:
+    """Make an exchange by name. options: fields of `ScheduleOptions`, such as ``prefetch``."""
+    sizes = ScheduleOptions(group.size, group.per_node, heads=group.heads, **options)
+    return Exchange(layout, group, make_schedule(name, sizes), shared_columns=shared_columns)
+
+
+def make_chosen_exchange(choice: ExchangeChoice, layout: Layout, group: ContextGroup) -> Exchange:
+    names = "chunks", "prefetch", "circulates", "stages", "shared_columns"
+    options = {name: getattr(choice, name) for name in names}
+    return make_exchange(choice.name, layout, group, **options)

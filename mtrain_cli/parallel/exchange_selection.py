@@ -19,8 +19,7 @@ from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import Nodes
 
 # Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else
@@ -38,8 +37,6 @@ _ACCUMULATION_BYTES = 4
 class ExchangeChoice:
     """The exchange of a run and the reason for it.
 
-    per_node, heads, chunks, prefetch, circulates, stages: see `ScheduleOptions`.
-    shared_columns: whether a ring gathers the single columns of an index once per pass.
     channels: the channels on which keys or queries move; empty if neither moves between workers,
         because one worker computes alone or all workers share heads (Ulysses).
     """
@@ -61,7 +58,6 @@ class ExchangeChoice:
 
     @property
     def queries_travel(self) -> bool:
-        """Whether queries circulate in backward instead of keys."""
         return not self.traits.gathers and self.circulates == QUERIES
 
     def circulates_among(self, workers: int) -> bool:
@@ -74,7 +70,6 @@ class ExchangeChoice:
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> ScheduleOptions:
-        """Return the options of the schedule for a context group of ``workers`` workers."""
         return ScheduleOptions(
             workers,
             self.per_node,
@@ -87,7 +82,6 @@ class ExchangeChoice:
 
     @property
     def label(self) -> str:
-        """A description of the exchange in a few words, for banners."""
         parts = []
         if self.heads > 1:
             parts.append(f"ulysses over {self.heads}")
@@ -109,16 +103,8 @@ class ExchangeChoice:
 class ExchangeNeeds:
     """What the choice of an exchange depends on.
 
-    workers: size of the context group.
-    per_node: number of the group's workers that share a node.
     tokens: padded length of a sequence, times the number of sequences in a micro-batch.
-    heads, kv_heads: the model's numbers of query heads and of key-value heads.
-    head_dim: number of elements per head.
-    dtype_bytes: bytes per element in the compute dtype.
-    device_memory: memory of one device in bytes; None if unknown.
-    index: kind of the dynamic index; None for dense attention.
     columns: upper bound on the number of single columns per head; None if there is no bound.
-    needs_out: whether the kernel needs out in backward.
     """
 
     workers: int
@@ -143,7 +129,6 @@ class ExchangeNeeds:
         return self.tokens // self.workers
 
     def sizes(self, tokens: int) -> ShardSizes:
-        """Return the sizes of shards that hold this number of tokens."""
         return ShardSizes(tokens, self.heads, self.kv_heads, self.head_dim, self.dtype_bytes)
 
 
@@ -157,8 +142,6 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
 
     The name is ``all_gather`` if the label names only the sharing of heads (Ulysses). Return None
     if this version of mtrain does not know the label.
-
-    workers, per_node: as in `ScheduleOptions`.
     """
     match = _LABEL.fullmatch(label)
     if match is None or (match["name"] is None and match["heads"] is None):
@@ -184,10 +167,6 @@ def short_label(label: str) -> str:
 def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int:
     """Return how many bytes of gathered tensors all-gather holds in a layer's backward pass.
 
-    The tensors are the gathered KV, its gradients in the compute dtype, and the same gradients in
-    float32.
-
-    heads: number of ranks that share heads.
     chunks: number of equal parts of the heads, gathered one after the other. With more than one
         part, the KV of two parts is in memory at a time.
     """
@@ -211,8 +190,6 @@ def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
     If queries circulate, the worker sends q, dout, lse, float32 dq and delta. A kernel that needs
     out gets out instead of delta (BurstEngine, section 3.1). If keys circulate, the worker sends
     KV and their float32 gradients.
-
-    circulates: KV or QUERIES.
     """
     return int(_backward_of_two(circulates, needs.needs_out).sent(needs.sizes(needs.shard)))
 
@@ -226,11 +203,7 @@ def _backward_of_two(circulates: str, needs_out: bool) -> Program:
 
 
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
-    """Choose the exchange of a run.
-
-    Raises:
-        ConfigError: the settings do not fit the model, the nodes or the pattern.
-    """
+    """Choose the exchange of a run."""
     heads = _head_ranks(topology, needs)
     nodes = Nodes.of_groups(needs.workers, needs.per_node, heads)
     if topology.exchange in HEAD_SHARING:
@@ -319,11 +292,7 @@ def _fastest(
 
 
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
-    """Return the number of equal parts of the heads to gather one after the other.
-
-    A small gather has one part, a large gather two. More parts are used only to save memory: they
-    mean more and smaller kernel calls, and hide little more communication than two parts do.
-    """
+    """Return the number of equal parts of the heads to gather one after the other."""
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
     divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
@@ -336,10 +305,7 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
 
 
 def _fewest_parts(needs: ExchangeNeeds) -> int:
-    """Return the number of equal parts of the heads that a single worker computes one by one.
-
-    A kernel accumulates dq in float32 for one part at a time, so more parts need less memory.
-    """
+    """Return the number of equal parts of the heads that a single worker computes one by one."""
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
     divisors = [n for n in range(1, needs.kv_heads + 1) if needs.kv_heads % n == 0]
@@ -371,10 +337,6 @@ def _chunks(
 
 
 def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
-    """Return the number of stages of a group cast; 1 for other exchanges.
-
-    ``auto`` is 1 here. Whether more stages pay depends on the mask (`training.stage_choice`).
-    """
     if topology.stages == "auto":
         return 1
     assert isinstance(topology.stages, int)
@@ -391,13 +353,11 @@ def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
 
 
 def _names(*, gathers: bool) -> str:
-    """Return the names of the exchanges that gather keys, or of those that circulate them."""
     *names, last = (name for name, traits in EXCHANGE_TRAITS.items() if traits.gathers == gathers)
     return f"{', '.join(names)} and {last}"
 
 
 def _user_exchange(topology: TopologyConfig, name: str) -> str:
-    """Return the user's setting of topology.exchange. If it is ``auto``, add the chosen name."""
     resolved = f" (here: {name})" if topology.exchange == "auto" else ""
     return f"topology.exchange={topology.exchange}{resolved}"
 

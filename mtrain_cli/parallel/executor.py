@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from mtrain_cli.attention.kernel import Kernel
-from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.attention.shared_columns import SharedColumns
+from mtrain_cli.attention.packed_columns import SharedColumns
+from mtrain_cli.attention.partials import accumulation_dtype, merge
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.program import Operation, Program
-from mtrain_cli.parallel.query_message import QueryMessage
-from mtrain_cli.parallel.running_attention import RunningAttention
 from mtrain_cli.parallel.transport import Transport
 
 if TYPE_CHECKING:
@@ -28,12 +29,8 @@ if TYPE_CHECKING:
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    exchange: provides the ranks and the pool of buffers.
-    transport: runs the transfers and records times.
     columns: the single columns of the index that are gathered once per pass; None if no columns
         are gathered.
-    tensors: the live buffers. At first these are the program's inputs.
-    high: dtype of sums.
     message: format of the query messages that circulate.
     widths: heads of the tensors that Ulysses trades together.
     """
@@ -70,13 +67,72 @@ class Executor:
 
     @property
     def rows(self) -> CastRows:
-        """The rows that group casts move."""
         assert self.tiles.rows is not None, "a group cast needs a plan of its rows"
         return self.tiles.rows
 
     def total(self, buffer: Buffer) -> RunningAttention:
         """Return the output so far. The first call begins it."""
-        total = self.tensors.get(buffer)
-        if total is None:
-            total = self.tensors[buffer] = RunningAttention(self.tensors[buffers.Q])
-        return total
+        if buffer not in self.tensors:
+            self.tensors[buffer] = RunningAttention(self.tensors[buffers.Q])
+        return self.tensors[buffer]
+
+
+class QueryMessage:
+    """The format of a query message.
+
+    The message is one flat byte tensor. It holds q, dout and lse. It also holds out if the kernel
+    needs out, and delta otherwise.
+    """
+
+    def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:
+        self._shapes, self._needs_out = shapes, needs_out
+        self._sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
+        # Align every part to 256 bytes, as torch's allocator does.
+        self._room = [-(-n // 256) * 256 for n in self._sizes]
+
+    @staticmethod
+    def pack(rows: tuple[Any, ...], *, needs_out: bool) -> tuple[QueryMessage, Tensor]:
+        """Pack q, dout, out, lse and delta. Return the format and the message, uint8 [bytes]."""
+        q, dout, out, lse, delta = rows
+        parts = [q, dout, lse, out if needs_out else delta]
+        message = QueryMessage([(t.shape, t.dtype) for t in parts], needs_out=needs_out)
+        packed = torch.empty(sum(message._room), dtype=torch.uint8, device=q.device)
+        for place, part in zip(packed.split(message._room), parts, strict=True):
+            flat = part.contiguous().view(-1).view(torch.uint8)
+            place[: len(flat)] = flat
+        return message, packed
+
+    def unpack(self, packed: Tensor) -> tuple[Any, ...]:
+        """Return q, dout, out, lse, delta. Only one of out and delta is sent; the other is None."""
+        places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
+        q, dout, lse, last = (
+            place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places
+        )
+        return (q, dout, last, lse, None) if self._needs_out else (q, dout, None, lse, last)
+
+
+class RunningAttention:
+    """Attention over the keys added so far.
+
+    sums: out and lse; None before the first keys.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        self._q, self._high = q, accumulation_dtype(q.dtype)
+        self.sums: tuple[Tensor, Tensor] | None = None
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention over further keys. The first call takes over ``out`` and ``lse``."""
+        if self.sums is None:
+            self.sums = out, lse
+        else:
+            self.sums = self.sums[0].to(self._high), self.sums[1]
+            merge(*self.sums, out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return out in the dtype of q, and lse. If no key was added, out is 0 and lse -inf."""
+        q = self._q
+        if self.sums is not None:
+            return self.sums[0].to(q.dtype), self.sums[1]
+        shape = q.shape[0], q.shape[2], q.shape[1]
+        return torch.zeros_like(q), q.new_full(shape, float("-inf"), dtype=self._high)

@@ -33,8 +33,6 @@ _LINK = "expert"
 
 
 class RowMessage:
-    """Rows that may still be on their way."""
-
     def __init__(self, received: Tensor, sent: Tensor, work: Any, group: ExpertGroup) -> None:
         # Without a reference, the allocator could reuse the memory of rows that still leave.
         self._received, self._sent, self._work, self._group = received, [sent], work, group
@@ -55,7 +53,6 @@ class ExpertGroup:
     rank, size: this worker's rank in the group, and the number of workers in the group. Worker r
         holds the r-th of ``size`` equal, consecutive parts of the experts.
     received: bytes of rows that reached this worker from others.
-    observer: watches what this worker does for the experts.
     """
 
     rank: int
@@ -77,11 +74,7 @@ class ExpertGroup:
             return all_gather(counts_E.contiguous(), self.size, self.process_group)
 
     def start(
-        self,
-        rows: Tensor,
-        send: list[int],
-        receive: list[int],
-        into: Tensor | None = None,
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
     ) -> RowMessage:
         """Start to exchange rows.
 
@@ -99,12 +92,10 @@ class ExpertGroup:
         return RowMessage(arriving, rows, work, self)
 
     def peer_errors(self) -> AbstractContextManager[None]:
-        """Return a context in which the loss of a worker is an error that names the group."""
         return explain_peer_loss("expert parallelism", *self._waits, progress_record.SEVERAL)
 
     @cached_property
     def _waits(self) -> tuple[str, str]:
-        """What the worker waits for, and what did not arrive if a worker is lost."""
         ranks = dist.get_process_group_ranks(self.process_group)
         others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
         rows = f"rows from rank{'s' * (self.size > 2)} {others}"
@@ -122,9 +113,6 @@ def make_expert_group(
 
     A group has ``degree`` consecutive ranks of a stage. Return None if each worker computes all
     experts. All ranks must call this.
-
-    Args:
-        timeout: longest wait for one message; None for torch's default.
     """
     if degree == 1:
         return None
@@ -140,10 +128,7 @@ def make_expert_group(
 
 
 def make_expert_mesh(dims: ParallelDims, degree: int, device: str) -> DeviceMesh:
-    """Make the mesh over the ranks of a stage that holds the experts, ``[shards, degree]``.
-
-    Consecutive ranks hold different experts.
-    """
+    """Make the mesh over the ranks of a stage that holds the experts, ``[shards, degree]``."""
     sizes = (dims.pp, dims.dp * dims.cp * dims.tp // degree, degree)
     names = (STAGE, SHARD_OF_EXPERTS, EXPERTS)
     cut = dims.pp == 1

@@ -38,18 +38,11 @@ def shard_parameters(
 ) -> None:
     """Shard a decoder in place, layer by layer. Parameters keep their dtype.
 
-    With tensor parallelism, a layer's part is sharded over the ranks that have the same part. The
-    parameters outside the layers are whole, so they are sharded over all ranks.
-
     Gradients are summed over workers, not averaged: the loss is already divided by the number of
     valid tokens in the whole step. Over micro-batches a worker accumulates gradients in the
     parameters' dtype, but in reduce_dtype under ``optimizer``.
 
     Args:
-        mesh: see `make_parameter_mesh`.
-        compute_dtype: dtype of gathered weights.
-        shard: ``full``, ``gradients`` or ``optimizer``.
-        reduce_dtype: dtype in which gradients are sent and summed over workers.
         experts: modules inside layers that are units of their own, because other workers hold
             other experts.
         expert_mesh: the workers that hold the same experts.
@@ -97,7 +90,6 @@ def sharded_dimension(shape: Sequence[int], workers: int) -> int | None:
 
     Args:
         shape: ``[experts, rows, columns]``.
-        workers: number of workers that hold the same experts.
     """
     return next((dim for dim in (1, 2) if shape[dim] % workers == 0), None)
 
@@ -117,7 +109,6 @@ def begin_micro_batch(
     every pass reduces gradients, but only the last micro-batch's pass frees weights. Under
     ``optimizer`` only the last micro-batch's pass does either.
 
-    last: whether this is the last micro-batch of the optimizer step.
     layers: numbers of the layers to which this applies. None applies to the whole decoder, an empty
         iterable to the weights outside the layers.
     """
@@ -159,7 +150,6 @@ def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
 def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]) -> None:
     """Call ``hook(unit, packed)`` after every reduction of gradients. Keep no ``grad``.
 
-    unit: index of the unit in `unit_parameters`.
     packed: the unit's reduced gradients, 1-D, in the dtype of the reduction. This tensor holds the
         worker's shards one after the other, each padded with zeros to the size of rank 0's shard.
         FSDP2 writes the tensor on its own stream, and the hook runs on that stream.

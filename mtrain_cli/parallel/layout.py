@@ -15,7 +15,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from mtrain_cli.attention.device_copy import to_device
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +31,6 @@ _TILE = 128  # queries per kernel tile
 class Layout(ABC):
     """A distribution of a sequence's tokens over workers.
 
-    workers: size of the context group.
-    seq: number of tokens in a sequence, before padding.
     block_size: number of tokens per block of a striped layout.
     unit: number of tokens that divides the length of every contiguous piece of a shard. With a
         dynamic index, ``unit`` is the index's block size.
@@ -57,7 +59,7 @@ class Layout(ABC):
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Return the global position of each slot of a rank, ascending, [tokens_per_worker]."""
 
-    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def to_sequence(self, shards: Tensor) -> Tensor:
         """Turn shards in rank order into the sequence, with one copy.
 
         shards: [workers, batch, tokens_per_worker, ...].
@@ -67,37 +69,31 @@ class Layout(ABC):
 
         return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
-    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """Turn a sequence into shards: the inverse of `to_sequence`.
-
-        Return a view if the layout allows a view.
-        """
+    def to_shards(self, sequence: Tensor) -> Tensor:
+        """Turn a sequence into shards: the inverse of `to_sequence`."""
         from mtrain_cli.parallel.wide_copy import as_wide
 
         return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(
             sequence.dtype
         )
 
-    def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
+    def copy_to_shards(self, sequence: Tensor, shards: Tensor) -> None:
         """Write the result of `to_shards` into ``shards``, which may have another dtype."""
         from mtrain_cli.parallel.wide_copy import copy
 
         copy(self.to_shards(sequence), shards)
 
     @abstractmethod
-    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: Tensor) -> Tensor:
         """Do the work of `to_sequence`. ``shards`` may be a view with wider elements."""
 
     @abstractmethod
-    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: Tensor) -> Tensor:
         """Do the work of `to_shards`. ``sequence`` may be a view with wider elements."""
 
 
 class Contiguous(Layout):
-    """Rank r holds the r-th of ``workers`` equal parts.
-
-    Under a causal mask the last rank computes the most pairs.
-    """
+    """Rank r holds the r-th of ``workers`` equal parts."""
 
     name = "contiguous"
 
@@ -109,18 +105,15 @@ class Contiguous(Layout):
         n = self.tokens_per_worker
         return np.arange(rank * n, (rank + 1) * n, dtype=np.int64)
 
-    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: Tensor) -> Tensor:
         return shards.transpose(0, 1).flatten(1, 2)
 
-    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: Tensor) -> Tensor:
         return sequence.unflatten(1, (self.workers, -1)).transpose(0, 1)
 
 
 class Zigzag(Layout):
-    """Cut a sequence into 2 * workers parts. Rank r holds part r from the front and from the back.
-
-    Under a causal mask all ranks compute the same number of pairs.
-    """
+    """Rank r holds, of 2 * workers parts, part r from the front and part r from the back."""
 
     name = "zigzag"
 
@@ -134,13 +127,13 @@ class Zigzag(Layout):
         within = np.arange(part, dtype=np.int64)
         return np.concatenate([rank * part + within, mirrored * part + within])
 
-    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: Tensor) -> Tensor:
         import torch
 
         halves = shards.unflatten(2, (2, -1))
         return torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)]).transpose(0, 1).flatten(1, 2)
 
-    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: Tensor) -> Tensor:
         import torch
 
         parts = sequence.unflatten(1, (2 * self.workers, -1)).transpose(0, 1)
@@ -167,19 +160,19 @@ class Striped(Layout):
         blocks = np.arange(rank, self.padded_seq // self.block_size, self.workers, dtype=np.int64)
         return (blocks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
 
-    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: Tensor) -> Tensor:
         blocks = shards.unflatten(2, (-1, self.block_size))
         return blocks.permute(1, 2, 0, *range(3, blocks.ndim)).flatten(1, 3)
 
-    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: Tensor) -> Tensor:
         return self._blocks(sequence).flatten(2, 3)
 
-    def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
+    def copy_to_shards(self, sequence: Tensor, shards: Tensor) -> None:
         from mtrain_cli.parallel.wide_copy import copy
 
         copy(self._blocks(sequence), shards.unflatten(2, (-1, self.block_size)))
 
-    def _blocks(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, sequence: Tensor) -> Tensor:
         """Return a view [workers, batch, blocks, block_size, ...]."""
         blocks = sequence.unflatten(1, (-1, self.workers, self.block_size))
         return blocks.permute(2, 0, 1, *range(3, blocks.ndim))
@@ -201,10 +194,10 @@ class _Permuted(Layout):
         return np.argsort(order), order
 
     @cached_property
-    def _moved(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+    def _moved(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
         return {}
 
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `_places` as tensors on a device. Only the first call for a device copies them."""
         from mtrain_cli.attention.device_copy import to_device
 
@@ -213,15 +206,15 @@ class _Permuted(Layout):
             self._moved[device] = order, back
         return self._moved[device]
 
-    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: Tensor) -> Tensor:
         flat = shards.transpose(0, 1).flatten(1, 2)
         return self._gather(flat, self._on(shards.device)[0])
 
-    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: Tensor) -> Tensor:
         flat = self._gather(sequence, self._on(sequence.device)[1])
         return flat.unflatten(1, (self.workers, -1)).transpose(0, 1)
 
-    def _gather(self, tokens: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
+    def _gather(self, tokens: Tensor, pieces: Tensor) -> Tensor:
         if self._piece == 1:
             return tokens.index_select(1, pieces)
         return tokens.unflatten(1, (-1, self._piece)).index_select(1, pieces).flatten(1, 2)
@@ -231,7 +224,6 @@ class _Permuted(Layout):
 class Joined(_Permuted):
     """A layout whose shards each combine the shards of neighboring ranks of another layout.
 
-    base: the other layout.
     together: number of ranks of ``base`` per shard. The positions of a shard's tokens ascend.
     """
 
@@ -264,7 +256,6 @@ class Joined(_Permuted):
 class Balanced(_Permuted):
     """Each rank holds the chunks that a dispatch assigns to it (`mtrain_cli.parallel.dispatch`).
 
-    block_size: number of tokens per chunk.
     owner: the rank that holds each chunk. All ranks hold the same number of chunks.
     """
 
@@ -292,11 +283,7 @@ _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigza
 
 
 def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 1) -> Layout:
-    """Make the layout called ``name``.
-
-    Raises:
-        ValueError: no layout has this name.
-    """
+    """Make the layout called ``name``."""
     if name not in _LAYOUTS:
         raise ValueError(f"topology.layout={name}: no such layout; allowed: {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name](workers, seq, block_size, unit)
@@ -308,9 +295,35 @@ def early_queries(queries: int, keep: float, block: int | None) -> int:
     The number is rounded to whole blocks of the index. Without an index, it is rounded to whole
     kernel tiles if the worker has at least 16 tiles.
 
-    queries: number of the worker's queries.
     keep: share of the queries whose out and lse the first forward pass keeps.
-    block: number of tokens per block of the index; None for dense attention.
     """
     unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
     return min(queries, round((1 - keep) * queries / unit) * unit)
+
+
+class Placement:
+    """The layout of a batch, and the layout that remains between two Ulysses all-to-alls."""
+
+    def __init__(self, layout: Layout, heads: int = 1) -> None:
+        self.layout, self.heads = layout, heads
+        self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def inside(self) -> Layout:
+        """The layout in which the ranks that share heads count as one rank."""
+        return self.layout if self.heads == 1 else Joined.of(self.layout, self.heads)
+
+    def token_order(self, shard: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the permutation that sorts the tokens after an all-to-all, and its inverse.
+
+        The all-to-all delivers the tokens of the ranks that share heads rank after rank. Both
+        results are int64 [tokens]. They are copied to the device once.
+        """
+        key = shard, device
+        if key not in self._orders:
+            ranks = range(shard * self.heads, (shard + 1) * self.heads)
+            order = np.argsort(
+                np.concatenate([self.layout.positions(rank) for rank in ranks]), kind="stable"
+            )
+            self._orders[key] = to_device(order, device), to_device(np.argsort(order), device)
+        return self._orders[key]

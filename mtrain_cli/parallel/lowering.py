@@ -1,6 +1,6 @@
 """Lower a schedule to the program of one rank in one pass (`program.Program`).
 
-Each kind of exchange has one function per pass, such as `ring_programs.ring_forward`. The function
+Each kind of exchange has one function per pass, such as `ring.ring_forward`. The function
 emits the operations in order through a `ProgramBuilder`. Under Ulysses, `_trade_heads` adds one
 all-to-all before these operations and one after them.
 """
@@ -8,14 +8,19 @@ all-to-all before these operations and one after them.
 from __future__ import annotations
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import AddHeads, FromHeads, FromTokens, ToHeads, ToTokens
+from mtrain_cli.parallel import operations as ops
 from mtrain_cli.parallel.buffers import Buffer, Kind, Side
-from mtrain_cli.parallel.gather_programs import gather_backward, gather_forward, joined_size
+from mtrain_cli.parallel.gather import (
+    gather_backward,
+    gather_forward,
+    joined_size,
+    staged_backward,
+    staged_forward,
+)
 from mtrain_cli.parallel.program import KEYS, NOTHING, QUERIES, Program, low
-from mtrain_cli.parallel.program_builder import Emit, ProgramBuilder, Steps, Traits
-from mtrain_cli.parallel.ring_programs import keys_backward, queries_backward, ring_forward
-from mtrain_cli.parallel.schedule import Schedule
-from mtrain_cli.parallel.staged_programs import staged_backward, staged_forward
+from mtrain_cli.parallel.program_builder import Emit, ProgramBuilder, Traits
+from mtrain_cli.parallel.ring import keys_backward, queries_backward, ring_forward
+from mtrain_cli.parallel.schedule import Schedule, Steps
 
 
 def lower(
@@ -47,11 +52,7 @@ def lower(
 
 
 def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: bool) -> None:
-    """Emit the operations of an exchange between two Ulysses all-to-alls.
-
-    The first all-to-all trades tokens for heads, the second undoes this trade. ``inside`` emits the
-    operations of the exchange.
-    """
+    """Emit the operations of an exchange between two Ulysses all-to-alls."""
     queries, both = low(QUERIES), low(QUERIES) + low(KEYS)
     there, given = [buffers.Q, buffers.K, buffers.V], both
     back, returned = [buffers.OUT], queries
@@ -60,19 +61,19 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
         back, returned = [buffers.DQ, buffers.DK, buffers.DV], both
     leaving, arriving = Buffer(Kind.HEADS_TO_TRADE), Buffer(Kind.TRADED_HEADS)
     b.begin(0, steps[0])
-    b.emit(ToHeads, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
+    b.emit(ops.ToHeads, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
     b.trade(steps[0].post[0], leaving, arriving, given)
-    b.emit(FromTokens, (arriving,), there, 3 * given, scratch=given)
-    b.enclose(inside, [b.without_trade(step) for step in steps[:-1]])
+    b.emit(ops.FromTokens, (arriving,), there, 3 * given, scratch=given)
+    b.enclose(inside, tuple(b.without_trade(step) for step in steps[:-1]))
     b.begin(len(steps) - 1, steps[-1])
     leaving, arriving = Buffer(Kind.TOKENS_TO_TRADE), Buffer(Kind.TRADED_TOKENS)
-    b.emit(ToTokens, back, (leaving,), 3 * returned, scratch=returned)
+    b.emit(ops.ToTokens, back, (leaving,), 3 * returned, scratch=returned)
     b.trade(steps[-1].post[0], leaving, arriving, returned)
     by_rank = [buffer.on(Side.BY_RANK) for buffer in back]
-    b.emit(FromHeads, (arriving,), by_rank, 3 * returned)
+    b.emit(ops.FromHeads, (arriving,), by_rank, 3 * returned)
     copied = NOTHING
     if backward and b.schedule.gathers:
         copied = joined_size((len(steps) - 1) // b.schedule.stages)
     # The tensors by rank are views of what arrived, which must live until they are copied.
-    b.emit(AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
+    b.emit(ops.AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
     b.hold(arriving)

@@ -21,9 +21,6 @@ WHOLE: Channel = ("whole", False)
 class ContextGroup:
     """The workers that share one sequence, from the view of one worker.
 
-    rank: this worker's rank in the group.
-    ranks: global ranks of the group's workers, in order of their ranks in the group.
-    per_node: number of consecutive ranks that share a node.
     channels: communicators. Each channel of the exchange has one communicator for data and one for
         gradients, so that neither queues behind the other. Empty for a group of one worker.
     heads: number of ranks that trade tokens for heads (Ulysses) before keys move.
@@ -53,7 +50,6 @@ class ContextGroup:
         return self.exchange or self
 
     def channel(self, name: str, payload: str) -> dist.ProcessGroup:
-        """Return the communicator of a transfer."""
         group = self if name == HEADS else self.same_heads
         return group.channels[name, payload in GRADIENTS]
 
@@ -79,9 +75,6 @@ def make_context_group(
     Args:
         timeout: longest wait for one message. A peer that takes longer counts as hung. None for
             torch's default.
-        per_node: number of consecutive ranks that share a node; None if all ranks share one node.
-        heads: number of ranks that trade tokens for heads (Ulysses).
-        channels: names of the exchange's channels.
     """
     cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
     per_node = min(per_node or cp, cp)
@@ -119,8 +112,6 @@ class GroupMaker:
 
     A call makes a communicator for each given set of coordinates in every group along a dimension.
     It returns the communicator to which this rank belongs.
-
-    dim: name of the dimension.
     """
 
     rank: int
@@ -145,10 +136,7 @@ class GroupMaker:
 def _channels(
     make: GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]
 ) -> dict[Channel, dist.ProcessGroup]:
-    """Make the communicators of the named channels within each set of ranks.
-
-    per_node: number of consecutive members of a set that share a node.
-    """
+    """Make the communicators of the named channels within each set of ranks."""
     size = len(sets[0])
     whole_nodes = [members[n : n + per_node] for members in sets for n in range(0, size, per_node)]
     counterparts = [members[local::per_node] for members in sets for local in range(per_node)]

@@ -60,10 +60,7 @@ _LISTENER: list[NvtxRanges | None] = []
 
 
 def listener() -> NvtxRanges | None:
-    """Return the object that records ranges, or None if no profiler listens.
-
-    Only the first call looks for a profiler, because a profiler attaches before the process starts.
-    """
+    """Return the object that records ranges, or None if no profiler listens."""
     if not _LISTENER:
         _LISTENER.append(_make_ranges())
     return _LISTENER[0]

@@ -6,18 +6,29 @@ are summed in float32 (float64 for float64 inputs). Gradients also travel in the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.kernel import Saved
+from mtrain_cli.attention.partials import row_delta
+from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
-from mtrain_cli.parallel.head_parts import part_of_heads
-from mtrain_cli.parallel.program import Compute, ComputeColumns, Copy, Post
-from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, MERGE
+from mtrain_cli.parallel.executor import QueryMessage, RunningAttention
+from mtrain_cli.parallel.program import Compute, ComputeColumns, Copy, Part, Post
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE
 from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, SUM
-from mtrain_cli.parallel.wide_copy import contiguous
+from mtrain_cli.parallel.wide_copy import (
+    concatenate,
+    contiguous,
+    part_of_heads,
+    split_heads,
+    sum_repeated_heads,
+)
 
 if TYPE_CHECKING:
     from mtrain_cli.attention.tiles import Tiles
@@ -72,7 +83,7 @@ class PostCast(Post):
         own, *arrived = self.read(state)
         rows, cast = state.rows, state.rows.casts[self.cast]
 
-        def leaving() -> torch.Tensor:
+        def leaving() -> Tensor:
             return rows.picked(self.cast, part_of_heads(own, self.piece, 3), arrived)
 
         row_bytes = own[:, :, 0].nbytes // self.piece[1]
@@ -92,7 +103,7 @@ class PostReturn(Post):
         gradients, *returned = self.read(state)
         rows, cast = state.rows, state.rows.casts[self.cast]
 
-        def leaving() -> torch.Tensor:
+        def leaving() -> Tensor:
             for tensor in returned:
                 rows.add_returned(len(rows.casts) - 1, gradients, tensor)
             return gradients[rows.arriving(self.cast)]
@@ -140,7 +151,7 @@ class ComputeBackward(Compute):
             saved = Saved(q, keys[0], keys[1], out, lse, delta[0] if delta else None)
             self._call(state, dout, saved, tiles)
 
-    def _call(self, state: Executor, dout: torch.Tensor, saved: Saved, tiles: Tiles) -> None:
+    def _call(self, state: Executor, dout: Tensor, saved: Saved, tiles: Tiles) -> None:
         with state.transport.span(ATTENTION):
             dq, dk, dv = state.kernel.backward(dout, saved, tiles, state.scale)
         state.tensors[self.writes[0]], state.tensors[self.writes[1]] = dq, (dk, dv)
@@ -165,10 +176,9 @@ class ColumnsForward(ComputeColumns):
         total = state.total(self.writes[0])
         assert state.columns is not None
         with state.transport.span(COLUMNS):
-            partial = state.kernel.forward_columns(
-                q, columns, state.columns, state.scale, total.partial()
+            total.sums = state.kernel.forward_columns(
+                q, columns, state.columns, state.scale, total.sums
             )
-            total.replace_partial(*partial)
 
 
 class ColumnsBackward(ComputeColumns):
@@ -199,8 +209,6 @@ class Merge(Copy):
 
 
 class MergeForward(Merge):
-    """Merge out and lse of a kernel call into those so far."""
-
     def run(self, state: Executor) -> None:
         if (part := state.tensors.get(self.reads[0])) is not None:
             total = state.total(self.writes[0])
@@ -233,7 +241,7 @@ class MergeBackward(Merge):
             _add(key_sums[1], dv, keys_begin)
 
 
-def _add(total: torch.Tensor, part: torch.Tensor, begins: bool) -> None:
+def _add(total: Tensor, part: Tensor, begins: bool) -> None:
     if begins:
         total.copy_(part)
     else:
@@ -250,13 +258,312 @@ class Reduce(Copy):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceRows(Reduce):
-    """Add the gradients that other ranks returned for the rows of a group cast.
-
-    cast: number of the group cast.
-    """
-
     cast: int
 
     def run(self, state: Executor) -> None:
         total, arrived = state.tensors[self.writes[0]], state.tensors[self.reads[0]]
         state.rows.add_returned(self.cast, total, arrived)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrange(Copy):
+    """Copy tensors into another order, shape or dtype.
+
+    timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
+    piece: (i, n): copy the i-th of n equal parts of this rank's heads.
+    among: number of ranks per node if shards come from or go to a hierarchical collective, else 0.
+    stage: copy only the rows of this stage of a group cast; None for all rows.
+    """
+
+    timed: ClassVar[bool] = True
+    piece: Part = (0, 1)
+    among: int = 0
+    stage: int | None = None
+
+    def run(self, state: Executor) -> None:
+        with state.transport.span(ARRANGE) if self.timed else nullcontext():
+            made = self.copy(state)
+        state.tensors.update(zip(self.writes, made, strict=True))
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        """Return the tensors that the operation writes."""
+        raise NotImplementedError
+
+
+class Pack(Arrange):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        return (torch.stack(self.read(state)),)
+
+
+class Pick(Arrange):
+    """Copy single columns out of this rank's keys."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        assert state.columns is not None
+        (packed,) = self.read(state)
+        return (state.columns.pack(packed[0], packed[1]),)
+
+
+class Delta(Arrange):
+    """Sum out * dout over each row, and start the sum of dq at 0. Writes both, or one of them."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        q, dout, out = self.read(state)
+        made = [row_delta(out, dout)] if buffers.DELTA in self.writes else []
+        if buffers.DQ_SUM in self.writes:
+            made.append(torch.zeros(q.shape, dtype=state.high, device=q.device))
+        return made
+
+
+class Message(Arrange):
+    """Pack what others need to compute gradients of these queries."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        q, dout, out, lse, *delta = self.read(state)
+        rows = q, dout, out, lse, delta[0] if delta else None
+        state.message, packed = QueryMessage.pack(rows, needs_out=state.kernel.needs_out)
+        return (packed,)
+
+
+class Zero(Arrange):
+    timed = False
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (kept,) = self.read(state)
+        return (state.buffers.take_like(kept, state.high).zero_(),)
+
+
+class TakeSum(Arrange):
+    """Take a buffer from the pool, which the next `MergeBackward` fills."""
+
+    timed = False
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        return (state.buffers.take_like(state.tensors[self.reads[0]], state.high),)
+
+
+class Result(Arrange):
+    """Convert the output, or a part of its heads, to the compute dtype."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        q, total = state.tensors[self.reads[0]], state.tensors.get(self.reads[1])
+        return (total or RunningAttention(part_of_heads(q, self.piece, 2))).result()
+
+
+class ResultOfPart(Result):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        return (super().copy(state),)
+
+
+class Gradients(Arrange):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        q, dq, keys = self.read(state)
+        dk, dv = keys.to(q.dtype, copy=True)
+        return dq.to(q.dtype), dk, dv
+
+
+class Take(Arrange):
+    """Copy one part of the heads from this rank's keys."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (packed,) = self.read(state)
+        return ([part_of_heads(packed[i], self.piece, 2).contiguous() for i in (0, 1)],)
+
+
+class Order(Arrange):
+    """Bring gathered keys into sequence order."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        shards = state.tensors.pop(self.reads[0])
+        if self.among:
+            # [ranks of the node, nodes, ...] -> [ranks in order, ...]
+            shards = shards.transpose(0, 1).flatten(0, 1)
+        return ([state.tiles.placement.inside.to_sequence(shards[:, i]) for i in (0, 1)],)
+
+
+class JoinOut(Arrange):
+    """Concatenate out and lse over all parts of the heads."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        outs, lses = zip(*self.read(state), strict=True)
+        return concatenate(outs, 2), concatenate(lses, 1)
+
+
+class Cut(Arrange):
+    """Copy one part of the heads from lse."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (lse,) = self.read(state)
+        # With more than one sequence a part of the heads is not contiguous.
+        return (part_of_heads(lse, self.piece, 1).contiguous(),)
+
+
+class Place(Arrange):
+    """Write one part's gradients into the whole tensors. The first part allocates them."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        q, packed, dq, keys = self.read(state)
+        # If one part is all, its dq is the whole tensor.
+        whole, whole_keys = (state.tensors.get(buffer) for buffer in self.writes)
+        whole = torch.empty_like(q) if whole is None else whole
+        whole_keys = torch.empty_like(packed) if whole_keys is None else whole_keys
+        if whole is not dq:
+            part_of_heads(whole, self.piece, 2).copy_(dq)
+        for target, part in zip(part_of_heads(whole_keys, self.piece, 3), keys, strict=True):
+            target.copy_(part)
+        return whole, whole_keys
+
+
+class Shards(Arrange):
+    """Cut key gradients into the ranks' shards."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        ((dk, dv),) = self.read(state)
+        layout = state.tiles.placement.inside
+        shape = (layout.workers, 2, dk.shape[0], layout.tokens_per_worker, *dk.shape[2:])
+        shards = torch.empty(shape, dtype=state.high, device=dk.device)
+        layout.copy_to_shards(dk, shards[:, 0])
+        layout.copy_to_shards(dv, shards[:, 1])
+        if self.among:
+            # [ranks in order, ...] -> [ranks of the node, nodes, ...]
+            shards = contiguous(shards.unflatten(0, (-1, self.among)).transpose(0, 1))
+        return (shards,)
+
+
+class MergeRows(Arrange):
+    """Bring own keys and those of a group cast into sequence order."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        own, *arrived = self.read(state)
+        return (state.rows.merged(part_of_heads(own, self.piece, 3), arrived),)
+
+
+class MergeStage(Arrange):
+    """Bring the keys of one stage of a group cast into sequence order."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        return (state.rows.merged(None, self.read(state), self.stage),)
+
+
+class ZeroRows(Arrange):
+    """Start the gradients of own rows and received rows."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (own,) = self.read(state)
+        return (state.rows.zeros(part_of_heads(own, self.piece, 3), state.high),)
+
+
+class SplitRows(Arrange):
+    """Bring key gradients into the order in which the rows arrived."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        # A step without pairs has no gradients.
+        made, rows = (state.tensors.get(buffer) for buffer in (self.reads[0], self.writes[0]))
+        if made is not None:
+            dk, dv = made
+            rows = state.rows.split(dk, dv, state.high, rows, self.stage)
+        return (rows,)
+
+
+class OwnRows(Arrange):
+    """Take this rank's rows out of the summed gradients, and add those of its own keys, if read."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        total, *of_own = self.reads
+        own = state.tensors[total][: state.rows.own].permute(1, 2, 0, 3, 4).contiguous()
+        for dk, dv in (state.tensors[buffer] for buffer in of_own if buffer in state.tensors):
+            own[0] += dk
+            own[1] += dv
+        return (own,)
+
+
+class AddDq(Arrange):
+    def copy(self, state: Executor) -> Sequence[Any]:
+        of_queries, *of_stages = self.reads
+        q = state.tensors[of_queries]
+        parts = [state.tensors[buffer] for buffer in of_stages if buffer in state.tensors]
+        if not parts:
+            return (torch.zeros_like(part_of_heads(q, self.piece, 2)).contiguous(),)
+        total = parts[0].to(state.high)
+        for part in parts[1:]:
+            total += part
+        return (total.to(q.dtype),)
+
+
+class Own(Arrange):
+    """Concatenate the key gradients that returned, one part of the heads after the other."""
+
+    timed = False
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        own, *sums = self.reads
+        packed = state.tensors[own]
+        if len(sums) == 1:
+            whole = state.tensors[sums[0]].to(packed.dtype)
+            return whole[0], whole[1]
+        whole = torch.empty_like(packed)
+        for i, buffer in enumerate(sums):
+            # Free each part after it is copied.
+            part_of_heads(whole, (i, len(sums)), 3).copy_(state.tensors.pop(buffer))
+        return whole[0], whole[1]
+
+
+class Rename(Own):
+    """Take over the key gradients that a lone rank has summed."""
+
+    renames = True
+
+
+class Join(Arrange):
+    timed = False
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        return (concatenate(self.read(state), 2),)
+
+
+class ToHeads(Arrange):
+    """Copy the heads for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        parts = [split_heads(t, state.program.sharing) for t in self.read(state)]
+        state.widths = [part.shape[3] for part in parts]
+        return (torch.cat(parts, 3),)
+
+
+class FromTokens(Arrange):
+    """Sort the received tokens: [batch, tokens of all ranks, heads per rank, head_dim]."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        (arrived,) = self.read(state)
+        order, _ = state.tiles.placement.token_order(state.exchange.own.number, arrived.device)
+        whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, order)
+        return [t.contiguous() for t in whole.split(state.widths, 2)]
+
+
+class ToTokens(Arrange):
+    """Copy the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        parts = self.read(state)
+        state.widths = [part.shape[2] for part in parts]
+        _, back = state.tiles.placement.token_order(state.exchange.own.number, parts[0].device)
+        together = torch.cat(parts, 2).index_select(1, back)
+        return (together.unflatten(1, (state.program.sharing, -1)).transpose(0, 1).contiguous(),)
+
+
+class FromHeads(Arrange):
+    """View the received heads as [batch, tokens, ranks, heads per rank, head_dim]."""
+
+    def run(self, state: Executor) -> None:
+        (arrived,) = self.read(state)
+        views = arrived.permute(1, 2, 0, 3, 4).split(state.widths, 3)
+        state.tensors.update(zip(self.writes, views, strict=True))
+
+
+class AddHeads(Arrange):
+    timed = False
+
+    def copy(self, state: Executor) -> Sequence[Any]:
+        rows, *keys = self.read(state)
+        kv_heads = state.exchange.kv_heads
+        return rows.flatten(2, 3), *(sum_repeated_heads(t, kv_heads) for t in keys)

@@ -20,6 +20,7 @@ from math import prod
 
 import numpy as np
 import torch
+from torch import Tensor
 
 ARENA = 256 << 20  # bytes to pin at once, for small requests
 _ALONE = 32 << 20  # requests from this size on get a mapping of their own
@@ -48,14 +49,9 @@ class PinnedMemory:
         self.mapped = 0
         self.registers = True
         # The unused rest of the current arenas: for large (True) and for small requests (False).
-        self._rest: dict[bool, torch.Tensor] = {}
+        self._rest: dict[bool, Tensor] = {}
 
-    def empty(self, size: int) -> torch.Tensor:
-        """Return an uninitialized uint8 tensor of ``size`` bytes.
-
-        Raises:
-            RuntimeError: neither CUDA nor torch can pin that much.
-        """
+    def empty(self, size: int) -> Tensor:
         if self.device.type != "cuda" or size == 0:
             return torch.empty(size, dtype=torch.uint8)
         if size >= _ALONE:
@@ -66,11 +62,10 @@ class PinnedMemory:
         taken, self._rest[size >= _LARGE] = rest[:size], rest[-(-size // _ALIGN) * _ALIGN :]
         return taken
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized contiguous tensor. Raise the errors of `empty`."""
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.empty(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    def _mapping(self, size: int) -> torch.Tensor:
+    def _mapping(self, size: int) -> Tensor:
         self.mapped += size
         if self.registers:
             with suppress(OSError):  # the system has no memory left to map
@@ -119,8 +114,6 @@ def touching_threads() -> int:
 def touch(memory: np.ndarray, threads: int) -> None:
     """Write to every page of new memory with several threads, so that the system provides it.
 
-    This is the slow part of pinning.
-
     memory: uint8. The first byte of each page becomes 0.
     """
 
@@ -152,6 +145,6 @@ def unregister(address: int, device: torch.device) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def pinned_by_torch(size: int) -> torch.Tensor:
+def pinned_by_torch(size: int) -> Tensor:
     """Return a pinned uint8 tensor. torch rounds its memory up to a power of two."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -17,12 +17,12 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import recording
 from mtrain_cli.parallel.mesh import connect_all
-from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
 from mtrain_cli.parallel.pipeline_schedule import (
     ACTIVATIONS,
     FORWARD,
     RECEIVE,
     SEND,
+    SENDS_IN_FLIGHT,
     Action,
     Channel,
     Pipeline,
@@ -36,8 +36,6 @@ from mtrain_cli.parallel.transport import explain_peer_loss
 class PipelineGroup:
     """The workers that pass a micro-batch on, from the view of one worker.
 
-    stage: this worker's stage, counted from 0.
-    ranks: global rank of each stage's worker.
     channels: communicators of this worker's channels. Each payload has its own communicator in
         each direction, so that no message queues behind another.
     ends: communicator of the first and the last stage if they share the weight of tied embeddings;
@@ -80,10 +78,6 @@ def make_pipeline_group(
     """Make the communicators of all pipelines and return this rank's group.
 
     All ranks must call this.
-
-    Args:
-        timeout: longest wait for one message; None for torch's default.
-        tied: whether the first and the last stage share the weight of the embedding.
     """
     channels: dict[Channel, dist.ProcessGroup] = {}
     ends = None
@@ -110,12 +104,7 @@ def _send_first(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Send one number through each channel of a pipeline, channel by channel.
-
-    With NCCL, the host of both ends waits in the first message of a communicator until the other
-    end takes part. Stages post their first messages in different orders, so they would wait for
-    each other. Here all stages have the same order.
-    """
+    """Send one number through each channel of a pipeline, channel by channel."""
     number = torch.zeros(1, device=device)
     for (_, sender, receiver), group in channels.items():
         sends = ranks[sender] == rank
@@ -128,24 +117,16 @@ def _send_first(
 class StagePasses(Protocol):
     """The computations of one stage, which `PipelineExecutor` calls."""
 
-    def received_like(self, micro_batch: int) -> Tensor:
-        """Return an uninitialized tensor for the hidden states of a micro-batch."""
-        ...
+    def received_like(self, micro_batch: int) -> Tensor: ...
 
     def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
-        """Return the hidden states after a virtual stage; the last one returns anything.
-
-        received: hidden states of the previous virtual stage; None in the first one.
-        """
+        """Return the hidden states after a virtual stage; the last one returns anything."""
         ...
 
     def backward(
         self, virtual_stage: int, micro_batch: int, gradient: Tensor | None
     ) -> Tensor | None:
-        """Return the gradient of what `forward` received; None in the first virtual stage.
-
-        gradient: gradient of the hidden states that `forward` returned; None in the last one.
-        """
+        """Return the gradient of what `forward` received; None in the first virtual stage."""
         ...
 
 
@@ -160,7 +141,6 @@ class PipelineExecutor:
     def __init__(
         self, group: PipelineGroup, pipeline: Pipeline, recorder: Recorder | None = None
     ) -> None:
-        """recorder: records the passes, and the waits for messages; None records nothing."""
         self._group, self._pipeline, self._recorder = group, pipeline, recorder
         # Results to send, messages on their way by `Action.message`, and sends by channel.
         self._results: dict[Action, Tensor] = {}
@@ -170,11 +150,7 @@ class PipelineExecutor:
         )
 
     def run(self, actions: Sequence[Action], passes: StagePasses) -> None:
-        """Run the actions of this stage.
-
-        Raises:
-            ExchangeError: a message did not arrive. The error names stage and micro-batch.
-        """
+        """Run the actions of this stage."""
         try:
             for action in actions:
                 if action.kind == RECEIVE:
@@ -226,7 +202,6 @@ class PipelineExecutor:
             return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
 
     def _arrived(self, receive: Action) -> Tensor:
-        """Wait for a message and return it."""
         action, tensor, works = self._arriving.pop(receive.message)
         peer = self._peer(action)
         activity = f"waits for {action.payload} from rank {peer}"
@@ -247,7 +222,6 @@ class PipelineExecutor:
                     work.wait()
 
     def _waiting(self, action: Action, tensor: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which this stage waits for a message."""
         peer = self._peer(action)
         to, source = (peer, -1) if action.kind == SEND else (-1, peer)
         tag = MessageTag(STAGE, action.payload, to=to, source=source, size=tensor.nbytes)
@@ -256,7 +230,6 @@ class PipelineExecutor:
     def _recorded(
         self, kind: str, action: Action, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Return a context that is recorded as one span of an action."""
         if self._recorder is None:
             return nullcontext()
         forward = action.kind == FORWARD or action.payload == ACTIVATIONS
@@ -266,7 +239,6 @@ class PipelineExecutor:
         )
 
     def _peer(self, action: Action) -> int:
-        """Return the global rank at the other end of a message."""
         return self._group.ranks[action.peer % self._pipeline.stages]
 
     @staticmethod
@@ -282,7 +254,6 @@ class PipelineExecutor:
     def _peer_errors(
         self, action: Action, activity: str, waits_for: int | None
     ) -> AbstractContextManager[None]:
-        """Return a context in which the loss of a peer names stage, micro-batch and rank."""
         verb = "were not received by" if action.kind == SEND else "did not arrive from"
         failure = f"{action.payload} {verb} rank {self._peer(action)}"
         return explain_peer_loss(self._where(action), activity, failure, waits_for)

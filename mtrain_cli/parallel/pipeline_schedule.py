@@ -11,16 +11,14 @@ consecutive layers. It is on stage s % p, so that each stage holds v separate pa
 
 The idle share holds for equal virtual stages and free messages. In flight are the micro-batches
 whose activations stage r keeps at once, per virtual stage.
-
-Everything that describes a pipeline reads these actions: the executor runs them, and
-`pipeline_player.play` checks and times them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mtrain_cli.config.schema import TopologyConfig
 
@@ -38,8 +36,6 @@ class Action:
 
     kind: FORWARD or BACKWARD of a micro-batch through a virtual stage, or SEND or RECEIVE of a
         message.
-    virtual_stage: the virtual stage that computes, sends or receives, counted from 0.
-    micro_batch: counted from 0.
     payload: ACTIVATIONS or GRADIENTS of a message; "" for a computation.
     """
 
@@ -67,8 +63,6 @@ class Action:
 class Pipeline:
     """The pipeline of a run.
 
-    schedule: GPIPE, ONE_F_ONE_B or INTERLEAVED.
-    stages: number of stages (p).
     virtual_stages: number of virtual stages on each stage (v). Only INTERLEAVED takes more than 1.
     micro_batches: number of micro-batches of a context group in a step (m). A training step of
         INTERLEAVED needs a multiple of ``stages``.
@@ -84,7 +78,6 @@ class Pipeline:
 
     @staticmethod
     def of(topology: TopologyConfig, micro_batches: int) -> Pipeline:
-        """Return the pipeline of a configuration."""
         schedule, virtual_stages = topology.schedule, topology.virtual_stages
         if schedule == "auto":
             schedule = INTERLEAVED if virtual_stages > 1 else ONE_F_ONE_B
@@ -97,11 +90,9 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The last virtual stage."""
         return self.stages * self.virtual_stages - 1
 
     def own(self, stage: int) -> range:
-        """Return the virtual stages of a stage."""
         return range(stage, self.last + 1, self.stages)
 
     def computations(self, stage: int) -> list[Action]:
@@ -128,7 +119,6 @@ class Pipeline:
         return self._with_messages(list(self._passes(stage, FORWARD)))
 
     def channel(self, message: Action) -> Channel:
-        """Return the channel of a message."""
         own, peer = message.virtual_stage % self.stages, message.peer % self.stages
         return (message.payload, *((own, peer) if message.kind == SEND else (peer, own)))
 
@@ -170,12 +160,7 @@ class Pipeline:
 
 
 def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Counter[int]:
-    """Return the micro-batches in flight per virtual stage, when their weight is largest.
-
-    Args:
-        actions: those of one stage.
-        weight: weight of one micro-batch in a virtual stage, such as the bytes that it keeps.
-    """
+    """Return the micro-batches in flight per virtual stage, when their weight is largest."""
     now, most, largest = Counter[int](), Counter[int](), -1.0
     for action in actions:
         if action.kind == FORWARD:
@@ -186,3 +171,138 @@ def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Coun
         elif action.kind == BACKWARD:
             now[action.virtual_stage] -= 1
     return most
+
+
+# Sends of a channel whose tensors the executor keeps. The next send waits for the oldest one.
+SENDS_IN_FLIGHT = 2
+
+
+_Messages = list[tuple[Action, float]]
+
+
+class ScheduleError(RuntimeError):
+    """A schedule whose stages wait for each other for ever, or whose messages are out of order."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One computation of a stage, in the unit of time of `play`'s arguments."""
+
+    stage: int
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Played:
+    stages: int
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(span.end for span in self.spans)
+
+    def busy(self, stage: int) -> float:
+        return sum(span.end - span.begin for span in self.spans if span.stage == stage)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the makespan in which a stage idles, as the mean over stages."""
+        busy = sum(self.busy(stage) for stage in range(self.stages))
+        return 1 - busy / (self.stages * self.makespan)
+
+
+@dataclass(frozen=True)
+class TimedPipeline:
+    """A schedule whose passes and messages take known times, in any unit.
+
+    forward, backward: time of one micro-batch's pass through each virtual stage.
+    """
+
+    pipeline: Pipeline
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    hop: float = 0.0
+
+    @cached_property
+    def played(self) -> Played:
+        def seconds(action: Action) -> float:
+            times = self.forward if action.kind == FORWARD else self.backward
+            return times[action.virtual_stage]
+
+        return play(self.pipeline, seconds, hop=self.hop)
+
+
+def play(
+    pipeline: Pipeline,
+    seconds: Callable[[Action], float] = lambda _: 1.0,
+    *,
+    hop: float = 0.0,
+    actions: Sequence[Sequence[Action]] | None = None,
+) -> Played:
+    """Play all stages of a pipeline.
+
+    A computation waits for its message. A send does not wait, unless `SENDS_IN_FLIGHT` sends of
+    its channel have no receive yet.
+
+    Args:
+        seconds: duration of a computation.
+        hop: duration of a message, from the time when both ends have posted it.
+        actions: those of each stage; None for a training step.
+
+    Raises:
+        ScheduleError: the stages wait for each other, or a channel's ends disagree on its messages.
+    """
+    stages = range(pipeline.stages)
+    lists = [pipeline.actions(stage) for stage in stages] if actions is None else actions
+    now, spans = [0.0] * pipeline.stages, list[Span]()
+    # The messages of each channel in order, with the times when they were sent or posted.
+    sent, posted = defaultdict[Channel, _Messages](list), defaultdict[Channel, _Messages](list)
+
+    def arrival(action: Action) -> float | None:
+        """Return when the input of a computation has arrived. None if it is not on its way."""
+        for receive in pipeline.received(action):
+            channel = pipeline.channel(receive)
+            place = [message for message, _ in posted[channel]].index(receive)
+            if place >= len(sent[channel]):
+                return None
+            send, when = sent[channel][place]
+            if send.message != receive.message:
+                raise ScheduleError(f"{pipeline}: {receive} would get {send.message}")
+            return max(when, posted[channel][place][1]) + hop
+        return 0.0
+
+    def step(stage: int, action: Action) -> bool:
+        """Play one action of a stage. Return False if it has to wait for another stage."""
+        if action.kind in (FORWARD, BACKWARD):
+            if (arrived := arrival(action)) is None:
+                return False
+            begin = max(now[stage], arrived)
+            now[stage] = begin + seconds(action)
+            spans.append(Span(stage, action, begin, now[stage]))
+            return True
+        channel = pipeline.channel(action)
+        if action.kind == SEND:
+            oldest = len(sent[channel]) - SENDS_IN_FLIGHT
+            if oldest >= len(posted[channel]):
+                return False
+            if oldest >= 0:
+                now[stage] = max(now[stage], posted[channel][oldest][1])
+        (sent if action.kind == SEND else posted)[channel].append((action, now[stage]))
+        return True
+
+    at, going = [0] * len(lists), True
+    while going:
+        going = False
+        for stage, own in enumerate(lists):
+            while at[stage] < len(own) and step(stage, own[at[stage]]):
+                at[stage] += 1
+                going = True
+    stuck = [f"stage {s} at {own[at[s]]}" for s, own in enumerate(lists) if at[s] < len(own)]
+    if stuck:
+        raise ScheduleError(f"{pipeline}: waits for ever: {'; '.join(stuck)}")
+    for channel in sent.keys() | posted.keys():
+        if [a.message for a, _ in sent[channel]] != [a.message for a, _ in posted[channel]]:
+            raise ScheduleError(f"{pipeline}: messages of {channel} are out of order")
+    return Played(pipeline.stages, tuple(spans))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors, packed, to_device, unpacked
 from mtrain_cli.attention.kernel import IndexRequest
@@ -20,8 +21,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
-from mtrain_cli.parallel.layout import Layout, early_queries
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.layout import Layout, Placement, early_queries
 from mtrain_cli.parallel.program import Keys, Program, Shard, Stage, Whole
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -31,18 +31,10 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 class Plan:
     """What one rank computes for one batch, in every layer.
 
-    placement: which rank holds which tokens.
-    schedule: what every rank computes and sends at each step.
-    rank: this rank in the context group.
-    masks: one per sequence of the batch.
-    forward, backward: this rank's programs, which name the tiles of each step.
-    tiles: the tiles that the masks allow in both passes, by (query shard, key shard).
     early: number of queries that recomputation computes again, counted from this rank's first. The
         first forward pass keeps out and lse of the other queries. None if that pass keeps nothing
         and recomputation computes all queries.
     early_tiles: the tiles of the first ``early`` queries; None if ``early`` is 0 or None.
-    masked: the masks and positions that the estimate of a dynamic index reads; None for dense
-        attention.
     allowed_pairs: number of query-key pairs that the masks allow over all ranks, per head and
         layer.
     pairs: number of query-key pairs that this rank computes under the masks, before any index, per
@@ -62,7 +54,7 @@ class Plan:
     masked: MaskedPositions | None
     allowed_pairs: int
     pairs: float
-    buffer: torch.Tensor | None = None
+    buffer: Tensor | None = None
 
     @staticmethod
     def make(
@@ -76,15 +68,8 @@ class Plan:
         """Make a plan on the host, without the device or other ranks.
 
         Args:
-            exchange: gives the rank and the schedule.
-            masks: one per sequence of the batch.
-            request: the kind of the dynamic index; None for dense attention.
-            layout: which rank holds which tokens; None for the layout of ``exchange``.
             keep: share of this rank's queries whose out and lse the first forward pass keeps for
                 recomputation, counted from the last query.
-
-        Raises:
-            ValueError: the layout's shards are not whole blocks of the index.
         """
         placement, rank = exchange.placed(layout), exchange.group.rank
         block = masked = tables = None
@@ -145,7 +130,7 @@ class Plan:
     def _with(
         self,
         parts: tuple[ShardTiles, ShardTiles | None, MaskedPositions | None],
-        buffer: torch.Tensor | None = None,
+        buffer: Tensor | None = None,
     ) -> Plan:
         tiles, early_tiles, masked = parts
         return replace(self, tiles=tiles, early_tiles=early_tiles, masked=masked, buffer=buffer)
@@ -175,10 +160,7 @@ class Plan:
 
 
 def positions_of(layout: Layout, keys: Keys, rows: CastRows | None = None) -> IntArray:
-    """Return the global positions of these tokens, ascending, int64[tokens].
-
-    rows: the rows that group casts move; None for other exchanges.
-    """
+    """Return the global positions of these tokens, ascending, int64[tokens]."""
     if isinstance(keys, Shard):
         return layout.positions(keys.number)
     if rows is not None:

@@ -33,15 +33,11 @@ def label(name: str) -> AbstractContextManager[object]:
 
 
 def listening() -> bool:
-    """Return whether a profiler runs."""
     return bool(profiler._is_profiler_enabled)
 
 
 def of_layer(name: str, layer: int, direction: str) -> AbstractContextManager[object]:
-    """Label a part of one pass of a layer: `ROUTER` or `EXPERTS`.
-
-    direction: ``forward``, ``recompute`` or ``backward``.
-    """
+    """Label a part of one pass of a layer: `ROUTER` or `EXPERTS`."""
     return label(f"{name}/{layer}/{direction}") if listening() else _NOTHING
 
 

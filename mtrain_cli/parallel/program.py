@@ -83,12 +83,8 @@ class ShardSizes:
     """The numbers that determine the size of a shard.
 
     tokens: number of tokens of one rank, over all sequences of a micro-batch.
-    heads, kv_heads: the model's numbers of query heads and of key-value heads.
-    head_dim: number of elements per head.
-    dtype_bytes: bytes per element in the compute dtype.
     columns: number of single columns of the index per head; 0 if the index has no columns.
     column_width: `columns`, rounded up to whole tiles.
-    sequences: number of sequences in a micro-batch.
     made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
     casts: for each group cast, the rows that a rank sends and receives, divided by the rows of its
         shard.
@@ -168,7 +164,6 @@ class Size:
 
 
 def total_size(sizes: Iterable[Size]) -> Size:
-    """Add sizes up, with one term per unit and precision."""
     counts: dict[tuple[Unit, str], Fraction] = {}
     for count, unit, precision in (term for size in sizes for term in size.terms):
         counts[unit, precision] = counts.get((unit, precision), Fraction(0)) + count
@@ -197,7 +192,6 @@ NOTHING = Size()
 class Operation:
     """One action of a rank.
 
-    step: index of the step in the schedule.
     reads, writes: buffers. Writing to an existing buffer changes it in place.
     frees: the buffers that no later operation uses.
     scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
@@ -213,7 +207,6 @@ class Operation:
     renames: ClassVar[bool] = False
 
     def run(self, state: Executor) -> None:
-        """Run the operation on the tensors of ``state``."""
         raise NotImplementedError
 
     def read(self, state: Executor) -> list[Any]:
@@ -267,7 +260,6 @@ class Wait(Operation):
 class Compute(Operation):
     """Call the kernel once.
 
-    queries, keys: what the call computes.
     part: (i, n): compute the i-th of n equal parts of the model's heads.
     piece: (i, n): the same heads, as a part of the heads that this rank holds.
     with_columns: whether this call also computes the single columns of the index.
@@ -310,11 +302,6 @@ class Recompute(Enum):
 
     @staticmethod
     def of(early: int | None, sharing: int) -> Recompute:
-        """Return what a checkpointed layer recomputes.
-
-        early: number of queries to recompute, counted from a rank's first; None for all queries.
-        sharing: number of ranks that share heads.
-        """
         if early != 0:
             return Recompute.EVERYTHING
         return Recompute.HEAD_TRADES if sharing > 1 else Recompute.NOTHING
@@ -324,14 +311,9 @@ class Recompute(Enum):
 class Program:
     """The operations of one rank in one pass.
 
-    inputs: the buffers that exist at the start.
-    results: the buffers that the pass returns.
     saved: the buffers that a forward pass leaves for backward: q, keys, out, lse, and the gathered
         columns if there are any. No operation frees a result or a saved buffer.
-    sizes: the size of each buffer.
-    pooled: the buffers that return to the pool when they are freed.
     inside: slice of the operations between the two Ulysses all-to-alls; all without Ulysses.
-    sharing: number of ranks that share heads.
     """
 
     operations: tuple[Operation, ...]
@@ -349,12 +331,10 @@ class Program:
 
     @property
     def posts(self) -> Iterator[Post]:
-        """The operations that post transfers, in order."""
         return (op for op in self.operations if isinstance(op, Post))
 
     @property
     def computes(self) -> Iterator[Compute]:
-        """The operations that call the kernel, in order."""
         return (op for op in self.operations if isinstance(op, Compute))
 
     def recomputed(self, what: Recompute) -> Program:
@@ -372,7 +352,6 @@ class Program:
         return replace(self, operations=tuple(trades), inside=slice(start, start))
 
     def sent(self, sizes: ShardSizes) -> int | float:
-        """Return the number of bytes that the rank sends in the pass."""
         return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
 
     def live(self) -> Iterator[tuple[Operation, set[Buffer]]]:
@@ -386,10 +365,7 @@ class Program:
             live.difference_update(op.frees)
 
     def _alive(self, buffers: Iterable[Buffer]) -> Iterator[tuple[Operation, list[Size]]]:
-        """Yield operations with the sizes of those of `buffers` that exist while they run.
-
-        Leave out repetitions: the steps of a long ring differ only in their buffers.
-        """
+        """Yield operations with the sizes of those of `buffers` that exist while they run."""
         kinds: dict[Size, int] = {}
         kind = {buffer: kinds.setdefault(self.sizes[buffer], len(kinds)) for buffer in buffers}
         sizes, seen = list(kinds), set()
@@ -401,11 +377,7 @@ class Program:
 
     @cached_property
     def _held(self) -> frozenset[tuple[type[Operation], Size]]:
-        """(class, size) of each operation.
-
-        The size covers the operation's scratch and the buffers that are live during the operation,
-        without the inputs of the pass and without pooled buffers.
-        """
+        """(class, size) of each operation."""
         apart = self.pooled | set(self.inputs)
         return frozenset(
             (type(op), total_size([op.scratch, *sizes]))

@@ -1,7 +1,5 @@
 """Collect the operations of one rank's program, with the lifetimes and the sizes of its buffers.
 
-`ProgramBuilder.program` derives from the operations when each buffer is freed.
-
 The simulator charges time for the bytes that an operation's `moves` gives. If one charge covers
 several copies, only the first copy carries the charge.
 """
@@ -52,6 +50,7 @@ from mtrain_cli.parallel.schedule import (
     UNSCHEDULED,
     Schedule,
     ScheduleStep,
+    Steps,
     Transfer,
 )
 from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
@@ -61,7 +60,6 @@ from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
 ADDED, COPIED = 2 * high(QUERIES) + low(QUERIES), high(QUERIES) + low(QUERIES)
 KEYS_ADDED, KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
 
-Steps = Sequence[ScheduleStep]
 Emit = Callable[["ProgramBuilder", Steps], None]
 
 
@@ -126,7 +124,6 @@ class ProgramBuilder:
 
     @property
     def kv(self) -> Buffer:
-        """The keys and values of this rank."""
         return Kind.KV.of(self.own)
 
     def emit(
@@ -144,7 +141,6 @@ class ProgramBuilder:
         self._operations.append(operation)
 
     def begin(self, at: int, step: ScheduleStep) -> None:
-        """Begin step number ``at``, unless it has begun."""
         if at != self._step:
             self._step = at
             self.emit(Begin, (), (), computes=bool(step.queries))
@@ -183,7 +179,6 @@ class ProgramBuilder:
             self.emit(Wait, (), (), number=number)
 
     def payload(self, t: Transfer) -> Size:
-        """Return the size of one shard of a transfer."""
         return _payload(t.payload, t.part[1], self.traits)
 
     @property
@@ -200,10 +195,7 @@ class ProgramBuilder:
         self._held |= dict.fromkeys(buffers, len(self._operations) - 1)
 
     def end_step(self, step: ScheduleStep, *computed: Buffer) -> None:
-        """End a step. Free the shards that it computed and the buffers that it finished sending.
-
-        If these buffers were freed earlier, the step's gradients could reuse their memory.
-        """
+        """End a step. Free the shards that it computed and the buffers that it finished sending."""
         left = (self.posted[n].reads for n in step.wait if n in self.posted)
         self.hold(*computed, *(buffer for buffers in left for buffer in buffers))
 
@@ -218,7 +210,6 @@ class ProgramBuilder:
 
     @property
     def casts(self) -> range:
-        """The numbers of the group casts."""
         posts = (op for op in self._operations if isinstance(op, Post))
         return range(len({op.cast for op in posts if op.transfer.kind == GROUP_CAST}))
 
@@ -259,10 +250,6 @@ class ProgramBuilder:
         )
 
     def _last_uses(self) -> dict[Buffer, int]:
-        """Return the index of the last operation that uses each buffer.
-
-        A buffer that a transfer sends is in use until the transfer's `Wait`.
-        """
         waits = {op.number: at for at, op in enumerate(self._operations) if isinstance(op, Wait)}
         last = dict(self._held)
         for at, op in enumerate(self._operations):
@@ -320,7 +307,6 @@ class ProgramBuilder:
         return ()
 
     def _size(self, buffer: Buffer, by_kind: dict[Kind, Size]) -> Size:
-        """Return the size of a buffer. by_kind: the result of `_sizes`."""
         if buffer in self.sized:
             return self.sized[buffer]
         kind = buffer.kind

@@ -45,13 +45,10 @@ DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 class MessageTag:
     """The message that a span sends, receives or waits for.
 
-    link: the message's channel.
     shard: the shard that arrives; -1 for a collective.
-    leaving: the shard that leaves; -1 for a collective.
     to, source: the ranks to which and from which this rank sends and receives; -1 for a collective.
     size: number of bytes that this rank sends. It receives the same number of bytes.
     number: the transfer's number in its pass; negative if no schedule contains the transfer.
-    peers: ranks of a collective.
     """
 
     link: str = ""
@@ -69,13 +66,9 @@ class MessageTag:
 class Span:
     """One timed part of a rank's work.
 
-    kind: one of `KINDS`.
-    micro: number of the micro-batch in the iteration.
     layer, step: -1 if the span belongs to no layer or to no step. Spans of a pipeline have its
         virtual stage as their step.
-    direction: one of `DIRECTIONS`.
     start: start time in seconds on this rank's monotonic clock (`time.perf_counter`).
-    seconds: length in seconds.
     """
 
     kind: str
@@ -134,12 +127,10 @@ class Recorder:
         return self._zero[2]
 
     def micro_batch(self, number: int) -> None:
-        """Set the micro-batch of the spans that follow."""
         self._micro = number
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Record the ``with`` block as one iteration."""
         with self._timed(ITERATION, -1, NOTHING):
             yield
 
@@ -147,13 +138,6 @@ class Recorder:
     def of_pipeline(
         self, kind: str, micro: int, direction: str, stage: int, message: MessageTag = NOTHING
     ) -> Iterator[None]:
-        """Record the ``with`` block as a span of a pipeline: a pass, or a wait for a message.
-
-        Args:
-            kind: `STAGE` or `WAIT`.
-            micro: number of the micro-batch.
-            stage: number of the virtual stage.
-        """
         self._micro = micro
         before = self._layer, self._direction
         self._layer, self._direction = -1, direction
@@ -176,7 +160,6 @@ class Recorder:
             yield
 
     def expert_pass(self, layer: int, direction: str) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one pass of a layer's experts."""
         return self._of_layer(EXPERTS, layer, direction)
 
     @contextmanager
@@ -321,11 +304,7 @@ def with_gaps(spans: list[Span]) -> list[Span]:
 
 
 def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
-    """Return the parts of a span that lie outside all waits.
-
-    waits: all waits, by ascending start.
-    starts: start times of the waits.
-    """
+    """Return the parts of a span that lie outside all waits."""
     end = span.start + span.seconds
     left, at = [], span.start
     for wait in waits[bisect_left(starts, span.start) : bisect_left(starts, end)]:
@@ -335,5 +314,4 @@ def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
 
 
 def _between(began: Any, ended: Any) -> float:
-    """Return the time in seconds between two events, or between two times on a CPU."""
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3

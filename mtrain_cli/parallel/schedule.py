@@ -13,7 +13,7 @@ in the forward pass. In step 1 this rank computes shard 2 and receives shard 1. 
     ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
                  receives=(1,), to=1, source=2, after=0, ...),))
 
-Transfer 0, posted in step 0, brings shard 2 from rank 2. `ring_programs.ring_forward` emits:
+Transfer 0, posted in step 0, brings shard 2 from rank 2. `ring.ring_forward` emits:
 
     operation       reads       writes   what the executor does
     Begin           -           -        tags the spans and messages that follow with step 1
@@ -29,11 +29,13 @@ waits for transfer 1 and computes shard 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
+from importlib import import_module
 from typing import TypeVar
 
-from mtrain_cli.config.exchanges import ExchangeTraits
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ExchangeTraits
 
 T = TypeVar("T")
 
@@ -65,8 +67,6 @@ class Transfer:
         some rows of the shards to each peer. `cast_rows.CastRows` names these rows.
     payload: ``kv``; ``queries`` (query messages, from which another worker computes gradients);
         the gradients ``dkv`` and ``dq``; or ``heads`` (the all-to-alls of Ulysses).
-    channel: ``context``, ``inner``, ``outer`` or ``heads``.
-    sends, receives: numbers of the shards.
     to, source: ranks, for p2p.
     peers: ranks in order, for collectives.
     after: number of the transfer that delivers the payload of this transfer and so must complete
@@ -114,15 +114,11 @@ class ScheduleStep:
 
     queries, keys: numbers of the query shard and the key shard that the kernel call computes. Both
         tuples are empty in a step that has only transfers.
-    part: (i, n): compute the i-th of n equal parts of the heads.
     stage: in a staged group cast, 0 for this rank's own keys, and 1 or 2 for received keys; else
         None.
-    post: transfers that start first, to overlap with the computation.
-    wait: numbers of the transfers that must complete before the computation.
     collect: numbers of the gradient transfers that must complete after the computation. A completed
         hop delivers a gradient, to which the rank adds its own part. A completed reduce-scatter
         frees its send buffer before the next reduce-scatter allocates a buffer.
-    send: gradient transfers that start last.
     """
 
     queries: tuple[int, ...]
@@ -171,15 +167,8 @@ class PerRank(Sequence[T]):
 class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
-    exchange: name of the exchange.
     traits: properties of the exchange. Callers read these properties and never compare the name.
-    workers: number of ranks of the context group.
-    per_node: number of ranks of the context group that share a node.
-    forward, backward: the steps of each pass, by rank.
     keeps: for each rank, the numbers of the key shards that it holds from forward to backward.
-    circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
-    heads: number of ranks that share heads by all-to-alls (Ulysses) around the exchange; 1 without
-        Ulysses.
     stages: number of kernel calls for each part of the heads in a group cast.
     """
 
@@ -210,7 +199,6 @@ class Schedule:
 
     @property
     def queries_travel(self) -> bool:
-        """Whether queries circulate in backward instead of keys."""
         return not self.gathers and self.circulates == QUERIES
 
     @property
@@ -225,13 +213,9 @@ class Schedule:
 class ScheduleOptions:
     """The sizes and choices from which `make_schedule` makes a schedule.
 
-    workers: number of ranks of the context group.
-    per_node: number of ranks of the group that share a node.
     chunks: number of equal parts of the heads. An all-gather moves one part while the previous part
         is computed.
     prefetch: number of hops that a ring posts ahead of the computation.
-    circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
-    heads: number of ranks that share heads by all-to-alls (Ulysses); 1 without Ulysses.
     stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
         keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,
         then keys of other nodes. If all ranks share a node, 3 means 2.
@@ -248,3 +232,103 @@ class ScheduleOptions:
 
 def numbers_of(transfers: Sequence[Transfer]) -> tuple[int, ...]:
     return tuple(t.number for t in transfers)
+
+
+@lru_cache(maxsize=16)  # planning asks for few schedules, each many times
+def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
+    """Make the schedule of an exchange."""
+    if exchange not in EXCHANGE_TRAITS:
+        names = ", ".join(EXCHANGE_TRAITS)
+        raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {names}")
+    workers, heads = options.workers, options.heads
+    if workers % heads:
+        raise ValueError(
+            f"{workers} workers: not a multiple of the {heads} ranks that share heads."
+        )
+    if min(workers, options.per_node, options.chunks, options.prefetch, heads, options.stages) < 1:
+        raise ValueError(f"{options}: every number must be at least 1.")
+    if workers > options.per_node and workers % options.per_node:
+        raise ValueError(f"{workers} workers: not a multiple of {options.per_node} ranks per node.")
+    module, _, function = EXCHANGE_TRAITS[exchange].schedule.partition(":")
+    make: Callable[[ScheduleOptions], Schedule] = getattr(import_module(module), function)
+    if heads == 1:
+        return make(options)
+    groups = workers // heads
+    if options.per_node % heads and heads % options.per_node:
+        raise ValueError(
+            f"{heads} ranks that share heads do not fit nodes of {options.per_node} ranks: one "
+            "number must divide the other."
+        )
+    # Neighboring ranks share heads. Keys move between these groups; a node holds per_node of them.
+    per_node = min(groups, max(1, options.per_node // heads))
+    return _share_heads(make(replace(options, workers=groups, per_node=per_node, heads=1)), options)
+
+
+def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
+    """Wrap Ulysses around another exchange."""
+    heads = options.heads
+
+    def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
+        return PerRank(
+            options.workers,
+            lambda r: _trade_around(of_groups[r // heads], r // heads, r % heads, heads),
+        )
+
+    return replace(
+        inner,
+        workers=options.workers,
+        per_node=options.per_node,
+        forward=spread(inner.forward),
+        backward=spread(inner.backward),
+        keeps=PerRank(options.workers, lambda r: _members(inner.keeps[r // heads], heads)),
+        heads=heads,
+    )
+
+
+def _members(groups: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """Return the ranks of these groups. heads: number of ranks per group."""
+    return tuple(g * heads + m for g in groups for m in range(heads))
+
+
+def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
+    """Add the two all-to-alls around the steps of an inner exchange."""
+
+    def rank(of_group: int | None) -> int | None:
+        return None if of_group is None else of_group * heads + place
+
+    def part(of_inner: tuple[int, int]) -> tuple[int, int]:
+        return place * of_inner[1] + of_inner[0], heads * of_inner[1]
+
+    def lift(t: Transfer) -> Transfer:
+        # The inner transfers wait for transfer 0, which trades tokens for heads.
+        return replace(
+            t,
+            number=t.number + 1,
+            sends=_members(t.sends, heads),
+            receives=_members(t.receives, heads),
+            to=rank(t.to),
+            source=rank(t.source),
+            peers=tuple(p * heads + place for p in t.peers),
+            after=0 if t.after is None else t.after + 1,
+            part=part(t.part),
+        )
+
+    result = [
+        ScheduleStep(
+            _members(s.queries, heads),
+            _members(s.keys, heads),
+            part(s.part),
+            s.stage,
+            wait=tuple(n + 1 for n in s.wait),
+            post=tuple(map(lift, s.post)),
+            collect=tuple(n + 1 for n in s.collect),
+            send=tuple(map(lift, s.send)),
+        )
+        for s in steps
+    ]
+    peers, own = _members((group,), heads), (group * heads + place,)
+    trade = Transfer(0, "all_to_all", HEADS, HEADS, own, peers, peers=peers, part=(place, heads))
+    result[0] = replace(result[0], post=(trade, *result[0].post), wait=(0, *result[0].wait))
+    number = sum(len(s.transfers) for s in result)
+    back = replace(trade, number=number, sends=peers, receives=own)
+    return (*result, ScheduleStep((), (), post=(back,), wait=(number,)))

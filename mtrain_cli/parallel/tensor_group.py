@@ -16,12 +16,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from mtrain_cli.launch import progress_record
@@ -40,7 +42,6 @@ _FAR = 1_000_000  # keeps the numbers of messages apart from those of a sparse i
 class MessageObserver:
     """What else happens when a worker of a group starts or awaits a message.
 
-    recorder: records each message and each wait; None records nothing.
     waiting: returns a context for each wait.
     """
 
@@ -59,8 +60,6 @@ class MessageObserver:
 
 
 class Message:
-    """A message that may still be on its way."""
-
     def __init__(
         self,
         received: Tensor,
@@ -85,9 +84,6 @@ class TensorGroup:
 
     The group holds the tokens of one rank of a context group. Each worker holds an equal,
     consecutive part of them.
-
-    rank, size: this worker's rank in the group, and the number of workers in the group.
-    observer: watches the messages of this worker.
     """
 
     rank: int
@@ -103,7 +99,6 @@ class TensorGroup:
         """Return this worker's part of a number per token, ``[1, own rows]``.
 
         Args:
-            tokens_BN: one number for each token of the group.
             fill: number for the rows that pad the last worker's part.
         """
         flat = tokens_BN.flatten()
@@ -133,21 +128,16 @@ class TensorGroup:
         return Message(own, self, work, tag)
 
     def sum(self, parts: Tensor) -> None:
-        """Replace a tensor with its sum over the workers."""
         with self.peer_errors():
             dist.all_reduce(parts, group=self.process_group)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replace a tensor with that of the group's first worker."""
         with self.peer_errors():
             dist.broadcast(tensor, self._ranks[0], group=self.process_group)
 
     @contextmanager
     def _posting(self, row_bytes: int) -> Iterator[Callable[[Any], MessageTag]]:
-        """Start a message in the ``with`` block, which passes its work to the yielded function.
-
-        row_bytes: bytes of one worker's rows. A worker receives those of all others.
-        """
+        """Start a message in the ``with`` block, which passes its work to the yielded function."""
         recorder, tag = self.observer.recorder, NOTHING
         if recorder is not None and recorder.recording:
             size = (self.size - 1) * row_bytes
@@ -178,11 +168,9 @@ class TensorGroup:
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        """The global ranks of the group's workers."""
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     def peer_errors(self) -> AbstractContextManager[None]:
-        """Return a context in which the loss of a worker is an error that names the group."""
         ranks = self._ranks
         others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
         return explain_peer_loss(
@@ -199,9 +187,6 @@ def make_tensor_group(
     """Make the communicators of all tensor groups and return this rank's group.
 
     Return None if each worker computes whole layers. All ranks must call this.
-
-    Args:
-        timeout: longest wait for one message; None for torch's default.
     """
     if dims.tp == 1:
         return None
@@ -263,3 +248,57 @@ def staggered(tiles: Iterable[Iterator[None]]) -> None:
 
 
 _DONE = object()
+
+
+def own_region(parameter: DTensor) -> tuple[slice, ...]:
+    """Return the region of a whole parameter that this worker holds, one slice per dimension.
+
+    Tensor parallelism, the last dimension of the mesh, cuts first. FSDP shards what remains, in
+    chunks of equal size, except that the last chunks may be shorter or empty.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    region = [slice(0, size) for size in parameter.shape]
+    for mesh_dim in reversed(range(mesh.ndim)):
+        dim = getattr(placements[mesh_dim], "dim", None)
+        if dim is None:
+            continue  # replicated
+        whole, place = region[dim], mesh.get_local_rank(mesh_dim)
+        chunk = -(-(whole.stop - whole.start) // mesh.size(mesh_dim))
+        begin = min(whole.start + place * chunk, whole.stop)
+        region[dim] = slice(begin, min(begin + chunk, whole.stop))
+    return tuple(region)
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """Return this worker's part of a gathered parameter. The parameter's gradient is cut alike.
+
+    The gradient of a parameter that tensor parallelism does not cut is the sum over the worker's
+    own tokens or heads (`sum_copied_gradients`).
+    """
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def copies(parameter: Tensor) -> int:
+    """Return the number of workers that hold the same shard of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    placements = enumerate(parameter.placements)
+    return prod(mesh.size(dim) for dim, kind in placements if isinstance(kind, Replicate))
+
+
+@torch.no_grad()
+def sum_copied_gradients(parameters: Iterable[Tensor], tensor: TensorGroup) -> None:
+    """Add up the gradients of the parameters that all workers of a tensor group hold whole.
+
+    Each worker has such a gradient, of a norm or of experts, only for its own tokens or heads. One
+    message carries all of them, once per optimizer step.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and copies(p) > 1]
+    shards = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+    if not shards:
+        return
+    packed = torch.cat([shard.flatten() for shard in shards])
+    tensor.sum(packed)
+    for shard, summed in zip(shards, packed.split([s.numel() for s in shards]), strict=True):
+        shard.copy_(summed.view_as(shard))

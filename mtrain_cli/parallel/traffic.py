@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import divisors
 
@@ -42,11 +43,7 @@ class Nodes:
 
     @staticmethod
     def of(workers: int, per_node: int | None) -> Nodes:
-        """Return the nodes of a group. One node holds all ranks if ``per_node`` is None.
-
-        Raises:
-            ConfigError: the nodes would have different numbers of ranks.
-        """
+        """Return the nodes of a group. One node holds all ranks if ``per_node`` is None."""
         per_node = min(workers, per_node or workers)
         if workers % per_node:
             raise ConfigError(
@@ -57,10 +54,7 @@ class Nodes:
 
     @staticmethod
     def of_groups(workers: int, per_node: int | None, heads: int) -> Nodes:
-        """Return the nodes if ``heads`` neighboring ranks share heads and count as one rank.
-
-        workers, per_node: of single ranks. A group larger than a node counts as a node.
-        """
+        """Return the nodes if ``heads`` neighboring ranks share heads and count as one rank."""
         return Nodes.of(workers // heads, None if per_node is None else max(1, per_node // heads))
 
     @property
@@ -85,7 +79,6 @@ class MovedRows:
 class Traffic:
     """What each rank computes, sends and receives, per head and layer.
 
-    pairs: int64 [workers], query-key pairs that a rank computes.
     near: rows of a node that move between ranks of the node.
     relayed: rows of other nodes that move between ranks of a node.
     outer: rows that move between nodes, from a rank to the ranks with the same local number. A row
@@ -99,7 +92,6 @@ class Traffic:
 
     @property
     def inner(self) -> MovedRows:
-        """All rows that move between ranks of a node."""
         near, relayed = self.near, self.relayed
         return MovedRows(near.sent + relayed.sent, near.received + relayed.received)
 
@@ -109,7 +101,6 @@ class Traffic:
 
     @property
     def received(self) -> IntArray:
-        """Rows that each rank receives, int64 [workers]."""
         return self.inner.received + self.outer.received
 
     @property
@@ -119,17 +110,10 @@ class Traffic:
         return int(self.pairs.max()) * self.workers / total if total else 1.0
 
     def cost(self, inner: int, outer: int) -> IntArray:
-        """Return pairs plus priced rows of each rank, int64 [workers].
-
-        inner, outer: price of a row that a rank of the same node sends, and of another node.
-        """
+        """Return pairs plus priced rows of each rank, int64 [workers]."""
         return self.pairs + inner * self.inner.received + outer * self.outer.received
 
     def share_moved(self, rows: int) -> float:
-        """Return the rows received, divided by the rows that a ring moves.
-
-        rows: number of rows of the batch.
-        """
         return float(self.received.sum() / (rows * max(1, self.workers - 1)))
 
 
@@ -144,8 +128,6 @@ def count_traffic(
     """Count what each rank computes, sends and receives if it holds the positions of its shard.
 
     Args:
-        masks: the masks of each kind of layer.
-        shards: the positions that each rank holds, for all positions of the masks.
         per_node: number of ranks that share a node; None if all do. With None, every row goes
             directly from the rank that holds it to each rank that needs it.
         block: number of rows that travel together, at most. Of a block that several ranks share,
@@ -179,13 +161,7 @@ def rows_between(
     per_node: int | None = None,
     block: int = ROW_BLOCK,
 ) -> IntArray:
-    """Return the rows that rank s sends to rank r in a layer, int64 [workers, workers].
-
-    The sums over the ranks equal those of `count_traffic`.
-
-    masks: the masks of the layer, one per sequence of the batch.
-    shards, per_node, block: as in `count_traffic`.
-    """
+    """Return the rows that rank s sends to rank r in a layer, int64 [workers, workers]."""
     nodes = Nodes.of(len(shards), per_node)
     blocks, g = -(-padded_length([masks]) // block), nodes.per_node
     # Matrix products are faster in floating point, and exact below 2**53 rows.
@@ -206,10 +182,7 @@ def rows_between(
 def blocks_needed(
     masks: LayerMasks, shards: Sequence[IntArray], block: int = ROW_BLOCK
 ) -> NDArray[np.bool_]:
-    """Return whether a query of each rank sees a key of each block, [workers, kinds, blocks].
-
-    shards: the positions that each rank holds.
-    """
+    """Return whether a query of each rank sees a key of each block, [workers, kinds, blocks]."""
     blocks = -(-padded_length(masks) // block)
     return np.stack(
         [
@@ -272,11 +245,7 @@ def _seen(
     block: int,
     blocks: int,
 ) -> NDArray[np.bool_]:
-    """Return whether a query of each group sees a key of each block, [groups, blocks].
-
-    rows: the queries.
-    group: int64 [rows], the group of each query.
-    """
+    """Return whether a query of each group sees a key of each block, [groups, blocks]."""
     size = groups * (blocks + 1)
     opened = np.zeros(size, np.int64)
     changes = np.diff(group) != 0
@@ -296,7 +265,6 @@ def _seen(
 
 
 def from_bits(bits: Bits, blocks: int) -> NDArray[np.bool_]:
-    """Return the flags [..., blocks] that `to_bits` packed."""
     return np.unpackbits(bits.view(np.uint8), axis=-1, count=blocks).view(np.bool_)
 
 
@@ -308,10 +276,7 @@ def to_bits(flags: NDArray[np.bool_]) -> Bits:
 
 
 def count_bits(bits: Bits, times: IntArray) -> IntArray:
-    """Return the number of blocks in each set [..., kinds, words], summed over the kinds.
-
-    times: int64 [kinds], the number of times that a block of each kind counts.
-    """
+    """Return the number of blocks in each set [..., kinds, words], summed over the kinds."""
     by_kind = np.bitwise_count(bits).sum(-1, dtype=np.int32)
     return by_kind[..., 0] * times[0] if len(times) == 1 else by_kind @ times
 
@@ -331,13 +296,58 @@ def times_of_rows(masks: LayerMasks, layers: Sequence[int] | None) -> IntArray:
 
 
 def pairs_per_query(masks: LayerMasks, layers: Sequence[int] | None = None) -> IntArray:
-    """Return the number of pairs of each position's queries, int64 [padded].
-
-    layers: number of layers of each kind, over which the pairs are summed; None for one each.
-    """
+    """Return the number of pairs of each position's queries, int64 [padded]."""
     pairs = np.zeros(padded_length(masks), np.int64)
     for of_kind, count in zip(masks, _layers(masks, layers), strict=True):
         for mask in of_kind:
             for low, high in zip(mask.low, mask.high, strict=True):
                 pairs += (high - low) if count == 1 else count * (high - low)
     return pairs
+
+
+_KERNEL_SHARE = 0.55  # of the GPU's peak
+
+
+class Rates(NamedTuple):
+    """Rates of one GPU. The defaults hold for H200s; without NVLink between nodes.
+
+    inner, outer: bytes/s that a GPU receives inside its node, and from other nodes.
+    memory: bytes/s of a copy in the GPU's memory, reads plus writes.
+    inner_latency, outer_latency: seconds of a collective without its bytes.
+    inner_share, outer_share: share of the computing power that a message in flight takes.
+    """
+
+    flops: float = 550e12
+    inner: float = 310e9
+    outer: float = 52e9
+    memory: float = 4.2e12
+    inner_latency: float = 79e-6
+    outer_latency: float = 90e-6
+    inner_share: float = 0.23
+    outer_share: float = 0.03
+
+    @staticmethod
+    def on(cluster: Cluster | None) -> Rates:
+        if cluster is None:
+            return Rates()
+        inner, outer = cluster.inner, cluster.outer
+        rates = Rates(
+            flops=_KERNEL_SHARE * 1e12 * cluster.gpu.peak_tflops.value,
+            inner=1e9 * inner.collective_bandwidth_gbps.value,
+            memory=1e9 * cluster.gpu.hbm_gbps.value,
+            inner_latency=1e-6 * inner.collective_latency_us.value,
+            inner_share=inner.gpu_share.value,
+        )
+        if outer is None:
+            return rates
+        return rates._replace(
+            outer=1e9 * outer.collective_bandwidth_gbps.value / outer.shared_by.value,
+            outer_latency=1e-6 * outer.collective_latency_us.value,
+            outer_share=outer.gpu_share.value,
+        )
+
+    def collective(self, *, outer: bool) -> tuple[float, float, float]:
+        """Return latency, bandwidth and share of a collective in a node, or between nodes."""
+        if outer:
+            return self.outer_latency, self.outer, self.outer_share
+        return self.inner_latency, self.inner, self.inner_share

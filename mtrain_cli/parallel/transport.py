@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.parallel import nvtx_ranges
@@ -28,10 +29,7 @@ from mtrain_cli.parallel.schedule import SUM, Transfer
 
 
 class ExchangeError(RuntimeError):
-    """A transfer failed because a peer is gone or hangs.
-
-    The text of the error names the exchange, the step and the peer.
-    """
+    """A transfer failed because a peer is gone or hangs."""
 
     peer_lost = True
 
@@ -48,9 +46,6 @@ def explain_peer_loss(
         failure: text for the error, such as ``kv from rank 1 did not arrive``.
         waits_for: the rank that this worker waits for, or `progress_record.SEVERAL`; None if
             it waits for no rank.
-
-    Raises:
-        ExchangeError: a peer is gone, or did not answer in time.
     """
     progress_record.note(f"{where}: {activity}", waits_for)
     try:
@@ -72,19 +67,19 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = (
-            defaultdict(list)
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = defaultdict(
+            list
         )
 
-    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor, from the pool if it holds one of this shape and dtype."""
         free = self._free[shape, dtype, device]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
-    def take_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take_like(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
-    def release(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: Tensor) -> None:
         """Return a tensor to the pool. The next user may overwrite the tensor.
 
         Call this only when all reads and writes of the tensor are queued on the current stream, or
@@ -95,15 +90,7 @@ class Buffers:
 
 @dataclass
 class Transport:
-    """This rank's transfers in one pass of one layer.
-
-    group: ranks and communicators.
-    exchange, layer, direction: names for error messages, such as ``ring``, ``layer 3``,
-        ``forward``.
-    steps: number of steps.
-    recorder: None to record nothing.
-    at: index of the current step.
-    """
+    """This rank's transfers in one pass of one layer."""
 
     group: ContextGroup
     exchange: str
@@ -117,17 +104,15 @@ class Transport:
     # Inputs of collectives, until the compute stream has waited. A Work drops its own reference
     # when any stream waits for it (`_posting`, `Recorder.watch`); without this one the allocator
     # could reuse the memory too early.
-    _inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
     _messages: dict[int, MessageTag] = field(default_factory=dict)
 
     def span(self, kind: str, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one span of the current step."""
         if self.recorder is None or not self.recorder.recording:
             return nvtx_ranges.span(kind, self.direction, message.link, self.at)
         return self.recorder.span(kind, self.at, message)
 
     def begin_step(self, at: int) -> None:
-        """Begin step ``at``, to which all later spans and messages belong."""
         self.at = at
         progress_record.note(self._where)
 
@@ -135,7 +120,7 @@ class Transport:
     def pass_name(self) -> str:
         return f"{self.exchange}, {self.layer}, {self.direction}"
 
-    def start_hop(self, transfer: Transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
+    def start_hop(self, transfer: Transfer, leaving: Tensor, arriving: Tensor) -> None:
         """Start to send one tensor and to receive another. Keep both until `wait`."""
         assert transfer.to is not None
         assert transfer.source is not None
@@ -147,14 +132,14 @@ class Transport:
                 ]
             )
 
-    def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
+    def start_gather(self, transfer: Transfer, own: Tensor) -> Tensor:
         """Start an all-gather of a contiguous tensor. Return [peers, ...], valid after `wait`."""
         with self._posting(transfer, own.nbytes) as group:
             gathered, work = start_all_gather(own, len(transfer.peers), group)
             self._works[transfer.number], self._inputs[transfer.number] = [work], own
         return gathered
 
-    def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
+    def start_scatter(self, transfer: Transfer, shards: Tensor) -> Tensor:
         """Start a reduce-scatter of [peers, ...]. Return this rank's sum, valid after `wait`."""
         with self._posting(transfer, shards.nbytes) as group:
             own, work = start_reduce_scatter(shards, group)
@@ -164,18 +149,16 @@ class Transport:
     def start_rows(
         self,
         transfer: Transfer,
-        leaving: Callable[[], torch.Tensor],
+        leaving: Callable[[], Tensor],
         row_bytes: int,
         sent: Sequence[int],
         received: Sequence[int],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Start to send each peer its rows. Return what leaves, and what `wait` completes.
 
         Args:
             leaving: makes the contiguous tensor to send, [rows, ...], by peer. It runs behind the
                 transfer ``transfer.after``, whose tensors it may read.
-            row_bytes: number of bytes per row.
-            sent, received: number of rows for and from each peer, in the order of the peers.
         """
         with self._posting(transfer, row_bytes * sum(sent)) as group:
             rows = leaving()
@@ -187,7 +170,7 @@ class Transport:
             self._works[transfer.number], self._inputs[transfer.number] = [work], rows
         return rows, arrived
 
-    def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, transfer: Transfer, parts: Tensor) -> Tensor:
         """Send parts[i] to peer i. Return the received parts, [peers, ...], ready to use."""
         arrived = torch.empty_like(parts)
         with (
@@ -200,7 +183,7 @@ class Transport:
             self.recorder.arrived(transfer.number)
         return arrived
 
-    def start_all_reduce(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+    def start_all_reduce(self, transfer: Transfer, tensor: Tensor) -> None:
         """Start to sum a tensor in place over all ranks that hold the same heads.
 
         The all-reduce is not part of the schedule and has its own communicator. At most one may be
@@ -228,7 +211,6 @@ class Transport:
         self._inputs.pop(number, None)
 
     def end(self) -> None:
-        """End the pass."""
         assert not self._works, "every transfer has been waited for"
         progress_record.note(f"after {self.pass_name}")
 
@@ -247,10 +229,7 @@ class Transport:
 
     @contextmanager
     def _posting(self, transfer: Transfer, posted: int) -> Iterator[dist.ProcessGroup | None]:
-        """Yield the communicator on which to post a transfer, and record the transfer.
-
-        posted: number of bytes of the tensor to post.
-        """
+        """Yield the communicator on which to post a transfer, and record the transfer."""
         number = transfer.number
         self._transfers[number] = transfer
         failure = f"{transfer.payload} could not be posted"
@@ -270,12 +249,7 @@ class Transport:
 
     @contextmanager
     def _after_earlier(self, transfer: Transfer) -> Iterator[None]:
-        """Order a transfer that the ``with`` block posts after `transfer.after`.
-
-        If both transfers use the same NCCL communicator, the order of posting is enough. Otherwise
-        a side stream waits for the earlier transfer, so that the compute stream does not wait. gloo
-        has no streams, so the host waits.
-        """
+        """Order a transfer that the ``with`` block posts after `transfer.after`."""
         works = [] if transfer.after is None else self._works.get(transfer.after, [])
         if transfer.after is None or not works:
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 
 from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -25,13 +24,11 @@ from mtrain_cli.profiling.measurement import (
     entry_point,
     rotated,
 )
-from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.profiling.recorded_work import Estimated, estimated
+from mtrain_cli.profiling.record_collector import Estimated, estimated
 from mtrain_cli.training.batch import Batches, Layouts, MixedAttention, attention_setups
 from mtrain_cli.training.flops import causal_pairs
 
-PEER = "torch context_parallel, cuDNN"
 HEADER = (
     f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
 )
@@ -49,10 +46,6 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
             mine = [case for case in cases if case.config.seq == seq]
             first_part = 1 + plan.samples * cases.index(mine[0])
             stopped = stopped or _measure(mine, bench, writer, progress, first_part)
-            if not stopped and plan.peer:
-                peer = _measure_peer(mine[0].config, bench, plan.samples)
-                writer.peer(peer)
-                progress.say(_row(f"{PEER} {format_size(seq)}", 1.0, peer))
     writer.finish()
     if not plan.quiet:
         writer.show()
@@ -93,7 +86,18 @@ def _measure(
     for attention in attentions:
         facts = writer.facts(attention.case)
         by_kind = [_medians(bench, times) for times in zip(*attention.times, strict=True)]
-        _note_times(facts, attention, by_kind)
+        facts.update({name: float(np.mean([of[name] for of in by_kind])) for name in by_kind[0]})
+        attend = attention.attend
+        if isinstance(attend, MixedAttention):
+            for times, layer in zip(by_kind, (attend.window.plan, attend.full.plan), strict=True):
+                times["density"] = layer.allowed_pairs / (
+                    len(layer.masks) * causal_pairs(facts["seq"])
+                )
+            sparse, dense = by_kind
+            if attention.case.choices.pattern is not None and facts["density"] is not None:
+                # The density of the case is the mean of the two layers. Rank 0 knows it.
+                sparse["density"] = 2 * facts["density"] - dense["density"]
+            facts["kinds"] = dict(zip(layer_kinds(attention.case.config), by_kind, strict=True))
         if bench.first:
             progress.say(_row(attention.case.label, facts["density"], facts))
             for kind, times in facts.get("kinds", {}).items():
@@ -111,11 +115,6 @@ _Times = list[tuple[float, float]]
 class _Inputs:
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     dout: torch.Tensor
-
-    @staticmethod
-    def of(tensors: Iterable[torch.Tensor]) -> _Inputs:
-        q, k, v, dout = tensors
-        return _Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
 
     def time_passes(
         self, attend: Callable[..., torch.Tensor], recorder: Recorder
@@ -155,7 +154,10 @@ class _Attention:
         attend = make(_samples(case.config, bench)).attention
         key = layout.name, layout.padded_seq
         if key not in inputs:
-            inputs[key] = _Inputs.of(_draw(case, bench))
+            q, k, v, dout = _draw(case, bench)
+            inputs[key] = _Inputs(
+                (q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout
+            )
         return _Attention(case, bench, attend, inputs[key])
 
     def __call__(self, recorded: bool) -> _Times:
@@ -186,21 +188,16 @@ def _samples(config: Config, bench: Bench) -> list[Sample]:
     return [dataset[number % len(dataset)] for number in range(first, first + count)]
 
 
-def _heads(config: Config) -> tuple[int, ...]:
-    model = config.model
-    return model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads
-
-
 def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
     """Yield this worker's random q, k, v and dout, each [batch, tokens, heads, head_dim]."""
     # Workers draw the same sequences and keep their tokens, whatever the layout.
     layout, config = case.choices.layout, case.config
-    head_dim = config.model.head_dim
+    model, head_dim = config.model, config.model.head_dim
     options: dict[str, Any] = {"device": bench.device, "dtype": case.choices.dtype}
     group = bench.environment.dims.coordinate("dp", bench.environment.rank)
     held = torch.from_numpy(layout.positions(case.exchange.group.rank)).to(bench.device)
     generator = torch.Generator(bench.device).manual_seed(config.seed + group)
-    for heads in _heads(config):
+    for heads in (model.num_heads, *[model.num_kv_heads] * 2, model.num_heads):
         shape = config.train.micro_batch, layout.tokens_per_worker, heads, head_dim
         tensor = torch.empty(shape, **options)
         # Draw one head at a time: whole sequences of all heads would not fit into memory.
@@ -209,45 +206,6 @@ def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
                 whole = torch.randn(config.seq, head_dim, generator=generator, **options)
                 sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
         yield tensor
-
-
-def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
-    """Time PyTorch's context parallelism on the same shapes, with dense attention in bfloat16."""
-    model, world = config.model, bench.environment.dims.cp
-    call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
-    generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
-    options: dict[str, Any] = {"device": bench.device, "dtype": torch.bfloat16}
-    shape = config.seq // world, model.head_dim
-    inputs = _Inputs.of(
-        torch.randn(config.train.micro_batch, heads, *shape, generator=generator, **options)
-        for heads in _heads(config)
-    )
-    times = []
-    for _ in range(repeats + 1):
-        bench.synchronize()
-        times.append(inputs.time_passes(call, bench.collector.recorder))
-    found = _medians(bench, times[1:])  # the first is a warm-up
-    bench.free_memory()
-    return {"label": PEER, "seq": config.seq, "workers": world, **found}
-
-
-def _note_times(
-    facts: dict[str, Any],
-    attention: _Attention,
-    by_kind: Sequence[dict[str, float]],
-) -> None:
-    """Add the times of a layer to the entry of a case: the mean of the kinds, and each kind."""
-    facts.update({name: float(np.mean([of[name] for of in by_kind])) for name in by_kind[0]})
-    attend = attention.attend
-    if isinstance(attend, MixedAttention):
-        for times, plan in zip(by_kind, (attend.window.plan, attend.full.plan), strict=True):
-            causal = len(plan.masks) * causal_pairs(facts["seq"])
-            times["density"] = plan.allowed_pairs / causal
-        sparse, dense = by_kind
-        if attention.case.choices.pattern is not None and facts["density"] is not None:
-            # The density of the case is the mean of the two measured layers. Rank 0 knows it.
-            sparse["density"] = 2 * facts["density"] - dense["density"]
-        facts["kinds"] = dict(zip(layer_kinds(attention.case.config), by_kind, strict=True))
 
 
 def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -1,30 +1,16 @@
-"""Find this machine's devices, versions, packages and usable kernels for `mtrain doctor`.
-
-This module runs without a GPU and without optional packages.
-"""
+"""Find devices, versions, packages and usable kernels for `mtrain doctor`, whatever is missing."""
 
 from __future__ import annotations
 
-import itertools
-import os
 import platform
-import re
-import shutil
 import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from mtrain_cli.attention.kernel import KernelRequest
-from mtrain_cli.attention.kernel_registry import choose, survey
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.grouping import grouped
-from mtrain_cli.launch.environment import cpu_cores, host_memory, loopback_variables
+from mtrain_cli.attention.kernel_registry import survey
+from mtrain_cli.launch.environment import cpu_cores, host_memory
 from mtrain_cli.profiling.timing import installed_version
 from mtrain_cli.training.memory import GIB
 
@@ -45,27 +31,11 @@ _PACKAGES: tuple[tuple[str, tuple[str, ...], str | None, str], ...] = (
     ("transformers", ("transformers",), "hf", "mtrain checkpoint verify"),
     ("tensorboard", ("tensorboard",), "tensorboard", "run.tensorboard=true"),
 )
-# The path classes of `nvidia-smi topo -m`.
-_LINKS = {
-    "X": "itself",
-    "SYS": "PCIe and the link between sockets",
-    "NODE": "PCIe host bridges of one socket",
-    "PHB": "PCIe host bridge",
-    "PXB": "several PCIe switches",
-    "PIX": "one PCIe switch",
-}
-_ACCESS = {
-    "peer": "direct access between the two GPUs",
-    "no peer": "no direct access, through host memory",
-}
 
 
 @dataclass(frozen=True)
 class DetectedGpu:
-    """One GPU.
-
-    free_gib: memory that no process uses, in GiB.
-    """
+    """One GPU. free_gib: memory that no process uses, in GiB."""
 
     index: int
     name: str
@@ -75,23 +45,10 @@ class DetectedGpu:
 
 
 @dataclass(frozen=True)
-class DetectedLink:
-    """The path from GPU ``a`` to GPU ``b``.
-
-    kind: ``NV`` followed by the number of NVLinks, or a PCIe path class of nvidia-smi such as
-        ``PIX``. If nvidia-smi lists no paths, ``peer`` (direct access) or ``no peer``.
-    """
-
-    a: int
-    b: int
-    kind: str
-
-
-@dataclass(frozen=True)
 class Package:
     """A Python package that mtrain can use.
 
-    version: installed version; None if the package is not installed.
+    version: None if the package is not installed.
     extra: extra of mtrain that installs the package; None if mtrain always installs it.
     purpose: feature that needs the package; empty if all of mtrain needs it.
     """
@@ -104,27 +61,12 @@ class Package:
 
 @dataclass(frozen=True)
 class KernelState:
-    """Whether a kernel can run on a device.
-
-    reason: why the kernel cannot run on the device; None if it can.
-    """
+    """Whether a kernel can run on a device. reason: why not; None if it can."""
 
     name: str
     device: str
     dtype: str
     reason: str | None
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """The result of one check.
-
-    detail: what the check observed, or the error that made it fail.
-    """
-
-    name: str
-    passed: bool
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -139,24 +81,14 @@ class Diagnosis:
     driver: str | None
     nccl: str | None
     gpus: list[DetectedGpu]
-    links: list[DetectedLink]
     packages: list[Package]
     kernels: list[KernelState]
-    checks: list[CheckResult]
 
 
-def diagnose(check: bool) -> Diagnosis:
-    """Inspect this machine.
-
-    check: whether to also start two processes over gloo and run every usable kernel once.
-    """
+def diagnose() -> Diagnosis:
+    """Inspect this machine."""
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     nccl = torch.cuda.nccl.version() if gpus and torch.distributed.is_nccl_available() else None
-    kernels = _kernels(gpus)
-    checks = []
-    if check:
-        usable = [kernel for kernel in kernels if kernel.reason is None]
-        checks = [_check_gloo(), *map(_check_kernel, usable)]
     return Diagnosis(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -166,13 +98,11 @@ def diagnose(check: bool) -> Diagnosis:
         driver=_driver() if gpus else None,
         nccl=".".join(map(str, nccl)) if nccl else None,
         gpus=gpus,
-        links=_links(len(gpus)),
         packages=[
             Package(name, next(filter(None, map(installed_version, names)), None), extra, purpose)
             for name, names, extra, purpose in _PACKAGES
         ],
-        kernels=kernels,
-        checks=checks,
+        kernels=_kernels(gpus),
     )
 
 
@@ -189,72 +119,17 @@ def _cpu_memory() -> float | None:
         return None
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of nvidia-smi, or None if it is missing or fails."""
-    if shutil.which("nvidia-smi") is None:
-        return None
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return None
-
-
-def _driver() -> str | None:
-    text = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    return text.split()[0] if text and text.split() else None
-
-
-def _links(gpus: int) -> list[DetectedLink]:
-    if gpus < 2:
-        return []
-    links = parse_topology(_nvidia_smi("topo", "-m") or "")
-    if len(links) == gpus * (gpus - 1):
-        return links
-    return [
-        DetectedLink(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer")
-        for a, b in itertools.permutations(range(gpus), 2)
-    ]
-
-
-def parse_topology(text: str) -> list[DetectedLink]:
-    """Parse `nvidia-smi topo -m` into one link per ordered pair of different GPUs."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    rows = {
-        int(words[0][3:]): words[1:]
-        for words in lines
-        if words and re.fullmatch(r"GPU\d+", words[0])
-    }
-    return [
-        DetectedLink(a, b, row[b])
-        for a, row in sorted(rows.items())
-        for b in sorted(rows)
-        if a != b and b < len(row)
-    ]
-
-
-def describe_links(links: list[DetectedLink]) -> list[str]:
-    """Return one line per kind of link. A line lists the GPU pairs with this kind of link.
-
-    If all pairs have the same kind, the line says "every pair".
-    """
-    kinds = grouped((link for link in links if link.a < link.b), lambda link: link.kind)
-    lines = []
-    for kind, of_kind in sorted(kinds.items()):
-        nvlink = f"NVLink, {kind[2:]} links" if kind.startswith("NV") else "unknown path"
-        path = _ACCESS.get(kind) or f"{kind}: {_LINKS.get(kind, nvlink)}"
-        pairs = ", ".join(f"{link.a}-{link.b}" for link in of_kind)
-        lines.append(f"{path} ({'every pair' if len(kinds) == 1 else pairs})")
-    return lines
+    return next(iter(found.split()), None)
 
 
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
-    """Return whether each kernel can run a typical model, for each compute capability and the CPU.
-
-    The model has head_dim 128, 16 query heads and 2 KV heads. The dtype is bfloat16 on GPUs and
-    float32 on the CPU.
-    """
+    """Return which kernels run a typical model, for each compute capability and the CPU."""
     requests = [
         KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)
         for capability in sorted({gpu.capability for gpu in gpus})
@@ -265,72 +140,3 @@ def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
         for request in requests
         for name, reason in survey(request)
     ]
-
-
-_GLOO = """
-import os, sys, torch, torch.distributed as dist
-rank, meet = int(sys.argv[1]), "file://" + sys.argv[2]
-dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-number = torch.tensor([rank + 1.0])
-dist.all_reduce(number)
-dist.destroy_process_group()
-print(int(number.item()))
-"""
-
-
-def _check_gloo() -> CheckResult:
-    name = "two processes over gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, **loopback_variables(), "OMP_NUM_THREADS": "1"}
-        workers = [
-            subprocess.Popen(
-                [sys.executable, "-c", _GLOO, str(rank), os.path.join(folder, "meet")],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for rank in range(2)
-        ]
-        try:
-            answers = [worker.communicate(timeout=60) for worker in workers]
-        except subprocess.TimeoutExpired:
-            problem = "no answer within 60 s; is the loopback network interface blocked?"
-            return CheckResult(name, False, problem)
-        finally:
-            for worker in workers:
-                worker.kill()
-    if all(out.strip() == "3" for out, _ in answers):
-        return CheckResult(name, True, "all_reduce gave the right sum")
-    errors = [err.strip().splitlines()[-1] for _, err in answers if err.strip()]
-    return CheckResult(name, False, errors[0] if errors else "wrong sum")
-
-
-def _check_kernel(state: KernelState) -> CheckResult:
-    """Run one small causal forward pass and compare its output with the float64 reference.
-
-    The check passes if the largest difference does not exceed the rounding error of the dtype.
-    """
-    name = f"kernel {state.name} on {state.device}"
-    tokens, dtype = 256, getattr(torch, state.dtype)
-    positions = np.arange(tokens, dtype=np.int64)
-    spans = SequenceMask.causal(tokens, tokens).spans(positions, positions)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, tokens, heads, 128, generator=generator).to(dtype) for heads in (16, 2, 2)
-    )
-    exact, _ = ReferenceKernel().forward(
-        q.double(), k.double(), v.double(), Tiles.make([spans]), 128**-0.5
-    )
-    try:
-        capability = torch.cuda.get_device_capability() if state.device == "cuda" else None
-        request = KernelRequest(state.device, capability, state.dtype, 128, 16, 2)
-        kernel, _ = choose(state.name, request)
-        q, k, v = (tensor.to(state.device) for tensor in (q, k, v))
-        out, _ = kernel.forward(q, k, v, Tiles.make([spans], state.device), 128**-0.5)
-    except Exception as error:  # a third-party kernel may raise anything; report it
-        first = str(error).partition("\n")[0]
-        return CheckResult(name, False, f"{type(error).__name__}: {first}")
-    worst = (out.cpu().double() - exact).abs().max().item()
-    close = worst <= max(8 * torch.finfo(dtype).eps, 1e-5)
-    return CheckResult(name, close, f"largest difference from float64 {worst:.1e}")

@@ -1,11 +1,13 @@
-"""`mtrain profile kernels`: time this machine's attention kernels, dense and with fixed indices.
+"""`mtrain profile kernels`: time attention kernels, dense and with fixed indices.
 
-The result is a calibration file. From this file, the simulator predicts the time of kernel calls on
-this device.
+The times are a calibration of the simulator. In a ring over W workers, a call has W * W times less
+work than one over the whole sequence, so its fixed time dominates: `profile_worker_calls` times the
+steps of real schedules without messages.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -18,19 +20,34 @@ from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest, Sav
 from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
-from mtrain_cli.attention.partials import row_delta
+from mtrain_cli.attention.packed_columns import SharedColumns
+from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.profiling.timing import dtype_name, median_ms
-from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
+from mtrain_cli.config.exchanges import exchange_name
+from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.plan import positions_of
+from mtrain_cli.parallel.program import Compute, Whole
+from mtrain_cli.parallel.program_builder import Traits
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.profiling.timing import median_ms
+from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE
+from mtrain_cli.simulation.work_counts import (
+    BACKWARD,
+    FLOP_PER_PAIR,
+    FORWARD,
+    StepWork,
+    WorkCounter,
+)
 from mtrain_cli.sparsity.fixed import fixed_index
+
+LAYOUTS = ("striped", "zigzag")
+RING, GATHER = (exchange_name(gathers=gathers, hierarchical=False) for gathers in (False, True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One shape to time.
-
-    density: share of the causal block pairs that lie on slashes; None for dense attention.
-    """
+    """One shape. density: share of causal block pairs on slashes; None for dense attention."""
 
     seq: int
     heads: int
@@ -56,12 +73,9 @@ class KernelCase:
 class CallTime:
     """Median times of one kernel on one case.
 
-    pairs: number of query-key pairs to compute, summed over the heads.
-    forward_ms, backward_ms: median time of a call; None for a backward that the kernel lacks.
-    forward_tflops, backward_tflops: throughput in TFLOP/s, from ``pairs`` and
-        `work_counts.FLOP_PER_PAIR`.
-    forward_ratio, backward_ratio: time of another implementation in the same run, divided by this
-        time; None without such a time.
+    pairs: query-key pairs to compute, summed over the heads.
+    backward_ms: None for a backward that the kernel lacks.
+    forward_ratio, backward_ratio: time of another implementation in the same run over this time.
     """
 
     derived: ClassVar = ("forward_tflops", "backward_tflops")
@@ -79,32 +93,24 @@ class CallTime:
 
     @property
     def backward_tflops(self) -> float | None:
-        if self.backward_ms is None:
-            return None
-        return FLOP_PER_PAIR[BACKWARD] * self.case.head_dim * self.pairs / self.backward_ms / 1e9
+        flop = FLOP_PER_PAIR[BACKWARD] * self.case.head_dim * self.pairs
+        return self.backward_ms and flop / self.backward_ms / 1e9
 
-    def compared(self, base: CallTime | None) -> Self:
-        """Return these times with the ratios of ``base``; without ratios if it is None."""
-        if base is None:
-            return self
-        backward = None
-        if base.backward_ms and self.backward_ms:
-            backward = base.backward_ms / self.backward_ms
+    def compared(self, base: CallTime) -> Self:
+        """Return these times with their ratios to ``base``."""
+        ratio = base.backward_ms and self.backward_ms and base.backward_ms / self.backward_ms
         forward = base.forward_ms / self.forward_ms
-        return replace(self, forward_ratio=forward, backward_ratio=backward)
+        return replace(self, forward_ratio=forward, backward_ratio=ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime(CallTime):
     """Median times of one kernel with one index. The ratios are to dense attention.
 
-    blocks: number of block pairs on slashes, summed over the heads.
-    column_pairs: number of query-key pairs of single columns, summed over the heads.
-    form: form of the call, one of the names in `simulation.calibration`; None to derive the form
-        from the density.
-    what: name of the call that was timed for one worker (`profiling.worker_calls`); `whole` for a
-        call on the whole sequence.
-    mask_pairs: number of query-key pairs that the mask allows; None if not counted.
+    blocks, column_pairs: block pairs on slashes, and pairs of single columns, over all heads.
+    form: name in `simulation.calibration`; None to derive it from the density.
+    what: name of a worker's call; `whole` for one on the whole sequence.
+    mask_pairs: query-key pairs that the mask allows; None if not counted.
     skips: whether the kernel skips the pairs that the index leaves out.
     """
 
@@ -119,11 +125,7 @@ class KernelTime(CallTime):
 
 @dataclass(frozen=True)
 class KernelBench:
-    """The kernels to time, and the settings of the measurement.
-
-    names: names of the kernels to time; empty for all kernels except `reference`.
-    repeats: number of calls whose median is the result.
-    """
+    """The kernels to time. names: empty for all kernels except `reference`."""
 
     names: Sequence[str]
     dtype: torch.dtype
@@ -131,11 +133,7 @@ class KernelBench:
     repeats: int
 
     def kernels(self, case: KernelCase) -> Iterator[Kernel]:
-        """Yield the kernels to time on a case.
-
-        For a sparse case, yield all kernels that support the case. For dense attention, yield the
-        kernel that `auto` chooses.
-        """
+        """Yield all kernels that support a sparse case; for a dense one, that of `auto`."""
         names = ["auto"]
         if case.density is not None:
             names = [name for name, reason in self.survey(case) if reason is None]
@@ -151,22 +149,17 @@ class KernelBench:
         ]
 
     def request(self, case: KernelCase, intervals: int = 1) -> KernelRequest:
-        """Return what a case needs from a kernel.
-
-        intervals: most intervals of keys that a query sees.
-        """
+        """Return what a case needs. intervals: most intervals of keys that a query sees."""
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
         index = None if case.density is None else IndexRequest(case.block, bitmap=False)
+        dtype = str(self.dtype).removeprefix("torch.")
         return KernelRequest(
-            self.device, capability, dtype_name(self.dtype), case.head_dim, case.heads,
+            self.device, capability, dtype, case.head_dim, case.heads,
             case.kv_heads, index=index, intervals=intervals,
         )  # fmt: skip
 
     def unsupported(self, cases: Sequence[KernelCase]) -> list[tuple[str, str, bool]]:
-        """Return (name, reason, never) for every kernel that cannot run at least one case.
-
-        never: True if the kernel cannot run any case.
-        """
+        """Return (name, reason, runs no case) for every kernel that cannot run some case."""
         surveyed = dict.fromkeys(answer for case in cases for answer in self.survey(case))
         served = {name for name, reason in surveyed if reason is None}
         return [(name, reason, name not in served) for name, reason in surveyed if reason]
@@ -193,8 +186,8 @@ class KernelBench:
     ) -> dict[str, Any]:
         """Return forward_ms and backward_ms of a kernel on random inputs.
 
-        with_delta: whether to compute delta before the timed calls, as a ring does. A kernel that
-            needs the output always computes delta in the timed call.
+        with_delta: compute delta before the timed calls, as a ring does, unless the kernel needs
+            the output: such a kernel computes delta itself.
         """
         q, k, v, dout = self.inputs(case, tiles.num_queries, tiles.num_keys)
         scale = case.head_dim**-0.5
@@ -210,18 +203,11 @@ class KernelBench:
     ) -> dict[str, Any]:
         """Return forward_ms and backward_ms, the latter None without a backward."""
         calls = {"forward_ms": forward, "backward_ms": backward}
-        return {
-            name: call and median_ms(call, self.device, self.repeats)
-            for name, call in calls.items()
-        }
+        return {n: call and median_ms(call, self.device, self.repeats) for n, call in calls.items()}
 
 
 def profile_kernels(bench: KernelBench, cases: Sequence[KernelCase]) -> Iterator[KernelTime]:
-    """Yield the time of every kernel on every case that the kernel supports.
-
-    For each length, dense attention with the kernel that `auto` chooses comes first. The ratios of
-    the sparse cases use this dense time.
-    """
+    """Yield the time of every kernel on every case that it supports, after dense attention's."""
     dense: dict[KernelCase, KernelTime] = {}
     for case in cases:
         base = case.dense
@@ -254,3 +240,121 @@ def _measure(bench: KernelBench, kernel: Kernel, case: KernelCase) -> KernelTime
         mask_pairs=mask_pairs,
         skips=kernel.skips,
     )
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """The worker with the last rank, whose kernel calls are timed."""
+
+    bench: KernelBench
+    kernel: Kernel
+    case: KernelCase
+    layout: Layout
+    mask: SequenceMask
+    index: VerticalSlash | None
+
+    @property
+    def rank(self) -> int:
+        return self.layout.workers - 1
+
+    @property
+    def queries(self) -> IntArray:
+        return self.layout.positions(self.rank)
+
+    def tiles(self, keys: IntArray) -> Tiles:
+        return self.bench.tiles(self.mask, self.queries, keys, self.case)
+
+    def schedule(self, exchange: str) -> Schedule:
+        return make_schedule(exchange, ScheduleOptions(self.layout.workers, self.layout.workers))
+
+    def work(self, schedule: Schedule, index: VerticalSlash | None) -> StepWork:
+        case = self.case
+        counter = WorkCounter.make(schedule, self.layout, [self.mask], case.heads, case.block)
+        return counter.count(index, self.rank)[FORWARD]
+
+    def time(
+        self, form: str, what: str, ms: dict[str, Any], mask_pairs: int, **counts: int
+    ) -> KernelTime:
+        return KernelTime(
+            kernel=self.kernel.name, case=self.case, form=form, workers=self.layout.workers,
+            what=f"{self.layout.name}, {what}", mask_pairs=mask_pairs, skips=self.kernel.skips,
+            **counts, **ms,
+        )  # fmt: skip
+
+
+def profile_worker_calls(
+    bench: KernelBench, cases: Sequence[KernelCase], workers: Sequence[int]
+) -> Iterator[KernelTime]:
+    """Yield the times of one worker's calls: a ring's, whose slashes and columns need separate
+    calls, and an all-gather's. Skip lengths that do not divide into whole blocks.
+    """
+    seen: set[tuple[KernelCase, int, str]] = set()
+    for case, count, name in itertools.product(cases, workers, LAYOUTS):
+        if case.seq % (2 * count * case.block):
+            continue
+        layout = make_layout(name, count, case.seq, case.block, unit=case.block)
+        mask = SequenceMask.causal(case.seq, layout.padded_seq)
+        for shape in (case.dense, case):
+            if (shape, count, name) in seen:
+                continue
+            seen.add((shape, count, name))
+            for kernel in bench.kernels(shape):
+                index = None if shape.density is None else shape.index()
+                yield from _calls(_Worker(bench, kernel, shape, layout, mask, index))
+
+
+def _calls(worker: _Worker) -> Iterator[KernelTime]:
+    for exchange in (RING, GATHER):
+        schedule = worker.schedule(exchange)
+        work, masked = (worker.work(schedule, index) for index in (worker.index, None))
+        traits = Traits(columns=not schedule.gathers)
+        calls = list(lower(schedule, worker.rank, traits=traits).computes)
+        for step in sorted({0, len(calls) // 2}):
+            if work.pairs[0, step]:
+                what = f"{exchange} step {step}" if len(calls) > 1 else exchange
+                yield _time_step(worker, calls[step], what, work, masked)
+    if worker.index is not None and worker.case.columns:
+        yield _time_columns(worker, worker.index)
+
+
+def _time_step(
+    worker: _Worker, call: Compute, what: str, work: StepWork, masked: StepWork
+) -> KernelTime:
+    bench, case, index, step = worker.bench, worker.case, worker.index, call.step
+    gathered = isinstance(call.keys, Whole)
+    tiles = worker.tiles(positions_of(worker.layout, call.keys))
+    form, columns = LISTS if worker.layout.name == "striped" else DENSE, 0
+    if index is not None:
+        form = SPARSE if gathered else DIAGONALS
+        kept = index if call.with_columns else index.without_columns()
+        tiles = tiles.with_index(kept.to(bench.device))
+        if call.with_columns and work.of_columns is not None:
+            columns = int(work.of_columns[0, step])
+    ms = bench.time_passes(worker.kernel, case, tiles, with_delta=not gathered)
+    pairs, blocks = int(work.pairs[0, step]), int(work.blocks[0, step])
+    mask_pairs = int(masked.pairs[0, step])
+    return worker.time(form, what, ms, mask_pairs, pairs=pairs, blocks=blocks, column_pairs=columns)
+
+
+def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
+    bench, case, kernel, own = worker.bench, worker.case, worker.kernel, worker.queries
+    moved = index.to(bench.device)
+    everything = worker.tiles(np.arange(worker.layout.padded_seq)).with_index(moved)
+    shared = SharedColumns.make(everything, worker.tiles(own).with_index(moved))
+    assert shared is not None
+    q, _, _, dout = bench.inputs(case, len(own), len(own))
+    scale, width = case.head_dim**-0.5, shared.slots.shape[-1]
+    packed = torch.randn(2, 1, case.heads, width, case.head_dim, device=q.device, dtype=q.dtype)
+    # The call merges its result with the output of a step, so it needs an output to merge with.
+    partial = (
+        torch.zeros_like(q),
+        torch.zeros(1, case.heads, len(own), device=q.device, dtype=accumulation_dtype(q.dtype)),
+    )
+    out, lse = kernel.forward_columns(q, packed, shared, scale, partial)
+    delta = row_delta(out.to(q.dtype), dout)
+    ms = bench.time_calls(
+        lambda: kernel.forward_columns(q, packed, shared, scale, partial),
+        lambda: kernel.backward_columns(dout, q, packed, lse, delta, shared, scale),
+    )
+    pairs = int(worker.work(worker.schedule(RING), index).column_pairs[0])
+    return worker.time(ALONE_COLUMNS, "columns", ms, pairs, pairs=pairs, column_pairs=pairs)

@@ -1,10 +1,8 @@
 """`mtrain profile links`: time messages between workers, alone and during a computation.
 
-The two link classes are measured separately: rings inside a node (inner) and rings between nodes
-(outer). Between nodes, one ring runs alone, then all rings run together. The difference shows
-whether GPUs share a network card. Messages use the same calls as `parallel.transport`. On a GPU,
-CUDA events measure the time, and the stream stays busy until the host has queued everything. On a
-CPU, the monotonic clock measures the time.
+Rings inside a node (inner) and between nodes (outer) are measured separately; between nodes, one
+ring alone and then all together, which shows whether GPUs share a network card. Messages use the
+calls of `parallel.transport`. On a GPU, the stream stays busy until the host has queued everything.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,9 +27,6 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.pipeline_group import PipelineGroup
-from mtrain_cli.parallel.pipeline_schedule import ACTIVATIONS
-from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.profiling.timing import device_name, measure, median_ms, result_document
 from mtrain_cli.simulation import link_fit
@@ -54,22 +48,16 @@ Start = Callable[[], list[dist.Work]]
 class LinkBenchmarkPlan(BenchmarkPlan):
     """The messages to measure.
 
-    sizes: sizes of the messages in bytes. In a hop, a rank sends this size to one peer. In a
-        collective, a rank receives this size from all peers together.
-    nodes: number of nodes in the cluster file; None for the measured number.
-    per_node: number of GPUs per node in the cluster file; None for the measured number.
+    sizes: bytes that a rank sends to one peer in a hop, or receives from all in a collective.
     """
 
     sizes: Sequence[int]
     repeats: int
-    loaded: bool
     name: str
-    per_node: int | None = None
-    nodes: int | None = None
 
     @property
     def loaded_repeats(self) -> int:
-        return max(1, self.repeats // 2) if self.loaded else 0
+        return max(1, self.repeats // 2)
 
 
 @entry_point(LinkBenchmarkPlan)
@@ -83,11 +71,6 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
         channels=(schedule.INNER, schedule.OUTER),
     )
     operations = list(_operations(group, bench.device))
-    if (tensor := bench.tensor_group()) is not None:
-        operations += _tensor_operations(tensor, bench.device)
-    if (stages := bench.pipeline_group()) is not None:
-        start = partial(_stage_hop, stages, bench.device)
-        operations.append(_Operation(schedule.STAGE, link_fit.HOP, 2, start))
     times: list[link_fit.LinkTime] = []
     stopped = False
     bench.synchronize()
@@ -152,15 +135,6 @@ def _operations(group: ContextGroup, device: torch.device) -> Iterator[_Operatio
             yield _Operation(link, what, ranks, start)
 
 
-def _tensor_operations(group: TensorGroup, device: torch.device) -> list[_Operation]:
-    """Return the messages of tensor parallelism. All tensor groups send theirs at once."""
-    messages = _Messages(device, group.size, group.process_group, group.process_group)
-    return [
-        _Operation(schedule.TENSOR, link_fit.GATHER, group.size, messages.gather),
-        _Operation(schedule.TENSOR, link_fit.SCATTER, group.size, messages.scatter),
-    ]
-
-
 def _ones(device: torch.device, size: int, *shape: int) -> torch.Tensor:
     """Return float32 ones [*shape, ...] of ``size`` bytes for each entry of ``shape``."""
     return torch.ones(*shape, max(_SMALLEST, size) // 4, dtype=torch.float32, device=device)
@@ -188,7 +162,6 @@ class _Messages:
         return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, arriving, self.source, group)])
 
     def two_hops(self, size: int) -> tuple[Start, int]:
-        """Prepare two simultaneous hops: one with KV and one with gradients."""
         a, b, c, d = (_ones(self.device, size) for _ in range(4))
         return lambda: self._hop(a, b, self.group) + self._hop(c, d, self.other), a.nbytes
 
@@ -216,24 +189,6 @@ class _Messages:
         return start, parts[0].nbytes * (self.ranks - 1)
 
 
-def _stage_hop(group: PipelineGroup, device: torch.device, size: int) -> tuple[Start, int]:
-    """Prepare a message from each stage to the next. The last stage only receives."""
-    leaving, arriving = (_ones(device, size) for _ in range(2))
-    stage = group.stage
-    messages = [
-        dist.P2POp(operation, tensor, group.ranks[peer], channel)
-        for operation, tensor, peer, hop in (
-            (dist.irecv, arriving, stage - 1, (stage - 1, stage)),
-            (dist.isend, leaving, stage + 1, (stage, stage + 1)),
-        )
-        if (channel := group.channels.get((ACTIVATIONS, *hop))) is not None
-    ]
-    return (
-        lambda: [work for message in messages for work in dist.batch_isend_irecv([message])],
-        leaving.nbytes,
-    )
-
-
 def _measured(
     operation: _Operation,
     plan: LinkBenchmarkPlan,
@@ -244,9 +199,7 @@ def _measured(
     """Time one operation at all sizes, on all ranks. Return None if a stop was requested."""
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
-    alone: list[list[float]] = [[] for _ in prepared]
-    loaded: list[list[float]] = [[] for _ in prepared]
-    slowdown: list[list[float]] = [[] for _ in prepared]
+    alone, loaded, slowdown = ([list[float]() for _ in prepared] for _ in range(3))
     for number in range(1 + plan.repeats + plan.loaded_repeats):
         if bench.stop_requested():
             return None
@@ -270,16 +223,12 @@ def _measured(
     sizes = [size for _, size in prepared]
     del prepared, start
     bench.free_memory()
+    of_load = [[float(np.median(v)) if v else None for v in of] for of in (loaded, slowdown)]
     return [
         link_fit.LinkTime(
-            operation.link,
-            operation.what,
-            size,
-            operation.ranks,
-            *_percentiles(alone[at]),
-            *(float(np.median(v[at])) if v[at] else None for v in (loaded, slowdown)),
+            operation.link, operation.what, size, operation.ranks, *_percentiles(times), *both
         )
-        for at, size in enumerate(sizes)
+        for size, times, *both in zip(sizes, alone, *of_load, strict=True)
     ]
 
 
@@ -375,13 +324,11 @@ class _Load:
         return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
 
     def _alone(self) -> float:
-        count = 20
-
         def many() -> None:
-            for _ in range(count):
+            for _ in range(20):
                 self.once()
 
-        return median_ms(many, "cuda" if self.gpu else "cpu", 3) / count
+        return median_ms(many, "cuda" if self.gpu else "cpu", 3) / 20
 
 
 def _machine(device: torch.device) -> link_fit.MeasuredMachine:
@@ -409,15 +356,10 @@ def _machine(device: torch.device) -> link_fit.MeasuredMachine:
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
     """Return percentiles 10, 50 and 90 of a small launch, in microseconds."""
-    x, count = torch.ones(64, device=device), 200
-
-    def many() -> None:
-        for _ in range(count):
-            torch.add(x, x, out=x)
-
+    x = torch.ones(64, device=device)
     idle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    samples = measure(many, "cpu", 10, before=idle)
-    middle, low, high = _percentiles([ms * 1e3 / count for ms in samples])
+    many = measure(lambda: [torch.add(x, x, out=x) for _ in range(200)], "cpu", 10, before=idle)
+    middle, low, high = _percentiles([ms * 1e3 / 200 for ms in many])
     return low, middle, high
 
 
@@ -434,20 +376,11 @@ def _write_results(
     gpu = environment.device == "cuda"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpu else None
     document = result_document(
-        "links",
-        environment.device,
-        times,
-        facts.get("command", []),
-        complete=complete,
-        backend="nccl" if gpu else "gloo",
-        workers=environment.dims.workers,
-        per_node=environment.workers_per_node,
-        nodes=environment.nodes,
-        virtual_nodes=virtual,
-        environment=facts,
-        machine=asdict(machine),
-        fits={},
-    )
+        "links", environment.device, times, facts.get("command", []), complete=complete,
+        backend="nccl" if gpu else "gloo", workers=environment.dims.workers,
+        per_node=environment.workers_per_node, nodes=environment.nodes, virtual_nodes=virtual,
+        environment=facts, machine=asdict(machine), fits={},
+    )  # fmt: skip
     document["versions"]["nccl"] = nccl
     if complete:
         document["fits"] = {
@@ -456,8 +389,8 @@ def _write_results(
         }
         document["cluster"] = link_fit.cluster_document(
             plan.name,
-            plan.nodes or environment.nodes,
-            plan.per_node or environment.workers_per_node,
+            environment.nodes,
+            environment.workers_per_node,
             machine,
             times,
             measured_ranks=environment.dims.workers,
@@ -467,10 +400,7 @@ def _write_results(
 
 
 def cluster_text(document: dict[str, Any]) -> str:
-    """Return the text of the cluster file. The first line names the hardware and the command.
-
-    document: content of links.json.
-    """
+    """Return the text of the cluster file of a links.json, after a line on hardware and command."""
     import yaml
 
     # Drop the path of the program: it means nothing elsewhere.

@@ -1,7 +1,6 @@
 """`mtrain profile kernels --mask causal,video`: time kernels under masks, on whole sequences.
 
-The masks are those that MagiAttention's paper measures, a video and answers that share a question.
-Each mask comes with the predicate that FlexAttention needs, so both compute the same pairs.
+The masks are those of MagiAttention's paper, a video, and answers that share a question.
 """
 
 from __future__ import annotations
@@ -24,23 +23,47 @@ from mtrain_cli.attention.named_masks import CAUSAL, BlockCausal, Full, SlidingW
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.model.compilation import compiled
 from mtrain_cli.profiling.kernel_benchmark import CallTime, KernelBench, KernelCase
-from mtrain_cli.profiling.peers import FlexAttention, Predicate
 
 FLEX = "flex"
 _ANSWERS = 8
 _LONGEST_MEAN = 8192  # of the documents' lengths
 _FULL = Full()
-# Whether a query sees a key, inside its document: a function of both positions.
+# Whether a query sees a key: of both positions in a document; of batch, head and both positions.
 Seen = Callable[[Any, Any], Any]
+Predicate = Callable[[Any, Any, Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FlexAttention:
+    """PyTorch's FlexAttention, compiled, under one mask, whose block lists are not timed."""
+
+    attend: Callable[..., torch.Tensor]
+    block_mask: Any
+
+    @staticmethod
+    def make(predicate: Predicate, seq: int, device: str) -> FlexAttention:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # Every mask and length compiles anew. Past a limit, Dynamo would stop to compile and
+        # compute all pairs.
+        torch._dynamo.reset()
+        # Uncompiled, the lists of blocks take memory for every pair.
+        make_lists = compiled(create_block_mask, False) if device == "cuda" else None
+        block_mask = (make_lists or create_block_mask)(predicate, None, None, seq, seq, device)
+        return FlexAttention(compiled(flex_attention, False), block_mask)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the output for q [1, heads, tokens, head_dim], and k and v with kv_heads."""
+        return self.attend(q, k, v, block_mask=self.block_mask, enable_gqa=True)
 
 
 @dataclass(frozen=True)
 class TimedMask:
-    """A mask of one sequence, and the predicate of the same pairs for FlexAttention.
+    """A mask of one sequence, and by device FlexAttention's predicate of the same pairs.
 
-    predicate: function of the device that returns the predicate.
-    sizes: the numbers that describe the mask, as text; "" if there are none.
+    sizes: the numbers that describe the mask.
     """
 
     mask: SequenceMask
@@ -50,12 +73,7 @@ class TimedMask:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskTime(CallTime):
-    """Median times of one kernel under one mask. The ratios are to FlexAttention.
-
-    kernel: name of the kernel; `flex` for FlexAttention.
-    sizes: as in `TimedMask`.
-    intervals: most intervals of keys that a query sees.
-    """
+    """Median times of a kernel or of `flex` under one mask. The ratios are to FlexAttention."""
 
     mask: str
     intervals: int
@@ -65,8 +83,7 @@ class MaskTime(CallTime):
 def documents(seq: int) -> IntArray:
     """Draw the document of each position, int64 [seq], the same for every call.
 
-    The lengths follow a log-normal distribution (sigma 1) with a mean of 8K tokens, or a quarter of
-    a shorter sequence, and are at most a quarter of the sequence.
+    Log-normal lengths (sigma 1), with a mean of 8K tokens and at most a quarter of the sequence.
     """
     rng, mean, longest = np.random.default_rng(0), min(_LONGEST_MEAN, seq / 4), max(1, seq // 4)
     lengths: list[int] = []
@@ -104,7 +121,6 @@ def _documents_block_causal(seq: int) -> TimedMask:
 
 
 def _in_documents(seq: int, mask: MaskSettings, seen: Seen) -> TimedMask:
-    """Return a mask inside `documents`. seen: its predicate of query and key position."""
     ids = documents(seq)
     lengths = np.bincount(ids)
 
@@ -186,23 +202,22 @@ def _divisor(number: int, most: int) -> int:
 def profile_masks(
     bench: KernelBench, names: Sequence[str], cases: Sequence[KernelCase], *, flex: bool
 ) -> Iterator[MaskTime]:
-    """Yield the time of each kernel under each mask, FlexAttention's first."""
+    """Yield the time of each kernel under each mask, FlexAttention's first. cases: dense."""
     for name, case in itertools.product(names, cases):
         timed = make_mask(name, case.seq)
         time = partial(
             MaskTime, mask=name, case=case, pairs=timed.mask.pairs * case.heads,
             intervals=timed.mask.intervals, sizes=timed.sizes,
         )  # fmt: skip
-        base = None
-        if flex:
-            base = time(kernel=FLEX, **_time_flex(bench, timed, case))
+        base = time(kernel=FLEX, **_time_flex(bench, timed, case)) if flex else None
+        if base:
             yield base
+        everywhere = np.arange(case.seq)
+        tiles = Tiles.make([timed.mask.spans(everywhere, everywhere)], bench.device)
         for kernel_name in bench.names or ["auto"]:
-            everywhere = np.arange(case.seq)
-            tiles = Tiles.make([timed.mask.spans(everywhere, everywhere)], bench.device)
             kernel, _ = choose(kernel_name, bench.request(case, tiles.intervals))
-            ms = bench.time_passes(kernel, case, tiles)
-            yield time(kernel=kernel.name, **ms).compared(base)
+            measured = time(kernel=kernel.name, **bench.time_passes(kernel, case, tiles))
+            yield measured.compared(base) if base else measured
 
 
 def _time_flex(bench: KernelBench, timed: TimedMask, case: KernelCase) -> dict[str, Any]:
@@ -214,6 +229,5 @@ def _time_flex(bench: KernelBench, timed: TimedMask, case: KernelCase) -> dict[s
     inputs = [t.requires_grad_() for t in (q, k, v)]
     out = call(*inputs)
     return bench.time_calls(
-        lambda: call(*inputs),
-        lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True),
+        lambda: call(*inputs), lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
     )

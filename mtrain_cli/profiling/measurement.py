@@ -20,16 +20,13 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.pipeline_group import PipelineGroup, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
-from mtrain_cli.parallel.tensor_group import TensorGroup, make_tensor_group
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.records.expert_loads import expert_facts
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
-from mtrain_cli.training.index_memory import column_width
+from mtrain_cli.training.attention_memory import column_width
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:
@@ -47,10 +44,7 @@ TARGETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkPlan:
-    """What the workers measure. The command saves the plan, and the workers load it.
-
-    quiet: print nothing.
-    """
+    """What the workers measure. The command saves the plan, and the workers load it."""
 
     quiet: bool = False
 
@@ -66,12 +60,9 @@ class BenchmarkPlan:
 class MeasurementPlan(BenchmarkPlan):
     """The configurations to compare, and how often to record each configuration.
 
-    mode: `ATTENTION_ONLY` or `TRAINING`.
     cases: a (label, configuration) pair for each case.
     samples: number of recorded iterations per case.
-    warmup: number of training steps before the first sample.
-    every: number of training steps from one sample to the next.
-    peer: whether to also time PyTorch's context parallelism.
+    warmup, every: training steps before the first sample, and from one to the next.
     """
 
     mode: str
@@ -79,7 +70,6 @@ class MeasurementPlan(BenchmarkPlan):
     samples: int
     warmup: int = 0
     every: int = 1
-    peer: bool = False
 
     def save(self, run_dir: RunDir) -> None:
         folder = run_dir.path / "cases"
@@ -100,10 +90,7 @@ class MeasurementPlan(BenchmarkPlan):
 
 @dataclass(frozen=True)
 class MeasurementCase:
-    """One configuration, ready to measure.
-
-    expert_parallel: number of workers over which the experts of a layer are dealt.
-    """
+    """One configuration, ready to measure."""
 
     number: int
     label: str
@@ -117,6 +104,10 @@ class MeasurementCase:
         config, model = self.config, self.config.of_worker.model
         schedule, choices = self.exchange.schedule, self.choices
         kinds, dense = layer_kinds(config), choices.dense_kernel
+        pipeline, train = {}, config.train
+        if environment.dims.pp > 1:
+            micro_batches = train.global_batch // (train.micro_batch * environment.dims.dp)
+            pipeline["pipeline"] = asdict(Pipeline.of(config.topology, micro_batches))
         return {
             "label": self.label,
             "layout": choices.layout.name,
@@ -130,7 +121,7 @@ class MeasurementCase:
             "workers": environment.dims.workers,
             "cp": environment.dims.cp,
             **({"tp": environment.dims.tp} if environment.dims.tp > 1 else {}),
-            **self._pipeline(environment.dims),
+            **pipeline,
             **expert_facts(config.model, self.expert_parallel),
             "per_node": schedule.per_node,
             "heads": schedule.heads,
@@ -145,21 +136,14 @@ class MeasurementCase:
             "density": None,
         }
 
-    def _pipeline(self, dims: ParallelDims) -> dict[str, Any]:
-        if dims.pp == 1:
-            return {}
-        train = self.config.train
-        micro_batches = train.global_batch // (train.micro_batch * dims.dp)
-        return {"pipeline": asdict(Pipeline.of(self.config.topology, micro_batches))}
-
     @property
     def single_layers(self) -> list[int]:
-        """The layers that an attention-only measurement computes: the first of each kind."""
+        """The first layer of each kind, which an attention-only measurement computes."""
         return [layers[0] for layers in layer_kinds(self.config).values()]
 
     @property
     def flop(self) -> tuple[float, float]:
-        """Return the number of FLOP per query-key pair of one head, (forward, backward)."""
+        """Return FLOP per query-key pair of one head, (forward, backward)."""
         head_dim = self.config.model.head_dim
         return float(FLOP_PER_PAIR[FORWARD] * head_dim), float(FLOP_PER_PAIR[BACKWARD] * head_dim)
 
@@ -168,8 +152,6 @@ class Bench:
     """Device, process groups and record collector, which all cases of a measurement share.
 
     first: whether this worker has rank 0, which prints and writes.
-    host_group: gloo group of all workers.
-    stop: tells whether this worker got a request to stop.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, environment: Environment) -> None:
@@ -189,15 +171,12 @@ class Bench:
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
 
     def facts(self) -> dict[str, Any]:
-        """Return the content of environment.json; empty if the file is missing."""
+        """Return the content of environment.json, if it is there."""
         file = self.run_dir.environment
         return json.loads(file.read_text()) if file.exists() else {}
 
     def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
-        """Use the communicators of ``group`` for every case that needs equal communicators.
-
-        choices: resolved run for which ``group`` was made.
-        """
+        """Use the communicators of ``group``, made for ``choices``, for cases with equal ones."""
         self._groups[_kind(choices)] = group
 
     def cases(self, plan: MeasurementPlan) -> list[MeasurementCase]:
@@ -211,27 +190,9 @@ class Bench:
         return cases
 
     def context_group(self, dims: ParallelDims | None = None, **options: Any) -> ContextGroup:
-        """Make the process groups of this worker's context group.
-
-        Args:
-            dims: dimensions that replace those of the environment.
-        """
+        """Make this worker's context group. dims: replace those of the environment."""
         e = self.environment
         return make_context_group(e.rank, dims or e.dims, self.device, self._timeout, **options)
-
-    def tensor_group(self) -> TensorGroup | None:
-        """Make the process group of this worker's tensor group; None for whole layers."""
-        e = self.environment
-        return make_tensor_group(e.rank, e.dims, self.device, self._timeout)
-
-    def pipeline_group(self) -> PipelineGroup | None:
-        """Make the communicators of this worker's pipeline; None for whole models."""
-        e = self.environment
-        if e.dims.pp == 1:
-            return None
-        # The channels of a pipeline are the same for every number of micro-batches.
-        pipeline = Pipeline.of(self.config.topology, e.dims.pp)
-        return make_pipeline_group(e.rank, e.dims, pipeline, self.device, self._timeout)
 
     def _exchange(self, choices: ResolvedRun) -> Exchange:
         chosen, key = choices.exchange, _kind(choices)
@@ -255,7 +216,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return the values of all workers, on every worker. mine: this worker's value."""
+        """Return the values of all workers, on every worker."""
         values: list[Any] = [None] * self.environment.dims.workers
         dist.all_gather_object(values, mine, group=self.host_group)
         return values
@@ -269,20 +230,16 @@ class Bench:
         return any(self.gather(self.stop.requested()))
 
     def slowest(self, mine: Sequence[Sequence[float]]) -> np.ndarray:
-        """Return the maximum over workers, element by element.
-
-        mine: this worker's times, [iterations, parts].
-        """
+        """Return the maximum over workers of times [iterations, parts]."""
         return np.array(self.gather(mine), dtype=np.float64).max(0)
 
 
 def entry_point(
     plan_type: type[P],
 ) -> Callable[[Callable[[Bench, P], bool]], Callable[[Config, RunDir, Environment, bool], bool]]:
-    """Turn a measurement function into the function that the launcher calls on every worker.
+    """Turn a function of bench and plan into what the launcher calls on every worker.
 
-    A measurement function takes the bench and the plan. It returns True if a stop request ended it
-    early.
+    It returns whether a stop request ended it early.
     """
 
     def decorate(measure: Callable[[Bench, P], bool]):

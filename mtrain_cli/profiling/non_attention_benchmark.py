@@ -1,12 +1,7 @@
 """`mtrain profile non-attention`: time a training step without attention, on one device.
 
-The benchmark times three parts for several numbers of tokens per worker:
-- a layer without attention
-- the loss, with LM head and embedding
-- the estimate of one index
-
-`simulation.non_attention_cost` counts the work of the same parts. From times and work, the
-simulator predicts whole steps for any number of workers.
+`simulation.non_attention_cost` counts the work of the same parts: a layer, the loss with LM head
+and embedding, and the estimate of an index.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.model.rope import rope_factor, rotation
 from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
-from mtrain_cli.profiling.timing import WARM_UP, ResultFile, median_ms
+from mtrain_cli.profiling.timing import WARM_UP, median_ms
 from mtrain_cli.simulation.calibration import LOSS
 from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
@@ -42,15 +37,11 @@ from mtrain_cli.training.run_plan import RunPlan
 class NonAttentionTime:
     """Median time of one part of a step.
 
-    part: one of
-        forward: forward pass of a layer without attention
-        backward: backward pass of a layer without attention, with recomputation
-        loss: embedding, last norm, LM head and loss, both directions
-        index: estimate of one index
-    rows: number of tokens in a tile of the MLP.
-    flop: number of FLOP of matrix products, as the simulator counts them; 0 for an index.
-    moved: number of bytes that element-wise kernels read and write, as the simulator counts them;
-        0 for an index.
+    part: forward or backward (with recomputation) of a layer without attention; loss: embedding,
+        last norm, LM head and loss, both passes; index: estimate of one index.
+    rows: tokens in a tile of the MLP.
+    flop, moved: FLOP of matrix products, and bytes that element-wise kernels move, as the simulator
+        counts them; 0 for an index.
     """
 
     part: str
@@ -63,10 +54,7 @@ class NonAttentionTime:
 
 
 def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[NonAttentionTime]:
-    """Yield the times of all parts.
-
-    configs: one configuration per number of tokens, each with one worker and one micro-batch.
-    """
+    """Yield the times of all parts. configs: of one worker, one per number of tokens."""
     for config in configs:
         torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations
         environment = resolve_environment(config)
@@ -106,7 +94,7 @@ class _Bench:
                 parameter.normal_(0, 0.02, generator=self.generator)
 
     def layer(self, tokens: int, repeats: int) -> tuple[float, float]:
-        """Return the (forward, backward) times of one layer in milliseconds."""
+        """Return the ms of one layer, forward and backward."""
         decoder, recorder = self.decoder, Recorder(self.device)
         start = self._numbers(1, tokens, self.config.model.hidden_size).requires_grad_()
         gradient = self._numbers(*start.shape)
@@ -134,7 +122,6 @@ class _Bench:
         return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
 
     def loss(self, tokens: int, repeats: int) -> float:
-        """Return the time of embedding, last norm, LM head and loss, both directions, in ms."""
         decoder, layers = self.decoder, self.decoder.layers
         drawn = torch.randint(
             self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device
@@ -151,7 +138,6 @@ class _Bench:
             decoder.layers = layers
 
     def index(self, seq: int, repeats: int) -> float:
-        """Return the time to estimate one index over ``seq`` tokens, in milliseconds."""
         model, pattern = self.config.model, self.choices.pattern
         assert pattern is not None
         queries, keys = (
@@ -179,7 +165,7 @@ class _Bench:
 
 
 class _NoAttention(torch.autograd.Function):
-    """Replaces attention. Returns the queries, and zero gradients for keys and values."""
+    """Returns the queries, and zero gradients for keys and values."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -192,20 +178,18 @@ class _NoAttention(torch.autograd.Function):
         return dout, torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _no_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: int,  # noqa: ARG001 - the decoder passes it
-) -> torch.Tensor:
+def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001
     return _NoAttention.apply(q, k, v)
 
 
-def result_file(config: Config, device: str) -> ResultFile:
-    settings = {
+def about(config: Config, device: str) -> dict[str, Any]:
+    """Return what a file of times says about them."""
+    return {
+        "kind": NON_ATTENTION_FILE,
+        "device": device,
+        "dtype": compute_dtype(config, device),
         "model": config.model.name,
         "pattern": config.sparsity.pattern,
         "activation_checkpoint": config.train.activation_checkpoint,
         "keep_mlp": config.train.keep_mlp,
     }
-    return ResultFile(NON_ATTENTION_FILE, device, compute_dtype(config, device), settings)

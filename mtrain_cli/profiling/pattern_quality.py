@@ -1,4 +1,4 @@
-"""`mtrain profile sparsity`: measure the density and recall of patterns in real training steps."""
+"""`mtrain profile sparsity`: density and recall of patterns in training steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.data.dataset import Sample
 from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.fsdp import reshard
@@ -24,6 +27,7 @@ from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback
+from mtrain_cli.training.checkpointer import load_model_state
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.trainer import Trainer
 
@@ -45,7 +49,6 @@ class LayerAttention:
     positions: int64 [seq], rotary positions.
     masked: the mask, for blocks of the first pattern.
     rows: int64 [rows], positions of the sampled queries.
-    indices: the index of each pattern by name.
     per_position: [frequencies], radians per position of the rotary embedding.
     factor: factor of its cosine and sine.
     """
@@ -92,13 +95,11 @@ class Analyzer(Protocol):
 class HeadRecord:
     """Density and recall of a pattern for one query head of one layer in one training step.
 
-    density: number of computed pairs / number of causal pairs, including pairs across documents.
-    of_mask: number of computed pairs / number of pairs that the mask allows.
-    recall: share of dense attention that the index keeps, averaged over the sampled queries.
-        Patterns estimate their indices from other queries.
+    density, of_mask: computed pairs / causal pairs, and / pairs that the mask allows.
+    recall: share of dense attention that the index keeps, averaged over sampled queries, from which
+        no pattern estimates its index.
     worst: lowest recall of a sampled query.
-    slashes: number of slashes; 0 for patterns that list blocks.
-    columns: number of single columns; 0 for patterns that list blocks.
+    slashes, columns: their numbers; 0 for patterns that list blocks.
     """
 
     step: int
@@ -123,12 +124,11 @@ def profile_sparsity(
 ) -> list[HeadRecord]:
     """Train on one worker. In the given steps, measure the patterns on the first sequence.
 
-    The last step ends after its forward pass, unless maps need gradients.
+    The last step ends after its forward pass, unless the analyzer needs gradients.
 
     Args:
         steps: numbers of the training steps in which to measure, from 1.
-        rows: number of queries to sample per layer. The number of the step is the seed. The sample
-            excludes the queries from which a pattern estimates its index.
+        rows: queries to sample per layer, with the step as the seed.
 
     Raises:
         ConfigError: the patterns probe every query.
@@ -185,11 +185,7 @@ class Measurement(Callback):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        patterns: Sequence[Pattern],
-        rows: int,
-        analyzer: Analyzer | None,
+        self, trainer: Trainer, patterns: Sequence[Pattern], rows: int, analyzer: Analyzer | None
     ) -> None:
         self.records: list[HeadRecord] = []
         self._measured: set[int] = set()  # layers
@@ -201,12 +197,7 @@ class Measurement(Callback):
         self._masked: dict[IndexRequest, MaskedPositions] = {}
 
     def start(self, step: int, sample: int = 0, seed: int | None = None) -> None:
-        """Measure the next step.
-
-        Args:
-            sample: number of the input. Density and recall are measured for sample 0 only.
-            seed: seed of the sampled queries; by default the step.
-        """
+        """Measure the next step; density and recall for sample 0 only. seed: default the step."""
         self._step, self._sample, self._seed = step, sample, step if seed is None else seed
         self._measured.clear()
         self._masked.clear()
@@ -256,19 +247,85 @@ class Measurement(Callback):
                 name = pattern.name
                 self.records += _heads(name, index, q, k, masked, place, sampled, self._seq)
         if self._analyzer is not None:
+            masked, decoder = self._masked_of(self._patterns[0], batch, q.device), self._decoder
             self._analyzer.on_layer(
                 LayerAttention(
-                    place,
-                    q,
-                    k,
-                    batch.positions[0],
-                    self._masked_of(self._patterns[0], batch, q.device),
-                    sampled,
-                    indices,
-                    self._decoder.inverse_frequencies_F,
-                    self._decoder.attention_factor,
+                    place, q, k, batch.positions[0], masked, sampled, indices,
+                    decoder.inverse_frequencies_F, decoder.attention_factor,
                 )
+            )  # fmt: skip
+
+
+def profile_checkpoints(
+    config: Config,
+    checkpoints: Sequence[Path],
+    patterns: Sequence[Pattern],
+    samples: int,
+    rows: int,
+    progress: Callable[[int, float | None], None],
+    analyzer: Analyzer | None = None,
+) -> list[HeadRecord]:
+    """Measure every checkpoint on the same held-out sequences, or the first of the corpus.
+
+    Args:
+        checkpoints: folders ``step-N`` of the run, in ascending order.
+        samples: number of sequences. Density and recall are measured on the first.
+        rows: queries to sample per layer, the same for every checkpoint.
+        progress: called with step and mean loss after each checkpoint.
+
+    Raises:
+        ConfigError: there are too few sequences, a checkpoint is damaged, or what the analyzer
+            keeps does not fit the memory of the host.
+    """
+    sampled_rows(patterns, config.seq, 0, rows)
+    if analyzer is not None:
+        analyzer.require_memory(config, len(checkpoints) * samples, rows)
+    gradients = analyzer is not None and analyzer.needs_gradients
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=None))
+    with worker_alone(config) as trainer:
+        inputs = trainer.held_out or trainer.dataset
+        if samples > len(inputs):
+            whose = "holds out" if trainer.held_out else "has"
+            raise ConfigError(
+                f"--samples {samples}: the data of the run {whose} {len(inputs)} sequences"
             )
+        measurement = Measurement(trainer, patterns, rows, analyzer)
+        trainer.callbacks.append(measurement)
+        for folder in checkpoints:
+            step, weights = load_model_state(folder)
+            _load(trainer, step, weights)
+            losses = []
+            for number, sample in enumerate(inputs[n] for n in range(samples)):
+                measurement.start(step, number, seed=number)
+                losses.append(_run(trainer, sample, gradients=gradients))
+            known = [loss for loss in losses if loss is not None]
+            progress(step, sum(known) / len(known) if known else None)
+    return measurement.records
+
+
+def _load(trainer: Trainer, step: int, weights: dict[str, Any]) -> None:
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    try:
+        state_dict.set_model_state_dict(trainer.states.masters, weights, options=options)
+    except RuntimeError as error:
+        line = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(f"step-{step}: the checkpoint is of another model ({line})") from None
+    trainer.states.send()
+    trainer.train_state.step = step  # decides whether the run's first steps are dense
+
+
+def _run(trainer: Trainer, sample: Sample, *, gradients: bool) -> float | None:
+    make = trainer.next_batch_maker()
+    batch = make.to_device(make.on_host([sample]))
+    attend = trainer.attention_of(batch)
+    if gradients:
+        loss = trainer.run_step.forward_backward([batch], [attend], batch.valid)
+        trainer.states.drop_gradients()
+        return float(loss) if batch.valid else None
+    with torch.no_grad():
+        losses = trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
+    reshard(trainer.decoder)
+    return float(losses.double().sum()) / batch.valid if batch.valid else None
 
 
 def sampled_rows(patterns: Sequence[Pattern], length: int, seed: int, rows: int) -> IntArray:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from mtrain_cli.config.pattern_settings import DenseSettings
 from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.failures import not_written
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.profiling.load_collector import expert_workers
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.profiling.recorded_work import estimated
+from mtrain_cli.profiling.record_collector import estimated, expert_workers
 from mtrain_cli.records import record_files
 from mtrain_cli.records.expert_loads import FACT, delete_loads_after
 from mtrain_cli.training.batch import Batch, MixedAttention
@@ -38,19 +37,14 @@ _SAME_IF_ANY = ("layer_kinds", "dense_kernel", "tp", "pipeline", FACT)
 
 
 class TrainingProfile(Callback):
-    """Record every `profile.every`-th step of a training run.
+    """Record every `profile.every`-th step of a training run in its folder ``profile/``.
 
-    Each recorded step writes one file of rows to the run's folder ``profile/``. This folder keeps
-    the files of earlier attempts. If a file cannot be written, the profile warns and the run
-    continues.
-
-    The profile has separate cases for:
-    - the dense first steps of a sparse run
-    - each attempt with other workers, another layout or another exchange
+    The dense first steps of a sparse run, and attempts with other workers, another layout or
+    another exchange, are cases of their own. If a file cannot be written, the run continues.
     """
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
-        """message: a function that shows a line to the user, as a warning with ``warning=True``."""
+        """message: shows a line to the user, as a warning with ``warning=True``."""
         config = trainer.config
         self._trainer, self._message = trainer, message
         self._bench = Bench(config, run_dir, trainer.environment)
@@ -67,7 +61,6 @@ class TrainingProfile(Callback):
         self._seen: list[ContextAttention | MixedAttention] = []
         self._plain: list[float] = []
         self._recorded: list[float] = []
-        self._after: list[float] = []
         self._writer: ProfileWriter | None = None
         try:
             cases = list(self._by_kind.values())
@@ -79,10 +72,7 @@ class TrainingProfile(Callback):
             self._writer = None
 
     def _cases(self) -> list[MeasurementCase]:
-        """Return the cases of this attempt: one for all steps, and one for dense first steps.
-
-        Leave out the second case if the attempt has no dense first steps.
-        """
+        """Return the cases of this attempt: one for all steps, and one for dense first steps."""
         trainer = self._trainer
         config, choices = trainer.config, trainer.choices
 
@@ -101,11 +91,7 @@ class TrainingProfile(Callback):
         return cases
 
     def _earlier_attempts(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the summary's entries of earlier cases, and the number of their samples.
-
-        Delete the samples of steps that this attempt repeats. If the folder holds no profile that
-        this attempt can continue, rename the folder.
-        """
+        """Return the summary's entries of earlier cases, and the number of their samples."""
         if not self._folder.exists():
             return [], 0
         try:
@@ -160,7 +146,6 @@ class TrainingProfile(Callback):
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
             return
-        began = time.perf_counter()
         self._trainer.record(None)
         computed = [estimated(attend) for attend in self._seen]
         self._seen.clear()
@@ -177,7 +162,6 @@ class TrainingProfile(Callback):
                 "is missing; the run continues"
             )
         self._recorded.append(seconds)
-        self._after.append(time.perf_counter() - began)
 
     def close(self) -> None:
         summary = self._complete()
@@ -202,12 +186,7 @@ class TrainingProfile(Callback):
         self.problem = self.problem or self._writer.problem
         if not self._recorded:
             return ""
-        plural = "s" if len(self._recorded) > 1 else ""
-        count = f"recorded {len(self._recorded)} step{plural} in {self._folder}"
-        if not steady:
-            return count
-        more = statistics.median(self._recorded) / statistics.median(steady) - 1
-        return f"{count}; {cost_of_recording(more, statistics.median(self._after))}"
+        return f"recorded {with_count(len(self._recorded), 'step')} in {self._folder}"
 
     def _warn(self) -> None:
         problem, self.problem = self.problem, None
@@ -215,26 +194,10 @@ class TrainingProfile(Callback):
             self._message(problem, warning=True)
 
 
-def cost_of_recording(more: float, after: float) -> str:
-    """Return what a recorded step costs, for the user.
-
-    Args:
-        more: its time / the time of another step - 1.
-        after: seconds to collect and write its records.
-    """
-    change = f"{more:.1%} longer" if more >= 0 else f"{-more:.1%} less time"
-    return f"a recorded step took {change} than the others, and {after:.2f} s to write its records"
-
-
 def _numbered(
     earlier: list[dict[str, Any]], cases: list[MeasurementCase], trainer: Trainer
 ) -> tuple[list[dict[str, Any]], dict[bool, MeasurementCase]]:
-    """Number the cases. A case that continues an earlier case keeps the earlier number.
-
-    Returns:
-        The entries of the summary (earlier cases, then new cases), and the numbered cases in a
-        dictionary. A key says whether attention is dense.
-    """
+    """Number the cases. A case that continues an earlier case keeps the earlier number."""
     kept, numbered = list(earlier), {}
     for case in cases:
         # A round trip through JSON makes the types equal to those of the earlier entries.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.launch.failures import not_written
-from mtrain_cli.profiling.load_collector import collect_loads
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
-from mtrain_cli.profiling.recorded_work import Estimated, own_work
+from mtrain_cli.profiling.record_collector import Estimated, own_loads, own_work
 from mtrain_cli.records import expert_loads, record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.expert_loads import analyse_experts
@@ -32,10 +31,8 @@ from mtrain_cli.training.router_batches import OwnLoads
 class ProfileWriter:
     """Writes the samples of a profile. All workers call the same methods; the first worker writes.
 
-    cases: the cases to record, numbered as in the summary.
-    folder: folder to write to; None for the run's folder.
-    entries: the summary's entries of all cases, including cases of earlier attempts; None if
-        earlier attempts have no cases.
+    folder: folder to write to; by default the run's folder.
+    entries: the summary's entries of all cases, with those of earlier attempts.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class ProfileWriter:
             "cases": [case.facts(bench.environment) for case in cases]
             if entries is None
             else list(entries),
-            "peers": [],
             "results": [],
             "command": facts.get("command", []),
         }
@@ -87,7 +83,6 @@ class ProfileWriter:
 
         Args:
             iteration: number of the training step, or of the sample of an attention-only profile.
-            estimated: what each micro-batch computed.
             loads: loads of the experts by this worker's tokens; None for a model without experts.
         """
         # Keep the indices in host memory, not on the GPU.
@@ -99,10 +94,11 @@ class ProfileWriter:
         work = own_work(case.exchange, heads, self._layers(case), held)
         self._last[case.number], self._iteration = held, iteration
         rows = self.bench.collector.collect(case.number, iteration, work, case.flop)
-        of_experts = collect_loads(self.bench, loads, case.number, iteration)
+        if loads is not None:
+            rank = self.bench.environment.rank
+            self._loads += self.bench.gather(own_loads(loads, case.number, iteration, rank))
         if self.first:
             self._waiting.append(rows)
-            self._loads.append(of_experts)
             self._latest[case.number] = rows
 
     def _layers(self, case: MeasurementCase) -> Sequence[int]:
@@ -115,7 +111,7 @@ class ProfileWriter:
         self._times[case.number].append((plain, recorded))
 
     def sampled(self, number: int, samples: int) -> None:
-        """Write the rows that were collected since the last call.
+        """Write the rows since the last call.
 
         Args:
             number: number of the file of rows.
@@ -125,17 +121,12 @@ class ProfileWriter:
         if not self.first:
             return
         rows = np.concatenate(self._waiting)
-        loads = list(self._loads) or [np.empty(0, expert_loads.ROW)]
-        self._waiting.clear()
-        self._loads.clear()
+        loads = self._loads or [np.empty(0, expert_loads.ROW)]
+        self._waiting, self._loads = [], []
         self._note_density(rows)
         record_files.write_part(rows, self.folder, number)
         expert_loads.write_loads(np.concatenate(loads), self.folder, number)
         record_files.write_summary(self.folder, self._document)
-
-    def peer(self, measured: dict[str, Any]) -> None:
-        """Add the times of another implementation to the summary."""
-        self._document["peers"].append(measured)
 
     def facts(self, case: MeasurementCase) -> dict[str, Any]:
         """Return the case's entry in the summary, to read or change it."""
@@ -156,10 +147,7 @@ class ProfileWriter:
                 self.facts(case)["density"] = float(pairs.sum() / every)
 
     def finish(self, *, analysed: bool = True) -> None:
-        """Write indices, trace and summary on the first worker.
-
-        analysed: also join the files of rows, and add the results to the summary.
-        """
+        """Write indices, trace and summary. analysed: join the files of rows, and add results."""
         everyone = self.bench.gather((self._times, self.bench.collector.uncertainty))
         self.save_indices()
         if not self.first:
@@ -208,10 +196,9 @@ class ProfileWriter:
         console.print(f"other  mtrain profile what-if {folder}", soft_wrap=True)
 
     def save_indices(self) -> None:
-        """Write the indices that each pattern estimated in the last sample.
+        """Write the indices of each pattern in the last sample, for its first micro-batch.
 
-        Write only the indices of the first context group for its first micro-batch. With tensor
-        parallelism, these are the heads of the first worker of each tensor group.
+        They are those of the first context group; with tensor parallelism, of its first heads.
         """
         first = self.cases[0]
         model = first.config.of_worker.model
@@ -257,46 +244,25 @@ class ProfileWriter:
     def _parts_of_indices(
         self, cases: Sequence[MeasurementCase]
     ) -> Iterator[tuple[str, int, Index | None]]:
-        """Yield (pattern, layer, index), layer by layer.
-
-        All workers must iterate to the end: some steps gather an index on the first worker.
-        """
+        """Yield (pattern, layer, index), layer by layer."""
+        # All workers must iterate to the end: some steps gather an index on the first worker.
         e = self.bench.environment
         first_group = not any(e.dims.coordinate(dim, e.rank) for dim in ("dp", "tp"))
-        if e.dims.pp > 1:
-            yield from self._indices_of_stages(cases, first_group)
-            return
         for case in cases:
-            pattern = case.config.sparsity.pattern
-            indices, dense = self._computed(case)
+            pattern, latest = case.config.sparsity.pattern, self._last[case.number][0]
+            indices = latest.indices
             for layer in self._layers(case):
-                if indices is None or layer in dense:
-                    yield pattern, layer, None
-                elif (index := indices.get(layer)) is not None:
-                    mine = index if first_group else None
-                    for part in self._gathered(mine) if _in_parts(index) else [mine]:
-                        if part is not None:
-                            yield pattern, layer, part
-
-    def _indices_of_stages(
-        self, cases: Sequence[MeasurementCase], first_group: bool
-    ) -> Iterator[tuple[str, int, Index | None]]:
-        """Yield as `_parts_of_indices`. The stage of a layer has its index."""
-        for case in cases:
-            pattern, (indices, dense) = case.config.sparsity.pattern, self._computed(case)
-            for layer in self._layers(case):
-                if indices is None or layer in dense:
+                if indices is None or (latest.full is not None and layer in latest.full.layers):
                     yield pattern, layer, None
                     continue
-                parts = self._gathered(indices.get(layer) if first_group else None)
+                index = indices.get(layer)  # with a pipeline, the stage of the layer has it
+                if e.dims.pp == 1 and (index is None or not _in_parts(index)):
+                    parts: Sequence[Index] = [index] if index is not None and first_group else []
+                else:
+                    parts = self._gathered(index if first_group else None)
                 # An index without parts is the same on all workers of a context group.
                 for part in parts if parts and _in_parts(parts[0]) else parts[:1]:
                     yield pattern, layer, part
-
-    def _computed(self, case: MeasurementCase) -> tuple[Mapping[int, Index] | None, frozenset[int]]:
-        """Return the latest indices of a case by layer, and the layers of the second kind."""
-        latest = self._last[case.number][0]
-        return latest.indices, frozenset() if latest.full is None else latest.full.layers
 
     def _gathered(self, mine: Index | None) -> Sequence[Index]:
         sent = None

@@ -1,35 +1,42 @@
-"""Collect the recorded spans of all workers on rank 0, as rows on one clock."""
+"""Collect recorded spans, work and loads of experts of all workers on rank 0, as rows."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.attention.index import Index
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.parallel import recording
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import STAGE
+from mtrain_cli.records.expert_loads import ROW as LOADS
 from mtrain_cli.records.record_files import PAYLOADS, ROW, WORDS
-from mtrain_cli.simulation.work_counts import StepWork
+from mtrain_cli.simulation.work_counts import StepWork, WorkCounter
+from mtrain_cli.training.batch import MixedAttention
+from mtrain_cli.training.router_batches import OwnLoads
 
 if TYPE_CHECKING:
     import pandas
+
+    from mtrain_cli.training.trainer import Trainer
 
 _PINGS = 16
 
 
 @dataclass(frozen=True)
 class Clock:
-    """A rank's clock relative to rank 0's clock, in seconds.
-
-    offset: rank 0's monotonic clock minus this rank's monotonic clock.
-    uncertainty: bound on the error of the offset.
-    """
+    """Rank 0's monotonic clock minus this rank's in seconds, and a bound on the error."""
 
     offset: float
     uncertainty: float
@@ -45,10 +52,8 @@ def boots_of_all(workers: int, group: dist.ProcessGroup) -> list[str]:
 def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> Clock:
     """Measure the offset of this rank's clock. All ranks must call this function.
 
-    Rank 0 asks each rank on another machine for its clock time, several times. A rank reads its
-    clock between request and reply, so the fastest round trip gives the most accurate offset.
-
-    boots: result of `boots_of_all`.
+    Rank 0 asks each rank on another machine for its time, between request and reply, several times:
+    the fastest round trip gives the best offset. boots: result of `boots_of_all`.
     """
     mine = Clock(0.0, 0.0)
     for other in [r for r in range(len(boots)) if boots[r] != boots[0]]:
@@ -107,14 +112,11 @@ class RecordCollector:
     def collect(
         self, case: int, iteration: int, work: Work, flop: tuple[float, float]
     ) -> np.ndarray:
-        """Collect the rows of the iteration that just ended.
+        """Return the rows of all ranks in the last iteration on rank 0; none on other ranks.
 
         Args:
             work: work of this rank in the iteration.
             flop: number of FLOP per query-key pair, (forward, backward).
-
-        Returns:
-            The rows of all ranks on rank 0, of dtype `ROW`; an empty array on other ranks.
         """
         spans = recording.with_gaps(self.recorder.read())
         mine = own_rows(spans, self.rank, self.clock.offset, work, flop)
@@ -167,10 +169,7 @@ def own_rows(
 
 
 def merge_ranks(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the rows of all ranks as dtype `ROW`. Set start_us relative to the iteration's start.
-
-    Also set peer and late_us of waits.
-    """
+    """Join the rows of all ranks as dtype `ROW`: start_us from the start, peer and late_us set."""
     table = np.concatenate(tables)
     if not len(table):
         return np.empty(0, ROW)
@@ -191,11 +190,9 @@ _PASS = ["micro", "layer", "direction", "payload"]
 
 
 def _find_late(table: np.ndarray) -> None:
-    """Set peer and late_us of waits.
-
-    A message starts when its last participant posts it. `late_us` is the part of a wait before this
-    start, and `peer` is the last participant.
-    """
+    """Set peer and late_us of waits."""
+    # A message starts when its last participant posts it. `late_us` is the part of a wait before
+    # this start, and `peer` is that participant.
     import pandas
 
     more = "phase rank number to source first peers link start_us dur_us"
@@ -236,10 +233,7 @@ def _find_late(table: np.ndarray) -> None:
 
 
 def _find_late_hops(table: np.ndarray) -> None:
-    """Set late_us of waits for a stage of a pipeline: the part before its pass has ended.
-
-    A stage sends the result of a pass at once.
-    """
+    """Set late_us of waits for a stage of a pipeline: the part before its pass has ended."""
     phase, forward = table["phase"], table["direction"] == _DIRECTION[recording.FORWARD]
     passes = table[phase == _KIND[recording.STAGE]]
     ends = {
@@ -258,3 +252,71 @@ def _note(table: np.ndarray, waits: pandas.DataFrame, posted: np.ndarray, peer: 
     at = waits["index"].to_numpy()
     table["late_us"][at] = np.clip(posted - waits.start_us.to_numpy(), 0, waits.dur_us.to_numpy())
     table["peer"][at] = peer
+
+
+class Estimated(NamedTuple):
+    """What attention computed in a micro-batch.
+
+    indices: the indices by layer; None for dense attention.
+    full: the layers without a window or without an index; None if all layers are alike.
+    """
+
+    layout: Layout
+    masks: Sequence[SequenceMask]
+    indices: Mapping[int, Index] | None
+    full: FullLayers | None = None
+
+
+def estimated(attend: ContextAttention | MixedAttention) -> Estimated:
+    if isinstance(attend, MixedAttention):
+        full = FullLayers(attend.full.plan.masks, attend.full_layers, attend.layers)
+        return estimated(attend.window)._replace(full=full)
+    indices = None if attend.index is None else attend.index.estimated
+    return Estimated(attend.plan.placement.layout, attend.plan.masks, indices)
+
+
+def own_work(
+    exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]
+) -> Work:
+    """Return the work of this worker, in micro-batches of ``layers``."""
+    rank = exchange.group.rank
+    work: Work = {}
+    for micro, (layout, masks, indices, full) in enumerate(micro_batches):
+        others = [layer for layer in layers if full is None or layer not in full.layers]
+        kinds = [(masks, others, indices)]
+        if full is not None:
+            kinds.append((full.masks, [layer for layer in layers if layer in full.layers], None))
+        block = next(iter(indices.values())).block if indices else None
+        for of_kind, numbers, of_layers in kinds:
+            counter = WorkCounter.make(
+                exchange.schedule,
+                layout,
+                of_kind,
+                heads,
+                block,
+                shared_columns=exchange.gathers_columns,
+            )
+            if of_layers is None:
+                dense = counter.count(None, rank)
+                work |= {(micro, layer): dense for layer in numbers}
+            else:
+                work |= {(micro, n): counter.count(index, rank) for n, index in of_layers.items()}
+    return work
+
+
+def expert_workers(trainer: Trainer) -> int:
+    """Return the number of workers over which a run deals the experts of a layer."""
+    return 1 if trainer.experts is None else trainer.experts.size
+
+
+def own_loads(own: OwnLoads | None, case: int, step: int, rank: int) -> np.ndarray:
+    """Return the loads of a worker's tokens in a training step as rows of `expert_loads`."""
+    if own is None:
+        return np.empty(0, LOADS)
+    tokens, dropped = own.counts()
+    rows = np.zeros(tokens.size, LOADS)
+    layers, experts = np.indices(tokens.shape).reshape(2, -1)
+    rows["case"], rows["step"], rows["rank"] = case, step, rank
+    rows["layer"], rows["expert"] = np.array(own.layers, np.int64)[layers], experts
+    rows["tokens"], rows["dropped"] = tokens.reshape(-1), dropped.reshape(-1)
+    return rows

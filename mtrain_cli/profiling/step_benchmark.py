@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.profiling.load_collector import expert_workers
 from mtrain_cli.profiling.measurement import (
     Bench,
     MeasurementCase,
@@ -16,7 +15,7 @@ from mtrain_cli.profiling.measurement import (
     rotated,
 )
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.profiling.recorded_work import Estimated, estimated
+from mtrain_cli.profiling.record_collector import Estimated, estimated, expert_workers
 from mtrain_cli.training.batch import Batches, Layouts, PackedSample, attention_setups
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import attention_kept

@@ -22,8 +22,8 @@ import torch
 from mtrain_cli.launch.failures import RunError, not_written
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.printable import one_line
-from mtrain_cli.profiling.load_collector import expert_workers, own_rows
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
+from mtrain_cli.profiling.record_collector import expert_workers, own_loads
 from mtrain_cli.records import record_files
 from mtrain_cli.records.expert_loads import expert_facts, join_loads, write_loads
 from mtrain_cli.records.metrics import StepMetrics
@@ -39,12 +39,7 @@ _COMPRESSION = 5  # of gzip; higher levels hardly make a trace of 100 MB smaller
 
 @dataclass(frozen=True)
 class StepProfilePlan(BenchmarkPlan):
-    """Which steps to record.
-
-    alike: number, from 1, of the first warm-up step to compare with the recorded steps. In a sparse
-        run, this is not one of the dense first steps. If ``warmup`` allows, it is not the first
-        sparse step either, because that step compiles.
-    """
+    """Which steps to record. alike: first warm-up step, from 1, that is like the recorded ones."""
 
     warmup: int
     alike: int
@@ -54,13 +49,7 @@ class StepProfilePlan(BenchmarkPlan):
 
 @dataclass(frozen=True)
 class _RankSummary:
-    """The results of one rank.
-
-    breakdown: times of the parts of the recorded steps.
-    plain: time in seconds of each unrecorded step with the same work as the recorded steps.
-    recorded: time in seconds of each recorded step.
-    peak_gib: peak memory of the steps in ``plain``, in GiB; None on a CPU.
-    """
+    """The results of one rank: seconds of unrecorded and recorded steps, and peak memory in GiB."""
 
     breakdown: StepBreakdown
     plain: list[float]
@@ -135,7 +124,7 @@ def _train(
         metrics.append(trainer.metrics(result, seconds))
         if loads is not None:
             own = None if result.routing is None else result.routing.own
-            loads.append(own_rows(own, 0, number, bench.environment.rank))
+            loads.append(own_loads(own, 0, number, bench.environment.rank))
     return metrics
 
 
@@ -202,6 +191,7 @@ def _document(
     """Return the content of summary.json. Times are in milliseconds per step."""
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu, facts = trainer.device.type == "cuda", bench.facts()
+    parallel = {dim: size for dim in ("tp", "pp") if (size := e.dims.sizes[dim]) > 1}
     return {
         "kind": record_files.STEP,
         "complete": True,
@@ -214,18 +204,11 @@ def _document(
         "warmup": plan.warmup,
         "steps": plan.steps,
         "settings": {
-            "model": config.model.name,
-            "layers": config.model.num_layers,
-            "seq": config.seq,
-            "global_batch": config.train.global_batch,
-            "cp": e.dims.cp,
-            **{dim: size for dim in ("tp", "pp") if (size := e.dims.sizes[dim]) > 1},
-            "layout": choices.layout.name,
-            "exchange": choices.exchange.label,
-            "pattern": config.sparsity.pattern,
-            "kernel": choices.kernel.name,
-            "dtype": str(choices.dtype).removeprefix("torch."),
-            "compile": choices.compile,
+            **{"model": config.model.name, "layers": config.model.num_layers, "seq": config.seq},
+            **{"global_batch": config.train.global_batch, "cp": e.dims.cp, **parallel},
+            **{"layout": choices.layout.name, "exchange": choices.exchange.label},
+            **{"pattern": config.sparsity.pattern, "kernel": choices.kernel.name},
+            **{"dtype": str(choices.dtype).removeprefix("torch."), "compile": choices.compile},
             "activation_checkpoint": config.train.activation_checkpoint,
             "shard": config.train.shard,
             **expert_facts(config.model, expert_workers(trainer)),
@@ -276,10 +259,11 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
 def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for breakdown in everyone:
+        scale = breakdown.steps * len(everyone)
         for kind in breakdown.kinds:
             totals = sums[kind.name, kind.part]
-            totals[0] += kind.calls / breakdown.steps / len(everyone)
-            totals[1] += kind.ns / 1e6 / breakdown.steps / len(everyone)
+            totals[0] += kind.calls / scale
+            totals[1] += kind.ns / 1e6 / scale
     most = sorted(sums.items(), key=lambda item: -item[1][1])[:SHOWN]
     return [
         {"name": name, "part": part, "calls": calls, "ms": ms} for (name, part), (calls, ms) in most
@@ -287,10 +271,7 @@ def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
 
 
 def _write_results(
-    folder: Path,
-    document: dict[str, Any],
-    everyone: Sequence[_RankSummary],
-    loads: np.ndarray,
+    folder: Path, document: dict[str, Any], everyone: Sequence[_RankSummary], loads: np.ndarray
 ) -> None:
     """Write kernels.csv, the loads of experts and summary.json."""
     try:

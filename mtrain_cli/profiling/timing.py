@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,11 @@ WARM_UP = 2  # calls before the first timed call
 
 
 def measure(
-    call: Callable[[], Any],
-    device: str,
-    repeats: int,
-    before: Callable[[], Any] = lambda: None,
+    call: Callable[[], Any], device: str, repeats: int, before: Callable[[], Any] = lambda: None
 ) -> list[float]:
-    """Return the time of every call in milliseconds, after `WARM_UP` calls that do not count.
+    """Return the time in ms of every call after `WARM_UP` calls, each behind a call of ``before``.
 
-    Args:
-        device: `cuda` to measure with CUDA events. Any other device uses the monotonic clock.
-        before: what to call before every timed call.
+    CUDA events measure on device `cuda`, and the monotonic clock elsewhere.
     """
     times = []
     for _ in range(WARM_UP + repeats):
@@ -52,31 +47,28 @@ def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
     return statistics.median(measure(call, device, repeats))
 
 
-@dataclass(frozen=True)
-class ResultFile:
-    """A file of measured times, with hardware, versions, command and settings.
-
-    kind: kind of the file, which its readers check.
-    settings: further entries of the file.
-    """
-
-    kind: str
-    device: str
-    dtype: torch.dtype
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def save(self, path: Path, times: Sequence[Any], command: str) -> None:
-        document = result_document(
-            self.kind, self.device, times, command, dtype=dtype_name(self.dtype), **self.settings
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+def save_times(
+    path: Path,
+    times: Sequence[Any],
+    command: str,
+    *,
+    kind: str,
+    device: str,
+    dtype: torch.dtype,
+    **settings: Any,
+) -> None:
+    """Write a file of `result_document`."""
+    document = result_document(
+        kind, device, times, command, dtype=str(dtype).removeprefix("torch."), **settings
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def result_document(
     kind: str, device: str, times: Sequence[Any], command: str | list[str], **settings: Any
 ) -> dict[str, Any]:
-    """Return the content of a file of results.
+    """Return the content of a file of times, with hardware, versions, command and settings.
 
     times: dataclasses. Each entry also has the properties that ``derived`` of its class names.
     """
@@ -85,7 +77,10 @@ def result_document(
         "kind": kind,
         "device": device_name(device),
         "threads": torch.get_num_threads() if device == "cpu" else None,
-        "versions": versions(),
+        "versions": {
+            name: installed_version(name)
+            for name in ("torch", "triton", "flash-attn-4", "cupy-cuda13x")
+        },
         "command": command,
         **settings,
         "times": [
@@ -95,12 +90,8 @@ def result_document(
     }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def device_name(device: str) -> str:
-    """Return the name of the GPU for device `cuda`, else the CPU model, or "CPU" if unknown."""
+    """Return the name of the GPU for device `cuda`, else of the CPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
@@ -109,11 +100,6 @@ def device_name(device: str) -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, [*models, platform.processor(), platform.machine()]), "CPU")
-
-
-def versions() -> dict[str, str | None]:
-    names = "torch", "triton", "flash-attn-4", "cupy-cuda13x"
-    return {name: installed_version(name) for name in names}
 
 
 def installed_version(name: str) -> str | None:

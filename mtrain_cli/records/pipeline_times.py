@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
 from mtrain_cli.parallel.pipeline_schedule import (
     BACKWARD,
     FORWARD,
@@ -19,6 +18,7 @@ from mtrain_cli.parallel.pipeline_schedule import (
     INTERLEAVED,
     ONE_F_ONE_B,
     Pipeline,
+    TimedPipeline,
 )
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS, STAGE, WAIT
 from mtrain_cli.parallel.schedule import STAGE as STAGE_LINK

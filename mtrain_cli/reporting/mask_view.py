@@ -9,8 +9,8 @@ import numpy as np
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.parallel_checks import number_of_chunks
 from mtrain_cli.config.schema import LAYOUTS, MOST_CHUNKS, Config, ConfigError
-from mtrain_cli.config.topology_checks import number_of_chunks
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel.cast_rows import row_block, too_many_to_count

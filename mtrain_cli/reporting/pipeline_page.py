@@ -11,8 +11,7 @@ from html import escape
 
 import numpy as np
 
-from mtrain_cli.parallel.pipeline_player import Played
-from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline
+from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline, Played
 from mtrain_cli.records.pipeline_times import PipelineTimes, predicted_pipeline
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.report_source import ReportSource, label_of

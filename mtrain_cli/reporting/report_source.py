@@ -15,7 +15,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.grouping import show_spans, spans
-from mtrain_cli.launch import study_folder
+from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.printable import one_line
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
@@ -218,7 +218,7 @@ def find(name: str, holding: str = "") -> Path:
     if name == "latest" and (newest := known()):
         return newest[0]
     root = path.parent if "/" in name else MEASUREMENTS
-    studies = [] if holding else [file.parent for file in root.glob(f"*/{study_folder.STUDY}")]
+    studies = [] if holding else [file.parent for file in root.glob(f"*/{run_dir.STUDY}")]
     own = sorted({*_dated(root), *studies}) if "/" in name else [*known(), *sorted(studies)]
     ships = [] if "/" in name else shipped()
     names = [

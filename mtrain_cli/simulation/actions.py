@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.arrangements import Arrange
-from mtrain_cli.parallel.operations import AddColumns, Merge
+from mtrain_cli.parallel.operations import AddColumns, Arrange, Merge
 from mtrain_cli.parallel.program import (
     Begin,
     Compute,

@@ -101,7 +101,7 @@ class LayerExperts:
     chunks: number of chunks of tokens. Each reads all weights of the worker's experts.
     parts: number of parts in which a worker computes its experts, one after another.
     recompute: whether the layer is checkpointed. Its backward pass then computes gate and up again.
-    compile: whether the operations between the products are compiled (`model.expert_kernels`), so
+    compile: whether the operations between the products are compiled (`model.expert_products`), so
         that they read and write each row once.
     """
 
@@ -125,7 +125,7 @@ class LayerExperts:
 
         With expert parallelism, the products are the mean over the workers. Recomputation repeats
         the router, gate and up, but not down. The bytes of element-wise kernels are counted in
-        `model.experts`, `model.expert_kernels`, `model.expert_parallel` and `model.routing`.
+        `model.expert_products`, `model.expert_parallel` and `model.routing`.
         """
         model, moe, e, tokens = self.model, self.model.moe, self.e, self.tokens
         hidden, width = model.hidden_size, moe.expert_size

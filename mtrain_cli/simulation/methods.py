@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config import tensor_parallel
+from mtrain_cli.config import parallel_checks
 from mtrain_cli.config.exchanges import ULYSSES, exchange_name
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import problems
@@ -171,7 +171,7 @@ def _allows(method: Method, config: Config, degree: int, per_node: int) -> bool:
     model, block = config.model, config.topology.block_size
     if method.degree == _TENSOR:
         changed = config.changed(topology={_TENSOR: degree})
-        return per_node % degree == 0 and not any(tensor_parallel.problems(changed))
+        return per_node % degree == 0 and not any(parallel_checks.tensor_problems(changed))
     if method.degree == _PIPELINE:
         return degree <= model.num_layers
     if method.name == "Ulysses":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.pipeline_plan import PipelinePlan
 from mtrain_cli.training.run_plan import RunPlan

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
@@ -34,8 +34,8 @@ from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.step.interpreters import MessageCost, PassTime
+from mtrain_cli.step.layer import weight_messages
 from mtrain_cli.step.program import Message, Post
-from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
     causal_pairs,

@@ -44,9 +44,7 @@ from mtrain_cli.simulation.search_groups import Groups, groupings
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_remedies import SHORTEST_SEQ
-from mtrain_cli.training.memory_search import KEPT
-from mtrain_cli.training.memory_setting import CHOICES, format_value, get_setting
+from mtrain_cli.training.memory_search import CHOICES, KEPT, SHORTEST_SEQ, format_value, get_setting
 from mtrain_cli.training.run_plan import USABLE, RunPlan
 
 RECOMPUTATIONS = ("none", "selective", "full")

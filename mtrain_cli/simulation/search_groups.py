@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
-from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
+from mtrain_cli.config.parallel_checks import (
+    NEED_ALL_EXPERTS,
+    NEED_WHOLE_MODEL,
+    tensor_problems,
+    unsupported,
+)
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.tensor_parallel import problems, unsupported
 from mtrain_cli.simulation.scenario import Scenario
 
 _MOST_STAGES = 16
@@ -133,5 +136,5 @@ def tensor_degrees(scenario: Scenario, per_node: int) -> list[int]:
         degree
         for degree in range(1, per_node + 1)
         if per_node % degree == 0
-        and not any(problems(config.changed(topology={"tensor_parallel": degree})))
+        and not any(tensor_problems(config.changed(topology={"tensor_parallel": degree})))
     ]

@@ -138,7 +138,7 @@ def replay(
     if workers > cluster.gpus:
         raise ConfigError(
             f"--cluster {cluster.name}: has {cluster.gpus} GPUs, but {run.folder} used {workers}; "
-            "give a larger cluster, such as one from `mtrain profile links --per-node N`"
+            "give a larger cluster"
         )
     config = _config(run, case)
     setup = _setup(facts, config)

@@ -26,8 +26,7 @@ from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import Schedule
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.records.imbalance import Imbalance, imbalance
 from mtrain_cli.records.index_file import RecordedIndices, RecordedSetup
 from mtrain_cli.simulation.work_counts import (

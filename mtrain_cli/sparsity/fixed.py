@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
@@ -49,17 +50,14 @@ class FixedPattern(FixedSettings):
             return f"{self.slashes} block diagonals cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
-    def probed_rows(self, length: int) -> torch.Tensor:
+    def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
 
-    def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> VerticalSlash:
+    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:
         lengths = tuple(mask.length for mask in masked.masks)
         return _draw(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)
 
     def draw(self, layer: int, batch: int, heads: int, seq: int) -> VerticalSlash:
-        """Draw the index of a layer for ``batch`` sequences of ``seq`` tokens each."""
         return fixed_index(
             seed=self.seed + 1000 * layer,
             batch=batch,
@@ -85,16 +83,7 @@ def _draw(
     blocks: int,
     device: torch.device,
 ) -> VerticalSlash:
-    """Draw the index of a batch from the length of each sequence.
-
-    The chosen diagonals and columns do not depend on ``blocks``, because padding depends on the
-    number of workers and on the layout. They are drawn for the whole blocks of a sequence. Columns
-    past its end are not used.
-
-    lengths: number of tokens of each sequence.
-    heads: number of this worker's heads.
-    blocks: number of blocks in a padded sequence.
-    """
+    """Draw the index of a batch from the length of each sequence."""
     place, parts = pattern.part
     own = slice(heads * place, heads * (place + 1))
     every = heads * parts
@@ -132,7 +121,6 @@ def fixed_index(
     draws its own index, which all sequences of the batch share.
 
     Args:
-        columns: number of columns per head.
         slashes: number of diagonals per head, at least 1. Ignored if ``density`` is given.
         density: share of the causal blocks that the diagonals contain; None to use ``slashes``.
     """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
@@ -44,12 +45,10 @@ class MobaPattern(MobaSettings):
             return None
         return f"{self.top_k} chunks of {self.chunk} keys cover"
 
-    def probed_rows(self, length: int) -> torch.Tensor:
+    def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
 
-    def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> BlockBitmap:
+    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:
         """Return the index. One collective sums the keys of each chunk over all workers."""
         heads, geometry = q.shape[2], masked.geometry
         blocks, size = geometry.blocks, self._chunk_size(masked)
@@ -77,13 +76,7 @@ class MobaPattern(MobaSettings):
         causal = torch.arange(blocks, device=q.device) <= numbers[:, None]
         return BlockBitmap(self.block, blocks, bits & causal, geometry.query_blocks)
 
-    def _choose_per_query(
-        self, q: torch.Tensor, means: torch.Tensor, masked: MaskedPositions
-    ) -> GatedBitmap:
-        """Choose chunks for each query.
-
-        means: float64 [batch, chunks, kv_heads, head_dim], mean key of each chunk.
-        """
+    def _choose_per_query(self, q: Tensor, means: Tensor, masked: MaskedPositions) -> GatedBitmap:
         geometry, block, size = masked.geometry, self.block, self._chunk_size(masked)
         batch, heads = len(q), q.shape[2]
         chunks, kv_heads, dtype = means.shape[1], means.shape[2], accumulation_dtype(q.dtype)
@@ -110,17 +103,8 @@ class MobaPattern(MobaSettings):
                 bits[b, :, rows] = chosen[..., : geometry.blocks] & causal[rows]
         return GatedBitmap(block, geometry.blocks, bits, geometry.query_blocks, gates, size)
 
-    def _best_chunks(
-        self, scores: torch.Tensor, position: torch.Tensor, first: torch.Tensor, size: int
-    ) -> torch.Tensor:
-        """Return which chunks each query chooses, bool [heads, queries, chunks].
-
-        Args:
-            scores: [heads, queries, chunks].
-            position: [queries], position of each query.
-            first: [queries], first position that each query sees.
-            size: number of keys per chunk.
-        """
+    def _best_chunks(self, scores: Tensor, position: Tensor, first: Tensor, size: int) -> Tensor:
+        """Return which chunks each query chooses, bool [heads, queries, chunks]."""
         chunk = torch.arange(scores.shape[-1], device=scores.device)
         own = (position // size)[:, None]
         candidate = (chunk <= own) & ((chunk + 1) * size > first[:, None])
@@ -136,11 +120,8 @@ class MobaPattern(MobaSettings):
         """Return the number of keys per chunk, at most the length of the padded sequence."""
         return min(self.chunk, masked.geometry.blocks * self.block)
 
-    def _counts(self, masked: MaskedPositions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of tokens in each local block, and in each chunk. Return 1 for 0.
-
-        Both results are float64: [batch, local blocks] and [batch, chunks].
-        """
+    def _counts(self, masked: MaskedPositions) -> tuple[Tensor, Tensor]:
+        """Return the number of tokens in each local block, and in each chunk. Return 1 for 0."""
         key = (type(self).__name__, self.chunk)
         if key not in masked.cache:
             lengths = np.array([[mask.length] for mask in masked.masks])
@@ -161,25 +142,20 @@ def make_pattern(settings: MobaSettings, seed: int) -> MobaPattern:
     return MobaPattern(**vars(settings))
 
 
-def _with_own_first(
-    scores: torch.Tensor, candidate: torch.Tensor, own: torch.Tensor
-) -> torch.Tensor:
+def _with_own_first(scores: Tensor, candidate: Tensor, own: Tensor) -> Tensor:
     """Return scores that rank a query's own chunk first, and chunks it cannot choose last."""
     scores = scores.nan_to_num(0.0).masked_fill(~candidate, float("-inf"))
     return scores.masked_fill(own, float("inf"))
 
 
-def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
+def _pack_bits(bits: Tensor) -> Tensor:
     """Pack bool [..., n] into int32 [..., ceil(n / 32)]: flag i is bit i % 32 of word i // 32."""
     words = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 32)).unflatten(-1, (-1, 32)).long()
     return (words << torch.arange(32, device=bits.device)).sum(-1).to(torch.int32)
 
 
-def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-    """Return the sum of each local block's tokens, [batch, local blocks, heads, head_dim].
-
-    Padding is left out. The dtype of the sum is float32, or float64 for float64 tokens.
-    """
+def _block_sums(tokens: Tensor, masked: MaskedPositions) -> Tensor:
+    """Return the sum of each local block's tokens, [batch, local blocks, heads, head_dim]."""
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
     sums = tokens.new_zeros(len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype)
     for b, total in enumerate(sums):

@@ -7,6 +7,7 @@ result.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,13 +15,16 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors, to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
-from mtrain_cli.config.pattern_settings import MOST_LINES
+from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
 
 
 class IndexGroup(Protocol):
@@ -35,15 +39,15 @@ class IndexGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, mine: torch.Tensor) -> torch.Tensor:
+    def sum(self, mine: Tensor) -> Tensor:
         """Replace ``mine`` (contiguous) with its sum over all workers, and return it."""
         ...
 
-    def max(self, mine: torch.Tensor) -> torch.Tensor:
+    def max(self, mine: Tensor) -> Tensor:
         """Replace ``mine`` (contiguous, no NaN) with its maximum over workers, and return it."""
         ...
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+    def gather(self, mine: Tensor) -> Tensor:
         """Return every worker's ``mine`` in rank order, [size, *mine.shape].
 
         ``mine`` must have the same shape on every worker.
@@ -58,13 +62,13 @@ class SingleWorkerGroup:
     rank: int = 0
     size: int = 1
 
-    def sum(self, mine: torch.Tensor) -> torch.Tensor:
+    def sum(self, mine: Tensor) -> Tensor:
         return mine
 
-    def max(self, mine: torch.Tensor) -> torch.Tensor:
+    def max(self, mine: Tensor) -> Tensor:
         return mine
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+    def gather(self, mine: Tensor) -> Tensor:
         return mine[None]
 
 
@@ -72,10 +76,8 @@ class SingleWorkerGroup:
 class MaskedPositions:
     """The masks of a batch, and this worker's positions, on the host and on the device.
 
-    masks: one per sequence.
     geometry: the blocks of this worker's shard, as queries and as keys.
     shards: ascending block numbers of each worker. All workers have the same number of blocks.
-    rank: rank of this worker.
     group: the workers with which this worker estimates an index.
     cache: what patterns derive from these fields. All layers share this cache.
     """
@@ -101,7 +103,6 @@ class MaskedPositions:
         Args:
             shards: for each worker its ascending positions, int64 [tokens]; None if one worker has
                 the whole sequence.
-            bitmap: whether the index is a bitmap.
 
         Raises:
             ValueError: a shard does not consist of whole blocks, or workers have different numbers
@@ -120,11 +121,9 @@ class MaskedPositions:
         return MaskedPositions(masks, tables.between(shards[rank], shards[rank]), numbers, rank)
 
     def to(self, device: torch.device | str) -> MaskedPositions:
-        """Return the positions with their tables on a device."""
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     def with_group(self, group: IndexGroup) -> MaskedPositions:
-        """Return a copy in which patterns communicate through another group."""
         assert (group.rank, group.size) == (self.rank, len(self.shards))
         return replace(self, group=group)
 
@@ -148,15 +147,13 @@ class MaskedPositions:
         return (self.numbers[:, None] * block + np.arange(block)).reshape(-1)
 
     @cached_property
-    def positions(self) -> torch.Tensor:
-        """`host_positions` on the device."""
+    def positions(self) -> Tensor:
         block = self.tables.block
         within = torch.arange(block, device=self.device)
         return (self.geometry.query_blocks.long()[:, None] * block + within).flatten()
 
     @property
     def padded(self) -> bool:
-        """Whether the blocks of some sequence contain padding."""
         return any(mask.length < self.tables.blocks * self.tables.block for mask in self.masks)
 
     def num_tokens(self, sequence: int) -> int:
@@ -166,11 +163,8 @@ class MaskedPositions:
         """
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
 
-    def visible(self, sequence: int, rows: torch.Tensor, keys: int) -> torch.Tensor:
-        """Return which of the first ``keys`` local keys each query sees, bool [rows, keys].
-
-        rows: int64 [rows], positions of the queries in the sequence.
-        """
+    def visible(self, sequence: int, rows: Tensor, keys: int) -> Tensor:
+        """Return which of the first ``keys`` local keys each query sees, bool [rows, keys]."""
         position = self.positions[:keys]
         first = self.tables.first[sequence, rows][:, None]
         return (position >= first) & (position <= rows[:, None])
@@ -211,7 +205,7 @@ class Pattern(Protocol):
         """
         ...
 
-    def probed_rows(self, length: int) -> torch.Tensor:
+    def probed_rows(self, length: int) -> Tensor:
         """Return the positions of the queries that choose the index for all queries, int64 [rows].
 
         Recall is measured on the remaining queries. Return no positions if every query chooses its
@@ -219,17 +213,11 @@ class Pattern(Protocol):
         """
         ...
 
-    def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> Index:
+    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> Index:
         """Return the index: the pairs worth computing.
 
         All workers of ``masked.group`` call this together, once per layer and step, without
         gradients.
-
-        Args:
-            q, k: this worker's queries [batch, tokens, heads, head_dim] and keys [batch, tokens,
-                kv_heads, head_dim], in the order of ``masked.positions``.
 
         Returns:
             The whole index, the same on every worker. A bitmap has only the query blocks of this
@@ -242,7 +230,6 @@ NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def display_name(pattern: Pattern) -> str:
-    """Return the pattern's name for reports, marked if the pattern is synthetic."""
     return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
 
 
@@ -253,12 +240,12 @@ _NUMBER_BITS = MOST_LINES.bit_length() - 1
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 
 
-def to_mass_units(mass: torch.Tensor) -> torch.Tensor:
+def to_mass_units(mass: Tensor) -> Tensor:
     """Convert non-negative floats to multiples of 1 / `MASS_UNITS`, int64. NaN and inf become 0."""
     return torch.nan_to_num(mass, nan=0.0, posinf=0.0).mul_(MASS_UNITS).round_().long()
 
 
-def base_rank_keys(forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch.Tensor:
+def base_rank_keys(forced: Tensor, numbers: Tensor, n: int) -> Tensor:
     """Return the part of `rank_keys` that does not depend on the mass, int64 [..., candidates].
 
     forced: bool [..., candidates], whether a candidate ranks first whatever its mass.
@@ -269,7 +256,7 @@ def base_rank_keys(forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch
     return (forced.long() << 62) | (n - 1 - numbers)
 
 
-def rank_keys(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
+def rank_keys(units: Tensor, without_mass: Tensor) -> Tensor:
     """Return an int64 key per candidate: the larger the key, the better the rank.
 
     Forced candidates rank before all other candidates. More mass gives a better rank, and among
@@ -277,28 +264,19 @@ def rank_keys(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
     several workers can be sorted together.
 
     units: int64 [..., candidates], mass in units, at most `MOST_UNITS`.
-    without_mass: result of `base_rank_keys`.
     """
     # Bits of a key: 1 for forced, 38 for the mass, 24 for the number.
     return torch.add(without_mass, units, alpha=1 << _NUMBER_BITS)
 
 
 def select_ranked(
-    order: torch.Tensor,
-    total: torch.Tensor,
-    share: float | torch.Tensor,
-    at_least: int,
-    at_most: int,
-    n: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    order: Tensor, total: Tensor, share: float | Tensor, at_least: int, at_most: int, n: int
+) -> tuple[Tensor, Tensor]:
     """Select candidates as `select_by_mass` does, from their `rank_keys`.
 
     Args:
         order: rank keys [..., candidates], which must include the ``at_most`` largest rank keys.
         total: total mass of all candidates in units, int64 [..., 1].
-        share, at_most: as in `select_by_mass`.
-        at_least: as in `select_by_mass`, and at least the number of forced candidates.
-        n: as in `base_rank_keys`.
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
     candidates = n - 1 - (order & _NUMBER_MASK)
@@ -306,7 +284,7 @@ def select_ranked(
     # Multiplying by a host scalar of another dtype needs no kernel for the conversion.
     limit = (
         share * total.double()
-        if isinstance(share, torch.Tensor)
+        if isinstance(share, Tensor)
         else total * torch.tensor(share, dtype=torch.float64)
     )
     kept = masses.cumsum(-1).sub_(masses) < limit
@@ -315,12 +293,8 @@ def select_ranked(
 
 
 def select_by_mass(
-    mass: torch.Tensor,
-    share: float | torch.Tensor,
-    forced: torch.Tensor,
-    at_least: int,
-    at_most: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    mass: Tensor, share: float | Tensor, forced: Tensor, at_least: int, at_most: int
+) -> tuple[Tensor, Tensor]:
     """Select the fewest candidates that hold a share of the mass (MTraining, algorithm 1).
 
     The selection includes the candidate that crosses the share. Of two candidates with equal mass,
@@ -345,3 +319,51 @@ def select_by_mass(
         order, units.sum(-1, keepdim=True), share, at_least, at_most, n
     )
     return candidates, kept | forced.expand_as(mass).gather(-1, candidates)
+
+
+def make_pattern(settings: PatternSettings, seed: int) -> Pattern | None:
+    """Return the pattern of a run; None for dense attention.
+
+    Call `make_pattern` of the module that the settings name.
+    """
+    if settings.pattern == "dense":
+        return None
+    module = importlib.import_module(settings.module or f"mtrain_cli.sparsity.{settings.pattern}")
+    pattern: Pattern = module.make_pattern(settings, seed)
+    return pattern
+
+
+_DENSE_SHARE = 4  # one layer in four; with the last two of eight dense, small models lost nothing
+
+
+def computes_everything(config: Config) -> str | None:
+    """Return why the pattern chooses every pair for any data, or None if it may leave out pairs."""
+    pattern = make_pattern(config.sparsity, config.seed)
+    covering = pattern.covers(config.seq) if pattern is not None else None
+    if not covering:
+        return None
+    seq = f"seq={format_size(config.seq)}"
+    return f"{covering} all of {seq}: computes every pair, like sparsity=dense"
+
+
+def remarks(config: Config) -> list[str]:
+    sparsity = config.sparsity
+    notes = [line for line in (computes_everything(config),) if line is not None]
+    if sparsity.dense_steps >= config.train.steps:
+        notes.append(
+            f"no step is sparse: sparsity.dense_steps={sparsity.dense_steps} must be below "
+            f"train.steps={config.train.steps}"
+        )
+    if notes:
+        return notes
+    if (remark := sparsity.packed_documents_remark) and config.data.document_mask:
+        notes.append(remark)
+    layers = config.model.num_layers
+    if sparsity.loses_in_all_layers and not sparsity.dense_layers and layers > 1:
+        dense = max(1, layers // _DENSE_SHARE)
+        last = "the last layer" if dense == 1 else f"the last {dense} layers"
+        notes.append(
+            "every layer is sparse: such models found fewer needles than dense ones in `mtrain "
+            f"study learning` (docs/studies.md); sparsity.dense_layers={dense} keeps {last} dense"
+        )
+    return notes

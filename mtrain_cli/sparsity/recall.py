@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.partials import accumulation_dtype
@@ -14,16 +15,12 @@ _SCORE_BYTES = 1 << 29
 
 
 def row_probabilities(
-    q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
-) -> Iterator[tuple[slice, int, slice, torch.Tensor]]:
+    q: Tensor, k: Tensor, masked: MaskedPositions, rows: Tensor
+) -> Iterator[tuple[slice, int, slice, Tensor]]:
     """Yield the softmax probabilities of some queries over all keys that the mask allows.
 
     Each item is (slice of ``rows``, sequence, slice of the query heads, probabilities [heads, rows,
     keys]). The items fit the memory budget. All items of a slice of ``rows`` follow each other.
-
-    Args:
-        q, k: [batch, seq, heads, head_dim] and [batch, seq, kv_heads, head_dim], on one worker.
-        rows: int64 [rows], positions of the queries, the same for every sequence.
     """
     assert masked.group.size == 1, "needs all keys of a sequence on one worker"
     batch, seq, heads, dim = q.shape
@@ -41,18 +38,12 @@ def row_probabilities(
                 yield part, b, of_group, scores.masked_fill_(hidden, float("-inf")).softmax(-1)
 
 
-def recall(
-    index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
-) -> torch.Tensor:
+def recall(index: Index, q: Tensor, k: Tensor, masked: MaskedPositions, rows: Tensor) -> Tensor:
     """Return the share of dense attention that the index keeps (MTraining, section 3.1).
 
     The share of a query is the sum of its softmax probabilities over the keys that the index
     allows. The softmax runs over all keys that the mask allows, in float32, or in float64 for
     float64 queries.
-
-    Args:
-        q, k: [batch, seq, heads, head_dim] and [batch, seq, kv_heads, head_dim], on one worker.
-        rows: int64 [rows], positions of the queries to measure, the same for every sequence.
 
     Returns:
         float32 [batch, heads, rows]; NaN for padding.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap
@@ -38,12 +39,10 @@ class XAttentionPattern(XAttentionSettings):
             return None
         return f"2 blocks of {self.block} tokens, the query's own and the first, cover"
 
-    def probed_rows(self, length: int) -> torch.Tensor:
+    def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
 
-    def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> BlockBitmap:
+    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:
         """Return the index. One collective gathers all keys, as in MTraining's baseline."""
         geometry = masked.geometry
         padded = [self._pad_to_blocks(t, masked, b) for b, t in enumerate(k)]
@@ -54,39 +53,23 @@ class XAttentionPattern(XAttentionSettings):
         ]
         return BlockBitmap(self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks)
 
-    def _pad_to_blocks(
-        self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int
-    ) -> torch.Tensor:
-        """Return a sequence's local tokens as blocks, [local blocks, block, heads, head_dim].
-
-        Slots without a token hold 0.
-
-        tokens: [tokens, heads, head_dim].
-        """
+    def _pad_to_blocks(self, tokens: Tensor, masked: MaskedPositions, sequence: int) -> Tensor:
+        """Return a sequence's local tokens as blocks, [local blocks, block, heads, head_dim]."""
         num_tokens = masked.num_tokens(sequence)
         missing = len(masked.host_positions) - num_tokens
         padded = torch.nn.functional.pad(tokens[:num_tokens], (0, 0, 0, 0, 0, missing))
         return padded.unflatten(0, (-1, self.block))
 
-    def _gather_sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """Return the tokens of all workers in sequence order, [batch, tokens, heads, head_dim].
-
-        mine: this worker's tokens, [batch, local blocks, block, heads, head_dim].
-        """
+    def _gather_sequence(self, mine: Tensor, masked: MaskedPositions) -> Tensor:
+        """Return the tokens of all workers in sequence order, [batch, tokens, heads, head_dim]."""
         if type(self).__name__ not in masked.cache:
             order = np.argsort(np.concatenate(masked.shards))
             masked.cache[type(self).__name__] = to_device(order, mine.device)
         gathered = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
         return gathered.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
 
-    def _choose(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, sequence: int
-    ) -> torch.Tensor:
-        """Return the key blocks of each local query block, bool [heads, local blocks, blocks].
-
-        q: this worker's queries of one sequence, [local blocks, block, heads, head_dim].
-        k: all keys of the sequence, [tokens, kv_heads, head_dim].
-        """
+    def _choose(self, q: Tensor, k: Tensor, masked: MaskedPositions, sequence: int) -> Tensor:
+        """Return the key blocks of each local query block, bool [heads, local blocks, blocks]."""
         heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride
         # Concatenate the queries of a square in reverse order, and the keys of a square in order.
@@ -125,11 +108,8 @@ def make_pattern(settings: XAttentionSettings, seed: int) -> XAttentionPattern:
     return XAttentionPattern(**vars(settings))
 
 
-def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return batched a @ b in the accumulation dtype.
-
-    If the products were rounded to 16 bits, the pattern would choose other blocks.
-    """
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Return batched a @ b in the accumulation dtype."""
     high = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != high:
         return torch.bmm(a, b, out_dtype=high)

@@ -32,23 +32,20 @@ def work(program: Program, parts: Mapping[str, Any]) -> dict[str, Any]:
     parts: work of one row with each weight, numbers or arrays, such as its elements (half of the
         FLOP) or a time; other products are not counted.
     """
-    found: defaultdict[str, Any] = defaultdict(int)
+    amounts: defaultdict[str, Any] = defaultdict(int)
     for op in program:
         match op:
             case Compute():
-                found[op.direction] += op.rows * parts.get(op.part, 0)
+                amounts[op.direction] += op.rows * parts.get(op.part, 0)
             case Repeat():
                 for direction, amount in work(op.body, parts).items():
-                    found[direction] += op.times * amount
-    return found
+                    amounts[direction] += op.times * amount
+    return amounts
 
 
 class MessageCost(NamedTuple):
-    """A message.
+    """Microseconds of a message, those for which it occupies the link, and mean bytes received.
 
-    us: its time in microseconds.
-    busy: time for which it occupies the link.
-    size: number of bytes that a worker receives, in the mean.
     outer: whether it crosses nodes.
     """
 

@@ -1,4 +1,4 @@
-"""A layer except attention, as operations in the order in which the model does them.
+"""Lowerings: a layer except attention, and the collectives of FSDP2, as operations in order.
 
 `model.feed_forward` runs the program of a tile of the MLP, `model.expert_parallel` that of a part
 of the experts. Tests compare both. Every message of tensor parallelism gathers or adds up rows of
@@ -14,7 +14,17 @@ from dataclasses import dataclass
 
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.tiling import layers_with_products
-from mtrain_cli.step.program import Compute, Message, Next, Operation, Post, Program, Wait, in_turns
+from mtrain_cli.step.program import (
+    Compute,
+    Message,
+    Next,
+    Operation,
+    Post,
+    Program,
+    Repeat,
+    Wait,
+    in_turns,
+)
 
 EXPERTS_IN, EXPERTS_OUT = "experts gate and up", "experts down"
 SEND, NEXT, WAIT = Post(Message.HIDDEN), Next(), Wait()
@@ -101,10 +111,7 @@ def layers(
 ) -> list[tuple[int, Layer]]:
     """Return the kinds of layers of a model, each with the number of such layers.
 
-    Args:
-        checkpointed: whether activation checkpointing is on.
-        tiled: whether the MLP runs in tiles. Tiles are recomputed even without checkpointing.
-        keep_mlp: value of ``train.keep_mlp``.
+    tiled: whether the MLP runs in tiles. Tiles are recomputed even without checkpointing.
     """
     dense = model.num_layers - model.expert_layers
     kept = layers_with_products(keep_mlp, dense) if checkpointed or tiled else dense
@@ -114,3 +121,21 @@ def layers(
         (model.expert_layers, Layer(True, checkpointed)),
     )
     return [(number, layer) for number, layer in numbers if number]
+
+
+def weight_messages(shard: str, micro_batches: int) -> list[Repeat]:
+    """Return the micro-batches of a step, grouped by their collectives for a unit of FSDP2.
+
+    `fsdp.begin_micro_batch` decides on the same collectives in a run. `Message.GATHER_AGAIN` exists
+    only for layers: the weights outside them stay gathered during the micro-batch.
+
+    shard: value of ``train.shard``.
+    """
+    gather, reduce = Post(Message.GATHER), Post(Message.REDUCE)
+    if shard == "full":
+        return [Repeat(micro_batches, (gather, Post(Message.GATHER_AGAIN), reduce))]
+    if micro_batches == 1:
+        return [Repeat(1, (gather, reduce))]
+    early = (reduce,) if shard == "gradients" else ()
+    between = [Repeat(micro_batches - 2, early)] if micro_batches > 2 else []
+    return [Repeat(1, (gather, *early)), *between, Repeat(1, (reduce,))]

@@ -1,21 +1,27 @@
-"""Memory of one layer's attention: the buffers of its exchange and of its kernel.
+"""Memory of one layer's attention: its dynamic index, and the buffers of exchange and kernel.
 
 The program of the exchange lists the sizes of its buffers (`parallel.program`). Formulas give the
-sizes of the kernel's buffers.
+sizes of the index and of the kernel's buffers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from mtrain_cli.attention.block_lists import mask_list_bytes
+from mtrain_cli.attention.block_lists import (
+    BLOCK,
+    list_widths,
+    mask_list_bytes,
+    most_partial_blocks,
+    word_bytes,
+)
 from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.attention.mask_words import BLOCK, most_partial_blocks, word_bytes
 from mtrain_cli.attention.named_masks import CAUSAL
+from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.pattern_settings import DenseSettings
 from mtrain_cli.config.schema import Config, ModelConfig
@@ -23,17 +29,153 @@ from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Striped, Zigzag
+from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Placement, Striped, Zigzag
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
-from mtrain_cli.sparsity.pattern_registry import make_pattern
-from mtrain_cli.training.index_memory import IndexShape
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 
 _MOST_OF_16_BITS = 32767
+# From kernels/triton/sparse/key_gradient.py, which cannot be imported without Triton.
+_MOST_PARTS, _PROGRAMS_WANTED = 16, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexShape:
+    """Sizes of one layer's dynamic index on one worker, for one micro-batch.
+
+    sequences: number of sequences of the micro-batch.
+    heads: number of query heads of the model.
+    block, blocks: tokens per block, and blocks per whole sequence.
+    bitmap: whether the index is a bitmap of blocks. Any other index has slashes and columns.
+    kept: bytes of the index.
+    counted: bytes that a micro-batch needs to count the pairs of a bitmap. A step needs this memory
+        for all its micro-batches.
+    column_width: columns per head, rounded up to whole tiles.
+    ways: number of ranks that share heads (Ulysses). A kernel call has the tokens of these ranks.
+    rings: whether KV or queries circulate.
+    gathered: whether a ring gathers the columns in forward and keeps them until backward.
+    diagonals: maximum number of slashes per head. 0 means no limit.
+    """
+
+    sequences: int
+    heads: int
+    block: int
+    blocks: int
+    bitmap: bool
+    kept: int
+    counted: int
+    column_width: int
+    ways: int
+    rings: bool
+    gathered: bool
+    diagonals: int = 0
+
+    @staticmethod
+    def make(
+        config: Config, pattern: Pattern, layout: Layout, exchange: ExchangeChoice
+    ) -> IndexShape:
+        """Return the sizes of the largest index that the pattern may choose.
+
+        Without a limit on columns in the configuration, every token may be a column.
+        """
+        sparsity, sequences, heads = config.sparsity, config.train.micro_batch, exchange.heads
+        request, model_heads = pattern.request(), config.model.num_heads
+        blocks = -(-layout.padded_seq // request.block)
+        own_blocks = -(-blocks // layout.workers)
+        rings = exchange.circulates_among(layout.workers)
+        if request.bitmap:
+            rows = blocks if heads > 1 or (rings and exchange.queries_travel) else own_blocks
+            bytes_each = 2 if request.block**2 < 1 << 15 else 4
+            kept = sequences * model_heads * rows * blocks
+            counted, width = bytes_each * sequences * own_blocks * blocks, 0
+            if request.chunk:  # each query chooses its keys
+                chunk_words = -(-blocks * request.block // (32 * request.chunk))
+                kept += 4 * sequences * model_heads * rows * request.block * chunk_words
+                counted += 8 * sequences * blocks * request.block
+        else:
+            most = sparsity.column_bound
+            width = min(layout.padded_seq if most is None else most, blocks * request.block)
+            kept, counted = sequences * model_heads * (blocks + 4 * width), 0
+        return IndexShape(
+            sequences=sequences,
+            heads=model_heads,
+            block=request.block,
+            blocks=blocks,
+            bitmap=request.bitmap,
+            kept=kept,
+            counted=counted,
+            column_width=-(-width // COLUMN_TILE) * COLUMN_TILE,
+            ways=heads,
+            rings=rings,
+            gathered=rings and exchange.shared_columns and width > 0,
+            diagonals=0 if request.bitmap else sparsity.slash_bound(blocks),
+        )
+
+    @property
+    def head_lists(self) -> int:
+        """Number of lists of slashes and columns in a kernel call: one per sequence and head."""
+        return self.sequences * (self.heads // self.ways)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns in a kernel call, summed over sequences and heads."""
+        return self.head_lists * self.column_width
+
+    def derived(self, kernel: str) -> int:
+        """Return the bytes that a kernel derives and keeps for backward (`Tiles.index_cache`).
+
+        These are the key slots of the columns (twice if a ring gathers the columns once), the
+        number of columns below each block, and the list of slashes.
+        """
+        if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
+            return 0
+        numbers = self.columns * (2 if self.gathered else 1)
+        if self.columns:
+            numbers += self.head_lists * (self.blocks + 1)
+        if kernel == "triton" and not self.rings:
+            numbers += self.head_lists * (2 * self.blocks + 1)
+        return 4 * numbers
+
+    # The tokens of the following are those of a call, summed over sequences.
+
+    def pairs_of_blocks(self, queries: int, keys: int) -> int:
+        """Count the pairs of a query block and a key block in a call, over heads and sequences."""
+        return self.sequences * self.heads * self._blocks_of(queries) * self._blocks_of(keys)
+
+    def listed(self, queries: int, keys: int) -> int:
+        """Count the entries of a call's lists of query blocks, one list per key block and head."""
+        widths = list_widths(self._blocks_of(queries * self.ways), self.diagonals, plain=False)
+        return self.head_lists * self._blocks_of(keys) * sum(widths)
+
+    def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
+        """Return the bytes that a call needs for columns in backward.
+
+        - packed keys and values, and float32 gradients of each part that `backward_columns`
+          computes and of their sum; if a ring gathers the columns, the exchange holds the packed
+          columns and the sum
+        - key slots and positions, 8 bytes per column
+        - a bit per query block and column, which says whether slashes cover the column.
+        """
+        if not self.columns:
+            return 0
+        parts = max(1, min(_MOST_PARTS, _PROGRAMS_WANTED // (self.columns // COLUMN_TILE)))
+        gradients = 8 * (parts + (parts > 1) - self.gathered) * head_dim
+        packed = 0 if self.gathered else 2 * e * head_dim
+        covered = self._blocks_of(queries * self.ways) * self.columns // 8
+        return self.columns * (packed + gradients + 8) + covered
+
+    def _blocks_of(self, tokens: int) -> int:
+        """Return the number of blocks per sequence."""
+        return -(-tokens // (self.block * self.sequences))
+
+
+def column_width(
+    config: Config, pattern: Pattern | None, layout: Layout, exchange: ExchangeChoice
+) -> int:
+    """Return `IndexShape.column_width`, or 0 for dense attention."""
+    return 0 if pattern is None else IndexShape.make(config, pattern, layout, exchange).column_width
 
 
 class AttentionMemory:
@@ -55,9 +197,8 @@ class AttentionMemory:
     ) -> None:
         """Prepare the sizes.
 
-        Args:
-            e: bytes of the compute dtype.
-            dense_kernel: kernel of the layers without index in a sparse run; None for ``kernel``.
+        e: bytes of the compute dtype.
+        dense_kernel: kernel of the layers without index in a sparse run; None for ``kernel``.
         """
         self.model, self.layout = config.model, layout
         self.exchange, self.kernel = exchange, kernel
@@ -72,26 +213,25 @@ class AttentionMemory:
         self.sizes = shard_sizes(config, layout, exchange, e)
         if self.index is not None:
             self.sizes = replace(self.sizes, column_width=self.index.column_width)
-        gathered = self.index is not None and self.index.gathered
+        self.gathered = self.index is not None and self.index.gathered
         traits = Traits(
-            columns=gathered,
-            # PyTorch's kernel copies its inputs; the other kernels take views.
-            copies_parts=kernel == "sdpa",
+            columns=self.gathered,
+            copies_parts=kernel == "sdpa",  # the other kernels take views
             zigzag=layout.name == "zigzag",
         )
         self._program = exchange.name, exchange.options(layout.workers), traits
 
     @cached_property
     def pool(self) -> int:
-        """Bytes of the exchange's pool, which stays allocated from layer to layer."""
+        """The exchange's pool, which stays allocated from layer to layer."""
         return _pool(*self._program, self.sizes)
 
     @cached_property
     def ring_kv(self) -> int:
-        """Bytes of the KV shard of another rank that a ring keeps for backward; 0 without one.
+        """The KV shard of another rank that a ring keeps for backward: the last to arrive.
 
-        This is the shard that arrived last in forward. If queries circulate in backward, forward
-        ends with the rank's own shard, which recomputation makes anyway.
+        If queries circulate in backward, forward ends with the rank's own shard, which
+        recomputation makes anyway.
         """
         circulates = self.exchange.circulates_among(self.layout.workers)
         foreign = circulates and not self.exchange.queries_travel
@@ -99,12 +239,17 @@ class AttentionMemory:
 
     @cached_property
     def gathered_columns(self) -> int:
-        """Bytes of the columns that a ring gathers in forward and keeps for backward."""
+        """The columns that a ring gathers in forward and keeps for backward."""
         return _saved(*self._program, self.sizes).get(Kind.COLUMNS, 0)
+
+    @property
+    def _ranks_of_casts(self) -> Fraction | int:
+        """Of how many ranks' shards a group cast brings the keys, with the own ones."""
+        return self.exchange.heads * (1 + sum(received for _, received in self.sizes.casts))
 
     @cached_property
     def mask_tables(self) -> int:
-        """Bytes that FlashAttention-4 derives from the masks and keeps for a micro-batch.
+        """What FlashAttention-4 derives from the masks and keeps for a micro-batch.
 
         These are the lists of blocks and the words of bits of dense attention, for sequences of one
         document. Layers with different masks have tables of their own.
@@ -118,21 +263,20 @@ class AttentionMemory:
         kinds = (mask.of_window_layers, CAUSAL) if mask.is_mixed else (mask,)
         seen: int | Fraction = layout.padded_seq
         if self.sizes.casts:
-            own = layout.tokens_per_worker * heads
-            seen = min(own * (1 + sum(received for _, received in self.sizes.casts)), seen)
+            seen = min(layout.tokens_per_worker * self._ranks_of_casts, seen)
         return sum(_mask_tables(kind, layout, heads, int(seen), sequences) for kind in kinds)
 
     @cached_property
     def in_backward(self) -> int:
-        """Peak bytes of backward, without the tensors that forward saved.
+        """Peak of backward, without the tensors that forward saved.
 
-        At the peak, backward holds the exchange's pool, the gradients of q, k and v, the KV of
-        other workers, and the kernel's buffers.
+        It has the exchange's pool, the gradients of q, k and v, the KV of other workers, and the
+        kernel's buffers.
         """
         exchange, sizes, workers = self.exchange, self.sizes, self.layout.workers
         ranks: int | Fraction = exchange.heads if exchange.circulates_among(workers) else workers
         if sizes.casts:
-            ranks = exchange.heads * (1 + sum(received for _, received in sizes.casts))
+            ranks = self._ranks_of_casts
         # FlashAttention-4 computes the two rectangles of a zigzag worker in turn and sums their
         # dk and dv in float32.
         zigzag = workers > exchange.heads and self.layout.name == "zigzag"
@@ -146,8 +290,7 @@ class AttentionMemory:
             index=self.index,
             intervals=self.intervals,
         )
-        gathered = self.index is not None and self.index.gathered
-        call = (kernel.blocks if gathered else kernel.call) // exchange.chunks
+        call = (kernel.blocks if self.gathered else kernel.call) // exchange.chunks
         sizes = replace(sizes, made_bytes=kernel.made)
         return self.pool + _peak_of_backward(*self._program, sizes, call, kernel.columns)
 
@@ -177,7 +320,7 @@ def shard_sizes(
 
 @cache
 def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[Program, Program]:
-    """Return rank 0's program of the forward pass and its program of the backward pass."""
+    """Return rank 0's programs of the forward and the backward pass."""
     schedule = make_schedule(exchange, options)
     return lower(schedule, 0, traits=traits), lower(schedule, 0, traits=traits, backward=True)
 
@@ -191,11 +334,7 @@ def _casts(
     mask: MaskSettings,
     documents: bool,
 ) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Return the largest shares of rows that group casts move under a mask; () without them.
-
-    Documents make them smaller, unless they change the layout. A balanced layout of packed
-    documents then moves at most about as much as one that deals out its chunks in turn.
-    """
+    """Return the largest shares of rows that group casts move under a mask; () without them."""
     schedule = make_schedule(exchange, options)
     if not schedule.traits.by_mask or too_many_to_count(layout):
         return whole_shares(schedule)
@@ -203,6 +342,8 @@ def _casts(
     shares = largest_shares(schedule, layout, [whole], block)
     if layout.name != Balanced.name or not documents:
         return shares
+    # A balanced layout of packed documents moves at most about as much as one that deals out its
+    # chunks in turn.
     dealt = Striped(layout.workers, layout.seq, layout.block_size, layout.unit)
     spread = largest_shares(schedule, dealt, [whole], block)
     return tuple((max(a, c), max(b, d)) for (a, b), (c, d) in zip(shares, spread, strict=True))
@@ -233,22 +374,13 @@ def _peak_of_backward(
     call: int,
     columns: int,
 ) -> int:
-    """Return the peak bytes of backward, without the pool.
-
-    Args:
-        call, columns: bytes that the kernel allocates; see `Program.peak_bytes`.
-    """
+    """Return the peak bytes of backward, without the pool (see `Program.peak_bytes`)."""
     return _programs(exchange, options, traits)[1].peak_bytes(sizes, call, columns)
 
 
 @cache
 def _mask_tables(mask: MaskSettings, layout: Layout, heads: int, keys: int, sequences: int) -> int:
-    """Return the bytes of the tables of one mask (`AttentionMemory.mask_tables`).
-
-    Args:
-        heads: number of ranks that share heads.
-        keys: number of keys of a sequence with which a rank computes.
-    """
+    """Return the bytes of the tables of one mask, for ``keys`` keys of a sequence."""
     queries = Placement(layout, heads).inside.positions(0)
     whole = MaskRule(document_mask=False, mask=mask).undivided(layout.seq, layout.padded_seq)
     # Workers hold whole blocks, so that the number of partial blocks depends little on the layout
@@ -262,10 +394,8 @@ class KernelBuffers(NamedTuple):
     """Bytes that a kernel's backward call allocates.
 
     made: bytes per element of the dk and dv that the call returns.
-    call: size of the buffers of a call that computes blocks and columns.
-    blocks: size of the buffers of a call that computes only blocks. A ring that gathers the
-        columns computes them in a call of their own.
-    columns: size of the buffers of a call that computes only columns.
+    call, blocks, columns: buffers of a call that computes blocks and columns, or only one of them.
+        A ring that gathers the columns computes them in a call of their own.
     """
 
     made: int
@@ -286,23 +416,10 @@ def kernel_backward(
 ) -> KernelBuffers:
     """Return the bytes that a kernel's backward call allocates.
 
-    The buffers of each kernel:
-    - flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; with
-      an index, the lists of blocks. The call frees these buffers before it computes columns. For
-      columns, the call allocates the buffers of the columns and another dq.
-    - sdpa (FlashAttention-2): float32 accumulator of dq; lse and delta; dk and dv for every query
-      head; dq, dk and dv of the current rectangle. With several intervals per query, the sum of dq
-      is float32.
-    - triton: lse and delta; the buffers of the columns, or the lists of a bitmap. The lists take 4
-      bytes per pair of a query block and a key block, or 8 bytes if a sequence has more than 32767
-      blocks.
-    - reference: three float64 score matrices. Smaller tensors are not counted.
-
     Args:
         queries, keys: number of queries and of keys in the call, summed over the micro-batch.
         e: bytes of the compute dtype.
         pieces: whether flash4 is called for several rectangles.
-        index: sizes of the dynamic index. None for dense attention.
         intervals: most intervals of keys that a query sees.
     """
     width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -310,6 +427,8 @@ def kernel_backward(
     row, statistics = queries * width, 4 * queries * model.num_heads
     columns = 0 if index is None else index.columns_in_backward(queries, model.head_dim, e)
     if kernel == "flash4":
+        # Float32 sums of dq and, with grouped heads, of dk and dv; lse and delta; lists of blocks.
+        # They are freed before the columns, which have buffers of their own and another dq.
         sums = 4 * row + 2 * statistics + (8 * keys * kv_width if grouped else 0)
         if pieces:
             return KernelBuffers(4, sums + e * (row + 2 * keys * kv_width))
@@ -317,16 +436,18 @@ def kernel_backward(
         columns += statistics + e * row if columns else 0
         return KernelBuffers(e, max(blocks, columns), blocks, columns)
     if kernel == "sdpa":
+        # FlashAttention-2: the float32 sum of dq; lse and delta; dk and dv for every query head;
+        # dq, dk and dv of the current rectangle.
         expanded = 2 * e * keys * width if grouped else 0
         current = e * (row + 2 * keys * kv_width)
         sums = (4 - e) * row if intervals > 1 else 0
         return KernelBuffers(4, 4 * row + 2 * statistics + expanded + current + sums)
-    if kernel == "triton":
+    if kernel == "triton":  # lse and delta; the buffers of the columns, or the lists of a bitmap
         lists = 0
         if index is not None and index.bitmap:
             bytes_each = 4 if index.blocks <= _MOST_OF_16_BITS else 8
             lists = bytes_each * index.pairs_of_blocks(queries, keys)
         blocks = 2 * statistics + lists
         return KernelBuffers(4, blocks + columns, blocks, columns)
-    scores = 3 * 8 * queries * keys * model.num_heads
+    scores = 3 * 8 * queries * keys * model.num_heads  # three float64 matrices
     return KernelBuffers(e, scores, scores)

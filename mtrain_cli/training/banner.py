@@ -10,13 +10,10 @@ from rich.text import Text
 from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.config.unused_settings import unused_after_auto
 from mtrain_cli.console import grid
-from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.memory import size
 from mtrain_cli.training.optimizer import LearningRateSchedule
-from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.step_estimate import StepEstimate
 
@@ -34,16 +31,11 @@ def banner(
 
     Args:
         data: one line that describes the corpus, from `PackedDataset.describe`.
+        targets: one line from `batch.describe_targets`; "" leaves it out.
         resumed: step of the checkpoint that the run resumes from. None for a new run.
         estimate: of a step. None leaves the time out.
-        targets: one line from `batch.describe_targets`; "" leaves it out.
     """
-    config, environment = plan.config, plan.environment
-    chosen: list[tuple[str, str]] = []
-    if plan.search is not None:
-        chosen = [("", dry_run.describe_choice(plan))]
-        if rejected := dry_run.describe_rejected(plan):
-            chosen.append(("", f"rejected: {rejected}"))
+    config = plan.config
     recomputation = f"recomputation: {dry_run.describe_activations(config)}"
     rows = [
         ("model", f"{dry_run.describe_model(plan)}, {dry_run.describe_rope(plan)}"),
@@ -52,28 +44,18 @@ def banner(
         *dry_run.weights_rows(config)[1:],
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(plan)}"),
         *dry_run.time_rows(estimate),
-        ("workers", f"{dry_run.describe_workers(plan)}, started by {environment.launcher}"),
-        ("layout", dry_run.describe_layout(plan)),
-        *dry_run.exchange_rows(plan),
-        *tensor_rows(plan),
-        *expert_rows(plan),
-        *pipeline_rows(plan),
+        *dry_run.parallel_rows(plan, f", started by {plan.environment.launcher}"),
         *dry_run.mask_rows(config),
-        ("sparsity", dry_run.describe_sparsity(plan)),
-        *(("", line) for line in remarks(config)),
-        *dry_run.kernel_rows(plan),
+        *dry_run.sparsity_rows(plan),
         ("dtype", f"{dry_run.describe_dtype(plan)}; {recomputation}"),
         ("schedule", _schedule(config, resumed)),
         ("compile", dry_run.describe_compile(plan)),
         ("memory", _memory(plan)),
-        *chosen,
+        *(("", line) for line in dry_run.describe_choice(plan)),
         ("data", f"{data}; order from seed {config.seed}"),
         *([("targets", targets)] if targets else []),
         ("run", str(run_dir)),
-        *(
-            ("warning", line)
-            for line in (*_unused_cluster(plan), *_unused_after_auto(plan, run_dir))
-        ),
+        *(("warning", line) for line in _unused_cluster(plan)),
     ]
     return Group(Text(f"mtrain {__version__}", style="bold"), grid(rows))
 
@@ -93,16 +75,6 @@ def _unused_cluster(plan: RunPlan) -> list[str]:
     if plan.environment.device != "cpu" or topology.device == "cpu" or topology.cluster == "auto":
         return []
     return ["the run uses this machine's CPU; topology.cluster only affects plans"]
-
-
-def _unused_after_auto(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return warnings about overrides that the exchange and layout chosen by auto do not read."""
-    try:
-        overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    words, layout = overrides.splitlines(), plan.layout.name
-    return unused_after_auto(words, plan.config, plan.exchange.name, layout)
 
 
 def _weights(config: Config, resumed: int | None) -> str:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 class FinishedStep:
     """One optimizer step, as callbacks see it.
 
-    result: what the step computed, the same on all workers.
     metrics: the step's line of metrics.jsonl.
     last: whether this step is the last step of `train.steps`.
     """
@@ -30,12 +29,11 @@ class FinishedStep:
 class Callback:
     """An object that follows a training run. Override the hooks that you need.
 
-    All workers call the hooks at the same points of a step, and in the order of
-    `Trainer.callbacks`. Hooks may therefore communicate.
+    All workers call the hooks at the same points of a step, in the order of `Trainer.callbacks`, so
+    hooks may communicate.
 
-    needs_samples: whether `on_samples` needs the whole sequences. Long sequences take gigabytes, so
-        the trainer drops them unless a callback needs them. Set this attribute before the first
-        step.
+    needs_samples: whether `on_samples` needs the whole sequences, which may take gigabytes and
+        otherwise are dropped. Set this before the first step.
     """
 
     needs_samples = False
@@ -47,17 +45,10 @@ class Callback:
         """Run before a step reads its data."""
 
     def on_samples(self, samples: Sequence[Sequence[PackedSample]]) -> None:
-        """Receive the samples of a step, one group per micro-batch, before the model sees them.
-
-        The hook may run the model, but must leave no gradients behind.
-        """
+        """Receive the samples of each micro-batch of a step. Leave no gradients behind."""
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002 - a hook
-        """Return the attention that a micro-batch uses. The default hook returns `attend`.
-
-        The trainer calls the hook of the last callback first. The wrapper of the first callback is
-        therefore the outermost.
-        """
+        """Return a micro-batch's attention. The wrapper of the first callback is outermost."""
         return attend
 
     def after_step(self, step: FinishedStep) -> None:
@@ -67,10 +58,7 @@ class Callback:
         """Run when a background thread starts to write the checkpoint of `step`."""
 
     def on_error(self, error: Exception) -> None:
-        """Run when a step, a save or another callback fails, before training ends.
-
-        This hook must not communicate, since other workers may be gone.
-        """
+        """Run when a step, a save or a callback fails. Do not communicate: workers may be gone."""
 
     def close(self) -> None:
         """Run once after the last step, when the last checkpoint is on disk."""

@@ -1,13 +1,9 @@
 """Time a part of the step in which no worker waits for another worker, to find stragglers.
 
-The time of whole steps cannot show a straggler. Workers wait for one another many times in a step,
-so every worker takes as long as the straggler. This timer covers the part of a layer after
-attention (output projection, norm, MLP). In that part, every worker computes the same number of
-tokens and does not communicate. With tensor parallelism and experts it does, so the timer leaves
-out the waits for other workers. With expert parallelism, it leaves out the experts: a worker with
-popular experts computes more rows. The timer measures some layers, in the first forward pass of a
-step. On a GPU, the timer records two events per layer and reads the events one step later, so that
-the host never waits for the GPU.
+Workers wait for one another many times in a step, so every worker's step takes as long as the
+straggler's. In the part of a layer after attention (output projection, norm, MLP), all workers
+compute the same number of tokens. Left out are waits for other workers, and the experts: a worker
+with popular experts computes more rows.
 """
 
 from __future__ import annotations
@@ -31,6 +27,8 @@ LAYERS = 8  # number of layers timed, evenly spread
 
 class ComputeTimer(Callback):
     """Times the part after attention in some layers of one worker, once per step.
+
+    A GPU records two events per layer, which are read one step later, so that the host never waits.
 
     seconds: time of that part in the previous step, summed over the timed layers. 0 if not
         measured.

@@ -116,7 +116,8 @@ def export_checkpoint(
     run = run_of(source)
     config = resolved_file.load(run / RESOLVED)
     named = None if tokenizer is None else of_folder(tokenizer)
-    files, remark = tokenizer_of_run(config, run) if named is None else (named, "")
+    files, reason = tokenizer_of_run(config, run) if named is None else (named, "")
+    remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
     # Before reading weights, refuse shapes that the model family does not support.
     mask = config.mask
     config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32", mask=mask)
@@ -158,7 +159,7 @@ def export_checkpoint(
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:
-    """Return the tokenizer that a run was trained with and "", or None and a line with the reason.
+    """Return the tokenizer that a run was trained with and "", or None and why there is none.
 
     If the data do not name a tokenizer, return the tokenizer of `train.init_from`.
     """
@@ -167,15 +168,13 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
         files = of_folder(run / TOKENIZER)
         begin = _recorded_begin(config, run) if trained else None
         return dataclasses.replace(files, begin=begin), ""
-    copy = "copy one with --tokenizer FOLDER"
     if not trained:
-        return None, f"no tokenizer: the imported folder has none; {copy}"
+        return None, "the imported folder has none"
     return tokenizer_of_data(config)
 
 
 def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
     """Return the tokenizer of the data, or that of `train.init_from`, as `tokenizer_of_run`."""
-    copy = "copy one with --tokenizer FOLDER"
     data, folder = config.data, folder_of(config.train.init_from)
     try:
         if data.kind in ("text", "stdlib"):
@@ -186,8 +185,8 @@ def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
         if files is not None:
             return dataclasses.replace(files, begin=_begin(config)), ""
     except ConfigError as error:
-        return None, f"no tokenizer: {error.problems[0]}; {copy}"
-    return None, f"no tokenizer: data.path={data.path} does not name a tokenizer; {copy}"
+        return None, error.problems[0]
+    return None, f"data.path={data.path} does not name a tokenizer"
 
 
 def record_begin(config: Config, run: Path) -> None:

@@ -1,23 +1,28 @@
-"""Bytes that experts move: rows of tokens, or weights; and which degrees fit.
+"""What experts move, and what that costs: rows of tokens, or weights; and which degrees fit.
 
 With expert parallelism, rows of tokens travel to the workers of their experts. Without it, FSDP
-gathers the weights of all experts and reduces their gradients.
+gathers the weights of all experts and reduces their gradients. `topology.expert_parallel=auto`
+takes the degree with the cheapest step in one layer with experts: its computation, what waits for
+rows or weights, copies, and the wait for numbers of rows. Loads are equal. Only counts and
+constants enter, no measurements, so that all ranks choose the same degree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts, scored_row
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.step.interpreters import traffic
-from mtrain_cli.step.layer import Layer
-from mtrain_cli.step.program import Message
-from mtrain_cli.step.weights import weight_messages
+from mtrain_cli.parallel.traffic import Rates
+from mtrain_cli.step.interpreters import MessageCost, time, traffic
+from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer, weight_messages
+from mtrain_cli.step.program import Message, Post
+from mtrain_cli.training.flops import assumed_density, causal_pairs, own_tiles, training_flops
 from mtrain_cli.training.state_memory import BYTES
 
 _ROW = 16  # bytes: grouped products on a GPU need widths that are a multiple of this
@@ -27,6 +32,8 @@ _ROW = 16  # bytes: grouped products on a GPU need widths that are a multiple of
 # against 1 (profiles/notes.md, 2026-11-26): 2.2 ms at 32K and 5.7 ms at 8K, where less computation
 # hides the host. This is their mean.
 HOST_WAIT_US = 4000.0
+# A larger degree must take less than this share of the time of a smaller one: prices are not exact.
+_WORTH_IT = 0.97
 
 
 @dataclass(frozen=True)
@@ -50,16 +57,13 @@ class ExpertTraffic:
 def expert_traffic(
     config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, degree: int
 ) -> ExpertTraffic:
-    """Return the bytes of an expert-parallel degree.
-
-    A row travels to its expert and back, and so does its gradient. The second forward pass of a
-    checkpointed layer sends the row again, but not back.
+    """Return the bytes of an expert-parallel degree (see `step.layer`).
 
     With tensor parallelism and degree 1, each worker of a tensor group has the same shard of the
     experts, and adds up its gradients with the others once a step.
     """
     model, train, moe = config.model, config.train, config.model.moe
-    workers = dims.dp * dims.cp * dims.tp
+    workers = _workers(dims)
     micro_batches = train.global_batch // (train.micro_batch * dims.dp)
     tokens = train.micro_batch * layout.tokens_per_worker / dims.tp
     layer = Layer(experts=True, checkpointed=train.activation_checkpoint != "none")
@@ -79,23 +83,14 @@ def expert_traffic(
 def summed_bytes(elements: float, copies: int, workers: int) -> float:
     """Return the bytes that reach a worker when copies of gradients are added up, once a step.
 
-    It is an all-reduce in float32 of a worker's shard.
-
-    Args:
-        elements: number of weights.
-        copies: number of workers that hold the same shard.
-        workers: number of all workers of a stage.
+    It is an all-reduce in float32 of a worker's shard of ``elements`` weights, with the ``copies``
+    workers that hold the same shard, of all ``workers`` of a stage.
     """
     return 2 * (1 - 1 / copies) * 4 * elements * copies / workers
 
 
 def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, device: str) -> None:
-    """Check the experts against the workers and the device.
-
-    Raises:
-        ConfigError: the degree does not fit the workers or the sizes of the experts, or a GPU
-            cannot compute experts of these sizes.
-    """
+    """Raise ConfigError if the experts do not fit the workers, or a GPU their sizes."""
     given = config.topology.expert_parallel
     if not config.model.moe.experts:
         return
@@ -107,25 +102,21 @@ def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, de
 
 
 def degrees_in_a_node(config: Config, dims: ParallelDims, per_node: int) -> list[int]:
-    """Return the allowed degrees whose groups stay in a node, from which `auto` chooses.
-
-    An expert group begins at a multiple of its degree, so it stays in a node if the degree divides
-    the workers of the node.
-    """
+    """Return the allowed degrees whose groups stay in a node, from which `auto` chooses."""
     return [n for n in allowed_degrees(config, dims) if per_node % n == 0]
 
 
 def allowed_degrees(config: Config, dims: ParallelDims) -> list[int]:
-    """Return the expert-parallel degrees that fit the workers and the experts."""
-    most = min(dims.dp * dims.cp * dims.tp, config.model.moe.experts)
+    most = min(_workers(dims), config.model.moe.experts)
     return [n for n in range(1, most + 1) if degree_problem(config, dims, n) is None]
 
 
 def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | None:
     """Return why a degree does not fit, or None if it fits."""
-    workers, moe = dims.dp * dims.cp * dims.tp, config.model.moe
+    workers, moe = _workers(dims), config.model.moe
     if workers % degree:
-        return f"does not divide the {with_count(workers, 'worker')}{_of_stage(dims)}"
+        of_stage = f" of a stage (topology.pipeline_parallel={dims.pp})" if dims.pp > 1 else ""
+        return f"does not divide the {with_count(workers, 'worker')}{of_stage}"
     if moe.experts % degree:
         return f"does not divide model.moe.experts={moe.experts}"
     sizes = (moe.experts, 2 * moe.expert_size, config.model.hidden_size)
@@ -140,12 +131,12 @@ def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | Non
     return None
 
 
-def _of_stage(dims: ParallelDims) -> str:
-    return f" of a stage (topology.pipeline_parallel={dims.pp})" if dims.pp > 1 else ""
+def _workers(dims: ParallelDims) -> int:
+    """Return the number of workers of a stage."""
+    return dims.dp * dims.cp * dims.tp
 
 
 def grouped_problem(config: Config, dtype_bytes: int) -> str | None:
-    """Return why grouped products on a GPU refuse the sizes of the experts, or None."""
     sizes = {
         "model.moe.expert_size": config.model.moe.expert_size,
         "model.hidden_size": config.model.hidden_size,
@@ -157,10 +148,7 @@ def grouped_problem(config: Config, dtype_bytes: int) -> str | None:
 
 
 def message_bytes(hidden: int, dtype_bytes: int) -> dict[Message, int]:
-    """Return the bytes of a pair in each kind of message.
-
-    hidden: size of a hidden state.
-    """
+    """Return the bytes of a pair in each kind of message."""
     row, scored = hidden * dtype_bytes, scored_row(hidden, dtype_bytes) * dtype_bytes
     sizes = {Message.ROWS: row, Message.ROWS_BACK: row}
     return sizes | {Message.SCORED: scored, Message.SCORED_BACK: scored}
@@ -170,9 +158,7 @@ def copied_rows(degree: int, *, recomputes: bool) -> tuple[float, float]:
     """Return how often a pair's row is read or written because rows travel: forward, backward.
 
     Rows that leave, and those that return, are copied before their message; rows of own experts are
-    copied to where others return.
-
-    recomputes: whether layers are checkpointed. Then rows travel twice in backward.
+    copied to where others return. If layers are checkpointed, rows travel twice in backward.
     """
     if degree == 1:
         return 0.0, 0.0
@@ -181,13 +167,9 @@ def copied_rows(degree: int, *, recomputes: bool) -> tuple[float, float]:
 
 
 def summed_gradients(weights: float, e: int, chunks: int, parts: int) -> float:
-    """Return the bytes that adding up the gradients of experts reads and writes.
+    """Return the bytes that adding up gradients of ``weights`` expert weights reads and writes.
 
-    Args:
-        weights: number of elements of the worker's experts.
-        e: bytes of the compute dtype.
-        chunks: number of chunks of tokens. More than two are added up in float32.
-        parts: number of parts of the experts, whose gradients move to one tensor.
+    More than two chunks are added up in float32. Gradients of several parts move to one tensor.
     """
     if chunks > ONE_ADDITION:
         return weights * ((8 + 2 * e) * chunks + 4 + e)
@@ -195,15 +177,155 @@ def summed_gradients(weights: float, e: int, chunks: int, parts: int) -> float:
 
 
 def chunks_and_parts(config: Config, tokens: int, e: int, degree: int) -> tuple[int, int]:
-    """Return the number of chunks of tokens, and of parts of a worker's experts.
-
-    Args:
-        tokens: number of own tokens of a worker.
-        e: bytes of the compute dtype.
-    """
+    """Return the number of chunks of own tokens, and of parts of a worker's experts."""
     model, topology = config.model, config.topology
     chunks = expert_chunks(
         tokens, model.hidden_size, model.moe, e, config.train.tile_mib << 20,
         degree=degree, chunks=topology.expert_chunks,
     )  # fmt: skip
     return chunks, 1 if degree == 1 else expert_parts(tokens, model.moe.experts // degree, chunks)
+
+
+@dataclass(frozen=True)
+class ExpertPrice:
+    """Seconds of a step in one layer, and bytes, of an expert-parallel degree."""
+
+    seconds: float
+    traffic: ExpertTraffic
+
+    @property
+    def degree(self) -> int:
+        return self.traffic.degree
+
+
+@dataclass(frozen=True)
+class ExpertRun:
+    """A run whose expert-parallel degree may be open.
+
+    e: bytes of the compute dtype.
+    per_node: number of workers of a node.
+    """
+
+    config: Config
+    dims: ParallelDims
+    layout: Layout
+    e: int
+    per_node: int
+
+    @property
+    def degree(self) -> int:
+        """The given degree, or the cheapest one in a node for `auto`; 1 for a dense model."""
+        given = self.config.topology.expert_parallel
+        if not self.config.model.moe.experts:
+            return 1
+        return given if isinstance(given, int) else self.cheapest().degree
+
+    def cheapest(self) -> ExpertPrice:
+        """Return the price of the cheapest degree, or of a smaller one that costs as much."""
+        prices = self.prices()
+        least = min(price.seconds for price in prices)
+        return next(price for price in prices if _WORTH_IT * price.seconds <= least)
+
+    def prices(self) -> list[ExpertPrice]:
+        return [self.price(n) for n in degrees_in_a_node(self.config, self.dims, self.per_node)]
+
+    def price(self, degree: int) -> ExpertPrice:
+        computing = self.computing()
+        rows, experts = self.rows(degree)
+        # The host waits for numbers of rows, so weights of the next layer are gathered only behind
+        # the experts of the forward pass.
+        forward = computing / 4 if degree == 1 else experts
+        beyond = rows + self.weights(degree, forward, computing * 3 / 4)
+        received = expert_traffic(self.config, self.dims, self.layout, self.e, degree)
+        return ExpertPrice(self.micro_batches * (computing + beyond), received)
+
+    def row_seconds(self) -> float:
+        """Return the seconds that rows cost a step in one layer; 0 if the degree is open."""
+        degree = self.config.topology.expert_parallel
+        if not self.config.model.moe.experts or not isinstance(degree, int):
+            return 0.0
+        return self.micro_batches * self.rows(degree)[0]
+
+    @property
+    def micro_batches(self) -> int:
+        train = self.config.train
+        return train.global_batch // (train.micro_batch * self.dims.dp)
+
+    @property
+    def rates(self) -> Rates:
+        name = self.config.topology.cluster
+        cluster = None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
+        return Rates.on(cluster)
+
+    def computing(self) -> float:
+        """Return the seconds of computation of a layer in a micro-batch, in all passes."""
+        config = self.config
+        pairs = assumed_density(config) * causal_pairs(config.seq)
+        flop = training_flops(config, self.layout, sharing=1, dtype_bytes=self.e, pairs=pairs)
+        tokens = config.seq * config.train.micro_batch / (self.dims.cp * self.dims.tp)
+        return flop.executed * tokens / config.model.num_layers / self.rates.flops
+
+    def rows(self, degree: int) -> tuple[float, float]:
+        """Return the seconds of rows in a micro-batch, and of the experts in a forward pass."""
+        if degree == 1:
+            return 0.0, 0.0
+        config, model, rates = self.config, self.config.model, self.rates
+        recomputes = config.train.activation_checkpoint != "none"
+        tokens, _ = own_tiles(config, self.layout, self.e)
+        pairs = tokens * model.moe.top_k
+        chunks, parts = chunks_and_parts(config, tokens, self.e, degree)
+        latency, bandwidth, share = rates.collective(outer=self.per_node % degree > 0)
+        leave = pairs * (degree - 1) / degree
+        sizes = message_bytes(model.hidden_size, self.e)
+
+        def cost(post: Post) -> MessageCost | None:
+            if post.message not in sizes:
+                return None
+            size = leave * post.rows * sizes[post.message]
+            us = 1e6 * (latency + size / bandwidth)
+            return MessageCost(us, us, size)
+
+        layer = Layer(experts=True, checkpointed=recomputes, units=chunks * parts)
+        product = 2e6 * pairs * model.hidden_size * model.moe.expert_size / rates.flops  # us
+        products = {EXPERTS_IN: 2 * product, EXPERTS_OUT: product}
+        passes = [time(program, products, cost) for program in (layer.forward(), layer.backward())]
+        copies = (
+            sum(copied_rows(degree, recomputes=recomputes)) * pairs * model.hidden_size * self.e
+        )
+        copies += summed_gradients(self._elements(degree), self.e, chunks, parts)
+        waits = HOST_WAIT_US + sum(taken.exposed + share * taken.hidden for taken in passes)
+        return 1e-6 * waits + copies / rates.memory, 1e-6 * passes[0].span
+
+    def weights(self, degree: int, forward: float, backward: float) -> float:
+        """Return the seconds that gathers and reductions cost a layer in a micro-batch.
+
+        forward, backward: seconds of computation with which they overlap in each pass.
+        """
+        train, rates, e = self.config.train, self.rates, self.e
+        elements, r = self._elements(degree), BYTES[train.reduce_dtype]
+        workers = _workers(self.dims)
+        messages = weight_messages(train.shard, self.micro_batches)
+        gathers, again, reductions = (
+            traffic(messages, {message: 1 / self.micro_batches})
+            for message in (Message.GATHER, Message.GATHER_AGAIN, Message.REDUCE)
+        )
+        copies = elements * (2 * e * (gathers + again) + (e + r) * reductions) / rates.memory
+        if workers == degree:
+            return copies
+        latency, bandwidth, share = rates.collective(outer=workers > self.per_node)
+        others = elements * (1 - degree / workers)
+
+        def waits(messages: float, size: float, overlapping: float) -> float:
+            seconds = messages * latency + size / bandwidth
+            return max(0.0, seconds - overlapping) + share * min(seconds, overlapping)
+
+        return (
+            copies
+            + waits(gathers, gathers * e * others, forward)
+            + waits(again + reductions, (again * e + reductions * r) * others, backward)
+        )
+
+    def _elements(self, degree: int) -> float:
+        """Return the number of elements of the experts of a layer that a worker computes with."""
+        moe = self.config.model.moe
+        return 3 * moe.experts // degree * moe.expert_size * self.config.model.hidden_size

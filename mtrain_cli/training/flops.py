@@ -32,12 +32,9 @@ ASSUMED_DENSITY = 0.1
 
 
 def layer_shapes(model: ModelConfig, *, experts: bool | None = None) -> dict[str, Shape]:
-    """Return the parameter shapes of a layer.
+    """Return the parameter shapes of a layer, by default of the last one.
 
     FSDP shards dimension 0. Matrices are [out, in], and those of experts [experts, out, in].
-
-    Args:
-        experts: whether the layer has experts instead of one MLP. Default: as the last layer.
     """
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shapes: dict[str, Shape] = {
@@ -90,11 +87,7 @@ def layer_kinds(model: ModelConfig, layers: Sequence[int] | None = None) -> dict
 
 
 def layer_matmul(model: ModelConfig, *, experts: bool) -> int:
-    """Count the elements of a layer's matrices that multiply each token.
-
-    Args:
-        experts: whether the layer has experts. Of these, a token's own experts count.
-    """
+    """Count the elements of a layer's matrices that multiply each token."""
     return sum(_matrices(model, experts).values())
 
 
@@ -110,11 +103,8 @@ def _matrices(model: ModelConfig, experts: bool) -> dict[str, int]:
 def copied_elements(model: ModelConfig, *, experts: bool, dealt: bool) -> int:
     """Count the elements of a layer that tensor parallelism does not cut.
 
-    These are norms, and in a layer with experts the router, the shared MLP and the experts.
-
-    Args:
-        experts: whether the layer has experts.
-        dealt: whether the experts are dealt over workers. Then they are not counted.
+    These are norms, and in a layer with experts the router, the shared MLP and the experts, unless
+    the experts are ``dealt`` over workers.
     """
     return sum(
         prod(shape)
@@ -142,11 +132,10 @@ class ParameterCount:
     """Number of elements in a decoder's parameters.
 
     total: elements of all parameters. A tied embedding counts once.
-    active: elements that compute one token: all parameters except the experts that the token did
-        not choose.
+    active: all parameters except the experts that a token did not choose.
     embedding: elements of the embedding table.
-    matmul: elements that multiply a token: the matrices of the layers, of these only the token's
-        experts, and the LM head, tied or not. Excludes the embedding look-up, norms and biases.
+    matmul: elements that multiply a token: matrices of the layers, of the experts those of the
+        token, and the LM head, tied or not.
     layer: elements of all parameters of the last decoder layer.
     """
 
@@ -184,7 +173,6 @@ def parameters(model: ModelConfig) -> ParameterCount:
 
 
 def causal_pairs(seq: int) -> int:
-    """Count the query-key pairs of a causal mask over `seq` tokens, including the diagonal."""
     return seq * (seq + 1) // 2
 
 
@@ -196,9 +184,9 @@ def allowed_pairs(config: Config) -> float:
 
 
 def assumed_density(config: Config) -> float:
-    """Return the share of causal pairs that attention computes, in a sequence of one document.
+    """Return the share of causal pairs that attention computes, as the mean over layers.
 
-    The share is the mean over layers. For a pattern whose share depends on the data, it assumes
+    It is that of a sequence of one document. For a pattern whose share depends on the data, it is
     `ASSUMED_DENSITY`, or the share that the mask allows if that is less.
     """
     sparsity, layers = config.sparsity, config.model.num_layers
@@ -212,17 +200,9 @@ def assumed_density(config: Config) -> float:
 
 
 def attention_kept(train: TrainConfig) -> float:
-    """Return the share of a worker's queries whose attention output checkpointing saves.
-
-    Backward recomputes the attention of the other queries. With `train.activation_checkpoint=none`,
-    the share is 0, but backward recomputes nothing.
-    """
-    return {
-        "none": 0.0,
-        "selective": 1.0,
-        "sequence_selective": float(train.checkpoint_keep),
-        "full": 0.0,
-    }[train.activation_checkpoint]
+    """Return the share of a worker's queries whose attention output checkpointing saves."""
+    partial = {"selective": 1.0, "sequence_selective": float(train.checkpoint_keep)}
+    return partial.get(train.activation_checkpoint, 0.0)
 
 
 def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Recompute:
@@ -236,10 +216,7 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
 
 
 def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
-    """Return how many of a worker's queries backward recomputes, starting with the first query.
-
-    sharing: number of ranks that share heads. Ranks that share heads count as one worker.
-    """
+    """Return how many of a worker's queries backward recomputes, starting with the first."""
     unit = layout.unit if layout.unit > 1 else None
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
 
@@ -254,8 +231,7 @@ def recomputed_pair_share(
 
     Backward recomputes the pairs of each shard's first tokens. Ranks that share heads hold one
     shard together. In a striped layout, the first half of a shard's tokens has a quarter of the
-    causal pairs. With packed documents, that half has up to half of the pairs, depending on the
-    data.
+    causal pairs.
 
     sharing: number of ranks that share heads.
     rules: the masks, each with the number of layers that have it. Default: causal.
@@ -270,10 +246,7 @@ def recomputed_pair_share(
 
 @lru_cache(maxsize=64)
 def _pairs_of_first(early: int, layout: Layout, sharing: int, rule: MaskRule) -> int:
-    """Count the pairs of the first `early` tokens of every shard, summed over shards.
-
-    sharing: number of ranks that share heads. Such ranks hold one shard together.
-    """
+    """Count the pairs of the first `early` tokens of every shard, summed over shards."""
     joined = Joined.of(layout, sharing)
     first = np.concatenate([joined.positions(rank)[:early] for rank in range(joined.workers)])
     mask = rule.undivided(layout.seq, layout.seq)
@@ -285,18 +258,13 @@ def _pairs_of_first(early: int, layout: Layout, sharing: int, rule: MaskRule) ->
 class FlopsPerToken:
     """FLOP of one token's forward and backward pass, averaged over its sequence.
 
-    model: FLOP that the model needs, the basis of MFU. The convention is PaLM's (Chowdhery et al.
-        2022, appendix B), except that attention counts only pairs that the mask allows. The sum of
-        - 6 per matmul parameter: 2 forward, 4 backward
-        - 12 * head_dim per layer, head and pair: two products forward (q k^T and p v), four
-          backward.
-        Excludes recomputation and padding, so `model` never exceeds `executed`.
-    executed: FLOP that the kernels are asked to compute, the basis of HFU. The sum of
-        - the same FLOP per matmul parameter, including padded tokens
-        - 14 * head_dim per layer, head and pair that mask and sparsity allow: 4 forward and 10
-          backward, since a flash backward recomputes q k^T
-        - the matrix products that backward recomputes. A compiler may drop some of them.
-        Tiles that the mask allows only in part are not rounded up.
+    model: FLOP that the model needs, the basis of MFU (Chowdhery et al. 2022, appendix B): 6 per
+        matmul parameter, and 12 * head_dim per layer, head and pair that the mask allows. It has
+        neither recomputation nor padding.
+    executed: FLOP that the kernels are asked to compute, the basis of HFU: 6 per matmul parameter
+        and padded token; 14 * head_dim per layer, head and pair that mask and sparsity allow, since
+        a flash backward recomputes q k^T; and the matrix products that backward recomputes. Tiles
+        that the mask allows only in part are not rounded up.
     """
 
     model: float
@@ -324,26 +292,21 @@ def flops_per_token(
             pairs.
         padded_seq: tokens that pass through the matrices, including padding. Default: `seq`.
         pairs_again: share of the pairs that backward recomputes (`recomputed_pair_share`).
-        tiled: whether the MLP runs in tiles. Tiles are recomputed even without activation
-            checkpointing.
+        tiled: whether the MLP runs in tiles. Tiles are recomputed even without checkpointing.
         recomputed_logits: whether backward recomputes the LM head.
-        keep_mlp: number of layers that keep their MLP products and do not recompute them. True
-            means all.
+        keep_mlp: value of ``train.keep_mlp``.
     """
     number = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
-    heads = model.num_layers * model.num_heads * model.head_dim
+    attention = model.num_layers * model.num_heads * model.head_dim * allowed
     kinds = layers(model, checkpointed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
     matrices = _matrices(model, False) | _matrices(model, True)
     again = work([Repeat(n, layer.backward()) for n, layer in kinds], matrices)[RECOMPUTE]
     again += number.embedding if recomputed_logits else 0
-    products = 14 + 4 * pairs_again
+    products = (6 * number.matmul + 2 * again) * (padded_seq or seq)
     return FlopsPerToken(
-        model=6 * number.matmul + 12 * heads * allowed / seq,
-        executed=(
-            (6 * number.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed
-        )
-        / seq,
+        model=6 * number.matmul + 12 * attention / seq,
+        executed=(products + (14 + 4 * pairs_again) * attention) / seq,
     )
 
 

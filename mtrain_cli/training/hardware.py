@@ -20,9 +20,7 @@ ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
 class Hardware:
     """The devices that a plan is for.
 
-    device: ``cuda`` or ``cpu``.
-    gpu: name of the GPUs; None on a CPU.
-    capability: CUDA compute capability of the GPUs; None on a CPU.
+    device: ``cuda`` or ``cpu``. A CPU has neither `gpu` (a name) nor `capability`.
     count: number of GPUs of this machine or of the cluster; 0 on a CPU and for assumed GPUs.
     memory: bytes of one GPU; 0 on a CPU.
     host_memory: bytes of host memory: of this machine, or of absent hardware per GPU.
@@ -43,10 +41,7 @@ class Hardware:
 
     @classmethod
     def here(cls, device: str = "auto") -> Hardware:
-        """Return this machine's GPUs, like the current one, or its CPU.
-
-        device: ``cpu`` for the CPU of a machine with GPUs.
-        """
+        """Return this machine's GPUs, like the current one, or its CPU."""
         if device != "cpu" and torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
             return cls(
@@ -73,11 +68,16 @@ class Hardware:
         Raises:
             ConfigError: there is no such cluster, or it has no GPUs.
         """
-        name = topology.cluster
-        if name == "auto":
-            hardware, of = _ASSUMED, " (set topology.cluster to plan for others)"
-        else:
-            hardware, of = cls.of_cluster(_described(name)), f" of topology.cluster={name}"
+        hardware, of = _ASSUMED, " (set topology.cluster to plan for others)"
+        if (name := topology.cluster) != "auto":
+            cluster, of = (
+                load_cluster(name, f"topology.cluster={name}"),
+                f" of topology.cluster={name}",
+            )
+            if cluster.gpu.is_cpu:
+                has = f"has {cluster.gpu.name}, a CPU; give a cluster of GPUs, or auto"
+                raise ConfigError(f"topology.cluster={name}: {has}")
+            hardware = cls.of_cluster(cluster)
         return replace(hardware, source=f"assumed {hardware.gpu} GPUs{of}: {why}")
 
     @classmethod
@@ -106,15 +106,10 @@ class Hardware:
         return replace(self, memory=round(gib * GIB))
 
     def workers_sharing_host(self, environment: Environment) -> int:
-        """Count the workers that share `host_memory`.
-
-        A dry run may plan for more workers than this machine has GPUs. Therefore count at most as
-        many workers as GPUs. Under SLURM, count all workers, since SLURM may show each task only
-        one GPU.
-        """
+        """Count the workers that share `host_memory`: at most as many as the machine has GPUs."""
         if self.absent:
             return 1
-        if environment.launcher == "slurm":
+        if environment.launcher == "slurm":  # which may show each task only one GPU
             return environment.local_workers
         return max(1, min(environment.local_workers, self.count))
 
@@ -147,14 +142,3 @@ _ASSUMED = Hardware(
     host_memory=ASSUMED_HOST_BYTES,
     absent=True,
 )
-
-
-def _described(name: str) -> Cluster:
-    """Return the cluster that `topology.cluster` names."""
-    cluster = load_cluster(name, f"topology.cluster={name}")
-    if cluster.gpu.is_cpu:
-        raise ConfigError(
-            f"topology.cluster={name}: has {cluster.gpu.name}, a CPU; give a cluster of GPUs, or "
-            "auto"
-        )
-    return cluster

@@ -12,11 +12,9 @@ from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.mask_settings import MaskSettings
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config, ConfigError, RopeConfig
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.model.huggingface_config import RAMP, max_position, read_config, read_mask
-from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER, encodes_bytes
 
@@ -39,7 +37,6 @@ def remarks(config: Config) -> list[str]:
             *_rotary_differences(config, theirs.rope, reach),
             *_mask_difference(config, read_mask(folder)),
             *_tokenizer(config, folder),
-            *config_remarks(folder),
         ]
     except ConfigError:
         return []  # loading the weights reports the problem

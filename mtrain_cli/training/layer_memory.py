@@ -1,29 +1,35 @@
-"""Memory of one decoder layer: tensors kept for backward, and tensors of the backward pass."""
+"""Memory of one decoder layer on one worker, for one micro-batch, in bytes.
+
+With expert parallelism, all workers are taken to receive as many rows as they send.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mtrain_cli.config.schema import Config
-from mtrain_cli.model.tiling import layers_with_products
+from mtrain_cli.config.schema import SIGMOID, Config, ModelConfig
+from mtrain_cli.model.tiling import ONE_ADDITION, layers_with_products
 from mtrain_cli.parallel.activation_offload import block_sizes
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.expert_memory import ExpertMemory
+from mtrain_cli.training.expert_traffic import chunks_and_parts
 from mtrain_cli.training.flops import attention_kept, own_tiles
 
-# Tensors as wide as a hidden state, for all rows of a tile, that messages of other tiles take: the
-# gathered input of the MLP, and the two sums in front of it and behind it.
+# Hidden states of a tile in messages of its neighbors: the gathered input of the MLP, and the two
+# sums in front of it and behind it.
 _IN_FLIGHT = 3
+_INT64 = 8
+_HIGH = 4  # bytes of float32, the dtype of the router
 
 
 class BackwardBytes(NamedTuple):
     """Bytes at the peak of one layer's backward pass.
 
-    layer: bytes of recomputed tensors and of activation gradients.
-    exchange: bytes of KV, of its gradients, and of the kernel's buffers.
-    freed: bytes of the layer's kept activations that backward frees before the peak.
+    layer: recomputed tensors and activation gradients.
+    exchange: KV, its gradients, and the kernel's buffers.
+    freed: the layer's kept activations that backward frees before the peak.
     """
 
     layer: int
@@ -32,13 +38,16 @@ class BackwardBytes(NamedTuple):
 
 
 class LayerMemory:
-    """Memory of one decoder layer on one worker, for one micro-batch, in bytes.
+    """Sizes of a layer.
 
-    tokens: number of tokens with which this worker's heads compute.
-    own_tokens: number of tokens of this worker's hidden states. With tensor parallelism, an equal
-        part of ``tokens``.
-    hidden: bytes of one hidden state, [own tokens, hidden size].
+    tokens: tokens with which this worker's heads compute.
+    own_tokens: tokens of its hidden states; with tensor parallelism, an equal part of ``tokens``.
+    hidden, out, kv, lse, product: bytes of a hidden state, of attention's output, of keys and
+        values, of the log-sum-exp, and of one MLP product (gate, up, silu(gate), or their product).
+    products: what train.keep_mlp adds to a layer: input + attention, gate and up.
     first_with_products: number of the first layer that keeps its MLP products, counted from 0.
+    ring_kv, gathered_columns: what the layer keeps of a ring (see `AttentionMemory`).
+    decision: the router's decision, which also stays if the layer is offloaded.
     """
 
     def __init__(
@@ -51,7 +60,7 @@ class LayerMemory:
         *,
         experts: bool = False,
     ) -> None:
-        """Prepare the sizes of a layer.
+        """Compute the sizes.
 
         Args:
             weights: number of elements of the layer's weights.
@@ -68,113 +77,73 @@ class LayerMemory:
         self.out = e * self.tokens * model.num_heads * model.head_dim
         self.kv = 2 * e * self.tokens * model.num_kv_heads * model.head_dim
         self.lse = 4 * self.tokens * model.num_heads
-        # One MLP product: gate, up, silu(gate), or silu(gate) * up.
         self.product = e * self.tokens * model.intermediate_size
+        self.products = self.hidden + 2 * self.product
         # q and k before their norms (Qwen3), kept only without checkpointing.
         self.before_norms = self.out + self.kv // 2 if model.qk_norm else 0
         self.recomputes = train.activation_checkpoint != "none"
         self.rows = min(own_rows * self.degree, self.tokens)  # of a tile, of all workers
         self.tiled = own_rows < self.own_tokens
-        self.experts: ExpertMemory | None = None
-        if experts:
-            self.experts = ExpertMemory.of(config, self.own_tokens, e)
-        # Whether `feed_forward` has its own backward pass.
+        self.experts = ExpertMemory.of(config, self.own_tokens, e) if experts else None
+        self.decision = self.experts.decision if self.experts else 0
+        # Whether `feed_forward` has its own backward pass; else autograd keeps the products.
         self.by_hand = self.recomputes or self.tiled or self.degree > 1
-        keeping = layers_with_products(train.keep_mlp, model.num_layers)
-        if not self.by_hand:
-            keeping = 0  # autograd keeps the products, and more
+        keeping = layers_with_products(train.keep_mlp, model.num_layers) if self.by_hand else 0
         self.first_with_products = model.num_layers - keeping
         # Backward recomputes attention for the first `early` of a worker's queries.
         self.queries = layout.tokens_per_worker * attention.exchange.heads
-        self.early = 0
-        if self.recomputes:
-            self.early = early_queries(self.queries, attention_kept(train), config.sparsity.block)
-
-    @property
-    def products(self) -> int:
-        """Bytes that train.keep_mlp adds to a layer: input + attention, gate and up."""
-        return self.hidden + 2 * self.product
-
-    @property
-    def ring_kv(self) -> int:
-        """Bytes of the KV shard that a layer keeps for backward in a ring. 0 without a ring."""
-        return 0 if self.early else self.attention.ring_kv
-
-    @property
-    def gathered_columns(self) -> int:
-        """Bytes of the columns that the layer gathers in forward and keeps for backward."""
-        return 0 if self.early else self.attention.gathered_columns
-
-    @property
-    def decision(self) -> int:
-        """Bytes of the router's decision, which the layer also keeps if it is offloaded."""
-        return 0 if self.experts is None else self.experts.decision
+        kept, block = attention_kept(train), config.sparsity.block
+        self.early = early_queries(self.queries, kept, block) if self.recomputes else 0
+        self.ring_kv = 0 if self.early else attention.ring_kv
+        self.gathered_columns = 0 if self.early else attention.gathered_columns
 
     @cached_property
     def kept(self) -> int:
-        """Bytes that the layer keeps until backward, without its index and MLP products."""
+        """What the layer keeps until backward, without its index and MLP products."""
         out = self.out + self.lse
-        decision = self.decision
         if self.recomputes:
             late = self.queries - self.early
-            return self.hidden + out * late // self.queries + self.ring_kv + decision
+            return self.hidden + out * late // self.queries + self.ring_kv + self.decision
         attention = out + self.out + self.kv + self.before_norms
         if self.experts is not None:
-            return (3 + self.degree) * self.hidden + attention + decision + self.experts.saved
+            more = self.decision + self.experts.saved
+            return (3 + self.degree) * self.hidden + attention + more
         if self.by_hand:
             return (1 + self.degree) * self.hidden + attention  # the normed input is gathered
         return 4 * self.hidden + attention + 4 * self.product
 
     @cached_property
     def on_host(self) -> int:
-        """Bytes of host memory for an offloaded layer, in whole blocks (`ActivationOffload`)."""
+        """Host memory of an offloaded layer, in whole blocks (`ActivationOffload`)."""
         late = self.queries - self.early
         kept = [size * late // self.queries for size in (self.out, self.lse)]
         tensors = [self.hidden, *kept, self.ring_kv, self.gathered_columns]
         return sum(sum(block_sizes(size)) for size in tensors)
 
     def in_backward(self, *, products: bool) -> BackwardBytes:
-        """Return the bytes at the peak of backward. The peak is at the MLP's gate or in attention.
+        """Return the peak of backward: at the MLP's gate, in the experts, or in attention.
 
-        A checkpointed layer begins backward by recomputing its normed input, q, k, v, and the part
-        of output and lse that forward did not keep.
-
-        Args:
-            products: whether the layer kept its MLP products.
+        products: whether the layer kept its MLP products.
         """
         recomputed = self._recomputed() if self.recomputes else 0
-        if self.experts is not None:
-            return self._with_experts(self.experts, recomputed)
-        gate = BackwardBytes(self._at_gate(products) + recomputed, self.attention.pool, 0)
-        kept, freed = self.hidden + self.out + recomputed, self._freed_before_attention(products)
-        attention = BackwardBytes(kept, self.attention.in_backward, freed)
-        return max(gate, attention, key=lambda at: at.layer + at.exchange - at.freed)
-
-    def _with_experts(self, experts: ExpertMemory, recomputed: int) -> BackwardBytes:
-        """Return the peak of a layer with experts: in their backward pass, or in attention.
-
-        Before the experts, a checkpointed layer also recomputes the input and the output of the
-        norm in front of them, and what autograd saves of router and experts.
-
-        Args:
-            recomputed: result of `_recomputed`; 0 without checkpointing.
-        """
-        of_experts = 2 * self.hidden + experts.saved
-        again = recomputed + of_experts if self.recomputes else 0
-        inside = BackwardBytes(
-            self.hidden + again + experts.in_backward(self.weights),
-            self.attention.pool,
-            experts.shared,
-        )
-        attention = BackwardBytes(
-            self.hidden + self.out + recomputed,
-            self.attention.in_backward,
-            0 if self.recomputes else of_experts,
-        )
-        return max(inside, attention, key=lambda at: at.layer + at.exchange - at.freed)
+        pool, below = self.attention.pool, self.hidden + self.out + recomputed
+        if (experts := self.experts) is None:
+            first = BackwardBytes(self._at_gate(products) + recomputed, pool, 0)
+            freed = self.products if products else 0
+            if not self.by_hand:
+                freed = 4 * self.product + 2 * self.hidden
+        else:
+            # Input and output of the norm, and what autograd saves of router and experts.
+            saved = 2 * self.hidden + experts.saved
+            again = recomputed + saved if self.recomputes else 0
+            inside = self.hidden + again + experts.in_backward(self.weights)
+            first = BackwardBytes(inside, pool, experts.shared)
+            freed = 0 if self.recomputes else saved
+        attention = BackwardBytes(below, self.attention.in_backward, freed)
+        return max(first, attention, key=lambda at: at.layer + at.exchange - at.freed)
 
     def _recomputed(self) -> int:
-        """Return the bytes of the tensors that a layer recomputes, up to attention's output."""
+        """Return the recomputed tensors: normed input, q, k, v, and the missing part of output."""
         recomputed = self.degree * self.hidden + self.out + self.before_norms
         if self.early:
             recomputed += self.out + self.lse + self.attention.gathered_columns
@@ -182,19 +151,15 @@ class LayerMemory:
         return recomputed + (0 if self.ring_kv else self.kv)
 
     def _at_gate(self, products: bool) -> int:
-        """Return the bytes of the MLP's backward pass at its gate.
+        """Return the bytes of the MLP's backward pass at its gate, without `_recomputed`.
 
-        The result excludes the tensors of `_recomputed`.
-
-        With neither checkpointing nor tiles, forward kept all tensors of the MLP. Backward adds the
-        gradients of product, silu and up.
-
-        With checkpointing or tiles, backward holds the gradients of the MLP's output, of the
-        layer's input x and of attention's output. Each tile adds x + attention, its norm, gate, up,
-        silu(gate), the product silu(gate) * up, and the gradients of product and gate. Several
-        tiles also hold float32 gradients of the weights. With tensor parallelism, a tile also
-        gathers the gradient of the MLP's output, and x + attention has only own rows. Messages of
-        neighboring tiles are in flight.
+        - autograd: the gradients of product, silu and up
+        - by hand: the gradients of the MLP's output, of the layer's input x and of attention's
+          output; in a tile x + attention, its norm, gate, up, silu(gate), silu(gate) * up, and the
+          gradients of product and gate
+        - several tiles: float32 gradients of the weights in addition
+        - tensor parallelism: a tile gathers the gradient of the MLP's output, and messages of
+          neighboring tiles are in flight; x + attention has only own rows.
         """
         if not self.by_hand:
             return self.products
@@ -202,8 +167,7 @@ class LayerMemory:
         hidden, product = self.e * model.hidden_size, self.e * model.intermediate_size  # per token
         # A narrow MLP peaks at its norm: x + attention, the norm's gradient, and in float32 both
         # and their product.
-        norm = (12 if self.e < 4 else 4) * model.hidden_size
-        norm = norm // self.degree
+        norm = (12 if self.e < 4 else 4) * model.hidden_size // self.degree
         wide_tensors, narrow_tensors = (4, 1.0) if products else (6, 1 + 1 / self.degree)
         if self.degree > 1:
             narrow_tensors += 1 + _IN_FLIGHT * self.tiled
@@ -219,8 +183,191 @@ class LayerMemory:
         after = self.rows * max(2 * product + 3 * hidden, norm)
         return gradients + max(gate - self.weights, after)
 
-    def _freed_before_attention(self, products: bool) -> int:
-        """Return the bytes of the kept MLP tensors that backward frees before attention."""
-        if not self.by_hand:
-            return 4 * self.product + 2 * self.hidden
-        return self.products if products else 0
+
+@dataclass(frozen=True)
+class ExpertMemory:
+    """Memory of the experts of one layer.
+
+    tokens: number of own tokens.
+    sequences: sequences of the micro-batch.
+    e: bytes of the compute dtype. The router computes in float32.
+    degree: number of workers over which the experts are dealt.
+    chunks: number of chunks of tokens.
+    parts: number of parts in which a worker computes its experts, if rows travel.
+    recompute: whether the layer is checkpointed.
+    z_loss: whether the loss has the routers' z-loss.
+    """
+
+    model: ModelConfig
+    tokens: int
+    sequences: int
+    e: int
+    degree: int = 1
+    chunks: int = 1
+    parts: int = 1
+    recompute: bool = False
+    z_loss: bool = False
+
+    @staticmethod
+    def of(config: Config, tokens: int, e: int) -> ExpertMemory:
+        """Return the memory of a run's experts; `topology.expert_parallel=auto` counts as 1."""
+        train, given = config.train, config.topology.expert_parallel
+        degree = given if isinstance(given, int) else 1
+        chunks, parts = chunks_and_parts(config, tokens, e, degree)
+        return ExpertMemory(
+            config.model, tokens, train.micro_batch, e, degree, chunks, parts,
+            recompute=train.activation_checkpoint != "none", z_loss=bool(train.router_z_loss),
+        )  # fmt: skip
+
+    @property
+    def _pairs(self) -> int:
+        """Number of pairs of a token and an expert."""
+        return self.tokens * self.model.moe.top_k
+
+    @property
+    def _matrix(self) -> int:
+        """Bytes of one projection of the worker's experts."""
+        moe = self.model.moe
+        return self.e * (moe.experts // self.degree * moe.expert_size * self.model.hidden_size)
+
+    def _sizes(self, units: int = 1) -> tuple[int, int]:
+        """Return the bytes of one unit's rows, and of a tensor of an expert's width."""
+        pairs = self.e * -(-self._pairs // units)
+        return pairs * self.model.hidden_size, pairs * self.model.moe.expert_size
+
+    @property
+    def decision(self) -> int:
+        """Experts and order of the pairs, and loads (`routing.Decision`), until backward ends.
+
+        If rows travel, so do their orders here and there (`expert_parallel.Tile`).
+        """
+        moe = self.model.moe
+        numbers = (7 if self.degree > 1 else 3) * _INT64
+        if self.degree > 1 and self.recompute:
+            numbers += _HIGH  # scores that arrived
+        return numbers * self._pairs + _HIGH * moe.experts * (1 + self.sequences)
+
+    @property
+    def saved(self) -> int:
+        """What autograd saves, without the inputs of the layer's norm and of the experts.
+
+        - router: scores (with a z-loss, the logits, too), chosen scores and their normed values
+        - gate and up of all pairs, and rows and scores that arrived. A checkpointed layer keeps
+          neither if it has several chunks or rows travel
+        - shared MLP: gate, up, silu(gate) and the product.
+        """
+        moe = self.model.moe
+        router = (1 + self.z_loss) * moe.experts + moe.top_k * (2 if moe.normalize else 1)
+        # Numbers of one token
+        router += self.z_loss + (moe.score == SIGMOID) + moe.normalize + self.sequences
+        products = 0
+        if not (self.recompute and (self.chunks > 1 or self.degree > 1)):
+            rows, wide = self._sizes()
+            arrived = rows + _HIGH * self._pairs
+            products = 2 * wide + (arrived if self.degree > 1 else 0)
+        return _HIGH * router * self.tokens + products + self.shared
+
+    @property
+    def shared(self) -> int:
+        """The part of `saved` that the shared MLP frees before the experts' backward pass."""
+        return 4 * self.e * self.tokens * self.model.moe.shared_size
+
+    @property
+    def inputs(self) -> int:
+        """Which sequence each token belongs to (`routing.Routing`)."""
+        return self.tokens * (2 * _INT64 + 1 + self.sequences)
+
+    def in_backward(self, weights: int) -> int:
+        """Return the peak of the experts' backward pass beyond `saved` and ``weights``.
+
+        All moments hold the gradients of logits and scores and, with a shared MLP or by chunks, of
+        the experts' input. `_Experts.backward` has these moments:
+
+        - scores: rows and gradient of the experts' output, three tensors of an expert's width, and
+          their product with the scores in float32
+        - gate: six tensors of an expert's width
+        - weights: the gradient of gate and up, and the input of the experts
+        - input: the gradient of gate and up, rows of the input's gradient twice, their float32 sum.
+
+        Args:
+            weights: bytes of the gradients of all weights of the layer. Those that do not exist yet
+                are subtracted.
+        """
+        model, moe, e, matrix = self.model, self.model.moe, self.e, self._matrix
+        rows, wide = self._sizes()
+        hidden = e * self.tokens * model.hidden_size
+        low, in_high = e < _HIGH, _HIGH * wide // e
+        held = 2 * _HIGH * self.tokens * moe.experts + (hidden if moe.shared_size else 0)
+        if self.chunks > 1 or self.degree > 1:
+            largest = hidden + (self._travelling() if self.degree > 1 else self._by_chunks())
+        else:
+            largest = max(
+                rows + 3 * wide + (2 if low else 1) * in_high,
+                rows + 4 * wide + in_high * low + matrix,
+                6 * wide + matrix,
+                2 * wide + rows + 3 * matrix,
+                2 * wide + 2 * rows + self._sums + 3 * matrix,
+            )
+        return held + largest + 3 * e * moe.shared_size * model.hidden_size - weights
+
+    def _by_chunks(self) -> int:
+        """Return the bytes of a chunk and of the gradients of the weights, if no row travels.
+
+        A chunk holds rows of the experts' input and of the gradient of their output, and gate and
+        up if they are recomputed. The moments: start, scores, down, gate, weights, input, end.
+        """
+        rows, wide = self._sizes(self.chunks)
+        low, matrix, in_high = self.e < _HIGH, self._matrix, _HIGH * wide // self.e
+        before = self._gradients if self.chunks > 1 else 0  # of earlier chunks
+        again = 2 * wide if self.recompute else 0
+        return max(
+            2 * rows + again + before,
+            2 * rows + again + 3 * wide + (2 if low else 1) * in_high + before,
+            2 * rows + again + 4 * wide + matrix + before,
+            rows + again + 6 * wide + (before or matrix),
+            rows + 2 * wide + 2 * matrix + (before or matrix),
+            2 * rows + 2 * wide + self._sums + self._gradients,
+            self._gradients + 2 * matrix * (self.chunks > ONE_ADDITION and low),
+        )
+
+    def _travelling(self) -> int:
+        """Return the bytes of a part of the experts and of the gradients, if rows travel.
+
+        A message has the rows that leave, until its wait, and those that arrive. A part holds what
+        a chunk holds in `_by_chunks`. While it computes, inputs of the next part and results of the
+        previous one travel. The moments: message, start, scores, gate, input, weights (twice), sum
+        of the chunk, end.
+        """
+        units = self.chunks * self.parts
+        rows, wide = self._sizes(units)
+        leave = rows * (self.degree - 1) // self.degree
+        returned, _ = self._sizes(self.chunks)
+        low, matrix, in_high = self.e < _HIGH, self._matrix, _HIGH * wide // self.e
+        before = self._gradients if units > 1 else 0
+        again = 2 * wide if self.recompute else 0
+        inputs = 2 if self.recompute else 1  # else `saved` has one of them
+        back = returned * (2 if self.chunks > 1 else 1)  # also of the previous chunk
+        held, piece = before + returned * (units > 1), matrix // self.parts
+        largest = max(
+            inputs * 2 * leave + held,
+            (inputs + 1) * rows + again + held,
+            inputs * rows + again + 3 * wide + (2 if low else 1) * in_high + held,
+            inputs * rows + again + 7 * wide + held,
+            (inputs + 1) * rows + 3 * wide + leave + back + before,
+            inputs * rows + 3 * wide + leave + back + piece + before,
+            (inputs - 1) * rows + 2 * wide + leave + back + 2 * piece + (before or matrix),
+            back + self._sums + self._gradients,
+            self._gradients + 2 * matrix * (self.chunks > ONE_ADDITION and low),
+        )
+        return largest + 2 * inputs * leave * (units > 1) + leave * (units > 2)
+
+    @property
+    def _gradients(self) -> int:
+        """Bytes of the gradients of all weights; float32 if more than two chunks add them up."""
+        return 3 * (_HIGH if self.chunks > ONE_ADDITION else self.e) * (self._matrix // self.e)
+
+    @property
+    def _sums(self) -> int:
+        """Bytes of the sum of the rows of a chunk, which is float32 first."""
+        size = _HIGH + self.e * (self.e < _HIGH)
+        return size * -(-self.tokens // self.chunks) * self.model.hidden_size

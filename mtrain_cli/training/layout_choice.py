@@ -14,8 +14,7 @@ from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_n
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
-from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.layout import Balanced, Layout, Placement, make_layout
 from mtrain_cli.parallel.traffic import LayerMasks, MovedRows, Nodes, Traffic, count_traffic
 
 # auto takes the balanced layout only if it costs less than this share of the other layout.
@@ -41,12 +40,10 @@ class LayoutChoice:
 def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
     """Choose the layout of a context group of ``cp`` workers, ``per_node`` of them on a node.
 
-    With a dynamic index, workers hold whole blocks. For dense attention, the balanced layout makes
-    ``topology.exchange=auto`` a group cast, because only a group cast profits from it.
-
-    A mask other than ``causal`` may leave some queries with few keys. For dense attention, ``auto``
-    then compares two costs (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of
-    the balanced layout with a group cast, and of the layout and exchange for ``causal``.
+    With a dynamic index, workers hold whole blocks. A mask other than ``causal`` may leave some
+    queries with few keys. For dense attention, ``auto`` then compares two costs
+    (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of the balanced layout with
+    a group cast, which alone profits from it, and of the layout and exchange for ``causal``.
     """
     balancer = make_balancer(config, cp, per_node)
     exchange, dense = config.topology.exchange, config.sparsity.pattern == "dense"
@@ -113,8 +110,6 @@ def _prices_on(name: str, heads: int, kv_heads: int) -> RowPrices:
 def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:
     """Return a line if the balanced layout would suit the documents of a batch better, else "".
 
-    `choose_layout` cannot know the documents. It takes each sequence for one document.
-
     masks: the masks of each kind of layer, one per sequence of the batch.
     """
     topology, balancer = config.topology, make_balancer(config, cp, per_node)
@@ -133,7 +128,6 @@ def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> 
 
 @lru_cache(maxsize=64)
 def _static_dispatch(balancer: Balancer, mask: MaskSettings) -> Dispatch:
-    """Return the dispatch of sequences that are one document."""
     return balancer.dispatch(_undivided(mask, balancer.seq, balancer.padded_seq))
 
 
@@ -150,7 +144,6 @@ def _static_layout(balancer: Balancer, mask: MaskSettings) -> Balanced:
 def _static_costs(
     balancer: Balancer, mask: MaskSettings, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
-    """Return the `_costs` of sequences that are one document."""
     masks = _undivided(mask, layout.seq, layout.padded_seq)
     return _costs(balancer, _static_dispatch(balancer, mask), masks, layout, by_mask=by_mask)
 
@@ -158,11 +151,7 @@ def _static_costs(
 def _costs(
     balancer: Balancer, dispatch: Dispatch, masks: LayerMasks, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
-    """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs.
-
-    dispatch: the balanced dispatch of ``masks``.
-    by_mask: whether only the rows that a mask needs move in ``layout``.
-    """
+    """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs."""
     inside = Placement(layout, balancer.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
     traffic = count_traffic(
@@ -178,10 +167,7 @@ def _costs(
 
 
 def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
-    """Return the traffic if every rank receives all shards, and each shard enters a node once.
-
-    rows: number of rows of a shard, summed over layers.
-    """
+    """Return the traffic if every rank receives all shards, and each shard enters a node once."""
     mates, others = nodes.per_node - 1, nodes.count - 1
     moved = (np.full(nodes.workers, rows * shards) for shards in (mates, mates * others, others))
     near, relayed, outer = (MovedRows(number, number) for number in moved)

@@ -15,10 +15,9 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.restart import read_restarts
-from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.records.metrics import (
     MetricsWriter,
     line_on_file,
@@ -32,7 +31,6 @@ from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.conversion import record_begin
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
-from mtrain_cli.training.expert_watch import ExpertWatch
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
@@ -61,11 +59,12 @@ def train(
 
     Args:
         resume: start from the newest checkpoint of `run_dir`.
-        more_callbacks: functions that each make a further callback.
         estimate: estimates a step, for banner and status.
     """
+    first = environment.rank == 0
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
+        config = trainer.config
         trainer.data.check(resumed=resume)
         reports: list[str] = []
         checkpointer = Checkpointer(
@@ -74,58 +73,55 @@ def train(
         if resume:
             checkpointer.require_sizes(config.model, run_dir.resolved)
             trainer.resume(checkpointer)
-        first = environment.rank == 0
         if first:
             record_begin(config, run_dir.path)
         estimated = estimate(trainer.plan) if estimate is not None and first else None
-        return _train(trainer, checkpointer, run_dir, resume, reports, more_callbacks, estimated)
-
-
-def _train(
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    run_dir: RunDir,
-    resume: bool,
-    reports: Sequence[str],
-    more_callbacks: Sequence[MakeCallback],
-    estimate: StepEstimate | None,
-) -> bool:
-    config, environment = trainer.config, trainer.environment
-    first = environment.rank == 0
-    reporter = _reporter(trainer, run_dir, estimate) if first else None
-    progress = TrainingProgress(
-        config.train.steps,
-        trainer.step,
-        first,
-        log=run_dir.log,
-        log_every=config.run.log_every,
-        reporter=reporter,
-    )
-    metrics = MetricsLog(trainer, run_dir, progress)
-    with progress:
-        _announce(trainer, run_dir, progress, resume, reports, estimate)
-        nothing_left = trainer.step >= config.train.steps
-        trainer.callbacks += [metrics, *_watches(trainer, progress)]
-        try:
-            for make in more_callbacks:
-                trainer.callbacks.append(make(trainer, run_dir, progress.message))
-            trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
-            ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir))
-        except Exception as error:
-            _report_error(trainer.callbacks, error)
-            raise
-        finally:
-            trainer.close()
-            metrics.release()
-        if nothing_left:
-            ended = (
-                f"nothing left to train: step {trainer.step} has reached "
-                f"train.steps={config.train.steps}. Set a larger train.steps to continue."
-            )
-        if reporter is not None:
-            reporter.end("finished" if trainer.step >= config.train.steps else "stopped")
-        progress.summary(ended, files=[str(run_dir.path)], commands=_next_commands(run_dir, config))
-    return trainer.step < config.train.steps
+        steps = config.train.steps
+        reporter = _reporter(trainer, run_dir, estimated) if first else None
+        progress = TrainingProgress(
+            steps,
+            trainer.step,
+            first,
+            log=run_dir.log,
+            log_every=config.run.log_every,
+            reporter=reporter,
+        )
+        metrics = MetricsLog(trainer, run_dir, progress)
+        with progress:
+            _announce(trainer, run_dir, progress, resume, reports, estimated)
+            nothing_left = trainer.step >= steps
+            trainer.callbacks.append(metrics)
+            if first:
+                warn = partial(progress.message, warning=True)
+                watch = StragglerWatches(
+                    config.run.straggler, environment.device, trainer.places, warn
+                )
+                trainer.callbacks.append(watch)
+            try:
+                for make in more_callbacks:
+                    trainer.callbacks.append(make(trainer, run_dir, progress.message))
+                trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
+                ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir))
+            except Exception as error:
+                for callback in trainer.callbacks:
+                    try:
+                        callback.on_error(error)
+                    except Exception as failed:
+                        error.add_note(f"{type(callback).__name__}.on_error failed: {failed}")
+                raise
+            finally:
+                trainer.close()
+                metrics.release()
+            if nothing_left:
+                ended = (
+                    f"nothing left to train: step {trainer.step} has reached train.steps={steps}. "
+                    "Set a larger train.steps to continue."
+                )
+            if reporter is not None:
+                reporter.end("finished" if trainer.step >= steps else "stopped")
+            commands = _next_commands(run_dir, config)
+            progress.summary(ended, files=[str(run_dir.path)], commands=commands)
+        return trainer.step < steps
 
 
 def _announce(
@@ -137,43 +133,30 @@ def _announce(
     estimate: StepEstimate | None,
 ) -> None:
     """Show the banner, the reports of loading a checkpoint, and the step where training resumes."""
-    environment = trainer.environment
-    if not environment.restarts:
+    first, restarts = trainer.environment.rank == 0, trainer.environment.restarts
+    if first and not restarts:
+        about = trainer.dataset.describe(), describe_targets(trainer.config, trainer.dataset[0])
         step = trainer.step if resume else None
-        if environment.rank == 0:
-            about = trainer.dataset.describe(), describe_targets(trainer.config, trainer.dataset[0])
-            page = banner(trainer.plan, run_dir.path, *about, resumed=step, estimate=estimate)
-            progress.show(page)
+        page = banner(trainer.plan, run_dir.path, *about, resumed=step, estimate=estimate)
+        progress.show(page)
     for report in reports:
         progress.message(report, warning=True)
     if resume:
         line = f"resumed from the checkpoint of step {trainer.step}"
-        if environment.restarts:
-            line += f", restart {environment.restarts}, on {environment.dims.workers} workers"
+        if restarts:
+            line += f", restart {restarts}, on {trainer.environment.dims.workers} workers"
         progress.message(line)
-    if environment.rank == 0 and resume and run_dir.metrics.is_file():
+    if first and resume and run_dir.metrics.is_file():
         earlier, damaged = read_readable_metrics(run_dir.metrics)
         lines = damaged_lines(run_dir.metrics, damaged) if damaged else ""
         if line := line_on_file(run_dir.metrics, lines, step_remarks(earlier, trainer.step)):
             progress.message(f"{line}; training goes on", warning=True)
-        if environment.restarts:
-            restarts = [restart.step for restart in read_restarts(run_dir)]
-            progress.add_earlier_steps(earlier, restarts)
-
-
-def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
-    """Return the callbacks that watch for stragglers and loads. Only the first worker has them."""
-    if trainer.environment.rank:
-        return []
-    warn = partial(progress.message, warning=True)
-    share = trainer.config.run.straggler
-    stragglers = StragglerWatches(share, trainer.environment.device, trainer.places, warn)
-    return [stragglers, ExpertWatch(trainer.config.model.moe, warn)]
+        if restarts:
+            progress.add_earlier_steps(earlier, [entry.step for entry in read_restarts(run_dir)])
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) -> StateReporter:
     launcher = trainer.environment.launcher
-    predicted = None if estimate is None or estimate.seconds is None else estimate.seconds[0]
     return StateReporter(
         run_dir,
         launcher=launcher,
@@ -181,7 +164,7 @@ def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) 
         step=trainer.step,
         workers=trainer.places,
         chosen=trainer.plan.chosen,
-        predicted_seconds=predicted,
+        predicted_seconds=estimate.seconds[0] if estimate and estimate.seconds else None,
         records=progress_record.record_pattern(run_dir.logs, launcher),
     )
 
@@ -215,7 +198,14 @@ def _loop(
         try:
             result = trainer.train_step(stop_flag.requested(), stop_flag.save_requested())
         except Exception as error:
-            _let_save_finish(trainer, checkpointer, progress, error)
+            # Let the save in progress finish if all workers stop together. After any other error,
+            # some workers may be gone, and the save would never finish.
+            if isinstance(error, NonFiniteError) or trainer.data.lacking:
+                _wait(checkpointer, progress)
+            if isinstance(error, NonFiniteError):
+                remedy = "Try a lower optim.lr or more optim.warmup_steps."
+                fallback = checkpointer.describe_fallback()
+                raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
             raise
         stop, save = result.stop, result.save
         metrics = trainer.metrics(result, time.perf_counter() - started)
@@ -243,46 +233,14 @@ def _loop(
     return f"stopped on request after step {trainer.step}, saved"
 
 
-def _report_error(callbacks: Sequence[Callback], error: Exception) -> None:
-    """Call `on_error` of every callback. If a hook fails, add a note to `error` and go on."""
-    for callback in callbacks:
-        try:
-            callback.on_error(error)
-        except Exception as failed:
-            error.add_note(f"{type(callback).__name__}.on_error failed: {failed}")
-
-
-def _let_save_finish(
-    trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, error: Exception
-) -> None:
-    """Wait for the save in progress if `error` stops all workers together.
-
-    After any other error, some workers may be gone, and the save would never finish.
-
-    Raises:
-        NonFiniteError: `error` is a NonFiniteError. The new message also says whether a checkpoint
-            is left, and gives a remedy.
-    """
-    if isinstance(error, NonFiniteError):
-        _wait(checkpointer, progress)
-        remedy = "Try a lower optim.lr or more optim.warmup_steps."
-        fallback = checkpointer.describe_fallback()
-        raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
-    if trainer.data.lacking:
-        _wait(checkpointer, progress)
-
-
 class MetricsLog(Callback):
     """Show every step and its warnings. The first worker also writes the step to metrics.jsonl."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
-        self._progress, self._writer = progress, None
-        self._noted = False
+        self._progress, self._writer, self._noted = progress, None, False
         if trainer.environment.rank == 0:
-            tensorboard = trainer.config.run.tensorboard
-            self._writer = MetricsWriter(
-                run_dir.path, tensorboard=tensorboard, start_step=trainer.step
-            )
+            tensorboard, step = trainer.config.run.tensorboard, trainer.step
+            self._writer = MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=step)
 
     def after_step(self, step: FinishedStep) -> None:
         problem = self._writer.write(step.metrics) if self._writer is not None else None

@@ -1,21 +1,8 @@
 """Estimate a worker's GPU memory in closed form, by part, at each moment that can be the peak.
 
-Symbols:
-    T       number of tokens of a worker and micro-batch, including padding
-    C, I    hidden size and intermediate size
-    A, K    heads * head_dim and kv_heads * head_dim
-    V, L    vocabulary size and number of layers
-    W       number of workers. With pipeline parallelism, of a stage, which holds its own layers;
-            the estimate is that of the largest stage
-    t       tensor-parallel degree. A worker computes 1/t of A, K, I and P_l, for all tokens, and
-            holds T/t rows of tensors of the hidden size. Formulas below give t = 1
-    P_l     number of weights in a layer
-    P_r     number of weights outside the layers: embedding, final norm, LM head
-    e, r    bytes of the compute dtype and of train.reduce_dtype
-
-The order of events is that of FSDP2 (torch/distributed/fsdp/_fully_shard), `Decoder`, the programs
-of the exchanges, and the fused LM head and loss. Norms use CUDA's fused kernels. With
-train.compile, a layer's backward pass takes less memory than estimated.
+The order of events is that of FSDP2, `Decoder`, the programs of the exchanges, and the fused LM
+head and loss. Norms use CUDA's fused kernels. With train.compile, a layer's backward pass takes
+less memory than estimated.
 """
 
 from __future__ import annotations
@@ -43,58 +30,20 @@ COMMUNICATOR_BYTES = 400 * MIB  # channels and buffers of one NCCL communicator
 class MemoryMoment:
     """Bytes that a worker's allocator holds at one moment of a step, by part.
 
-    The module's docstring defines the symbols.
-
-    parameters: float32 shards of the weights, 4 (P_l L + P_r) / W. Each shard is rounded up in
-        dimension 0. With optim.offload, shards in the compute dtype, e (P_l L + P_r) / W.
-    optimizer: both AdamW states in float32, 8 (P_l L + P_r) / W. 0 with optim.offload.
-    gradients: reduced float32 gradients (`StateMemory.gradients`):
-        - one micro-batch: 4 P_l / W per layer reduced so far; 0 with optim.offload_gradients
-        - several micro-batches: 4 (P_l L + P_r) / W throughout
-        - several micro-batches with train.shard=optimizer: 4 (P_l L + P_r), unsharded.
-    working_weights: unsharded weights and gradients, in backward:
-        - weights outside the layers and of the current layer, e (P_r + P_l)
-        - weights of the next layer, e P_l. Unless train.shard=full, weights of all layers
-        - gradients of the current layer and of the LM head, e (P_l + V C)
-        - input of the current reduce-scatter, r P_l.
-    activations: tensors that layers keep on the device for backward. The estimate counts the layers
-        that are not offloaded, and at least two layers. A token takes this number of bytes per
-        layer, by train.activation_checkpoint (lse takes 4 bytes per head):
-        - none: e (4 C + 2 A + 2 K + 4 I) + 4 heads
-        - none, with a tiled MLP: e (2 C + 2 A + 2 K) + 4 heads
-        - selective: e (C + A) + 4 heads. In a ring, plus 2 e K for the KV shard that backward uses
-        - sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep
-        - full: e C
-        - layers with train.keep_mlp: e (C + 2 I) in addition.
-    layer: recomputed tensors and activation gradients of the layer in backward. The layer reaches
-        its peak at the MLP's gate or in attention, where the sum of `layer` and `exchange` is
-        larger. At the gate, each token of a tile takes e (6 I + 2 C), or e (4 I + C) with
-        train.keep_mlp. If the MLP has only one tile, its weights have no gradients at that time
+    parameters, optimizer: this worker's shards of weights and of both AdamW states (`StateMemory`).
+    gradients: reduced float32 gradients.
+    working_weights: unsharded weights of the current and the next layer and of those outside the
+        layers, gradients of the current layer and of the LM head, and a reduce-scatter's input.
+    activations: tensors that layers keep on the device for backward (`LayerMemory.kept`).
+    layer: recomputed tensors and activation gradients of the layer in backward
         (`LayerMemory.in_backward`).
-    index: dynamic indices of the layers between forward and backward, for sequences of S tokens:
-        - bitmap: heads (T / block) (S / block) per layer and sequence, or heads (S / block)^2 if
-          queries circulate. If each query chooses its keys, plus one bit per query and chunk
-        - slashes and columns: heads (S / block + 4 columns) per layer, until the pairs of all
-          layers are counted. The tensors that kernels derive take about the same
-          (`IndexShape.derived`)
-        - columns that a ring gathers once: 2 e heads columns head_dim per layer with activations on
-          the device
-        - counting the pairs of a bitmap: 2 bytes per pair of a query block and a key block, for
-          each micro-batch of the step.
-    exchange: KV and its gradients in transit, and the kernel's buffers (`AttentionMemory`). For N
-        keys of a context group:
-        - all_gather: 2 e N K for KV and 2 e N K for gradients. While the exchange packs gradients,
-          8 N K more. With topology.chunks, these bytes count one part of the heads, and the KV of
-          the next part comes in addition
-        - ring: a few shards of KV and of float32 gradients. Most of these buffers stay allocated.
-    loss: float32 logits of one chunk, and their gradient unless the compute dtype is float32; the
-        LM head's float32 gradient, 4 V C; the final hidden states before and after their norm, and
-        the gradient of the normed states, 3 e C T.
-    inputs: tokens, positions and labels (int64), cosine and sine (float32), and what
-        FlashAttention-4 derives from the masks (`AttentionMemory.mask_tables`).
-    messages: hidden states and gradients that a pipeline sends and receives, e C T / t each
-        (`ModelPart.messages`). With a pipeline, activations and index count all micro-batches in
-        flight, and loss all those that await their backward pass.
+    index: dynamic indices of the layers between forward and backward, and what kernels derive from
+        them (`IndexShape`).
+    exchange: KV and its gradients in transit, and the kernel's buffers (`AttentionMemory`).
+    loss: logits of one chunk and their gradient, the LM head's float32 gradient, and the final
+        hidden states before and after their norm with a gradient.
+    inputs: tokens, positions, labels, rotary angles, and what kernels derive from the masks.
+    messages: hidden states and gradients that a pipeline sends and receives.
     """
 
     name: str
@@ -112,7 +61,6 @@ class MemoryMoment:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part, in the order of the fields."""
         return {name: getattr(self, name) for name in _PARTS}
 
     @cached_property
@@ -128,7 +76,6 @@ _PARTS = tuple(field.name for field in fields(MemoryMoment) if field.name != "na
 class MemoryEstimate:
     """Memory of one worker, in bytes.
 
-    moments: the moments of a step that can be the peak.
     reserve: device memory outside the allocator, for the CUDA context and NCCL. 0 on a CPU.
     host: host memory for offloaded activations and for an offloaded optimizer.
     saving: host memory for the copy of weights and states while a checkpoint is written.
@@ -146,12 +93,10 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> MemoryMoment:
-        """The moment with the most allocated memory."""
         return max(self.moments, key=lambda moment: moment.allocated)
 
     @property
     def allocated(self) -> int:
-        """Bytes that the allocator holds at the peak, as in `peak_memory_gib` of metrics.jsonl."""
         return self.peak.allocated
 
     @property
@@ -206,10 +151,6 @@ def estimate_memory(
 
 
 def _micro_batches(config: Config, workers: int, layout: Layout) -> int:
-    """Return the number of micro-batches of a context group in a step.
-
-    workers: number of workers of the run.
-    """
     topology, train = config.topology, config.train
     sharing = layout.workers * topology.tensor_parallel * topology.pipeline_parallel
     return train.global_batch // (train.micro_batch * (workers // sharing))
@@ -301,10 +242,8 @@ class _StepMemory:
     ) -> MemoryMoment:
         """Return the memory at one moment.
 
-        Args:
-            layers: number of layers of the current micro-batch that hold activations and indices.
-                None if no micro-batch is in flight.
-            in_backward: memory of the layer in its backward pass. None at any other moment.
+        layers: number of layers of the current micro-batch that hold activations and indices. None
+            if no micro-batch is in flight.
         """
         layer, exchange, freed = in_backward or (0, self.pool, 0)
         others = () if layers is None else self.part.others
@@ -327,11 +266,8 @@ class _StepMemory:
         )
 
     def _inputs(self, in_flight: int) -> int:
-        """Return the bytes of the inputs of a step.
-
-        A pipeline has all micro-batches of a step on the device, and keeps the rotary angles of
-        those in flight.
-        """
+        # A pipeline has all micro-batches of a step on the device, and keeps the rotary angles of
+        # those in flight.
         batches = 1 if self.part.messages == 0 else self.micro_batches
         angles = 4 * self.model.head_dim * max(1, in_flight)
         experts = self.memory_of(self.part.current[-1]).experts
@@ -340,21 +276,17 @@ class _StepMemory:
 
     @property
     def _other_losses(self) -> int:
-        """Bytes that losses keep for backward passes other than the current one.
-
-        Each keeps the input of the final norm, and the gradients of its output and of the LM head.
-        With train.loss_gradients=recompute, it keeps the output instead of the gradients.
-        """
+        # Each other loss keeps the input of the final norm, and the gradients of its output and of
+        # the LM head; with train.loss_gradients=recompute, the output instead of the gradients.
         head = self.e * self._lm_head * (self.train.loss_gradients == "forward")
         return self.part.other_losses * (2 * self.layer.hidden + head)
 
     def backward_of(self, layer: int, whole_layers: int, *, scatters: bool) -> MemoryMoment:
         """Return the memory in the backward pass of a layer.
 
-        Args:
-            layer: number of the layer among those of the current virtual stage, counted from 1.
-            whole_layers: number of layers whose unsharded weights train.shard=full holds.
-            scatters: whether the gradients of the layer above are being reduced.
+        layer: number of the layer among those of the current virtual stage, counted from 1.
+        whole_layers: number of layers whose unsharded weights train.shard=full holds.
+        scatters: whether the gradients of the layer above are being reduced.
         """
         states = self.states
         # Whole weights, and gradients of the LM head and of this layer.
@@ -377,10 +309,7 @@ class _StepMemory:
         )
 
     def reduction_of_the_only_layer(self) -> MemoryMoment:
-        """Return the memory while the gradients of the only layer of a stage are reduced.
-
-        With more layers, the backward pass of the layer below takes more.
-        """
+        # With more layers, the backward pass of the layer below takes more.
         states, number = self.states, self.part.current.start
         head, weights = self._lm_head * self.part.last, states.weights_of([number])
         # Live bytes have one more copy in the compute dtype if another dtype reduces.
@@ -396,7 +325,6 @@ class _StepMemory:
         )
 
     def at_loss(self) -> MemoryMoment:
-        """Return the memory while the loss is computed. All layers hold activations."""
         layers, vocabulary = len(self.part.current), self.model.vocab_size
         chunk_rows = self.train.loss_chunk_mib * MIB // (4 * vocabulary)
         rows = max(1, min(self.layer.own_tokens, chunk_rows))
@@ -417,7 +345,6 @@ class _StepMemory:
         )
 
     def at_root(self) -> MemoryMoment:
-        """Return the memory while the gradients of the embedding and the LM head are reduced."""
         states = self.states
         scatter, weights = states.root_scatter, self.e * states.root_weights
         # Embedding and LM head each have a gradient. If tied, the gradients are summed. The result
@@ -433,11 +360,9 @@ class _StepMemory:
 
     @property
     def _lm_head(self) -> int:
-        """Number of elements of the LM head."""
         return self.model.vocab_size * self.model.hidden_size
 
     def memory_of(self, layer: int) -> LayerMemory:
-        """Return the memory of a layer. layer: its number."""
         return self.by_kind[self.model.has_experts(layer), layer in self.dense]
 
     def _sparse(self, layers: range) -> range:
@@ -445,18 +370,15 @@ class _StepMemory:
         return layers[: max(0, self.model.num_layers - len(self.dense) - layers.start)]
 
     def kept(self, layers: int) -> int:
-        """Return how many bytes the first `layers` layers keep on the device for backward."""
         own = self.part.current[:layers]
         away = layers - self.on_device(layers)
         decisions = self._sum_of("decision", own[:away])
         return self._sum_of("kept", own[away:]) + decisions + self._products_of(own)
 
     def _kept_by(self, layers: range) -> int:
-        """Return how many bytes all these layers keep for backward, without offload."""
         return self._sum_of("kept", layers) + self._products_of(layers)
 
     def _sum_of(self, size: str, layers: range) -> int:
-        """Return the sum of an attribute of `LayerMemory` over layers."""
         sparse = self._sparse(layers)
         return sum(
             n * getattr(self.by_kind[experts, dense], size)
@@ -465,19 +387,14 @@ class _StepMemory:
         )
 
     def _products_of(self, layers: range) -> int:
-        """Return how many bytes of MLP products these layers keep."""
         first = max(layers.start, self.layer.first_with_products)
         return self.layer.products * max(0, layers.stop - first)
 
     def on_device(self, layers: int) -> int:
-        """Return how many of the first `layers` layers have their activations on the device."""
         return max(layers - self.layers_on_host, min(layers, 2))
 
     def kept_index(self, layers: int) -> int:
-        """Return the memory of the indices, derived tensors and pair counts.
-
-        layers: number of layers of the current virtual stage that hold an index.
-        """
+        """Return the memory of the indices of the current virtual stage, with pair counts."""
         index = self.attention.index
         if index is None or not any(map(self._sparse, self.part.layers)):
             return 0
@@ -485,12 +402,7 @@ class _StepMemory:
         return self._index_of(self.part.current, layers) + counts
 
     def _index_of(self, own: range, layers: int | None = None) -> int:
-        """Return the memory of the indices of a virtual stage for one micro-batch.
-
-        Args:
-            own: layers of the virtual stage.
-            layers: number of its first layers that hold an index; None for all.
-        """
+        """Return the memory of the indices of the first layers of a stage for a micro-batch."""
         index = self.attention.index
         if index is None:
             return 0
@@ -503,7 +415,6 @@ class _StepMemory:
         return indices + sparse * index.derived(self.attention.kernel) + columns
 
     def host(self) -> int:
-        """Return how many bytes of host memory offloaded activations take."""
         return self._sum_of("on_host", range(self.layers_on_host))
 
 

@@ -1,23 +1,7 @@
-"""`train.memory=auto`: the fastest memory setting that fits.
+"""Memory settings: the fastest that fits (`train.memory=auto`), and what would make a run fit.
 
-The search compares settings by an estimated step time. The estimate uses only counts, not
-measurements, so that all ranks choose the same setting. With `topology.expert_parallel=auto`, the
-search tries every degree with every memory setting. The step time is the sum of:
-
-    compute     executed FLOP / (0.56 x peak FLOP/s). If the density of a sparse pattern depends on
-                the data, assume 10 % of the causal pairs.
-    weights     transfer of `StateMemory.sent` bytes, which overlaps with compute
-    rows        with expert parallelism, what rows of tokens cost (`expert_price`)
-    tensors     transfer of the messages of tensor parallelism, which does not overlap
-    activations transfer of offloaded activations over the host link. The transfer to the host
-                overlaps with the forward pass of the offloaded layers, a quarter of their compute.
-                The transfer back overlaps with their backward pass, three quarters.
-    optimizer   28 bytes of memory traffic per weight of the shard, in GPU memory. With
-                optim.offload, in host memory, which the machine's workers share
-    tiles       0.5 ms per MLP tile and pass, and per chunk of the loss
-
-A transfer that overlaps with compute costs a tenth of its duration. If the transfer takes longer
-than the compute, the difference is added.
+Settings are compared by an estimated step time (`step_seconds`), which uses counts and constants
+but no measurement, so that all ranks choose the same setting.
 """
 
 from __future__ import annotations
@@ -25,16 +9,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
-from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
-from mtrain_cli.config.schema import Config
-from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
+from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS, NEED_WHOLE_LAYERS, NEED_WHOLE_MODEL
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training.expert_price import ExpertRun
-from mtrain_cli.training.expert_traffic import degrees_in_a_node
+from mtrain_cli.training.expert_traffic import ExpertRun, degrees_in_a_node
 from mtrain_cli.training.flops import (
     assumed_density,
     causal_pairs,
@@ -43,19 +25,44 @@ from mtrain_cli.training.flops import (
     training_flops,
 )
 from mtrain_cli.training.hardware import ASSUMED_GPU
-from mtrain_cli.training.memory import MemoryEstimate
-from mtrain_cli.training.memory_setting import (
-    CHOICES,
-    DEGREE,
-    MemorySearch,
-    MemorySetting,
-    Variant,
-    get_setting,
-    with_values,
-)
+from mtrain_cli.training.memory import MemoryEstimate, size
 from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import BYTES, largest_states
+
+# Keys that `auto` may change, with the default first, then the alternatives. If the user set a key
+# to another value than the default, `auto` leaves it. `auto` offloads the activations of as few
+# layers as necessary, and keeps the MLP products of as many layers as there is room for.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "train.activation_checkpoint": ("selective", "none", "sequence_selective", "full"),
+    "train.checkpoint_keep": (0.5, 0.75, 0.25),
+    "train.offload_activations": (False, True),
+    "train.keep_mlp": (False, True),
+    "train.tile_mib": (4096, 1024, 256),
+    "train.loss_chunk_mib": (2048, 512, 128),
+    "train.shard": ("full", "gradients", "optimizer"),
+    "optim.offload": (False, True),
+    "optim.offload_gradients": (False, True),
+}
+# The alternative that needs the least memory, whatever the other keys have. A value of another key
+# may need less device memory and more host memory, or less in only some of the moments of a step.
+LEAST: dict[str, Any] = {
+    "train.checkpoint_keep": 0.25,
+    "train.keep_mlp": False,
+    "train.loss_chunk_mib": 128,
+    "train.shard": "full",
+}
+DEGREE = "topology.expert_parallel"  # chosen by `auto` together with the memory setting
+KIND, OFFLOAD = "train.activation_checkpoint", "train.offload_activations"
+PRODUCTS = "train.keep_mlp"
+NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
+SHORTEST_SEQ = 1024  # shortest sequence to propose
+# A run that needs more than this share of a GPU is refused. Estimates err by up to 5 %.
+CERTAIN = 1.05
+# Share of a GPU that may be full with optional tensors. Gaps take 5 to 6 GiB, measured.
+ROOMY = 0.9
+# How `train.memory=auto` chooses train.keep_mlp.
+KEPT = f"train.keep_mlp was chosen to leave {1 - ROOMY:.0%} of a GPU free"
 
 # Share of peak FLOP/s in whole steps, measured on one and four H200s with 128K to 2M tokens:
 # matrices reach 0.6, attention 0.4 to 0.6.
@@ -68,10 +75,85 @@ GPUS_OF_A_HOST = 8
 ADAMW_BYTES = 28  # per weight: reads weight, gradient and two states, writes all but the gradient
 HIDDEN_COST = 0.1  # share of an overlapped transfer that still costs time
 TILE_SECONDS = 0.5e-3  # per MLP tile and pass, or chunk of the loss, in addition to its products
-# Share of a GPU that may be full with optional tensors. Gaps take 5 to 6 GiB, measured.
-ROOMY = 0.9
-# How `train.memory=auto` chooses train.keep_mlp.
-KEPT = f"train.keep_mlp was chosen to leave {1 - ROOMY:.0%} of a GPU free"
+
+# A configuration, and its `MemorySetting.changes`.
+Variant = tuple[Config, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class MemorySetting:
+    """A configuration with its estimated memory and seconds of an optimizer step.
+
+    changes: new values by key, for the keys of `CHOICES` that the setting changes, and the degree
+        that ``topology.expert_parallel=auto`` takes.
+    fits: whether the worker has room for `memory`.
+    """
+
+    config: Config
+    changes: dict[str, Any]
+    memory: MemoryEstimate
+    seconds: float
+    fits: bool
+
+    @property
+    def overrides(self) -> str:
+        return as_overrides(self.changes)
+
+
+@dataclass(frozen=True)
+class MemorySearch:
+    """All settings, fastest first, and the fastest that fits; None if no setting fits."""
+
+    settings: tuple[MemorySetting, ...]
+    chosen: MemorySetting | None
+
+    def rejected(self) -> list[tuple[str, str]]:
+        """Return overrides and a reason for the fastest setting of every other kind.
+
+        A kind is a value of train.activation_checkpoint, or another expert-parallel degree.
+        Settings that fit and take as long as the chosen one are left out.
+        """
+        assert self.chosen is not None
+        rows: dict[Any, tuple[str, str]] = {}
+        for setting in self.settings:
+            kind, degree = (get_setting(setting.config, key) for key in (KIND, DEGREE))
+            way = kind if degree == get_setting(self.chosen.config, DEGREE) else degree
+            more = round(100 * (setting.seconds / self.chosen.seconds - 1))
+            if setting is self.chosen or way in rows or (setting.fits and not more):
+                continue
+            reason = f"steps take {abs(more)}% {'longer' if more > 0 else 'less time'}"
+            reason = reason if more else "equally fast"
+            if not setting.fits:
+                reason += f", but needs {size(setting.memory.total)}"
+                if host := setting.memory.host_peak:
+                    reason += f" and {size(host)} of host memory"
+            rows[way] = as_overrides({KIND: kind, **setting.changes}), reason
+        return list(rows.values())
+
+
+def get_setting(config: Config, key: str) -> Any:
+    """Return the value of a key such as "train.shard"."""
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), name)
+
+
+def with_values(config: Config, changes: dict[str, Any]) -> Config:
+    """Return `config` with other values of keys such as "train.shard"."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    return config.changed(**groups)
+
+
+def as_overrides(changes: dict[str, Any]) -> str:
+    """Return changes as command-line overrides."""
+    return " ".join(f"{key}={format_value(value)}" for key, value in changes.items())
+
+
+def format_value(value: Any) -> str:
+    """Format a setting's value as in an override: true, 0.5, full."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def with_auto_memory(plan: RunPlan) -> RunPlan:
@@ -105,23 +187,24 @@ def variants_of_plan(plan: RunPlan) -> Iterator[Variant]:
 
 
 def _variants_of(plan: RunPlan, config: Config) -> Iterator[Variant]:
-    """Yield every sensible combination of the alternatives in `CHOICES` for a configuration."""
-    current = {key: get_setting(config, key) for key in CHOICES}
-    free = {key: values for key, values in CHOICES.items() if current[key] == values[0]}
-    topology = config.topology
+    current, topology = {key: get_setting(config, key) for key in CHOICES}, config.topology
     refused = set(NEED_WHOLE_LAYERS if topology.tensor_parallel > 1 else ())
     refused |= set(NEED_WHOLE_MODEL if topology.pipeline_parallel > 1 else ())
     refused |= set(NEED_ALL_EXPERTS if topology.expert_parallel != 1 else ())
-    refused |= {"train.keep_mlp"} if config.model.moe.experts else set()
-    free = {key: values for key, values in free.items() if key not in refused}
+    refused |= {PRODUCTS} if config.model.moe.experts else set()
+    free = {
+        key: values
+        for key, values in CHOICES.items()
+        if current[key] == values[0] and key not in refused
+    }
     for values in itertools.product(*free.values()):
         setting = current | dict(zip(free, values, strict=True))
         changes = {key: value for key, value in setting.items() if value != current[key]}
-        kind, offload = setting["train.activation_checkpoint"], setting["train.offload_activations"]
+        kind, offload = setting[KIND], setting[OFFLOAD]
         pointless = (
             "train.checkpoint_keep" in changes and kind != "sequence_selective",
             offload and kind == "none",
-            "train.keep_mlp" in changes and _short_of_memory(kind, offload),
+            PRODUCTS in changes and _short_of_memory(kind, offload),
             setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32",
             "optim.offload_gradients" in changes
             and not (setting["optim.offload"] and plan.micro_batches == 1),
@@ -135,41 +218,43 @@ def _short_of_memory(kind: str, offload: bool | int) -> bool:
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
+def _has_room_on_device(plan: RunPlan, memory: MemoryEstimate) -> bool:
+    return plan.has_room_for(replace(memory, host=0, saving=0))
+
+
 def with_fewest_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
     """Offload the fewest layers with which the run fits the device. If no number fits, offload all.
 
     The fewest layers also take the least host memory.
     """
-    key, layers = "train.offload_activations", config.model.num_layers
 
     def holds(config: Config) -> bool:
-        return plan.has_room_for(replace(plan.estimate(config), host=0, saving=0))
+        return _has_room_on_device(plan, plan.estimate(config))
 
-    if key not in changes or plan.environment.device == "cpu" or not holds(config):
+    if OFFLOAD not in changes or plan.environment.device == "cpu" or not holds(config):
         return config, changes
     # Start at 1 layer: `variants_of_plan` yields the setting without offload, too.
-    counts = range(1, layers - 1)
-    fewest = 1 + bisect_left(counts, True, key=lambda n: holds(with_values(config, {key: n})))
-    if fewest >= layers - 1:
+    counts = range(1, config.model.num_layers - 1)
+    fewest = 1 + bisect_left(counts, True, key=lambda n: holds(with_values(config, {OFFLOAD: n})))
+    if fewest > len(counts):
         return config, changes
-    return with_values(config, {key: fewest}), changes | {key: fewest}
+    return with_values(config, {OFFLOAD: fewest}), changes | {OFFLOAD: fewest}
 
 
 def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
     """Set train.keep_mlp to the most layers that leave 10 % of a GPU free, possibly none."""
-    key, layers = "train.keep_mlp", config.model.num_layers
 
     def too_large(config: Config) -> bool:
         return not plan.has_room_for(plan.estimate(config), ROOMY)
 
-    if key not in changes or not too_large(config):
+    if PRODUCTS not in changes or not too_large(config):
         return config, changes
-    most = bisect_left(
-        range(1, layers), True, key=lambda n: too_large(with_values(config, {key: n}))
-    )
+    counts = range(1, config.model.num_layers)
+    most = bisect_left(counts, True, key=lambda n: too_large(with_values(config, {PRODUCTS: n})))
     if most == 0:
-        return with_values(config, {key: False}), {k: v for k, v in changes.items() if k != key}
-    return with_values(config, {key: most}), changes | {key: most}
+        changes = {key: value for key, value in changes.items() if key != PRODUCTS}
+        return with_values(config, {PRODUCTS: False}), changes
+    return with_values(config, {PRODUCTS: most}), changes | {PRODUCTS: most}
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
@@ -179,11 +264,10 @@ def with_products(plan: RunPlan) -> MemorySetting | None:
     if the run offloads or recomputes the output of attention, or if the model has experts.
     """
     train = plan.config.train
-    if plan.config.model.moe.experts:
+    short = _short_of_memory(train.activation_checkpoint, train.offload_activations)
+    if plan.config.model.moe.experts or train.keep_mlp or short:
         return None
-    if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
-        return None
-    change = {"train.keep_mlp": True}
+    change = {PRODUCTS: True}
     setting = _priced(plan, *_with_most_products(plan, with_values(plan.config, change), change))
     return setting if setting.memory != plan.memory else None
 
@@ -195,19 +279,14 @@ def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySet
 
 
 def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float:
-    """Estimate the seconds of an optimizer step as the module's docstring describes.
-
-    Args:
-        memory: `plan.estimate(config)`.
-    """
+    """Estimate the seconds of an optimizer step. memory: `plan.estimate(config)`."""
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
-    layers = config.model.num_layers
+    layers, n = config.model.num_layers, plan.micro_batches
     peak = peak_flops(plan.hardware.gpu or ASSUMED_GPU) or 100e12
     pairs = assumed_density(config) * causal_pairs(config.seq)
     flop = training_flops(
         config, plan.layout, sharing=plan.exchange.heads, dtype_bytes=e, pairs=pairs
     ).executed
-    n = plan.micro_batches
     # Seconds of one micro-batch.
     sharing = environment.dims.cp * environment.dims.tp * environment.dims.pp
     compute = flop * config.seq * train.micro_batch / sharing / (USED_OF_PEAK * peak)
@@ -220,7 +299,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     shape = plan.dims, plan.layout, e, environment.workers_per_node
     rows = ExpertRun(config, *shape).row_seconds()
     seconds += rows * config.model.expert_layers / environment.dims.pp
-    if train.offload_activations:
+    if train.offload_activations:  # to the host in forward, a quarter of the compute, and back
         down = (memory.host - states.host) / HOST_LINK
         overlapping = compute * layers_on_host(train.offload_activations, layers) / layers
         seconds += n * (_exposed(down, overlapping / 4) + _exposed(down, 3 * overlapping / 4))
@@ -230,7 +309,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         seconds += shard * sharing / HOST_MEMORY + e * states.shard / HOST_LINK
     else:
         seconds += shard / GPU_MEMORY
-    messages = sum(tensor_messages(config))
+    messages = sum(tensor_messages(config))  # of tensor parallelism, which do not overlap
     share = layers / config.model.num_layers
     seconds += n * share * messages * message_bytes(config, plan.layout, e) / NODE_LINK
     tokens, rows = own_tiles(config, plan.layout, e)
@@ -246,16 +325,152 @@ def _exposed(transfer: float, overlapping: float) -> float:
 
 
 def nearest_to_fitting(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
-    """Return the setting closest to fitting.
+    """Return the setting that needs the least host memory of those that fit the GPU.
 
-    If settings fit the GPU but not the host, return the setting that needs the least host memory.
-    Otherwise return the setting that needs the least device memory.
+    If none fits the GPU, return the one that needs the least device memory.
     """
 
     def shortfall(setting: MemorySetting) -> tuple[bool, int]:
         memory = setting.memory
-        on_gpu = plan.environment.device == "cuda"
-        holds = on_gpu and plan.has_room_for(replace(memory, host=0, saving=0))
+        holds = plan.environment.device == "cuda" and _has_room_on_device(plan, memory)
         return not holds, memory.host_peak if holds else plan.device_bytes(memory)
 
     return min(settings, key=shortfall)
+
+
+def require_fit(plan: RunPlan) -> None:
+    """Refuse to start a run that certainly does not fit the memory.
+
+    Raises:
+        ConfigError: the run does not fit. The message is one line that says what would fit.
+    """
+    if plan.search is not None and plan.search.chosen is None:
+        raise ConfigError(refusal(plan, plan.search))
+    if not plan.has_room_for(plan.memory, CERTAIN):
+        raise ConfigError(refusal(plan, search(plan)))
+
+
+def refusal(plan: RunPlan, result: MemorySearch) -> str:
+    """Return one line that says why a run does not fit, and what would fit."""
+    auto, on_gpu = plan.config.train.memory == "auto", plan.environment.device == "cuda"
+    needed = nearest_to_fitting(plan, result.settings).memory if auto else plan.memory
+    needs = f"{'at least' if auto else 'about'} {size(plan.device_bytes(needed))}"
+    if needed.host_peak and on_gpu:
+        needs += f" and {size(needed.host_peak)} of host memory"
+        if needed.saving:
+            needs += f" ({size(needed.saving)} of it while a checkpoint is written)"
+    if plan.dims.cp > 1 and on_gpu:
+        needs += f" with topology.exchange={plan.exchange.name}"
+    would = f"only a smaller model {'or more workers ' if on_gpu else ''}would fit"
+    if changes := remedies(plan, result):
+        would = f"fits with {', or '.join(changes)}"
+    if not on_gpu:
+        would += "; add --dry-run topology=h200_1x8 to plan for eight GPUs"
+    seq = format_size(plan.config.seq)
+    return f"seq={seq}: a worker needs {needs}, but has {plan.available_memory}; {would}"
+
+
+def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
+    """Return changes as command-line overrides. Each change makes the run fit on its own.
+
+    Return at most one change of each kind: memory settings, exchange, no checkpoints, a shorter
+    sequence, more workers.
+    """
+    config, topology, changes = plan.requested or plan.config, plan.config.topology, []
+    fitting = [setting for setting in result.settings if setting.fits]
+    if fitting:
+        changes.append(min(fitting, key=lambda setting: len(setting.changes)).overrides)
+    exchange = {f"topology.{key}": "auto" for key in ("exchange", "chunks", "circulates")}
+    exchange = {key: "auto" for key in exchange if get_setting(config, key) != "auto"}
+    if exchange and topology.exchange != "auto" and _would_fit(plan, exchange):
+        changes.append(as_overrides(exchange))
+    if plan.memory.saving and _would_fit(plan, NO_CHECKPOINTS):
+        changes.append(as_overrides(NO_CHECKPOINTS))
+    if seq := longest_seq(plan):
+        changes.append(f"seq={format_size(seq)}")
+    workers = 2 * plan.dims.workers
+    if plan.environment.device == "cuda":
+        while workers <= _MOST_WORKERS and not _would_fit(plan, {"topology.workers": workers}):
+            workers *= 2
+        if workers <= _MOST_WORKERS:
+            changes.append(f"{workers} GPUs (topology.workers={workers})")
+    return changes
+
+
+_MOST_WORKERS = 1024  # to propose
+
+
+def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 << 27) -> int | None:
+    """Return the longest sequence that fits, in tokens. Return None if none was found.
+
+    Double `shortest` while the run fits. Then bisect the seven evenly spaced lengths below the
+    first length that does not fit (such as 576k, 640k, ... below 1m). Lengths below one that fits
+    are taken to fit.
+
+    Args:
+        shortest, most: smallest and largest length to try.
+    """
+    config = plan.requested or plan.config
+    if plan.exchange.traits.by_mask and plan.exchange.stages == 1:
+        # Do not price stages again for each length.
+        config = config.changed(topology={"stages": 1})
+
+    def fits(seq: int) -> bool:
+        return _config_fits(plan, replace(config, seq=seq))
+
+    # A mask may need more tokens than `shortest`.
+    low = next((seq for seq in (shortest, plan.config.seq) if fits(seq)), None)
+    if low is None:
+        return None
+    known = plan.config.seq if fits(plan.config.seq) else 0
+    while low < most and (2 * low <= known or fits(2 * low)):
+        low *= 2
+    longer = [low + eighth * low // 8 for eighth in range(8)]
+    return longer[bisect_left(longer, True, lo=1, key=lambda seq: not fits(seq)) - 1]
+
+
+def _would_fit(plan: RunPlan, changes: dict[str, Any]) -> bool:
+    return _config_fits(plan, with_values(plan.requested or plan.config, changes))
+
+
+def _config_fits(plan: RunPlan, config: Config) -> bool:
+    """Return whether a run fits with this configuration, which may be invalid."""
+    try:
+        return _can_fit(plan.with_config(config))
+    except ConfigError:
+        return False
+
+
+def _can_fit(plan: RunPlan) -> bool:
+    """Return whether a run fits as configured or, with `train.memory=auto`, with any setting."""
+    if plan.has_room_for(plan.memory):
+        return True
+    return plan.config.train.memory == "auto" and any(
+        _variant_fits(plan, config, changes)
+        for config, changes in variants_of_plan(plan)
+        if is_least(plan.config, config)
+    )
+
+
+def is_least(config: Config, variant: Config) -> bool:
+    """Return whether no other variant of `config` surely needs less memory than `variant`.
+
+    If a run fits with any variant, it fits with one of these.
+    """
+    recomputes_some = variant.train.activation_checkpoint == "sequence_selective"
+    return all(
+        get_setting(variant, key) == least
+        for key, least in LEAST.items()
+        if get_setting(config, key) == CHOICES[key][0]
+        and (recomputes_some or key != "train.checkpoint_keep")
+    )
+
+
+def _variant_fits(plan: RunPlan, config: Config, changes: dict[str, Any]) -> bool:
+    """Return whether a setting fits, if need be with fewer layers offloaded."""
+    memory = plan.estimate(config)
+    if plan.has_room_for(memory):
+        return True
+    if OFFLOAD not in changes or not memory.host or not _has_room_on_device(plan, memory):
+        return False
+    return plan.has_room_for(plan.estimate(with_fewest_offloaded(plan, config, changes)[0]))

@@ -6,10 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
-from mtrain_cli.parallel.pipeline_schedule import RECEIVE, SEND, Pipeline, in_flight
+from mtrain_cli.parallel.pipeline_schedule import (
+    RECEIVE,
+    SEND,
+    SENDS_IN_FLIGHT,
+    Pipeline,
+    in_flight,
+)
 from mtrain_cli.training.flops import Shape, root_shapes
-from mtrain_cli.training.stage_cut import stage_layers
+from mtrain_cli.training.pipeline_plan import stage_layers
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,6 @@ class ModelPart:
 
     @property
     def every_layer(self) -> list[int]:
-        """The numbers of the layers."""
         return [layer for layers in self.layers for layer in layers]
 
     @cached_property
@@ -65,7 +69,6 @@ class ModelPart:
 
     @property
     def virtual_stages(self) -> tuple[ModelPart, ...]:
-        """The parts of its virtual stages, in order."""
         ends = len(self.layers) - 1
         return tuple(
             replace(
@@ -84,7 +87,6 @@ class ModelPart:
         return max(0, self.in_flight[-1] - 1) if self.last else 0
 
     def root_shapes(self, model: ModelConfig) -> dict[str, Shape]:
-        """Return the parameter shapes of this part outside the layers."""
         head = "embedding" if model.tie_word_embeddings else "lm head"
         own = {"embedding"} if self.first else set()
         own |= {"norm", head} if self.last else set()
@@ -92,10 +94,7 @@ class ModelPart:
 
 
 def model_parts(config: Config, micro_batches: int) -> tuple[ModelPart, ...]:
-    """Return the part of the model on each stage of the pipeline, or the whole model.
-
-    micro_batches: number of micro-batches of a context group in a step.
-    """
+    """Return the part of the model on each stage of the pipeline, or the whole model."""
     if config.topology.pipeline_parallel == 1:
         return (ModelPart.whole(config.model),)
     tied = config.model.tie_word_embeddings

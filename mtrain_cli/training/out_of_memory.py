@@ -1,13 +1,9 @@
 """Explain an out-of-memory error: list the tensors that fill the memory.
 
-The error lists the largest groups of tensors. The file oom-rank-N.json lists all groups. Tensors
-get their names in one of three ways:
-
-- Parameters, gradients, optimizer states and gathered weights have the parameter's name.
-- Other tensors have the name of a variable on the stack. Tensors without such a variable are
-  described by their shape, in sizes of the run ("tokens x hidden").
-- Python cannot see tensors that only autograd holds. On a GPU, the allocator reports their sizes. A
-  tensor with the size of a layer's activation gets the name of that activation.
+The error lists the largest groups of tensors, the file oom-rank-N.json all of them. Parameters,
+gradients, optimizer states and gathered weights have the parameter's name; other tensors that of a
+variable on the stack, or a description of their shape in sizes of the run ("tokens x hidden").
+Python cannot see tensors that only autograd holds: on a GPU, the allocator reports their sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import contextlib
 import gc
 import json
 import re
-import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,7 +29,6 @@ from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
-from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.memory import size
 
@@ -45,12 +39,23 @@ SHOWN = 10  # groups of tensors listed in the error
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
 )
-# Shares of a GPU's memory above which the error reports:
-_OTHER_PROCESSES = 0.05  # memory outside the allocator
-_GAPS = 0.1  # unused memory that the allocator holds
+_GAPS = 0.1  # share of a GPU's memory above which the error reports unused memory of the allocator
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 OPTIMIZER, GATHERED = "optimizer states", "gathered weights"
 ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
+# What a frame of the stack computes, by file or function.
+_PARTS = {
+    "model/loss.py": "LM head and loss",
+    "torch/optim/": "optimizer",
+    "model/feed_forward.py": "MLP",
+    "parallel/executor.py": "attention",
+    "parallel/context_attention.py": "attention",
+    "torch/distributed/fsdp": "weights gathered or gradients reduced",
+    "training/checkpointer.py": "checkpoint",
+    ":project": "q, k and v",
+    ":finish": "MLP",
+    ":_make_decoder": "making the model",
+}
 
 
 class MemoryFullError(RunError):
@@ -64,7 +69,6 @@ class HeldTensors:
     kind: what the tensors hold: `PARAMETERS`, `GRADIENTS` or another such constant of this module.
     name: name of the first tensor of the group.
     shape: shape of each tensor. None if only the allocator knows the tensors.
-    count: number of tensors.
     bytes: total size of the group.
     """
 
@@ -79,7 +83,7 @@ class HeldTensors:
     def text(self) -> str:
         more = f" and {self.count - 1} more" if self.count > 1 else ""
         shape = f"{list(self.shape)} {self.dtype}, " if self.shape is not None else ""
-        return f"{self.kind}: {shape}{self.name}{more}"
+        return f"{size(self.bytes):>12}  {self.kind}: {shape}{self.name}{more}"
 
 
 @dataclass
@@ -129,47 +133,40 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
-    cuda = context.environment.device == "cuda"
-    found = held_tensors(context, error)
-    counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
-    where = failure_location(error)
-    tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    amount = ""
-    if tried is not None:
-        number, unit = tried[1].split()
-        amount = size(int(number)) if unit.endswith("bytes") else tried[1]
-    gpu = "GPU " if cuda else ""
-    first = f"rank {context.environment.rank} ran out of {gpu}memory {where}"
-    lines = [
-        first + (f": it tried to allocate {amount} more" if amount else ""),
-        _describe_room(counted, cuda),
-        _estimate(context),
-    ]
-    lines += [f"{size(group.bytes):>12}  {group.text}" for group in found[:SHOWN]]
-    if len(found) > SHOWN:
-        rest = size(sum(group.bytes for group in found[SHOWN:]))
-        lines.append(f"{rest:>12}  in {len(found) - SHOWN} more groups of tensors")
-    advice = _advice(context, found, cuda)
+    cuda, rank = context.environment.device == "cuda", context.environment.rank
+    groups = held_tensors(context, error)
+    counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in groups)
+    where, advice = failure_location(error), _advice(context, groups)
+    first = f"rank {rank} ran out of {'GPU ' * cuda}memory {where}"
+    if tried := re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error)):
+        first += f": it tried to allocate {tried[1]} more"
+    lines = [first, _describe_room(counted, cuda)]
+    report: dict[str, Any] = {"error": str(error).splitlines()[0], "where": where}
+    report |= {"allocated": counted, "estimate": None, "advice": advice}
+    if context.trainer is not None:
+        memory = context.trainer.plan.memory
+        largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
+        parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
+        estimate = f"--dry-run estimates {size(memory.allocated)} at the peak"
+        lines.append(f"{estimate} ({memory.peak.name}: {parts})")
+        outside = {"allocated": memory.allocated, "reserve": memory.reserve}
+        report["estimate"] = {"moment": memory.peak.name, **outside, **memory.peak.parts}
+    lines += [group.text for group in groups[:SHOWN]]
+    if more := groups[SHOWN:]:
+        rest = size(sum(group.bytes for group in more))
+        lines.append(f"{rest:>12}  in {len(more)} more groups of tensors")
     lines.append(f"To fit, try: {'; '.join(advice)}")
-    file = run.path / f"oom-rank-{context.environment.rank}.json"
-    report = {
-        "error": str(error).splitlines()[0],
-        "where": where,
-        "allocated": counted,
-        "estimate": _parts(context),
-        "advice": advice,
-    }
+    file = run.path / f"oom-rank-{rank}.json"
     with contextlib.suppress(OSError):
-        file.write_text(
-            json.dumps({**report, "tensors": [asdict(group) for group in found]}, indent=1)
-        )
+        report["tensors"] = [asdict(group) for group in groups]
+        file.write_text(json.dumps(report, indent=1))
         lines.append(f"All tensors: {file}")
     if cuda:
+        snapshot = file.with_suffix(".pickle")
         with contextlib.suppress(OSError, RuntimeError):
-            torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
-            snapshot = file.with_suffix(".pickle")
+            torch.cuda.memory._dump_snapshot(str(snapshot))
             lines.append(f"Allocator snapshot, for https://pytorch.org/memory_viz: {snapshot}")
-    return "\n".join(filter(None, lines))
+    return "\n".join(lines)
 
 
 def _describe_room(counted: int, cuda: bool) -> str:
@@ -177,81 +174,54 @@ def _describe_room(counted: int, cuda: bool) -> str:
         return f"tensors take {size(counted)} of the {size(host_memory())} of this machine"
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
-    gaps = reserved - counted
-    others = total - free - reserved
-    line = f"allocated {size(counted)} of {size(total)}"
-    if gaps > _GAPS * total:
-        line += (
-            f"; the allocator holds {size(gaps)} more in fragments. "
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
-    if others > _OTHER_PROCESSES * total:
-        line += f"; CUDA context, NCCL and other processes hold {size(others)}"
+    line = f"allocated {size(counted)} of {size(total)}; CUDA context, NCCL and other processes "
+    line += f"hold {size(total - free - reserved)}"
+    if (gaps := reserved - counted) > _GAPS * total:
+        line += f"; the allocator holds {size(gaps)} more in fragments. "
+        line += "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     return line
 
 
-def _estimate(context: RunContext) -> str:
-    if context.trainer is None:
-        return ""
-    memory = context.trainer.plan.memory
-    largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
-    reserve = f", plus {size(memory.reserve)} outside tensors" if memory.reserve else ""
-    return (
-        f"--dry-run estimates {size(memory.allocated)} at the peak "
-        f"({memory.peak.name}: {parts}){reserve}"
-    )
-
-
-def _parts(context: RunContext) -> dict[str, Any] | None:
-    if context.trainer is None:
-        return None
-    memory = context.trainer.plan.memory
-    return {
-        "moment": memory.peak.name,
-        "allocated": memory.allocated,
-        "reserve": memory.reserve,
-        **memory.peak.parts,
-    }
-
-
-def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
+def _advice(context: RunContext, groups: list[HeldTensors]) -> list[str]:
     """Return suggestions that save memory. Begin with the kind of tensors that takes the most."""
-    config = context.config
     by_kind: dict[str, int] = defaultdict(int)
-    for group in found:
+    for group in groups:
         by_kind[group.kind] += group.bytes
     total = max(1, sum(by_kind.values()))
     kinds_by_change: dict[str, list[str]] = defaultdict(list)
     for kind, number in sorted(by_kind.items(), key=lambda item: -item[1]):
-        if number >= total / 10 and (change := _change(kind, config)):
+        if number >= total / 10 and (change := _change(kind, context.config)):
             kinds_by_change[change].append(f"{kind} are {number / total:.0%}")
     changes = [f"{change} ({', '.join(kinds)})" for change, kinds in kinds_by_change.items()]
-    return [*changes, f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {config.seq:,})"]
+    more = "GPUs" if context.environment.device == "cuda" else "memory"
+    return [*changes, f"more {more} or a shorter seq (now {context.config.seq:,})"]
 
 
 def _change(kind: str, config: Config) -> str:
     """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
-    if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
-        return "train.shard=full"
-    topology = config.topology
+    train, topology = config.train, config.topology
     can_offload = topology.tensor_parallel == topology.pipeline_parallel == 1
-    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and can_offload:
-        return "optim.offload=true"
-    if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
-        return "more workers, to share parameters and optimizer states"
-    if kind == LOGITS:
-        chunk = config.train.loss_chunk_mib
-        return f"train.loss_chunk_mib={chunk // 4}" if chunk > 64 else ""
-    if config.train.keep_mlp:
-        return "train.keep_mlp=false"
-    if config.train.activation_checkpoint != "full":
-        return "train.activation_checkpoint=full"
-    layers = config.model.num_layers
-    stays = layers_on_host(config.train.offload_activations, layers) < layers - 1
-    if stays and topology.pipeline_parallel == 1:
-        return "train.offload_activations=true"
-    return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
+    states = kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED)
+    changes = (
+        (kind in (GRADIENTS, GATHERED) and train.shard != "full", "train.shard=full"),
+        (
+            kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and can_offload,
+            "optim.offload=true",
+        ),
+        (states, "more workers, to share parameters and optimizer states"),
+        (
+            kind == LOGITS,
+            f"train.loss_chunk_mib={train.loss_chunk_mib // 4}" * (train.loss_chunk_mib > 64),
+        ),
+        (train.keep_mlp, "train.keep_mlp=false"),
+        (train.activation_checkpoint != "full", "train.activation_checkpoint=full"),
+        (
+            train.offload_activations is not True and topology.pipeline_parallel == 1,
+            "train.offload_activations=true",
+        ),
+        (train.micro_batch > 1, "train.micro_batch=1"),
+    )
+    return next((change for applies, change in changes if applies), "")
 
 
 def failure_location(error: BaseException) -> str:
@@ -268,41 +238,24 @@ def failure_location(error: BaseException) -> str:
         # In backward, only `ctx` of `feed_forward` knows the layer.
         layer = getattr(frame.f_locals.get("ctx"), "layer", layer)
         layer = layer if module is None else module.index
-        part = _part(file, name) or part
+        place = f"{file}:{name}"
+        part = next((what for word, what in _PARTS.items() if _is_at(place, word)), part)
     here = progress_record.own_activity()
     parts = ["before the first training step"]
     if here is not None and here.training_step:
         parts = [f"in training step {here.training_step}"]
+    direction = "backward" if backward else "forward"
     if layer is not None:
-        direction = "backward" if backward else "forward"
         parts.append(f"{direction} of layer {layer}{f' ({part})' if part else ''}")
-    elif part:
-        parts.append(f"{'backward, ' if backward else ''}{part}")
-    elif backward:
-        parts.append("backward")
+    elif part or backward:
+        parts.append(", ".join(filter(None, [direction * backward, part])))
     if here is not None and here.doing and layer is None:
         parts.append(f"last activity: {here.doing}")
     return ", ".join(parts)
 
 
-def _part(file: str, function: str) -> str:
-    for ending, word in _PARTS:
-        if ending in file:
-            return word
-    return {"project": "q, k and v", "finish": "MLP", "_make_decoder": "making the model"}.get(
-        function, ""
-    )
-
-
-_PARTS = (
-    ("model/loss.py", "LM head and loss"),
-    ("torch/optim/", "optimizer"),
-    ("model/feed_forward.py", "MLP"),
-    ("parallel/executor.py", "attention"),
-    ("parallel/context_attention.py", "attention"),
-    ("torch/distributed/fsdp", "weights gathered or gradients reduced"),
-    ("training/checkpointer.py", "checkpoint"),
-)
+def _is_at(place: str, word: str) -> bool:
+    return place.endswith(word) if word.startswith(":") else word in place
 
 
 def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
@@ -322,56 +275,43 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
             names.kind(tensor),
             variables.get(address) or names.describe(tensor),
         )
-        groups[kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")].append(
-            (name, storage.nbytes())
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        groups[kind, tuple(tensor.shape), dtype].append((name, storage.nbytes()))
     if context.environment.device == "cuda":
         for number in _unseen_blocks(seen):
             kind, name = names.guess(number)
             groups[kind, None, name].append((name, number))
-    found = [
-        HeldTensors(
-            kind, members[0][0], shape, dtype, len(members), sum(number for _, number in members)
-        )
+    held = [
+        HeldTensors(kind, members[0][0], shape, dtype, len(members), sum(n for _, n in members))
         for (kind, shape, dtype), members in groups.items()
     ]
-    return sorted(found, key=lambda group: -group.bytes)
+    return sorted(held, key=lambda group: -group.bytes)
 
 
 def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
-    """Return the kind and name of each tensor that belongs to a parameter, by storage address.
-
-    Args:
-        names: name of each parameter, by `id` of the parameter.
-    """
-    found: dict[int, tuple[str, str]] = {}
+    """Return the kind and name of each tensor that belongs to a parameter, by storage address."""
+    by_address: dict[int, tuple[str, str]] = {}
 
     def add(tensor: Any, kind: str, name: str) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with contextlib.suppress(RuntimeError, AttributeError):
-            found.setdefault(local.untyped_storage().data_ptr(), (kind, name))
+            by_address.setdefault(local.untyped_storage().data_ptr(), (kind, name))
 
     for parameter, state in trainer.optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, Tensor):
-                add(value, OPTIMIZER, f"{key} of {names.get(id(parameter), 'a parameter')}")
+            add(value, OPTIMIZER, f"{key} of {names.get(id(parameter), 'a parameter')}")
+    sharded = [(name, parameter) for name, parameter in trainer.decoder.named_parameters()]
     for module in trainer.decoder.modules():
         for fsdp in _fsdp_parameters(module):
             name = names.get(id(fsdp.sharded_param), "a layer")
-            for tensor in [
-                *getattr(fsdp, "all_gather_outputs", ()),
-                getattr(fsdp, "_unsharded_param", None),
-            ]:
-                if tensor is not None:
-                    add(tensor, GATHERED, name)
-            add(fsdp.sharded_param, PARAMETERS, name)
-            if fsdp.sharded_param.grad is not None:
-                add(fsdp.sharded_param.grad, GRADIENTS, name)
-    for name, parameter in trainer.decoder.named_parameters():
+            gathered = getattr(fsdp, "_unsharded_param", None)
+            for tensor in (*getattr(fsdp, "all_gather_outputs", ()), gathered):
+                add(tensor, GATHERED, name)
+            sharded.append((name, fsdp.sharded_param))
+    for name, parameter in sharded:
         add(parameter, PARAMETERS, name)
-        if parameter.grad is not None:
-            add(parameter.grad, GRADIENTS, name)
-    return found
+        add(parameter.grad, GRADIENTS, name)
+    return by_address
 
 
 def _fsdp_parameters(module: Any) -> list[Any]:
@@ -395,32 +335,20 @@ def _tensors(device: str) -> Iterator[Tensor]:
 
 def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
     """Yield the storage address and name of each tensor in a stack variable, outermost first."""
-    frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = sys._getframe()
-    for frame in frames:
-        if frame is own:
-            continue
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         layer = _layer_in(frame)
-        where = frame.f_code.co_qualname
+        where = frame.f_code.co_qualname + (f" of layer {layer.index}" if layer else "")
         for name, value in list(frame.f_locals.items()):
-            for tensor in _members(value):
-                with contextlib.suppress(RuntimeError, NotImplementedError):
-                    yield (
-                        tensor.untyped_storage().data_ptr(),
-                        f"{name} in {where}" + (f" of layer {layer.index}" if layer else ""),
-                    )
+            for tensor in value[:8] if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                    with contextlib.suppress(RuntimeError, NotImplementedError):
+                        yield tensor.untyped_storage().data_ptr(), f"{name} in {where}"
 
 
 def _layer_in(frame: FrameType) -> DecoderLayer | None:
     """Return the decoder layer among the variables of a frame, or None."""
     variables = frame.f_locals.values()
     return next((value for value in variables if isinstance(value, DecoderLayer)), None)
-
-
-def _members(value: Any) -> list[Tensor]:
-    """Return the tensors in `value`, which may be a tensor or a list. Read only eight items."""
-    values = value[:8] if isinstance(value, list | tuple) else [value]
-    return [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor)]
 
 
 class _ShapeNames:
@@ -445,25 +373,21 @@ class _ShapeNames:
             model.head_dim: "head_dim",
             **dict.fromkeys(self._tokens, "tokens"),
         }
-        width = model.num_heads * model.head_dim
         self._activations = {
             e * rows * model.intermediate_size: "as [tokens, MLP width]",
             e * rows * model.num_kv_heads * model.head_dim: "as keys or values",
-            e * rows * width: "as queries or attention output",
+            e * rows * model.num_heads * model.head_dim: "as queries or attention output",
             4 * rows * model.num_heads: "as the log-sum-exp of attention",
             e * own_rows * model.hidden_size: "as [tokens, hidden]",
         }
 
     def kind(self, tensor: Tensor) -> str:
         dims = set(tensor.shape)
-        if (
-            self._vocabulary in dims
-            and not tensor.requires_grad
-            and tensor.ndim == 2
-            and tensor.is_floating_point()
-        ):
+        if not tensor.is_floating_point():
+            return REST
+        if self._vocabulary in dims and tensor.ndim == 2 and not tensor.requires_grad:
             return LOGITS
-        return ACTIVATIONS if dims & self._tokens and tensor.is_floating_point() else REST
+        return ACTIVATIONS if dims & self._tokens else REST
 
     def describe(self, tensor: Tensor) -> str:
         names = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]

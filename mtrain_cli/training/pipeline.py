@@ -18,16 +18,15 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.stages import StageDecoder, VirtualStage, virtual_stages
 from mtrain_cli.parallel.fsdp import begin_micro_batch
-from mtrain_cli.parallel.parameter_shards import copies
 from mtrain_cli.parallel.pipeline_group import (
     PipelineExecutor,
     PipelineGroup,
     make_pipeline_group,
 )
-from mtrain_cli.parallel.pipeline_player import play
-from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.parallel.pipeline_schedule import Pipeline, play
 from mtrain_cli.parallel.recording import Recorder
-from mtrain_cli.training.stage_cut import stage_layers
+from mtrain_cli.parallel.tensor_group import copies
+from mtrain_cli.training.pipeline_plan import stage_layers
 
 if TYPE_CHECKING:
     from mtrain_cli.training.batch import Batch

@@ -1,19 +1,120 @@
-"""What a pipeline costs, from closed-form costs of its stages and from its schedule."""
+"""Which layers each stage of a pipeline holds, and what the pipeline costs by its schedule."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, islice
 
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.pipeline_player import Played, TimedPipeline
-from mtrain_cli.parallel.pipeline_schedule import Pipeline
-from mtrain_cli.training.flops import own_tiles
-from mtrain_cli.training.stage_cut import head_cost, layer_costs, stage_layers
+from mtrain_cli.parallel.pipeline_schedule import Pipeline, Played, TimedPipeline
+from mtrain_cli.training.flops import ASSUMED_DENSITY, layer_kinds, layer_matmul, own_tiles
 
 # FLOP of a backward pass divided by those of the forward pass, without and with recomputation.
 _BACKWARD, _RECOMPUTED = 2, 3
+_DIVISIONS = 60  # halvings of the slowest stage's cost, until float64 resolves no difference
+_ROUNDING = 1e-12  # relative error of sums of costs
+
+
+def stage_layers(config: Config) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage.
+
+    ``topology.stage_layers=auto`` makes the slowest one as fast as possible, and the others as
+    equal as possible.
+    """
+    topology = config.topology
+    if not isinstance(topology.stage_layers, str):
+        return topology.stage_layers
+    stages = topology.pipeline_parallel * topology.virtual_stages
+    return cut(layer_costs(config), head_cost(config), stages)
+
+
+def layer_costs(config: Config) -> list[float]:
+    """Return the forward FLOP per token of each layer: matrix products, q k^T and p v.
+
+    Of a layer's experts, those of one token count; of the pairs of a sparse layer, `sparse_share`.
+    """
+    model, mask, seq = config.model, MaskRule.of(config), config.seq
+    per_pair = 4 * model.num_heads * model.head_dim / seq
+    dense, share = config.sparsity.dense_of(model.num_layers), sparse_share(config)
+    pairs = {
+        full: rule.undivided(seq, seq).pairs
+        for full, rule in ((False, mask), (True, MaskRule(mask.document_mask)))
+    }
+    matmul = {kind: 2 * layer_matmul(model, experts=kind) for kind in layer_kinds(model)}
+    return [
+        matmul[model.has_experts(layer)]
+        + per_pair * pairs[config.mask.is_full(layer)] * (1.0 if layer in dense else share)
+        for layer in range(model.num_layers)
+    ]
+
+
+def sparse_share(config: Config) -> float:
+    """Return the share of the allowed pairs that counts for a layer with an index.
+
+    If the share depends on the data, a model with dense layers counts `ASSUMED_DENSITY`. A model
+    whose layers are all sparse counts all pairs: only the LM head is weighed against them.
+    """
+    known = config.sparsity.known_density(config.seq)
+    if known is not None:
+        return known
+    return ASSUMED_DENSITY if config.sparsity.dense_layers else 1.0
+
+
+def head_cost(config: Config) -> float:
+    """Return the forward FLOP per token of the LM head."""
+    return 2.0 * config.model.vocab_size * config.model.hidden_size
+
+
+def cut(costs: Sequence[float], head: float, stages: int) -> tuple[int, ...]:
+    """Return the number of consecutive layers of each stage, at least one each.
+
+    No other cut has a cheaper slowest stage. Within that limit, each stage takes the number of
+    layers nearest to an equal share of what is left.
+
+    Args:
+        costs: cost of each layer.
+        head: cost that the last stage has in addition.
+    """
+    assert 1 <= stages <= len(costs)
+    sums = [0.0, *accumulate(costs)]
+    total = sums[-1] + head
+    low, high = max(max(costs), costs[-1] + head), total
+    if _fewest(sums, head, low)[0] <= stages:
+        high = low
+    for _ in range(_DIVISIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fewest(sums, head, middle)[0] <= stages else (middle, high)
+    high *= 1 + _ROUNDING
+    fewest, counts, begin = _fewest(sums, head, high), list[int](), 0
+    for left in range(stages, 1, -1):
+        share = sums[begin] + (total - sums[begin]) / left
+        longest = bisect_right(sums, sums[begin] + high)
+        ends = range(begin + 1, min(longest, len(costs) - left + 2))
+        end = min(
+            (end for end in ends if fewest[end] < left), key=lambda end: abs(sums[end] - share)
+        )
+        counts.append(end - begin)
+        begin = end
+    return (*counts, len(costs) - begin)
+
+
+def _fewest(sums: Sequence[float], head: float, most: float) -> list[int]:
+    """Return, for each layer, how few stages hold it and all later ones at a cost of ``most``."""
+    layers = len(sums) - 1
+    fewest = [layers + 1] * (layers + 1)  # without a layer, the head has no stage
+    for begin in reversed(range(layers)):
+        if sums[-1] + head - sums[begin] <= most:
+            fewest[begin] = 1
+        else:
+            # The last stage needs a layer, too.
+            end = min(bisect_right(sums, sums[begin] + most) - 1, layers - 1)
+            fewest[begin] = 1 + fewest[max(begin + 1, end)]
+    return fewest
 
 
 @dataclass(frozen=True)
@@ -32,13 +133,6 @@ class PipelinePlan:
 
     @staticmethod
     def of(config: Config, micro_batches: int, layout: Layout, dtype_bytes: int) -> PipelinePlan:
-        """Plan the pipeline of a configuration.
-
-        Args:
-            micro_batches: number of micro-batches of a context group in a step.
-            layout: layout of a context group.
-            dtype_bytes: bytes of the compute dtype.
-        """
         own, _ = own_tiles(config, layout, dtype_bytes)
         return PipelinePlan(
             config,
@@ -50,13 +144,10 @@ class PipelinePlan:
     @cached_property
     def costs(self) -> list[float]:
         """Forward FLOP per token of each virtual stage."""
-        costs, begin = layer_costs(self.config), 0
-        result = []
-        for count in self.layers:
-            result.append(sum(costs[begin : begin + count]))
-            begin += count
-        result[-1] += head_cost(self.config)
-        return result
+        costs = iter(layer_costs(self.config))
+        stages = [sum(islice(costs, count)) for count in self.layers]
+        stages[-1] += head_cost(self.config)
+        return stages
 
     @cached_property
     def played(self) -> Played:
@@ -74,7 +165,6 @@ class PipelinePlan:
 
     @property
     def stages_and_schedule(self) -> str:
-        """The stages, their layers, and the schedule."""
         pipeline, layers = self.pipeline, self.layers
         each = f"{layers[0]} layers" if len(set(layers)) == 1 else f"{_listed(layers)} layers"
         virtual = f" x {pipeline.virtual_stages} virtual stages" * (pipeline.virtual_stages > 1)

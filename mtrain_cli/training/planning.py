@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.config.sizes import format_size
-from mtrain_cli.launch.environment import Environment
+from mtrain_cli.config.sizes import with_count
+from mtrain_cli.launch.environment import Environment, describe_host_memory
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.hardware import Hardware
-from mtrain_cli.training.memory_remedies import PLAN_FOR_GPUS, require_fit
-from mtrain_cli.training.memory_search import with_auto_memory
+from mtrain_cli.training.memory import size
+from mtrain_cli.training.memory_search import require_fit, with_auto_memory
 from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.run_plan import RunPlan
 
@@ -57,36 +57,24 @@ def _refusal_here(config: Config) -> str | None:
         return f"this machine has no GPU, and its CPU refuses {error.problems[0]}"
     if plan.fits:
         return None
-    workers = plan.dims.workers
-    needs = f"{workers} CPU worker{'s' * (workers > 1)} would need {plan.needed_here}"
-    return f"this machine has no GPU, and {needs}"
+    needs = f"{with_count(plan.dims.workers, 'CPU worker')} would need {size(plan.host_bytes)}"
+    return f"this machine has no GPU, and {needs}, but this machine {describe_host_memory()}"
 
 
 def checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
     """Plan a run in its workers. All ranks call this and get the same plan.
 
     Raises:
-        ConfigError: the run cannot fit the GPUs or the machine. The message is one line that says
-            what would fit.
+        ConfigError: the run cannot fit. The message is one line that says what would fit.
     """
     plan = RunPlan.of(config, environment, Hardware.here(environment.device), choices)
     require_experts_fit(config, plan.dims, plan.dtype_bytes, environment.device)
-    auto = config.train.memory == "auto"
-    if environment.device == "cpu" and not auto and not plan.fits:
-        # Such workers would slow the whole machine down, whereas a full GPU raises an error.
-        workers = environment.local_workers
-        raise ConfigError(
-            f"seq={format_size(config.seq)}: {workers} CPU worker{'s' * (workers > 1)} of "
-            f"model={config.model.name} would need {plan.needed_here}. "
-            "`mtrain train ... --dry-run` shows where the memory goes and what would fit; add "
-            f"{PLAN_FOR_GPUS}"
-        )
     if environment.device == "cuda" and environment.dims.workers > 1:
         # GPUs of one job may differ by some MiB. Plan for the smallest, so that ranks agree.
         everyone: list[list[int]] = share((plan.hardware.memory, plan.host_share))
         smallest = replace(plan.hardware, memory=min(gpu for gpu, _ in everyone))
         plan = replace(plan, hardware=smallest, host_share=min(host for _, host in everyone))
-    if auto:
+    if config.train.memory == "auto":
         plan = with_auto_memory(plan)
     require_fit(plan)
     return plan

@@ -12,8 +12,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
-import rich.console
-from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
@@ -35,19 +34,21 @@ LOG_WIDTH = 100
 SHOWN_WAIT = 0.05  # share of a step from which a wait for data is shown
 LONG_S = 600.0  # if more seconds are left, a line mentions `mtrain status`
 _LEVELS = "▁▂▃▄▅▆▇█"
+_STATE = (  # fields of a step that `mtrain status` shows
+    *("step", "loss", "grad_norm", "tokens", "targets", "tokens_per_second_per_gpu"),
+    *("expert_load", "seconds"),
+)
 
 
 class TrainingProgress:
     """Show the steps of a run as they finish, in a terminal, in a log and to `mtrain status`.
 
     In a terminal, a two-line display stays at the bottom and messages scroll above it. Elsewhere, a
-    line is printed every `log_every` steps. The printed lines also go to `log`, without control
-    sequences.
+    line is printed every `log_every` steps. The printed lines also go to `log`.
 
     enabled: whether to show anything. True only on rank 0.
     reporter: receives each step for `mtrain status`.
-    console: where to print. Tests replace it.
-    clock: function that returns the time in seconds. Tests replace it.
+    clock: returns the time in seconds.
     """
 
     def __init__(
@@ -62,16 +63,11 @@ class TrainingProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total_steps = total_steps
-        self.start_step = start_step
-        self.enabled = enabled
+        self.total_steps, self.start_step, self.enabled = total_steps, start_step, enabled
         self.losses: list[float] = []
         self.last: StepMetrics | None = None
-        self._log_every = log_every
-        self._console = console or Console()
-        self._clock = clock
-        self._reporter = reporter
-        self._hinted = False
+        self._log_every, self._reporter, self._hinted = log_every, reporter, False
+        self._console, self._clock = console or Console(), clock
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
         self._steady: list[StepMetrics] = []
@@ -86,32 +82,30 @@ class TrainingProgress:
         if self.enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             # Transient: a finished or failed run leaves a summary or an error, not a stale bar.
             self._live = Live(
-                _LiveDisplay(self), console=self._console, refresh_per_second=4, transient=True
+                console=self._console,
+                refresh_per_second=4,
+                transient=True,
+                get_renderable=lambda: self.display(self._console.width),
             )
             self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the display and close the log. Safe to call twice."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._stop_display()
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.close()
             self._log = None
 
+    def _stop_display(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
     def add_earlier_steps(
         self, earlier: Sequence[StepMetrics], restarts: Sequence[int] = ()
     ) -> None:
-        """Include the steps before an automatic restart in the summary. Users see a single run.
-
-        Args:
-            restarts: step of each checkpoint from which the run restarted.
-        """
+        """Include the steps before automatic restarts, at steps ``restarts``, in the summary."""
         losses = {m.step: m.loss for m in earlier if m.loss is not None and math.isfinite(m.loss)}
         losses = dict(sorted(losses.items()))  # a file that others changed may have another order
         self.losses = list(losses.values())
@@ -142,23 +136,10 @@ class TrainingProgress:
             self._write_log(line)
             if self._live is None:
                 self._print_plain(line)
-        if self._reporter is not None:
-            self._report(self._reporter, metrics)
-
-    def _report(self, reporter: StateReporter, metrics: StepMetrics) -> None:
-        left = self.seconds_left()
-        reporter.step(
-            last=metrics.step == self.total_steps,
-            step=metrics.step,
-            loss=metrics.loss,
-            grad_norm=metrics.grad_norm,
-            tokens=metrics.tokens,
-            targets=metrics.targets,
-            tokens_per_second_per_gpu=metrics.tokens_per_second_per_gpu,
-            expert_load=metrics.expert_load,
-            seconds=metrics.seconds,
-            seconds_left=left,
-        )
+        if (reporter := self._reporter) is None:
+            return
+        left, shown = self.seconds_left(), {name: getattr(metrics, name) for name in _STATE}
+        reporter.step(last=metrics.step == self.total_steps, seconds_left=left, **shown)
         if not self._hinted and left is not None and left > LONG_S:
             self._hinted = True
             self.message(
@@ -196,17 +177,11 @@ class TrainingProgress:
     ) -> None:
         """Show how the run ended, after removing the live display.
 
-        Args:
-            headline: how the run ended, for example "trained to step 100".
-            files: paths of the run's files.
-            commands: label and command of each way to continue. Commands never wrap, so that users
-                can copy them.
+        commands: label and command of each way to continue, which never wrap.
         """
         if not self.enabled:
             return
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._stop_display()
         since = " since the last restart" if self._restarted else ""
         rows = [("time", format_duration(self._clock() - self._started) + since)]
         if self.last is not None:
@@ -235,8 +210,8 @@ class TrainingProgress:
         rows = [("loss", loss), ("throughput", f"{rate}, {basis}; {last.tokens:,} tokens in total")]
         waited, took = sum(m.data_seconds or 0.0 for m in steady), sum(m.seconds for m in steady)
         if (waiting := waited / max(1e-9, took)) >= SHOWN_WAIT:
-            cause = f"{waiting:.0%} of the time was spent waiting for data"
-            rows.append(("data", f"{cause}; prepare the data once with `mtrain data prepare`"))
+            advice = "waiting; prepare the data once with `mtrain data prepare`"
+            rows.append(("data", f"{waiting:.0%} of the time {advice}"))
         if last.peak_memory_gib is not None:
             peak = max(m.peak_memory_gib or 0.0 for m in steady)
             rows.append(("memory", f"peak {peak:.2f} GiB"))
@@ -260,10 +235,7 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """Estimate how many seconds of training are left, from the latest steps and pauses.
-
-        Return None during the first `WARM_UP_STEPS`.
-        """
+        """Estimate the seconds of training left, from the latest steps; None while warming up."""
         if self.last is None or not self._durations:
             return None
         return statistics.fmean(self._durations) * (self.total_steps - self.last.step)
@@ -293,8 +265,6 @@ class TrainingProgress:
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
             *(Text(part) for part in (*_special_parts(metrics), *_data_parts(metrics))),
         ]
-        if width >= 100 and self.losses:
-            parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
         return Group(top, Text("  ").join(parts))
 
     def _write_log(self, line: str) -> None:
@@ -307,18 +277,6 @@ class TrainingProgress:
     def _print_plain(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()
-
-
-class _LiveDisplay:
-    """A renderable for rich.Live that shows the current state at each refresh."""
-
-    def __init__(self, progress: TrainingProgress) -> None:
-        self._progress = progress
-
-    def __rich_console__(
-        self, console: rich.console.Console, options: ConsoleOptions
-    ) -> RenderResult:
-        yield self._progress.display(options.max_width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -356,9 +314,8 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
     """Return "MFU", or "HFU" with a dynamic index, and its share of the peak, None if unknown."""
-    if metrics.mfu_model is None:
-        return "HFU", metrics.mfu_executed
-    return "MFU", metrics.mfu_model
+    model, executed = metrics.mfu_model, metrics.mfu_executed
+    return ("HFU", executed) if model is None else ("MFU", model)
 
 
 def _special_parts(metrics: StepMetrics) -> list[str]:

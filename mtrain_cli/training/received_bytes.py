@@ -10,7 +10,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.step.interpreters import traffic
 from mtrain_cli.step.layer import layers
 from mtrain_cli.step.program import Message
@@ -23,13 +23,12 @@ from mtrain_cli.training.state_memory import largest_states
 class ReceivedBytes:
     """How many bytes reach one worker.
 
-    forward: bytes of KV, per layer and micro-batch.
-    backward: bytes of KV and of its gradients, per layer and micro-batch.
-    tensor_forward, tensor_backward: bytes of hidden states and of their gradients that tensor
-        parallelism moves, per layer and micro-batch, as the mean over the layers.
-    weights: bytes of weights and of their gradients, per optimizer step.
-    host: bytes of gradients and weights between device and host, per optimizer step. 0 unless the
-        optimizer is offloaded.
+    forward, backward: KV and its gradients, per layer and micro-batch.
+    tensor_forward, tensor_backward: hidden states and their gradients that tensor parallelism
+        moves, per layer and micro-batch, as the mean over the layers.
+    weights: weights and their gradients, per optimizer step.
+    host: gradients and weights between device and host, per optimizer step, with an offloaded
+        optimizer.
     """
 
     forward: int
@@ -62,12 +61,6 @@ def received_bytes(
 
     `ReceivedBytes.backward` includes the KV that recomputation sends again. The columns that a ring
     gathers once are not counted.
-
-    Args:
-        layout: layout of a context group.
-        workers: number of workers of the run.
-        micro_batches: number of micro-batches of a worker in a step.
-        dtype_bytes: bytes of the compute dtype.
     """
     sizes = shard_sizes(config.of_worker, layout, exchange, dtype_bytes)
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))

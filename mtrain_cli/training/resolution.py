@@ -17,8 +17,7 @@ from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_cli.sparsity.pattern import Pattern
-from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 from mtrain_cli.training.hardware import ASSUMED_GPU, Hardware
 from mtrain_cli.training.layout_choice import choose_layout
 from mtrain_cli.training.stage_choice import choose_staged_exchange
@@ -29,9 +28,9 @@ class ResolvedRun:
     """The choices for all `auto` settings of a run.
 
     layout: layout of sequences that are one document.
-    layout_reason: why the layout was chosen; "" if nothing but `Config.layout` decided.
+    layout_reason, kernel_reason: why they were chosen; no layout reason if only `Config.layout`
+        decided.
     balancer: makes the layout of each batch; None if all batches have the same layout.
-    kernel_reason: why `kernel` was chosen.
     compile: whether to compile the layers.
     pattern: method that estimates a dynamic index. None for dense attention.
     dense_kernel: kernel for the dense first steps and dense layers of a sparse run, and the reason.
@@ -59,7 +58,6 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
 
 
 def compiles(config: Config, device: str) -> bool:
-    """Return whether to compile the layers. `auto` compiles only on a GPU."""
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
@@ -68,8 +66,7 @@ def kernel_request(
 ) -> KernelRequest:
     """Return what a run needs from a kernel for dense attention.
 
-    Args:
-        capability: CUDA compute capability. None on a CPU.
+    capability: CUDA compute capability. None on a CPU.
     """
     model = config.of_worker.model
     return KernelRequest(
@@ -144,13 +141,11 @@ def choose_kernels(
     pattern: Pattern | None,
     choose: Callable[[str, KernelRequest], tuple[Kernel, str]] = choose,
 ) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
-    """Return the kernel of a run, and the kernel of dense first steps or layers of a sparse run.
+    """Return the kernel of a run, and that of dense first steps or layers of a sparse run.
 
-    Each kernel comes with the reason for its choice. The second result is None if the run has
-    neither.
+    Each comes with the reason for its choice. The second is None if the run has no such part.
 
     request: what the run needs from a kernel for dense attention.
-    choose: returns a kernel by its name or auto, with the reason.
 
     Raises:
         ConfigError: the configured kernel does not support the run.

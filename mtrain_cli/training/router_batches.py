@@ -12,9 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.expert_checks import balance_loss
-from mtrain_cli.config.expert_settings import MoeConfig
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.parallel_checks import balance_loss
+from mtrain_cli.config.schema import Config, MoeConfig
 from mtrain_cli.launch import progress_record
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import expert_layers

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch.environment import Environment, describe_host_memory, resolve_environment
+from mtrain_cli.config.sizes import with_count
+from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.expert_price import ExpertRun
+from mtrain_cli.training.expert_traffic import ExpertRun
 from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
@@ -28,10 +30,12 @@ from mtrain_cli.training.flops import (
 )
 from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory, size
-from mtrain_cli.training.memory_setting import MemorySearch
 from mtrain_cli.training.pipeline_plan import PipelinePlan
 from mtrain_cli.training.received_bytes import ReceivedBytes, received_bytes
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.memory_search import MemorySearch
 
 USABLE_HOST = 0.9  # share of host memory that plans use; the rest is for processes, files and data
 USABLE = 0.95  # share of a GPU's memory that plans use; the allocator always leaves gaps
@@ -43,15 +47,13 @@ FITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """All facts that `--dry-run` and the start-up banner show.
+    """What a configuration resolves to.
 
-    kernel: name of the kernel.
-    kernel_reason: why `kernel` was chosen.
-    dtype: name of the compute dtype.
     hardware: the devices, with the memory that `topology.gpu_memory_gib` sets.
+    dtype: name of the compute dtype.
+    host_share: bytes of host memory that each worker may use.
     dense_kernel: name of the kernel for dense first steps or layers of a sparse run, and reason for
         the choice. None if the run has no such steps.
-    host_share: bytes of host memory that each worker may use.
     search: result of `train.memory=auto`; None for manual.
     requested: the configuration before `train.memory=auto` changed it; None for manual.
     """
@@ -120,7 +122,6 @@ class RunPlan:
 
     @functools.cached_property
     def memory(self) -> MemoryEstimate:
-        """Estimated memory of one worker."""
         return self.estimate(self.config)
 
     @property
@@ -146,7 +147,6 @@ class RunPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of a worker in an optimizer step."""
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
 
@@ -181,13 +181,8 @@ class RunPlan:
         return self._flops(density * causal_pairs(self.config.seq))
 
     def _flops(self, pairs: float | None) -> FlopsPerToken:
-        return training_flops(
-            self.config,
-            self.layout,
-            sharing=self.exchange.heads,
-            dtype_bytes=self.dtype_bytes,
-            pairs=pairs,
-        )
+        sharing, e = self.exchange.heads, self.dtype_bytes
+        return training_flops(self.config, self.layout, sharing=sharing, dtype_bytes=e, pairs=pairs)
 
     @property
     def recompute(self) -> Recompute:
@@ -196,7 +191,6 @@ class RunPlan:
 
     @functools.cached_property
     def received(self) -> ReceivedBytes:
-        """How many bytes reach one worker."""
         return received_bytes(
             self._dealt(self.config),
             layout=self.layout,
@@ -209,7 +203,6 @@ class RunPlan:
 
     @property
     def machine(self) -> str:
-        """Which machine the plan is for, and why."""
         hardware = self.hardware
         if not hardware.absent and 0 < hardware.count < self.dims.workers:
             return f"GPUs like the {hardware.count} x {hardware.gpu} of this machine"
@@ -221,19 +214,14 @@ class RunPlan:
 
     @property
     def available_memory(self) -> str:
-        """A description of the available memory, for messages."""
         if self.environment.device == "cpu":
-            workers = self.environment.local_workers
-            memory = size(self.hardware.host_memory)
-            return f"{memory}, shared by {workers} CPU workers of this machine"
+            workers = with_count(self.environment.local_workers, "CPU worker")
+            return f"{size(self.hardware.host_memory)}, shared by {workers} of this machine"
         topology = self.config.topology
         gpu = self.hardware.gpu if topology.gpu_memory_gib == "auto" else "topology.gpu_memory_gib"
         host = f"{size(self.host_share)} of host memory"
-        if topology.host_memory_gib != "auto":
-            host += f" ({USABLE_HOST:.0%} of topology.host_memory_gib)"
-        elif self.hardware.absent:
-            assumed = f"an assumed {round(self.host_share / USABLE_HOST / GIB)} GiB per GPU"
-            host += f" ({USABLE_HOST:.0%} of {assumed}; set topology.host_memory_gib)"
+        if self.hardware.absent and topology.host_memory_gib == "auto":
+            host += f" ({USABLE_HOST:.0%} of an assumed amount; set topology.host_memory_gib)"
         return f"{size(self.hardware.memory)} ({gpu}, {USABLE:.0%} of it usable) and {host}"
 
     def device_bytes(self, memory: MemoryEstimate) -> int:
@@ -262,7 +250,6 @@ class RunPlan:
 
     @property
     def dealt(self) -> RunPlan:
-        """The plan with the number that `topology.expert_parallel=auto` takes."""
         return dataclasses.replace(self, config=self._dealt(self.config))
 
     def _dealt(self, config: Config) -> Config:
@@ -275,7 +262,7 @@ class RunPlan:
 
     @functools.cached_property
     def _attention(self) -> AttentionMemory:
-        """Memory of a layer's attention, which does not depend on the memory settings."""
+        # It does not depend on the memory settings.
         return AttentionMemory(
             self.config.of_worker,
             self.layout,
@@ -289,13 +276,6 @@ class RunPlan:
     def host_bytes(self) -> int:
         """Bytes that the CPU workers of one machine need together."""
         return self.device_bytes(self.memory) * self.environment.local_workers
-
-    @property
-    def needed_here(self) -> str:
-        """The memory that CPU workers need, and the memory that this machine has."""
-        when = " while a checkpoint is written" if self.memory.saving else ""
-        need = f"about {self.host_bytes / GIB:,.0f} GiB{when}"
-        return f"{need}, but this machine {describe_host_memory()}"
 
     @property
     def fits(self) -> bool | None:

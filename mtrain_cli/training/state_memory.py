@@ -1,16 +1,4 @@
-"""Memory of weights, gradients and optimizer states, by sharding, reduce dtype and offload.
-
-Symbols:
-    P_l     number of weights in a layer, with all experts
-    P_r     number of weights outside the layers
-    L       number of layers
-    P       number of all weights, L P_l + P_r
-    W       number of workers. With pipeline parallelism, of a stage; L, P_l, P_r and P are its own
-    t       tensor-parallel degree. FSDP shards a layer's part over W / t workers
-    e       bytes of the compute dtype
-    r       bytes of the dtype in which gradients are reduced
-    n       number of micro-batches per step and worker
-"""
+"""Memory of weights, gradients and optimizer states, by sharding, reduce dtype and offload."""
 
 from __future__ import annotations
 
@@ -19,8 +7,8 @@ from math import prod
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.step.interpreters import traffic
+from mtrain_cli.step.layer import weight_messages
 from mtrain_cli.step.program import Message
-from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.flops import Shape, layer_kinds, layer_shapes
 from mtrain_cli.training.model_part import ModelPart, model_parts
 
@@ -33,14 +21,16 @@ def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
 
 
 class StateMemory:
-    """Memory of one worker's weights, gradients and optimizer states.
+    """Weights, gradients and optimizer states of one worker. Methods return bytes.
 
-    Properties and methods return bytes. Attributes count elements:
+    Attributes count elements, those in dictionaries by whether a layer has experts:
 
     layer_shard, root_shard, shard: this worker's shard of its largest layer, of the weights outside
         the layers, and of all weights.
-    layer_weights, root_weights: weights of its largest layer that this worker computes with (with
-        tensor parallelism, a part of the layer), and all weights outside the layers.
+    root_weights: all weights outside the layers.
+    shards, dealt, whole: shard of a layer, of this the dealt experts, and the weights with which
+        this worker computes (with tensor parallelism, a part of the layer).
+    e, r: bytes of the compute dtype, and of the dtype in which gradients are reduced.
     """
 
     def __init__(
@@ -53,78 +43,64 @@ class StateMemory:
     ) -> None:
         """Count the elements of a worker's part.
 
-        Args:
-            workers: number of workers of the run.
-            part: the worker's part of the model. None for the whole model.
+        workers: number of workers of the run.
+        part: the worker's part of the model. None for the whole model.
         """
         model, train = config.of_worker.model, config.train
         part = part or ModelPart.whole(model)
         self.model, self.micro_batches = model, micro_batches
+        self.accumulates = micro_batches > 1
         self.workers = workers = workers // config.topology.pipeline_parallel
         self.layer_workers = workers // config.topology.tensor_parallel
-        self.e, self.current = e, part.current
-        self.numbers = [number for layers in part.layers for number in layers]
-        roots = part.root_shapes(model).values()
-        self.r = BYTES[train.reduce_dtype]
+        self.e, self.r, self.current = e, BYTES[train.reduce_dtype], part.current
+        self.numbers = part.every_layer
         self.saves = train.checkpoint_at_end or 0 < train.checkpoint_every < train.steps
         self.shard_kind, self.offload = train.shard, config.optim.offload
         self.gradients_leave = config.optim.offload_gradients
+        roots = part.root_shapes(model).values()
         self.root_shard = sharded_numbers(roots, workers)
-        self.root_weights = sum(prod(shape) for shape in roots)
-        kinds = layer_kinds(model, self.numbers)
-        shapes = {kind: layer_shapes(model, experts=kind).values() for kind in kinds}
+        self.root_weights = sum(map(prod, roots))
         # With expert parallelism, a worker computes with its own experts, and other workers than
         # those of the layer share their weights.
         given = config.topology.expert_parallel
         self.degree = degree = given if isinstance(given, int) else 1
-        self.dealt = {
-            kind: sum(prod(s) for s in each if len(s) == 3 and degree > 1) // workers
-            for kind, each in shapes.items()
-        }
-        self.shards = {
-            kind: self.dealt[kind]
-            + sharded_numbers((s for s in each if len(s) < 3 or degree == 1), self.layer_workers)
-            for kind, each in shapes.items()
-        }
-        self.whole = {
-            kind: sum(prod(s) // (degree if len(s) == 3 else 1) for s in each)
-            for kind, each in shapes.items()
-        }
-        self.layer_shard, self.layer_weights = (
-            max(sizes.values()) for sizes in (self.shards, self.whole)
-        )
-        self.of_layers = self._shards_of(self.numbers)
+        self.dealt: dict[bool, int] = {}
+        self.shards: dict[bool, int] = {}
+        self.whole: dict[bool, int] = {}
+        for kind in layer_kinds(model, self.numbers):
+            shapes = layer_shapes(model, experts=kind).values()
+            experts = [shape for shape in shapes if len(shape) == 3 and degree > 1]
+            others = [shape for shape in shapes if len(shape) < 3 or degree == 1]
+            self.dealt[kind] = sum(map(prod, experts)) // workers
+            self.shards[kind] = self.dealt[kind] + sharded_numbers(others, self.layer_workers)
+            self.whole[kind] = sum(map(prod, others)) + sum(prod(s) // degree for s in experts)
+        self.layer_shard = max(self.shards.values())
+        self.of_layers = self._sum(self.shards, self.numbers)
         self.shard = self.of_layers + self.root_shard
-        self.accumulates = micro_batches > 1
+
+    def _sum(self, sizes: dict[bool, int], layers: Sequence[int]) -> int:
+        return sum(sizes[kind] * number for kind, number in layer_kinds(self.model, layers).items())
 
     def weights_of(self, layers: Sequence[int]) -> int:
         """Return the number of weights of these layers with which this worker computes."""
-        return sum(self.whole[kind] * n for kind, n in layer_kinds(self.model, layers).items())
-
-    def _shards_of(self, layers: Sequence[int]) -> int:
-        return sum(self.shards[kind] * n for kind, n in layer_kinds(self.model, layers).items())
+        return self._sum(self.whole, layers)
 
     @property
     def parameters(self) -> int:
-        """Weight shards on the device: 4 P / W, or e P / W with an offloaded optimizer."""
+        """Weight shards on the device, in the compute dtype with an offloaded optimizer."""
         return (self.e if self.offload else 4) * self.shard
 
     @property
     def optimizer(self) -> int:
-        """Both AdamW states on the device, in float32: 8 P / W, or 0 if offloaded."""
+        """Both AdamW states on the device, in float32."""
         return 0 if self.offload else 8 * self.shard
 
     @property
     def host(self) -> int:
-        """Host memory that an offloaded optimizer takes. 0 without optim.offload.
+        """Host memory of an offloaded optimizer: float32 weights and AdamW states.
 
-        A unit is a layer, or the weights outside the layers. The memory holds, for this worker's
-        shards:
-        - weights and both AdamW states in float32
-        - in pinned memory, the weights of two units in the compute dtype
-        - in pinned memory, the float32 gradients of two units, or of all units with
-          optim.offload_gradients
-
+        Pinned memory holds two units (a layer, or the weights outside the layers) of weights in the
+        compute dtype, and float32 gradients of two units, or of all with optim.offload_gradients.
         The unused ends of `PinnedMemory` arenas, at most 0.5 GiB, are not counted.
         """
         if not self.offload:
@@ -137,17 +113,15 @@ class StateMemory:
     def saving(self) -> int:
         """Host memory of the copy of weights and states while a checkpoint is written.
 
-        0 if the configuration asks for no checkpoint. Such a run still saves a checkpoint after a
-        stop request.
+        0 if the configuration asks for no checkpoint, though a stop request still saves one.
         """
         return 12 * self.shard if self.saves else 0
 
     def gradients(self, reduced: int) -> int:
         """Return the bytes of gradients after backward has reduced `reduced` layers.
 
-        With several micro-batches, all layers hold gradients at the peak. The gradients are
-        unsharded with train.shard=optimizer. With one micro-batch, offloaded gradients are freed
-        before the next layer's peak.
+        With several micro-batches, all layers hold gradients at the peak. With one, offloaded
+        gradients are freed before the next layer's peak.
         """
         if self.accumulates and self.shard_kind == "optimizer":
             return 4 * (self.weights_of(self.numbers) + self.root_weights)
@@ -155,7 +129,7 @@ class StateMemory:
             return 4 * self.shard
         if self.gradients_leave:
             return 0
-        return 4 * self._shards_of(self.numbers[len(self.numbers) - reduced :])
+        return 4 * self._sum(self.shards, self.numbers[len(self.numbers) - reduced :])
 
     @property
     def at_the_optimizer(self) -> int:
@@ -176,13 +150,13 @@ class StateMemory:
 
     def layer_scatter(self, layer: int) -> int:
         """Return the bytes of the input of a layer's reduce-scatter. layer: its number."""
-        dealt = self.dealt[self.model.has_experts(layer)]
-        others = self._scatter(self._shards_of([layer]) - dealt, self.layer_workers)
-        return others + self._scatter(dealt, self.workers // self.degree)
+        kind = self.model.has_experts(layer)
+        others = self._scatter(self.shards[kind] - self.dealt[kind], self.layer_workers)
+        return others + self._scatter(self.dealt[kind], self.workers // self.degree)
 
     def reduced_layer(self, layer: int) -> int:
         """Return the bytes of the output of a layer's reduce-scatter. layer: its number."""
-        return self._scatter(self._shards_of([layer]), 1)
+        return self._scatter(self.shards[self.model.has_experts(layer)], 1)
 
     @property
     def root_scatter(self) -> int:
@@ -197,14 +171,13 @@ class StateMemory:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
         messages = weight_messages(self.shard_kind, self.micro_batches)
         root = {Message.GATHER: self.e, Message.REDUCE: self.r}
-        each = traffic(messages, root | {Message.GATHER_AGAIN: self.e})
-        dealt = sum(
-            self.dealt[kind] * n for kind, n in layer_kinds(self.model, self.numbers).items()
+        per_weight = traffic(messages, root | {Message.GATHER_AGAIN: self.e})
+        dealt = self._sum(self.dealt, self.numbers)
+        experts = (self.workers // self.degree - 1) * per_weight * dealt
+        layers = (self.layer_workers - 1) * per_weight * (self.of_layers - dealt)
+        return int(
+            experts + layers + (self.workers - 1) * traffic(messages, root) * self.root_shard
         )
-        experts = (self.workers // self.degree - 1) * each * dealt
-        layers = each * (self.of_layers - dealt)
-        outside = (self.workers - 1) * traffic(messages, root) * self.root_shard
-        return int(experts + (self.layer_workers - 1) * layers + outside)
 
     def over_host_link(self) -> int:
         """Return the bytes that an offloaded optimizer moves between device and host per step.
@@ -215,10 +188,7 @@ class StateMemory:
 
 
 def largest_states(config: Config, workers: int, micro_batches: int, e: int) -> StateMemory:
-    """Return the states of the worker with the largest shards, which is on one of the stages.
-
-    The arguments are those of `StateMemory`.
-    """
-    every = model_parts(config, micro_batches)
-    states = (StateMemory(config, workers, micro_batches, e, part) for part in every)
+    """Return the states of the worker with the largest shards, which is on one of the stages."""
+    parts = model_parts(config, micro_batches)
+    states = (StateMemory(config, workers, micro_batches, e, part) for part in parts)
     return max(states, key=lambda states: states.shard)

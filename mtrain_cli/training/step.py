@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mtrain_cli.launch import progress_record
 from mtrain_cli.model.decoder import Attend
-from mtrain_cli.parallel import parameter_shards, profiler_labels
+from mtrain_cli.parallel import profiler_labels, tensor_group
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.fsdp import begin_micro_batch
@@ -19,14 +19,16 @@ from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import causal_pairs
-from mtrain_cli.training.index_metrics import (
+from mtrain_cli.training.router_batches import routing_metrics
+from mtrain_cli.training.step_result import (
     IndexMetrics,
+    StepReport,
+    StepResult,
+    check_finite,
     index_metrics,
     index_records,
     local_index_sums,
 )
-from mtrain_cli.training.router_batches import routing_metrics
-from mtrain_cli.training.step_result import StepReport, StepResult, check_finite
 from mtrain_cli.training.train_state import TrainState
 from mtrain_cli.training.worker import Worker
 
@@ -55,8 +57,8 @@ class Step:
         Args:
             attends: the attention of each micro-batch.
             valid, pairs: results of `totals`.
-            requests: whether this worker received a request to stop, and one to save. The step
-                reports the requests to all workers.
+            requests: whether this worker received a request to stop, and one to save, which the
+                step reports to all workers.
             data_seconds: how long this worker waited for the data.
 
         Raises:
@@ -123,26 +125,23 @@ class Step:
     ) -> torch.Tensor:
         """Accumulate the gradients of a step. Return this worker's part of the mean loss.
 
-        Args:
-            attends: the attention of each micro-batch.
-            valid: number of labels in the whole step that count toward the loss.
+        valid: number of labels in the whole step that count toward the loss.
         """
         worker, decoder = self._worker, self._state.decoder
         for batch in batches:
             if batch.routing is not None:
                 batch.routing.recorder = self.recorder
         if worker.stage is None:
-            loss = self._forward_backward(batches, attends, valid)
+            loss = self._run_whole_model(batches, attends, valid)
         else:
             loss = worker.stage.forward_backward(decoder, batches, attends, valid, self.recorder)
         if worker.tensor is not None:
-            parameter_shards.sum_copied_gradients(decoder.parameters(), worker.tensor)
+            tensor_group.sum_copied_gradients(decoder.parameters(), worker.tensor)
         return loss
 
-    def _forward_backward(
+    def _run_whole_model(
         self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
     ) -> torch.Tensor:
-        """Run one micro-batch after another through the whole model."""
         state, shard = self._state, self._worker.config.train.shard
         loss = torch.zeros((), device=self._worker.device)
         with nullcontext() if self.recorder is None else self.recorder.iteration():
@@ -154,14 +153,8 @@ class Step:
                 state.states.last_micro_batch = last
                 # Divide the local sum by the global number of valid labels. The sum over workers is
                 # then the mean that one worker would compute.
-                part = state.decoder(
-                    batch.tokens,
-                    batch.positions,
-                    batch.labels,
-                    attend,
-                    1.0 / max(1, valid),
-                    batch.routing,
-                )
+                inputs = batch.tokens, batch.positions, batch.labels
+                part = state.decoder(*inputs, attend, 1.0 / max(1, valid), batch.routing)
                 part.backward()
                 loss += part.detach()
                 if batch.attend.index is not None:
@@ -183,9 +176,8 @@ class Step:
         if records is not None:
             layers = config.model.num_layers - config.sparsity.dense_layers
             local = torch.cat([local, local_index_sums(records, layers, device)])
-        progress_record.note(
-            "waits for the loss and gradient norm of all ranks", progress_record.SEVERAL
-        )
+        note = "waits for the loss and gradient norm of all ranks"
+        progress_record.note(note, progress_record.SEVERAL)
         rows = all_gather(local, self._worker.environment.dims.workers).tolist()
         progress_record.note("optimizer")
         return [StepReport.of(row) for row in rows]
@@ -198,10 +190,9 @@ class Step:
             return None
         config = self._worker.config
         sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
-        return index_metrics(sums, records, config.seq).with_dense_layers(
-            config.sparsity.dense_layers,
-            pairs / (config.train.global_batch * causal_pairs(config.seq)),
-        )
+        density = pairs / (config.train.global_batch * causal_pairs(config.seq))
+        metrics = index_metrics(sums, records, config.seq)
+        return metrics.with_dense_layers(config.sparsity.dense_layers, density)
 
     def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
         """Return whether to skip the update, and a warning; "" for none."""

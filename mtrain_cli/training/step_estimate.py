@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain_cli.training.memory_setting import duration
-
 
 @dataclass(frozen=True)
 class StepEstimate:
@@ -39,6 +37,12 @@ class StepEstimate:
             f"{exact(expected)} per step{at}, predicted as by `mtrain simulate` on {self.cluster}; "
             f"{bounds} within the bounds of the constants"
         )
+
+
+def duration(seconds: float) -> str:
+    """Format seconds, for example as 41 s, 9.2 min or 2.5 h."""
+    unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
+    return f"{seconds / scale:,.3g} {unit}"
 
 
 def exact(seconds: float) -> str:

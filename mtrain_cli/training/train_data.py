@@ -1,24 +1,26 @@
-"""The data of a training run, as one worker reads them."""
+"""The data of a training run as one worker reads them, and checks that all ranks have the same."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data import file_sums
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch import progress_record
+from mtrain_cli.launch.environment import Environment, describe_place
 from mtrain_cli.launch.failures import PeerLostError
+from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.batch import HostBatch
 from mtrain_cli.training.layout_choice import layout_advice
-from mtrain_cli.training.rank_agreement import (
-    check_same_data,
-    check_same_layouts,
-    first_rank_without_data,
-)
 from mtrain_cli.training.worker import Worker
 
 _QUICKLY_READ = 1 << 28  # tokens: at most 1 GiB, whose checksums take 1.1 s on two cores
@@ -50,9 +52,7 @@ class TrainData:
             make_batch=make_batch,
         )
         self.held_out: list[Sample] = self.dataset.held_out
-        self.lacking = False
-        self.advice = ""
-        self._checked_layouts = False
+        self.lacking, self.advice, self._checked_layouts = False, "", False
 
     def check(self, *, resumed: bool) -> None:
         """Read all data and verify their checksums, if ``data.verify`` asks for it.
@@ -98,3 +98,60 @@ class TrainData:
                 masks = [plan.masks for plan in on_host[0].plans.values()]
                 self.advice = layout_advice(worker.config, cp, per_node, masks)
         return on_host, waited
+
+
+def check_same_data(
+    config: Config, fingerprint: str, device: torch.device, group: dist.ProcessGroup
+) -> list[str]:
+    """Return host and device of each rank. Raise ConfigError if one reads another corpus.
+
+    Corpora differ if machines have different files or, for data=stdlib, versions of Python.
+
+    Args:
+        fingerprint: of this rank's corpus.
+        group: all ranks, in host memory.
+    """
+    answers = share((fingerprint, describe_place(device)), group)
+    other = next((rank for rank, (data, _) in enumerate(answers) if data != answers[0][0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"data.kind={config.data.kind}: rank {other} reads a different corpus than "
+            "rank 0. Give all machines the same data."
+        )
+    return [place for _, place in answers]
+
+
+def check_same_layouts(
+    config: Config,
+    environment: Environment,
+    batches: Sequence[HostBatch],
+    group: dist.ProcessGroup,
+) -> None:
+    """Raise ConfigError if ranks of a context group gave the first batches different layouts.
+
+    Every rank balances its batches itself, and versions of NumPy might differ.
+    """
+    layouts = repr([host.layout for host in batches])
+    digest, rank = hashlib.sha256(layouts.encode()).hexdigest(), environment.rank
+    sequences = environment.dims.coordinate("dp", rank)
+    answers = share((sequences, digest), group)
+    other = next((r for r, (s, d) in enumerate(answers) if s == sequences and d != digest), None)
+    if other is not None:
+        raise ConfigError(
+            f"topology.layout={config.topology.layout}: ranks {rank} and {other} balance "
+            "the same batch differently. Give all machines the same versions of mtrain and "
+            "NumPy, or set topology.layout=striped."
+        )
+
+
+def first_rank_without_data(
+    environment: Environment, group: dist.ProcessGroup, *, has_data: bool
+) -> int | None:
+    """Return the first rank that has no data for this step, or None."""
+    ranks = environment.dims.workers
+    first = torch.tensor(ranks if has_data else environment.rank)
+    if ranks > 1:
+        progress_record.note("waits for the data of all ranks", progress_record.SEVERAL)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+        progress_record.note("")
+    return int(first) if int(first) < ranks else None

@@ -15,7 +15,7 @@ from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import parallelize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.stages import StageDecoder
-from mtrain_cli.parallel import parameter_shards
+from mtrain_cli.parallel import tensor_group
 from mtrain_cli.parallel.expert_group import make_expert_mesh
 from mtrain_cli.parallel.mesh import make_parameter_mesh
 from mtrain_cli.training.checkpointer import Checkpointer
@@ -33,10 +33,7 @@ class TrainState:
     """
 
     def __init__(self, worker: Worker, loader: Loader[Any]) -> None:
-        """Build the decoder on the meta device, shard it, then fill the shards.
-
-        No worker ever holds the whole model.
-        """
+        """Build the decoder on the meta device, shard it, then fill the shards."""
         config, environment, stage = worker.config, worker.environment, worker.stage
         self._worker, self._loader = worker, loader
         sharing = expert_mesh = None
@@ -56,7 +53,7 @@ class TrainState:
             expert_mesh=expert_mesh,
         )
         self.decoder.to_empty(device=worker.device)
-        copies = parameter_shards.copies if stage is None else stage.copies(self.decoder)
+        copies = tensor_group.copies if stage is None else stage.copies(self.decoder)
         self.states = (
             OffloadedOptimizer(self.decoder, self._empty_decoder(), config.optim)
             if config.optim.offload

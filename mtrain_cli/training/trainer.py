@@ -30,11 +30,7 @@ from mtrain_cli.training.worker import Worker
 
 
 class Trainer:
-    """One worker of a training run: a worker, its data and its state, and the loop over steps.
-
-    callbacks: the objects that follow this run (`Callback`), in call order.
-    run_step: runs one optimizer step.
-    """
+    """One worker of a training run: a worker, its data, its state and its steps."""
 
     def __init__(self, config: Config, environment: Environment) -> None:
         worker = self.worker = Worker(config, environment)
@@ -83,8 +79,7 @@ class Trainer:
         """Run one optimizer step over `train.global_batch` sequences.
 
         Args:
-            stop, save: whether this worker received a request to stop or to save. The step reports
-                the requests to all workers.
+            stop, save: whether this worker received a request, which the step reports to all.
 
         Raises:
             NonFiniteError: the loss or a gradient of any worker is not finite. The weights did not
@@ -99,7 +94,10 @@ class Trainer:
         totals = self.run_step.totals(batches)
         attends = [self.attention_of(batch) for batch in batches]
         result = self.run_step(batches, attends, *totals, (stop, save), data_seconds)
-        self._freeze_garbage(sparse=result.index is not None)
+        if (sparse := result.index is not None) not in self._frozen_after:
+            # The objects of a kind's first step, mostly compiled code, live on.
+            self._frozen_after.add(sparse)
+            garbage_collection.freeze_garbage()
         advice, self.data.advice = self.data.advice, ""
         return replace(result, warnings=(*result.warnings, advice)) if advice else result
 
@@ -133,22 +131,13 @@ class Trainer:
         dense = self.step < self.config.sparsity.dense_steps
         return self._dense_batch_maker if dense else self.batch_maker
 
-    def _freeze_garbage(self, *, sparse: bool) -> None:
-        """Freeze the objects of a kind's first step, mostly compiled code, which live on."""
-        if sparse not in self._frozen_after:
-            self._frozen_after.add(sparse)
-            garbage_collection.freeze_garbage()
-
     def close(self) -> None:
         """Stop the loader's background thread, and unfreeze garbage collection."""
         self.loader.close()
         garbage_collection.unfreeze_garbage()
 
     def record(self, recorder: Recorder | None, exchange: Exchange | None = None) -> None:
-        """Record the following steps, and the messages of an exchange. None stops recording.
-
-        exchange: None for the exchange of the run.
-        """
+        """Record the following steps, and the messages of the run's exchange or another one."""
         self.run_step.recorder = recorder
         (exchange or self.exchange).set_recorder(recorder)
         if self.tensor is not None:
@@ -195,7 +184,7 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return everything that a checkpoint holds. Parameters and optimizer states are shards."""
+        """Return everything that a checkpoint holds."""
         return self.train_state.checkpoint()
 
     def resume(self, checkpointer: Checkpointer) -> None:

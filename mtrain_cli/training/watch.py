@@ -32,12 +32,9 @@ class _Window:
         self.values: deque[float] = deque(maxlen=WINDOW)
 
     def sigmas(self, value: float, minimum: float) -> float:
-        """Return how many robust standard deviations `value` lies above the median.
+        """Return how many robust standard deviations `value` lies above the median, first 0.
 
-        Return 0 before `MIN_STEPS` values.
-
-        Args:
-            minimum: smallest standard deviation to divide by.
+        minimum: smallest standard deviation to divide by.
         """
         if len(self.values) < MIN_STEPS:
             return 0.0
@@ -52,9 +49,6 @@ class SpikeWatch:
     A step is a spike if its loss, or the logarithm of its gradient norm, exceeds the median of the
     last 64 steps by more than `sigma` robust standard deviations. The first 16 steps are never
     spikes. The median includes spikes, so a lasting change stops being a spike after 32 steps.
-
-    A robust standard deviation is 1.4826 x the median absolute deviation. It is at least 1 % of
-    the median loss, and at least 0.05 for the logarithm of the gradient norm.
     """
 
     def __init__(self, sigma: float) -> None:
@@ -114,18 +108,12 @@ def _format_sigmas(sigmas: float) -> str:
 class StragglerWatch:
     """Detect workers that have become slower than the other workers at the same work.
 
-    A rank is a straggler if the rank takes more than 1 + `share` times as long as the median of the
-    other ranks, in more than half of the last 20 steps. The watch reports a straggler once, and
-    reports once more when the rank has caught up.
+    A rank is a straggler if it takes more than 1 + `share` times as long as the median of the other
+    ranks, in more than half of the last 20 steps. It is reported once, and when it has caught up.
     """
 
     def __init__(self, share: float, places: Sequence[str], work: str) -> None:
-        """Watch one kind of work.
-
-        share: threshold. 0 disables the watch.
-        places: host and device of each rank.
-        work: name of the timed work, for messages.
-        """
+        """Watch one kind of work. share: threshold; 0 disables the watch."""
         self._share, self._places, self._work = share, places, work
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
         self._slow: set[int] = set()
@@ -136,8 +124,7 @@ class StragglerWatch:
 
         Args:
             seconds: time that each rank took. 0 if not measured.
-            base: time by which to divide the difference between a rank and the median of the other
-                ranks. None divides by that median.
+            base: time by which to divide the difference from the others' median; None for it.
         """
         self._seen += 1
         unmeasured = base is None and not all(seconds)
@@ -171,27 +158,17 @@ class StragglerWatch:
 class StragglerWatches(Callback):
     """Warn of workers whose device or data loading has become slow. Runs on the first worker.
 
-    The watch of devices compares the times of `ComputeTimer`, in which no worker waits for another
-    worker. The watch of loaders compares the time that workers wait for data, as a share of the
-    duration of the previous step.
+    Devices are compared by `ComputeTimer`, loaders by their waits' share of the previous step.
     """
 
     def __init__(
         self, share: float | str, device: str, places: Sequence[str], warn: Callable[[str], None]
     ) -> None:
-        """Watch devices and data loading.
-
-        share: `run.straggler`. ``auto`` is 0.1 on GPUs, and 0.5 on CPU processes, which share
-            cores.
-        places: host and device of each rank.
-        warn: function that shows a line to the user.
-        """
+        """Watch devices and data. share: ``auto`` is 0.1 on GPUs, 0.5 on CPUs that share cores."""
         share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
         self._devices = StragglerWatch(share, places, "the same part of a layer")
         self._loaders = StragglerWatch(share, places, "loading its data")
-        self._warn = warn
-        self._began = 0.0
-        self._last_seconds = 0.0
+        self._warn, self._began, self._last_seconds = warn, 0.0, 0.0
 
     def before_step(self) -> None:
         now = time.perf_counter()

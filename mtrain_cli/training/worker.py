@@ -12,8 +12,7 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.activation_offload import ActivationOffload
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.expert_group import make_expert_group
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.tensor_group import make_tensor_group
@@ -30,10 +29,7 @@ class Worker:
 
     config: the configuration with the memory settings of the plan.
     host_group: all ranks, in host memory.
-    tensor, experts, stage: this worker's part in tensor, expert and pipeline parallelism; None
-        without them.
-    offload: moves activations to the host; None if they stay.
-    router: describes batches to routers; None if the model has no experts.
+    tensor, experts, stage, offload, router: None if the run does not have them.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -53,7 +49,17 @@ class Worker:
         # A new group does not inherit the default group's timeout.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        self.exchange = self._make_exchange(timeout)
+        choice = self.choices.exchange
+        group = make_context_group(
+            environment.rank,
+            dims,
+            self.device,
+            timeout,
+            per_node=choice.per_node,
+            heads=choice.heads,
+            channels=choice.channels,
+        )
+        self.exchange: Exchange = make_chosen_exchange(choice, self.choices.layout, group)
         self.tensor = make_tensor_group(environment.rank, dims, self.device, timeout)
         degree = int(self.plan.dealt.config.topology.expert_parallel)
         self.experts = make_expert_group(environment.rank, dims, degree, self.device, timeout)
@@ -62,19 +68,6 @@ class Worker:
         if offloaded := config.train.offload_activations:
             self.offload = ActivationOffload(config.model.num_layers, self.device, offloaded)
         self.router = RouterBatches.make(config, self.exchange.group, self.tensor)
-
-    def _make_exchange(self, timeout: timedelta) -> Exchange:
-        choice, environment = self.choices.exchange, self.environment
-        group = make_context_group(
-            environment.rank,
-            environment.dims,
-            self.device,
-            timeout,
-            per_node=choice.per_node,
-            heads=choice.heads,
-            channels=choice.channels,
-        )
-        return make_chosen_exchange(choice, self.choices.layout, group)
 
     def batch_makers(self) -> tuple[Batches, Batches]:
         """Return the makers of the batches of all steps and of the dense first steps of a run."""

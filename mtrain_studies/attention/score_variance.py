@@ -141,11 +141,7 @@ def _correlation(q_GNH: torch.Tensor, k_NH: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_squares(q_GNH: torch.Tensor, k_NH: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """Sum (q.k)^2 over the queries from each key's position to before its ``end``, [heads].
-
-    The sum over all queries before a chunk is k.S.k, with S the sum of the outer products of these
-    queries. Only scores with the queries of a chunk are computed one by one.
-    """
+    """Sum (q.k)^2 over the queries from each key's position to before its ``end``, [heads]."""
     heads, tokens, dim = q_GNH.shape
     at = torch.arange(tokens, device=end.device)
     outer_GHH, total = q_GNH.new_zeros(heads, dim, dim), q_GNH.new_zeros(heads)
@@ -168,13 +164,7 @@ def _squares_before(
     places_Q: torch.Tensor,
     outer_GHH: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum (q.k)^2 over some keys and the queries before ``until_K``, [heads].
-
-    Args:
-        until_K: positions in a chunk, or its end.
-        rows_GQH, places_Q: queries of the chunk and their positions.
-        outer_GHH: sum of the outer products of all earlier queries.
-    """
+    """Sum (q.k)^2 over some keys and the queries before ``until_K``, [heads]."""
     scores = (rows_GQH @ k_KH.T).square_()
     scores *= places_Q[:, None] < until_K
     return ((k_KH @ outer_GHH) * k_KH).sum((1, 2)) + scores.sum((1, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtrain_cli.attention import decode, definition
+from mtrain_cli.attention import decode, reference
 from mtrain_cli.attention.decode import merge_parts, pack_part
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.kernel_registry import make_kernel
@@ -35,9 +35,9 @@ def oracle(q, k, v, used, first: int = 0):
     outs, lses = [], []
     for b, keys in enumerate(used.tolist()):
         shard = slice(first, max(first, keys))
-        per_head = definition.per_query_head(q[b : b + 1], k[b : b + 1, shard], v[b : b + 1, shard])
+        per_head = reference.per_query_head(q[b : b + 1], k[b : b + 1, shard], v[b : b + 1, shard])
         seen = torch.ones(1, 1, 1, max(0, keys - first), dtype=torch.bool)
-        out, lse = definition.forward(*per_head, seen, SCALE)
+        out, lse = reference.forward(*per_head, seen, SCALE)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)

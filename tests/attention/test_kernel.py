@@ -8,10 +8,10 @@ import pytest
 import torch
 from attention.sparse_problems import Problem, make_problem
 
-from mtrain_cli.attention.kernel import DefinitionColumns, Kernel, KernelRequest, Saved
+from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import make_kernel
-from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.shared_columns import SharedColumns
+from mtrain_cli.attention.packed_columns import SharedColumns
+from mtrain_cli.attention.reference import DefinitionColumns, ReferenceKernel
 from mtrain_cli.config.schema import KERNELS
 
 SCALE = 0.3

@@ -15,8 +15,7 @@ from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.triton_kernel import make_tile_plan
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.training.attention_memory import kernel_backward
-from mtrain_cli.training.index_memory import IndexShape
+from mtrain_cli.training.attention_memory import IndexShape, kernel_backward
 
 
 def shape_of(p: Problem) -> IndexShape:

@@ -57,7 +57,7 @@ def test_the_seed_determines_the_documents(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("out --length 8q", "--length 8q: expected a number of tokens such as 4096"),
+        ("out --length 8q", "--length 8q: '8q' is not a number of tokens such as 4096"),
         ("out --length 0", "--length 0: must be from 1 to"),
         ("out --length 1k --pairs 64", "--pairs 64: 1,024 tokens of bytes have no room for them"),
         ("out --chains 2", "--chains 2: must be a share from 0 to 1, such as 0.25 or 25%"),

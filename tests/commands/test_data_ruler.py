@@ -14,8 +14,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.data.tokenizers import open_tokenizer
 from mtrain_cli.evaluation import word_lists
 from mtrain_cli.evaluation.ruler import RULER13, generate
-from mtrain_cli.evaluation.samples import read_samples
-from mtrain_cli.evaluation.sources import Sources
+from mtrain_cli.evaluation.ruler_files import Sources, read_samples
 
 
 def _run(*arguments: str | Path) -> Result:
@@ -67,7 +66,7 @@ def test_another_haystack_names_the_file(folder: Path) -> None:
     ("arguments", "said"),
     [
         ("--tasks niah", "--tasks niah: no such task"),
-        ("--tasks ,", "--tasks ',': names nothing; allowed: ruler6, ruler13 or tasks"),
+        ("--tasks ,", "--tasks ',': names nothing"),
         ("--tasks ruler13", "--tasks niah_single_2: give --essays FILE"),
         ("--tasks qa_2", "--tasks qa_2: give --hotpotqa FILE"),
         ("--tasks niah_single_2 --essays none.txt", "--essays none.txt: no such file"),

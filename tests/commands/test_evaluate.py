@@ -8,6 +8,7 @@ import pickle
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import mtrain
@@ -19,6 +20,8 @@ from typer.testing import CliRunner
 from mtrain_cli import api
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
+from mtrain_cli.commands.evaluate import require_room
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.runner import STOPPED
 from mtrain_cli.launch.manifest import Manifest, checksum
@@ -207,7 +210,7 @@ def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
 def test_samples_without_outputs_and_too_long_ones_are_refused():
     Path("bad.jsonl").write_text('{"input": "a"}\n')
     words = ("ruler", "run", "--tasks", "", "--file", "bad.jsonl")
-    assert "/bad.jsonl: line 1 has no key outputs" in refused(*words)
+    assert "/bad.jsonl: line 1: outputs is missing" in refused(*words)
     row = {"input": "a", "outputs": ["b"]}
     Path("bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "input": ""}))
     assert "bad.jsonl: sample 2 is empty" in refused(*words)
@@ -216,19 +219,19 @@ def test_samples_without_outputs_and_too_long_ones_are_refused():
     assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
-def test_a_damaged_file_of_a_task_leaves_the_others(tmp_path):
-    for name, line in (("good", '{"input": "a", "outputs": ["b"]}'), ("bad", '{"input": "a", ')):
-        (tmp_path / f"{name}.jsonl").write_text(line + "\n")
-    files = [
-        word for name in ("bad", "good") for word in ("--file", str(tmp_path / f"{name}.jsonl"))
-    ]
-    few = ("--max-new", "1", "--out", str(tmp_path / "out"))
-    done = evaluate("ruler", "run", "--tasks", "", *files, *few, code=2)
-    *_, line, last = done.stderr.splitlines()
-    assert line.startswith(f"mtrain: --file {tmp_path}/bad.jsonl: line 1 is not JSON")
-    assert last == "mtrain: all other results are complete"
-    assert "file:good" in done.stdout
-    assert [result.task for result in read_results(tmp_path / "out")] == ["file:good"]
+def test_what_has_no_effect_or_was_not_trained_gets_a_warning(tmp_path):
+    run = small_run(tmp_path, "topology.device=cpu", "data.eval_sequences=2")
+
+    def warned(*words: str) -> list[str]:
+        lines = evaluate(*words, "--out", str(tmp_path / "out")).stderr.splitlines()
+        return [line for line in lines if line.startswith("mtrain: warning")]
+
+    (line,) = warned("perplexity", str(run), "--length", "513")
+    assert line.startswith("mtrain: warning: --length 513: the run trained only on sequences of")
+    assert warned("perplexity", str(run), "--length", "512", "--samples", "1") == []
+    few = ("--length", "1k", "--beyond", "--tasks", "fwe", "--samples", "1")
+    line, *_ = warned("ruler", str(run), *few, "--essays", "text.txt")
+    assert line == "mtrain: warning: --essays text.txt: has no effect, no task reads it"
 
 
 def test_results_of_another_model_are_refused(tmp_path, run):
@@ -267,11 +270,11 @@ def test_several_checkpoints_have_a_line_per_attention_in_the_report(tmp_path, m
     Path("run/checkpoints/step-40/manifest.json").write_text("x")
     damage = refused(*words, "--checkpoints", "20,40,60")
     assert "step-40: manifest.json cannot be read" in damage
-    assert damage.endswith(". Give --checkpoints 20,60 to evaluate the others")
-    done = evaluate(*words, "--checkpoints", "all", "--json", *SPARSE, code=2)
-    line, last = done.stderr.splitlines()[-2:]
+    done = evaluate(*words, "--checkpoints", "all", "--json", *SPARSE)
+    line = done.stderr.splitlines()[0]
+    assert line.startswith("mtrain: warning: ")
     assert "step-40: manifest.json cannot be read" in line
-    assert last == "mtrain: all other results are complete"
+    assert line.endswith("; it is left out")
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["step"], one["attention"]) for one in results] == [
         (step, name) for step in (20, 60) for name in ("dense", "vertical_slash")
@@ -426,3 +429,11 @@ def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_same_line(
     generated = CliRunner().invoke(app, ["generate", str(newest), "--prompt", "a"])
     assert generated.stderr.splitlines()[-1] == line
     assert not (run / "evaluation").exists()
+
+
+def test_several_special_tokens_need_room():
+    model = SimpleNamespace(max_position=2048)
+    for length, special in ((2048, 0), (2048, 1), (2047, 2)):
+        require_room(model, length, special)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--length 2048: .* adds 2 tokens .* at most 2047"):
+        require_room(model, 2048, 2)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def test_texts_go_to_stdout_and_the_rest_to_stderr():
     assert text.endswith("\n")
     assert "prompts: vertical_slash" in result.stderr
     assert "new tokens: dense over the whole cache" in result.stderr
-    assert "the text ended at --max-new" in result.stderr
+    assert "1 of 1 ended at --max-new" in result.stderr
     several = run("generate run --prompt-file texts.jsonl --max-new 5", CPU)
     assert several.stdout.startswith("--- prompt 1 ---\n")
     twice = run("generate run --prompt one --prompt two --max-new 5", CPU)
@@ -90,7 +90,10 @@ def test_samples_follow_the_options():
 @pytest.mark.parametrize(
     ("typed", "warning"),
     [
-        ("--prompt a --top-k 3", "--top-k 3: has no effect, --temperature 0 takes the most likely"),
+        (
+            "--prompt a --top-k 3",
+            "--top-k 3: without effect, --temperature 0 takes",
+        ),
         (
             "--prompt a topology.layout=striped",
             "topology.layout=striped: has no effect, one worker",
@@ -120,8 +123,8 @@ def test_a_prompt_comes_from_stdin(monkeypatch, folder):
         monkeypatch.setattr(sys, "stdin", file)
         from mtrain_cli.commands.generate import _prompts
 
-        (prompt,) = _prompts(None, "-")
-    assert prompt.content == '{"prompt": "one"}\n{"prompt": "two"}\n'
+        (prompt,) = _prompts(None, "-").values()
+    assert prompt == '{"prompt": "one"}\n{"prompt": "two"}\n'
 
 
 def test_two_workers_print_what_one_prints(folder):

@@ -1,4 +1,4 @@
-"""`mtrain profile kernels`: shapes, tables and calibration files."""
+"""`mtrain profile kernels`: shapes, masks, tables and calibration files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from commands import typed_line
 from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.commands.app import app
+from mtrain_cli.profiling import mask_benchmark
 from mtrain_cli.sparsity.fixed import fixed_index
 
 
@@ -24,21 +24,7 @@ def _nothing_is_measured(*_):
     raise AssertionError("a mistake is found before anything is measured")
 
 
-KERNELS = (
-    "kernels",
-    "--seq",
-    "64",
-    "--heads",
-    "2/1",
-    "--head-dim",
-    "16",
-    "--block",
-    "16",
-    "--repeats",
-    "1",
-)
-
-
+KERNELS = split("kernels --seq 64 --heads 2/1 --head-dim 16 --block 16 --repeats 1")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot run differs")
 
 
@@ -59,15 +45,8 @@ def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
     assert dense["pairs"] > half["pairs"] > fifth["pairs"] > 0
     assert half["forward_ratio"] == pytest.approx(dense["forward_ms"] / half["forward_ms"])
     assert half["backward_ratio"] == pytest.approx(dense["backward_ms"] / half["backward_ms"])
-    shape = {
-        "seed": 0,
-        "batch": 1,
-        "heads": 4,
-        "seq": 256,
-        "block": 16,
-        "slashes": None,
-        "columns": 8,
-    }
+    shape = {"seed": 0, "batch": 1, "heads": 4, "seq": 256, "block": 16, "slashes": None}
+    shape["columns"] = 8
     counts = fixed_index(**shape, density=0.5).counts(
         MaskTables.make([SequenceMask.causal(256, 256)], 16)
     )
@@ -79,24 +58,6 @@ def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
     assert half["backward_tflops"] == pytest.approx(
         10 * 16 * half["pairs"] / half["backward_ms"] / 1e9
     )
-
-
-def test_kernel_times_fit_80_columns():
-    words = "profile kernels --seq 256 --density 0.2 --heads 2/1 --head-dim 16 --block 16"
-    more = "--kernel sdpa --repeats 1 --workers 2"
-    shown = {width: typed_line.run(words, more, columns=width) for width in (80, 200)}
-    assert [found.exit_code for found in shown.values()] == [0, 0]
-    assert max(map(len, shown[80].stdout.splitlines())) <= 80
-    # The same calls, with fewer columns each.
-    lines_by_width = {
-        width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")]
-        for width, found in shown.items()
-    }
-    assert len(lines_by_width[80]) == len(lines_by_width[200]) > 10
-    assert "TF" not in lines_by_width[80][0]
-    assert "1/2 striped, ring step 0" in shown[80].stdout
-    assert "A wider terminal also shows" in " ".join(shown[80].stdout.split())
-    assert "A wider terminal" not in shown[200].stdout
 
 
 def test_the_shipped_calibration_loads_and_names_its_hardware():
@@ -134,7 +95,7 @@ def test_unsupported_kernels_are_listed_once_below_the_table():
 def test_used_columns_and_share_of_pairs_are_printed():
     lines = run(*KERNELS, "--density 50%,5% --columns 5000 --kernel sdpa").stdout.splitlines()
     for line, density in zip(lines[2:4], ("50.0%", "5.0%"), strict=True):
-        assert line.split()[3:7] == [density, "all", "64", "100.0%"]
+        assert line.split()[3:6] == [density, "64", "100.0%"]
     few = run(*KERNELS, "--density 5% --columns 2 --kernel sdpa").stdout.splitlines()[2].split()
     assert few[3:5] == ["5.0%", "2"]
     diagonal = 4 * 16 * 17 // 2 / (64 * 65 // 2)
@@ -157,3 +118,66 @@ def test_shapes_that_exceed_memory_are_one_line():
     result = run("kernels --seq 4m --heads 1024/1024 --head-dim 4096 --kernel sdpa")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: The next shape does not fit in memory")
+
+
+SMALL = "kernels --seq 64 --heads 2/1 --head-dim 16 --repeats 1"
+
+
+def run_small(*words: str):
+    return run(SMALL, *words)
+
+
+class Flex:
+    @staticmethod
+    def make(*_):
+        return lambda q, k, v: q * 2 + k[:, :1] + v[:, :1]
+
+
+def test_masks_are_timed_and_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(mask_benchmark, "FlexAttention", Flex)
+    out = tmp_path / "masks.json"
+    result = run_small("--mask documents,video --compare flex --kernel sdpa --out", str(out))
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    assert document["kind"] == "masks"
+    assert document["times"][-1]["sizes"] == "4x4x4 tokens, window 4x2x4"
+    assert [(t["mask"], t["kernel"]) for t in document["times"]] == [
+        (mask, kernel) for mask in ("documents", "video") for kernel in ("flex", "sdpa")
+    ]
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:4] == ["mask", "kernel", "seq", "heads"]
+    assert lines[1].split()[:4] == ["documents", "flex", "64", "2/1"]
+    assert "TF" not in result.stdout or torch.cuda.is_available()
+
+
+def test_all_masks_are_described():
+    lines = run_small("--kernel sdpa --mask all").stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(mask_benchmark.MASKS)
+    assert lines[-2].endswith("4x4x4 tokens, window 4x2x4")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--mask causl", "--mask causl: no such"),
+        ("--mask causal --compare torch", "--compare torch: no such"),
+        ("--compare flex", "--compare: needs --mask, such as --mask causal,documents"),
+        ("--mask causal --density 5%", "--density: --mask times dense attention"),
+        ("--mask causal --columns 8 --workers 2", "--columns, --workers: --mask times dense"),
+        ("--mask causal --block 16", "--block: --mask times dense"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(words, message, monkeypatch):
+    monkeypatch.setattr(mask_benchmark, "profile_masks", lambda *_, **__: pytest.fail("measured"))
+    result = run_small(words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert message in line
+
+
+@without_gpu
+def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    result = run_small("--mask causal --kernel sdpa,flash4")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "mtrain: --kernel flash4: needs a CUDA GPU\n"

@@ -14,8 +14,7 @@ from mtrain_cli.commands.app import app
 
 def test_the_calibration_prices_simulated_steps(tmp_path):
     words = split(
-        "model=tiny model.num_layers=2 sparsity=vertical_slash --seq 128,256",
-        "--repeats 1 --threads 1",
+        "model=tiny model.num_layers=2 sparsity=vertical_slash --seq 128,256", "--repeats 1"
     )
     result = mtrain(
         tmp_path, "profile", "non-attention", *words, "--out", "mine/non-attention.json"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 
 import numpy as np
 import pytest
 from commands.typed_line import split
-from reporting.test_tables import printed
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile_sparsity import _patterns
-from mtrain_cli.profiling.pattern_quality import HeadRecord
-from mtrain_cli.reporting.tables import sparsity_table
+from mtrain_cli.records.record_files import HEAD_ROWS
 from mtrain_studies.attention.files import read_attention_files
 
 SHAPE = (
@@ -32,13 +29,9 @@ def run(*words: str):
 def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     import pandas
 
-    out = tmp_path / "found" / "sparsity.parquet"
-    result = run(
-        "sparsity",
-        SMALL,
-        "--pattern vertical_slash,moba --steps 3 --every 2 --rows 40 --out",
-        str(out),
-    )
+    out = tmp_path / "found"
+    words = "--pattern vertical_slash,moba --steps 3 --every 2 --rows 40"
+    result = run("sparsity", SMALL, words, f"run.dir={out}")
     assert result.exit_code == 0, result.output
     assert "step 3/3  loss" in result.output
     assert "vertical_slash, step 1" in result.output
@@ -46,14 +39,9 @@ def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     assert "recall: over sampled queries that the pattern does not probe" in " ".join(
         result.output.split()
     )
-    again = run(
-        "sparsity",
-        SHAPE,
-        "--pattern fixed --steps 1 --rows 4 --out",
-        str(tmp_path / "again.parquet"),
-    )
+    again = run("sparsity", SHAPE, "--pattern fixed --steps 1 --rows 4", f"run.dir={out}-again")
     assert "fixed (SYNTHETIC), step 1" in again.output
-    found = pandas.read_parquet(out)
+    found = pandas.read_parquet(out / HEAD_ROWS)
     assert len(found) == 3 * 2 * 2 * 4
     assert set(found.step) == {1, 2, 3}
     assert found.recall.between(0.3, 1.0).all()
@@ -67,44 +55,11 @@ def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
 def test_sparsity_leaves_no_thread_running(tmp_path):
     """Triton 3.9 prints 30 lines of leak warnings if a loader thread still runs at exit."""
     before = set(threading.enumerate())
-    result = run(
-        "sparsity",
-        SHAPE,
-        "--pattern fixed --steps 1 --rows 4 --out",
-        str(tmp_path / "s.parquet"),
-    )
+    words = "--pattern fixed --steps 1 --rows 4"
+    result = run("sparsity", SHAPE, words, f"run.dir={tmp_path / 's'}")
     assert result.exit_code == 0, result.output
     assert set(threading.enumerate()) <= before
     assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.parametrize(("of_mask", "columns"), [(0.25, 6), (0.5, 7)])
-def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
-    records = [
-        HeadRecord(
-            step=1,
-            pattern="moba",
-            layer=layer,
-            head=0,
-            density=0.25,
-            of_mask=of_mask,
-            recall=0.9,
-            worst=worst,
-            slashes=40000,
-            columns=100000,
-        )
-        for layer, worst in enumerate((0.3, 0.1))
-    ]
-    table = sparsity_table([dataclasses.asdict(r) for r in records], "moba, step 1")
-    assert len(table.shown) == columns
-    lines = printed(table, width=60).splitlines()
-    assert max(map(len, lines)) <= 60
-    cells = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"], ["all"])]
-    density = ["25.00%"] if columns == 6 else ["25.00%", "50.00%"]
-    worst = (("0", "0.300"), ("1", "0.100"), ("all", "0.100"))
-    assert cells == [
-        [name, "0.9000", least, *density, "40000.0", "100000"] for name, least in worst
-    ]
 
 
 def test_a_key_goes_to_every_pattern_that_has_it():
@@ -129,7 +84,6 @@ def test_a_key_goes_to_every_pattern_that_has_it():
         ("--maps 0:4", "--maps 0:4: model=tiny has layers 0 to 1 and heads 0 to 3"),
         ("--maps 0", "--maps 0: give LAYER:HEAD,..., such as 0:3,11:0"),
         ("--cells 64", "--cells 64: only with --maps LAYER:HEAD,..."),
-        ("--maps 0:0 --out x.parquet", "--out x.parquet: holds only the recall of patterns;"),
         ("--samples 2", "--samples 2: only with --checkpoints RUN"),
         ("--checkpoints none", "--checkpoints none: not a run or a run's checkpoint"),
         ("--checkpoints weights", "--checkpoints weights: is a Hugging Face folder, not a run;"),

@@ -22,9 +22,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.records.step_breakdown import OF_GPU
 from mtrain_cli.reporting.report_source import open_source
-from mtrain_cli.reporting.step_tables import lines
 
 SMALL = split(
     "seq=512 topology.device=cpu topology.workers=2 topology.block_size=32",
@@ -180,171 +178,7 @@ def test_the_files_describe_the_measurement(profile, summary):
     assert not list(profile.glob(".trace*"))
 
 
-def test_the_table_fits_80_columns_and_report_repeats_it(profile, monkeypatch):
-    monkeypatch.chdir(profile.parents[1])
-    text = shown("report", "one")
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "…" not in text
-    assert "dropped to fit" not in text
-    output = (profile.parents[1] / "stdout").read_text()
-    for line in lines:
-        if line.split()[:1] in (["attention"], ["step"], ["gloo"], ["links"], ["host"]):
-            assert line.strip()[:40] in output
-    for part in ("attention", "index", "loss", "host", "step"):
-        assert any(line.split()[:1] == [part] for line in lines), part
-    assert "step" in shown("report", "--json", "one")
-    # The newest of the folder, too.
-    assert "Breakdown of one training step" in shown("report")
-
-
-def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
-    """Invented figures as on GPUs: eight ranks, large numbers, long names."""
-    monkeypatch.chdir(tmp_path)
-    parts = dict.fromkeys(OF_GPU, 12345.678)
-    rank = {
-        **{
-            "step_ms": sum(parts.values()),
-            "plain_ms": 100000.2,
-            "recorded_ms": 150001.8,
-            "parts": parts,
-            "links_hidden_ms": 10234.2,
-        },
-        **{
-            "launches": 123456,
-            "launching_ms": 1234.2,
-            "syncs": 12,
-            "syncing_ms": 1234.2,
-            "ahead_us": 1234567.8,
-        },
-    }
-    settings = {
-        "model": "qwen3b",
-        "seq": 1 << 20,
-        "pattern": "vertical_slash",
-        "layout": "striped",
-        "kernel": "flash4",
-    }
-    document = {
-        **{
-            "schema": 2,
-            "kind": "step",
-            "gpu": True,
-            "device": "NVIDIA H200",
-            "workers": 8,
-            "warmup": 2,
-            "steps": 3,
-        },
-        "settings": settings | {"exchange": "hierarchical_all_gather"},
-        "ranks": [{**rank, "rank": number} for number in range(8)],
-        "top": [
-            {
-                "name": "void " + "long_name_" * 9,
-                "part": "element-wise",
-                "calls": 123456.0,
-                "ms": 123456.7,
-            }
-        ],
-    }
-    (tmp_path / "summary.json").write_text(json.dumps(document))
-    text = shown("report", ".")
-    assert max(map(len, text.splitlines())) <= 80
-    assert "dropped to fit" not in text
-    # Files of before there was "plain" are shown without it.
-    assert "speed" not in text
-    plain = {
-        "steps": 3,
-        "tokens_per_second_per_gpu": 14337.4,
-        "density": 0.052,
-        "mfu_model": 3.63,
-        "mfu_executed": 0.531,
-    }
-    plain["peak_memory_gib"] = 102.04
-    (tmp_path / "summary.json").write_text(json.dumps(document | {"plain": plain}))
-    now = " ".join(shown("report", ".").split())
-    assert (
-        "without recording 100,000 ms (median of 3 steps before): +50.0%, recording and noise"
-        in now
-    )
-    assert (
-        "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, peak 102.0 GiB, without recording"
-        in now
-    )
-    assert (
-        "links: exposed NCCL communication; waits: exposed NCCL time beyond the shortest time"
-        in now
-    )
-    without = [
-        {**r, "parts": {name: ms for name, ms in parts.items() if name != "waits"}}
-        for r in document["ranks"]
-    ]
-    (tmp_path / "summary.json").write_text(json.dumps(document | {"ranks": without}))
-    old = " ".join(shown("report", ".").split())
-    assert "links: exposed NCCL communication, including waits for other ranks; idle" in old
-    assert "12,346 ms exposed launches" in old
-    for name in OF_GPU:
-        assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
-    flat = " ".join(text.split())
-    assert (
-        "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, "
-        "flash4; steps 3 to 5" in flat
-    )
-    assert (
-        "step slowest rank 150,002 ms; without recording 100,000 ms (the step before): "
-        "+50.0%, recording" in flat
-    )
-    assert (
-        "NCCL 34,926 ms: 10,234 ms overlapped with computation or copies, 24,691 ms exposed "
-        "(waiting for other ranks: 12,346 ms)" in flat
-    )
-    assert (
-        "launches 123,456 kernels; launch overhead 1,234 ms on the host; "
-        "kernels start 1,235 ms after launch (median)" in flat
-    )
-    assert "syncs 12 host waits for the GPU, 1,234 ms; GPU idle 12,346 ms" in flat
-    assert "123,456 123,457 element-wise" in flat
-
-
-def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    text = shown("report", "step-128k-4xh200", "step-512k-4xh200")
-    assert max(map(len, text.splitlines())) <= 80
-    last = text[text.index("Side by side, ms") :].splitlines()
-    rows = {line.split("  ")[0].strip(): line.split()[-3:] for line in last if line.strip()}
-    assert rows["attention"] == ["447.3", "4,025", "8.998"]
-    assert rows["step"] == ["1,631", "9,227", "5.656"]
-    assert rows["without recording"] == ["1,595", "9,240", "5.792"]
-    several = shown("report", "step-128k-4xh200", "step-512k-4xh200", "step-1m-4xh200")
-    assert "ratio" not in several[several.index("Side by side") :]
-    (waits,) = [
-        line.split()
-        for line in several[several.index("Side by side") :].splitlines()
-        if line.strip().startswith("waits")
-    ]
-    assert waits == ["waits", "71.38", "140.9", "in", "links"], (
-        "the last one is of a version that did not tell them apart"
-    )
-    two = shown("report", "step-128k-4xh200", "step-1m-4xh200")
-    rows = [line.split() for line in two[two.index("Side by side") :].splitlines()]
-    assert ["waits", "71.38", "in", "links", "-"] in rows
-    assert ["links", "37.42", "415.2", "-"] in rows
-    assert ["attention", "447.3", "14,693", "32.846"] in rows
-    assert "Side by side" not in shown("report", "step-1m-4xh200")
-
-
-def test_one_warmup_step_is_enough(tmp_path):
-    words = [*SMALL, "topology.workers=1 model.num_layers=1 topology.exchange=auto"]
-    found = run(tmp_path, "--warmup 1 --json --no-trace", *words)
-    assert found.returncode == 0, found.stderr
-    document = json.loads(found.stdout)
-    assert "(the first step, which compiles and loads)" in lines(document)[0]
-    plain = document["plain"]
-    assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
-
-
-def test_json_without_trace_records_a_sparse_step_after_dense_ones(
-    tmp_path,
-):
+def test_json_without_trace_records_a_sparse_step_after_dense_ones(tmp_path):
     words = [*SMALL, *SPARSE, "sparsity.dense_steps=2 topology.workers=1 model.num_layers=1"]
     result = run(tmp_path, "--json --no-trace", *words)
     assert result.returncode == 0, result.stderr
@@ -450,25 +284,6 @@ def test_a_damaged_summary_is_one_line(summary, tmp_path, change, expected):
     with pytest.raises(ConfigError, match=r"summary\.json: .*; measure again") as caught:
         open_source(tmp_path)
     assert expected in str(caught.value)
-
-
-def test_figures_over_ranks_are_means(summary, profile):
-    rows = list(csv.DictReader((profile / "kernels.csv").open()))
-    for top in summary["top"]:
-        result = [row for row in rows if (row["name"], row["part"]) == (top["name"], top["part"])]
-        assert top["ms"] == pytest.approx(
-            sum(float(row["ms"]) for row in result) / len(summary["ranks"])
-        )
-        assert top["calls"] == pytest.approx(
-            sum(float(row["calls"]) for row in result) / len(summary["ranks"])
-        )
-
-
-def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
-    monkeypatch.chdir(profile.parents[1])
-    found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
-    assert found.returncode == 0, found.stderr
-    assert "Breakdown of one training step" in (tmp_path / "x" / "report.html").read_text()
 
 
 @pytest.mark.slow

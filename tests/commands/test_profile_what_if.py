@@ -17,35 +17,6 @@ def run(*words: str, columns: int = 80):
     return typed_line.run("profile what-if", *words, columns=columns)
 
 
-def test_every_configuration_is_one_row_at_any_width(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    record(tmp_path / "measurements/one", "vertical_slash", "moba")
-    words = [
-        "one --layout zigzag,striped --exchange ring,hierarchical_all_gather",
-        "--workers 2,4 --per-node 2",
-    ]
-    narrow = run(*words, columns=30)
-    assert max(map(len, narrow.stdout.splitlines())) <= 30
-    assert narrow.stdout.count("hierarchical_all_gather") == 8, "a row is a block of lines"
-    for columns in (80, 300):
-        result = run(*words, columns=columns)
-        assert (result.exit_code, result.stderr) == (0, "")
-        # A row with a bar; a title may begin like one.
-        rows = [
-            line
-            for line in result.stdout.splitlines()
-            if line.strip().startswith(("zigzag", "striped")) and "█" in line
-        ]
-        assert len(rows) == 2 * 8
-        assert all("hierarchical_all_gather" in row or "ring" in row for row in rows)
-        assert sum("2x2" in row for row in rows) == 8
-        assert all("█" in row for row in rows)
-    assert (
-        f"vertical_slash, seq {SEQ}, 3 layers of iteration 3, recorded with 4 workers, striped"
-        in result.stdout
-    )
-
-
 def test_json_matches_the_table(tmp_path):
     path = record(tmp_path, "vertical_slash", "dense")
     result = run(
@@ -90,12 +61,9 @@ def test_json_matches_the_table(tmp_path):
             ["--pattern mobo"],
             "--pattern mobo: no such pattern (did you mean moba?); allowed: vertical_slash, moba",
         ),
-        (
-            ["--workers 8,x"],
-            "--workers 8,x: x is not a number; give items such as 8,32",
-        ),
+        (["--workers 8,x"], "--workers 8,x: x is not a number; give items such as 8,32"),
         (["--workers 8,"], "--workers 8,: an empty item is not a number"),
-        (["--workers 0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
+        (["--workers 0"], "--workers 0: allowed: 1 to 512"),
         (
             ["--workers 64"],
             "--workers 64: 1000 tokens in blocks of 16 are too few for 64 workers; "
@@ -107,13 +75,11 @@ def test_json_matches_the_table(tmp_path):
         ),
         (
             ["--workers 5"],
-            "--workers 5: the recorded number of workers per node, 4, does not divide 5 workers; "
-            "add --per-node, one of 1, 5",
+            "--per-node 4: does not divide 5 workers; allowed: 1, 5",
         ),
         (
             ["--workers 12 --cluster h200_1x8"],
-            "--workers 12: the number of GPUs per node of h200_1x8, 8, does not divide 12 workers; "
-            "add --per-node, one of 1, 2, 3, 4, 6, 12",
+            "--per-node 8: does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12",
         ),
         (["--cluster h200"], "--cluster h200: no such cluster (did you mean h200_1x8?)"),
         (["--per-node 0"], "--per-node 0: must be at least 1"),
@@ -171,17 +137,6 @@ def test_a_run_without_indices_is_one_line(tmp_path):
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_only_profiles_with_indices_are_listed_as_allowed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "measurements/mine").mkdir(parents=True)
-    for file in ("summary.json", "records.parquet"):
-        (tmp_path / "measurements/mine" / file).write_text("{}")
-    message = run("nope").stderr
-    assert "real-512k-4xh200" in message
-    assert "step-128k-4xh200" not in message
-    assert "mine" not in message
-
-
 def test_the_default_is_the_newest_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("runs/goes-on", "measurements/newest-profile", "measurements/a-step")
@@ -196,12 +151,3 @@ def test_the_default_is_the_newest_profile(tmp_path, monkeypatch):
     result = run("--layout striped --exchange ring")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("moba")
-
-
-def test_help_has_examples_in_80_columns():
-    result = run("--help")
-    assert result.exit_code == 0
-    assert "mtrain profile what-if RUN --workers 8,32 --per-node 8" in " ".join(
-        result.stdout.split()
-    )
-    assert max(map(len, result.stdout.splitlines())) <= 80

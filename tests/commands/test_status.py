@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,9 +19,8 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch import progress_record, run_dir, run_status
-from mtrain_cli.launch.restart import Restart, _append
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_lock import RunLock
+from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.run_dir import RunDir, RunLock
 from mtrain_cli.launch.run_status import StateReporter
 
 WORKERS = ["node7, GPU 0 (NVIDIA H200)", "node7, GPU 1 (NVIDIA H200)", "node8, GPU 0 (NVIDIA H200)"]
@@ -143,7 +143,8 @@ def test_the_sheet_shows_progress_and_health(monkeypatch):
     manifest.parent.mkdir(parents=True)
     manifest.touch()
     os.utime(manifest, (time.time() - 125, time.time() - 125))
-    _append(run, Restart(time.time() - 3600, "rank 1 was killed by SIGKILL", 1, 9, 8, 3))
+    entry = Restart(time.time() - 3600, "rank 1 was killed by SIGKILL", 1, 9, 8, 3)
+    run.restarts.write_text(json.dumps(dataclasses.asdict(entry)) + "\n")
     lines = [line.rstrip() for line in status("first").stdout.splitlines()]
     assert max(map(len, lines)) <= 80
     assert lines[0] == "run         runs/first"

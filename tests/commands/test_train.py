@@ -15,7 +15,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.resolved_file import load, save
-from mtrain_cli.launch import environment, local, study_folder
+from mtrain_cli.launch import environment, local, run_dir
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import RunState, write_state
@@ -85,10 +85,8 @@ def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
 @pytest.mark.parametrize(
     ("word", "file", "said"),
     [
-        ("run.dir=a", "a", "run.dir={0}/a: is a file. Choose another run.dir."),
-        ("run.dir=a/b", "a", "run.dir={0}/a/b: {0}/a is a file. Choose another run.dir."),
-        ("run.name=b", "runs", "run.name=b: runs is a file. Choose another run.dir."),
-        ("run.name=b", "runs/b", "run.name=b: runs/b is a file. Choose another run.name."),
+        ("run.dir=a/b", "a", "run.dir={0}/a/b: {0}/a is a file."),
+        ("run.name=b", "runs/b", "run.name=b: runs/b is a file."),
     ],
 )
 def test_a_file_in_the_place_of_a_folder_is_refused_also_by_a_dry_run(
@@ -98,7 +96,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused_also_by_a_dry_run(
     (tmp_path / file).write_text("mine")
     result = run(word, *dry_run)
     assert (result.exit_code, result.stdout, launched) == (2, "", [])
-    assert result.stderr == f"mtrain: {said.format(tmp_path)}\n"
+    assert result.stderr == f"mtrain: {said.format(tmp_path)} Choose another run.name or run.dir.\n"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
 
 
@@ -249,21 +247,13 @@ def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
     assert [file.read_bytes() for file in files] == before
 
 
-@pytest.mark.parametrize(
-    ("words", "asked", "remedy"),
-    [
-        (["topology=a100_4x8"], "topology=a100_4x8", "Add --dry-run to plan for these GPUs"),
-        (["topology.device=cuda"], "topology.device=cuda", "or add --dry-run to plan for GPUs"),
-    ],
-)
-def test_a_run_on_absent_gpus_is_refused_by_the_typed_word(
-    words, asked, remedy, launched, monkeypatch
-):
+@pytest.mark.parametrize("word", ["topology=a100_4x8", "topology.device=cuda"])
+def test_a_run_on_absent_gpus_is_refused_with_a_way_out(word, launched, monkeypatch):
     monkeypatch.setattr(environment, "_visible_gpus", lambda: 0)
-    result = run("model=qwen3b", "seq=512k", *words)
+    result = run("model=qwen3b", "seq=512k", word)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert result.stderr.startswith(f"mtrain: {asked}: ")
-    assert remedy in result.stderr
+    assert result.stderr.startswith("mtrain: topology.device=cuda: torch sees no GPU")
+    assert "--dry-run" in result.stderr
     assert not launched
 
 
@@ -403,7 +393,7 @@ def test_a_resume_of_a_finished_run_starts_no_workers(launched, monkeypatch):
         "continue: mtrain train --resume runs/first train.steps=30\n"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(study_folder, "study_command", lambda _: "mtrain study learning")
+        patch.setattr(run_dir, "study_command", lambda _: "mtrain study learning")
         said = run("--resume", "first").stdout
     assert said == "nothing left to train: step 15 has reached train.steps=15\n"
     assert Path("runs/first/resolved.yaml").read_text() == before

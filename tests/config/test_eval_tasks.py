@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.eval_tasks import without_effect
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.validate import without_effect
 
 NIAH = "train.eval_tasks=[niah]"
 

@@ -34,7 +34,7 @@ def test_only_the_modules_that_define_exchanges_spell_their_names():
     named = {*EXCHANGE_TRAITS, *HEAD_SHARING}
     root = Path(exchanges.__file__).parents[2]
     # Collectives of `parallel.operations` are called all_gather, too.
-    modules = "schedule", "gather_schedules", "ring_schedules", "schedule_registry", "operations"
+    modules = "schedule", "gather", "ring", "operations"
     package = root / "mtrain_cli"
     definitions = [package / "config/exchanges.py"]
     definitions += [package / f"parallel/{name}.py" for name in modules]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.expert_checks import balance_loss
+from mtrain_cli.config.parallel_checks import balance_loss
 from mtrain_cli.config.schema import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
-from mtrain_cli.config.expert_settings import DENSE, DENSE_KEYS
+from mtrain_cli.config.schema import DENSE, DENSE_KEYS
 
 
 def test_the_keys_of_a_dense_model_are_those_of_the_schema():

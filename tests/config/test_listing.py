@@ -1,8 +1,7 @@
 """A configuration as YAML with its defaults in comments."""
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.listing import annotated_yaml
-from mtrain_cli.config.resolved_file import load
+from mtrain_cli.config.resolved_file import annotated_yaml, load
 from mtrain_cli.config.sizes import format_size
 
 CHUNK = ("topology.layout=balanced", "topology.balanced_chunk=1k")

@@ -10,9 +10,9 @@ import yaml
 
 from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config import validate
-from mtrain_cli.config.optim_checks import keep_schedule
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.validate import keep_schedule
 from mtrain_cli.training.optimizer import LearningRateSchedule
 
 STARTED = ["train.steps=100", "optim.lr=1e-3"]

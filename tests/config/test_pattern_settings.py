@@ -5,7 +5,7 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.sparsity.pattern import make_pattern
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -6,8 +6,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
-from mtrain_cli.config.rope_settings import ROPE_SCALINGS, RopeConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import ROPE_SCALINGS, ConfigError, RopeConfig
 
 
 def test_every_model_has_the_keys_of_rotary_positions():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_degree_1
 
 MODEL = ("model.num_heads=12", "model.num_kv_heads=6", "model.intermediate_size=384")
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, split_text, stdlib_corpus
-from mtrain_cli.data.text_files import open_corpus
 
 
 def _texts(corpus: Corpus) -> dict[str, str]:
@@ -78,11 +77,6 @@ def test_stdlib_of_this_interpreter_is_a_corpus_of_megabytes() -> None:
 def test_stdlib_without_sources_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data=stdlib: no Python sources in .*data=text"):
         stdlib_corpus(str(tmp_path))
-
-
-def test_text_without_a_path_is_one_clear_line(make_config) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.path is not set: data=text needs a corpus"):
-        open_corpus(make_config(kind="text", path=None).data)
 
 
 def _blocks(text: str, size: int) -> list[str]:

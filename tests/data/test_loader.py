@@ -201,7 +201,7 @@ def test_next_raises_reading_errors_and_loses_no_sequence(
 
 @pytest.mark.parametrize(
     ("dp", "global_batch", "micro_batch", "key"),
-    [(2, 3, 1, "global_batch=3"), (2, 8, 3, "micro_batch=3"), (1, 0, 1, "global_batch=0")],
+    [(2, 3, 1, "global_batch=3"), (2, 8, 3, "global_batch=8"), (1, 0, 1, "global_batch=0")],
 )
 def test_batch_sizes_that_do_not_divide_are_refused(
     dp: int, global_batch: int, micro_batch: int, key: str

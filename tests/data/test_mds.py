@@ -220,16 +220,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "index of nonsense": (lambda f: (f / "index.json").write_text("{"), "index.json is not JSON"),
     "index of a list": (
         lambda f: (f / "index.json").write_text("[]"),
-        "index.json has version None. Only MDS shards of version 2",
+        "index.json has version None, but mtrain reads version 2",
     ),
     "index without shards": (
         lambda f: _index(f, lambda c: c["shards"].clear()),
-        "index.json lists no shards",
+        "it lists no shards",
     ),
     "index of another format": (lambda f: _first(f, format="csv"), "is not an index of MDS shards"),
     "a version of two lines": (
         lambda f: _index(f, lambda c: c.update(version="2\n3")),
-        "index.json has version 2 3. Only MDS shards of version 2",
+        r"index.json has version 2\n3, but",
     ),
     "a column of two lines": (
         lambda f: _every(f, column_names=["domain", "input\nids", "length"]),
@@ -237,7 +237,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a name of two lines": (
         lambda f: _first(f, raw_data={"basename": "a\nb", "bytes": 90}),
-        r"index.json names the shard 'a\nb', which is not in the folder",
+        r"a\nb is missing, but index.json lists it",
     ),
     "a compression of two lines": (
         lambda f: (_snappy(f), _first(f, compression="snap\npy")),
@@ -245,15 +245,15 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "samples in words": (
         lambda f: _first(f, samples="many"),
-        'index.json has samples "many" for a shard, not a whole number',
+        'samples="many" has the wrong type',
     ),
     "a fraction of a byte": (
         lambda f: _first(f, raw_data={"basename": "shard.00000.mds", "bytes": 1.5}),
-        "index.json has bytes 1.5 for a shard, not a whole number",
+        "bytes=1.5 has the wrong type",
     ),
     "a hash without its algorithm": (
         lambda f: _first(f, raw_data={"basename": "a.mds", "bytes": 9, "hashes": "abc"}),
-        'index.json has hashes "abc" for a.mds, not an object of hashes',
+        'hashes="abc" has the wrong type',
     ),
     "no shard": (
         lambda f: (f / "shard.00001.mds").unlink(),
@@ -287,18 +287,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _every(f, column_names=["domain", "text", "length"]),
         "has no column input_ids; its columns: domain (str), text",
     ),
-    "sizes that contradict": (
-        lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
-        "index.json has column_sizes [null, null, 8], but the encodings (domain (str), input_ids "
-        "(ndarray:uint32:5), length (int)) need [null, 20, 8]",
-    ),
-    "another number of sizes": (
-        lambda f: _every(f, column_sizes=[8]),
-        "has column_sizes [8], but the encodings (",
-    ),
     "mixed columns": (
         lambda f: _first(f, column_names=["a", "b", "c"]),
-        "lists shards with different columns",
+        "its shards have different columns",
     ),
     "compressed otherwise": (_snappy, "is compressed with snappy. Only zstd and gz can be read."),
 }
@@ -332,20 +323,13 @@ def test_a_sample_whose_size_contradicts_its_columns_is_refused(tmp_path: Path) 
     _every(folder, column_encodings=["ndarray:uint16:7"], column_sizes=[14])
     with pytest.raises(
         ConfigError,
-        match=r"^mine: a shard is corrupt: a sample has 16 bytes but its columns need 14$",
+        match=r"^mine: a shard is corrupt: its samples and columns differ in size$",
     ):
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
 
 
-def test_a_folder_of_shard_folders_lists_them(tmp_path: Path) -> None:
-    write_mds(tmp_path / "all" / "book", RAW, raw_samples())
-    with pytest.raises(ConfigError, match=r"Its subfolders book have one: name them in data\.mix"):
-        MdsFolder(tmp_path / "all")
-
-
 def test_zstd_without_its_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    monkeypatch.setitem(sys.modules, "compression", None)
     with pytest.raises(
         ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package: pip install"
     ):
@@ -387,17 +371,14 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
     (folder / "index.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../shard.00000.mds", "a/../../b", "", "a\0b"])
+@pytest.mark.parametrize("name", ["/etc/passwd", "../shard.00000.mds", "a/../../b", "", "a\\b"])
 @pytest.mark.parametrize("which", ["raw_data", "zip_data"])
 def test_shards_outside_their_folder_are_refused(tmp_path, name, which):
     folder = write_mds(tmp_path / "mds", ONLY_IDS, TWO_SAMPLES, compression="gz")
     change_index(folder, lambda shard: shard[which].update(basename=name))
     with pytest.raises(ConfigError) as caught:
         MdsFolder(folder)
-    assert (
-        str(caught.value)
-        == f"{folder}: index.json names the shard {name!r}, which is not in the folder"
-    )
+    assert str(caught.value).endswith(f"({name!r} is not in the folder)")
 
 
 def test_shards_in_subfolders_are_read(tmp_path):
@@ -417,9 +398,7 @@ def test_impossible_shard_sizes_are_refused(tmp_path, key, value):
         folder,
         lambda shard: (shard if key == "samples" else shard["raw_data"]).update({key: value}),
     )
-    with pytest.raises(
-        ConfigError, match=r"index\.json lists shard\.00000\.mds .* which no MDS shard can have$"
-    ):
+    with pytest.raises(ConfigError, match=r"shard\.00000\.mds cannot hold .* samples in .* bytes"):
         MdsFolder(folder)
 
 

@@ -138,11 +138,3 @@ def test_a_changed_shard_has_another_sample_and_verify_names_it(
     else:
         after = MdsSource(folder, "data.path=x")
         assert {n for n in before.samples if before.samples[n] != after.samples[n]} == {shard.name}
-
-
-def test_shards_that_the_index_does_not_list_are_named(tmp_path: Path) -> None:
-    folder = write_mds(tmp_path / "a", RAW, raw_samples(9))
-    assert "index.json" not in PackedDataset(MdsSource(folder, "x"), 8, vocab_size=999).describe()
-    (folder / "shard.00077.mds").write_bytes(b"")
-    line = PackedDataset(MdsSource(folder, "x"), 8, vocab_size=999).describe()
-    assert "; left out: 1 .mds (not in index.json)" in line

@@ -20,7 +20,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.mixture import MixedDataset, MixtureSampler, parse_mix
 from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_cli.data.permutation import Permutation, mix64
+from mtrain_cli.data.sampler import Permutation, mix64
 
 _SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
@@ -297,7 +297,7 @@ def test_wrong_weights_are_refused_in_one_line(tmp_path: Path, mix: str, expecte
     [
         ("code: [1]", "the weight of code is [1]. It must be above 0"),
         ("- code", "must be weights by name"),
-        ("a: 1e-9\nb: 1", "is below 1e-5 of the total"),
+        ("a: 1e-9\nb: 1", "at least 1e-5 of the total"),
         ("a: .nan", "It must be above 0"),
         ("{", "cannot be read as YAML"),
     ],

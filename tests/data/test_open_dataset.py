@@ -117,7 +117,7 @@ def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_pa
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")
     assert "tokens.bin has 0 bytes, but meta.json implies 360" in _line(config)
     assert _line(make_config(kind="tokens", path=None)).startswith(
-        "data.path is not set: data=tokens needs a folder"
+        "data.path is not set: data=tokens needs it"
     )
     assert _line(make_config(kind="mds", path=None)).startswith("data.path is not set: data=mds")
 
@@ -158,8 +158,8 @@ def test_masks_and_positions_are_read_if_they_are_named(make_config, tmp_path: P
         ),
         (
             {"positions_key": "at", "seq": 15},
-            "data.positions_key=at: data.path=PATH has positions up to 15, but seq=15 has 0 to 14. "
-            "Set seq=16 or more, or prepare documents with smaller positions.",
+            "data.positions_key=at: data.path=PATH has positions up to 15; set seq=16 or more, "
+            "not seq=15",
         ),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain_cli.data.permutation import Permutation, mix64, shuffled_order
+from mtrain_cli.data.sampler import Permutation, mix64, shuffled_order
 
 
 @settings(deadline=None)

@@ -87,9 +87,9 @@ def test_documents_and_boundaries_match_the_source(source: Path, tmp_path: Path)
         "y",
     ]
     assert store.meta.left_out == {
-        ".pdf (not a text format)": 1,
+        "of other kinds": 1,
         "empty or null": 10,
-        ".json (the first value is no record with the key text)": 1,
+        ".json (without the key text)": 1,
     }
     assert {path.name for path in (tmp_path / "out").iterdir()} == _STORE_FILES
     assert not (tmp_path / "out.partial").exists()
@@ -140,13 +140,13 @@ def test_a_rerun_does_not_repeat_finished_documents(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = prepare._pieces_to_encode
+    real = prepare._content
 
     def noting(document, tokenizer, writer):
         read.append(document.name)
         return real(document, tokenizer, writer)
 
-    monkeypatch.setattr(prepare, "_pieces_to_encode", noting)
+    monkeypatch.setattr(prepare, "_content", noting)
 
     def stop_late(progress: PreparationProgress) -> None:
         if progress.documents >= 25:
@@ -159,7 +159,7 @@ def test_a_rerun_does_not_repeat_finished_documents(
     prepare_store(corpus, tmp_path / "out", "bytes", None, _silent)
     assert len(first) > 25
     assert len(first) + len(read) < 60  # 45 documents; about two batches are read twice
-    assert read[-2:] == ["c.jsonl:3", "d.txt"]
+    assert read[-3:] == ["c.jsonl:3", "d.txt", "settings.json"]
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_another_store_a_foreign_folder_and_a_file_are_not_overwritten(
     before = _contents(_prepare(source, out).folder)
     assert "holds another token store" in _refused(source, out, str(bpe_file))
     (source / "b.txt").write_text("changed")
-    assert "its corpus differs. Give another folder" in _refused(source, out)
+    assert "which differs in corpus. Give another folder" in _refused(source, out)
     assert _contents(out) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
@@ -248,9 +248,8 @@ def test_an_unfinished_store_of_another_corpus_is_not_continued(
     with pytest.raises(KeyboardInterrupt):
         prepare_store(text_corpus(str(source), "text"), tmp_path / "out", "bytes", None, stop)
     (source / "b.txt").write_text("changed")
-    assert (
-        "holds an unfinished store made with other settings: its corpus differs. Delete it"
-        in _refused(source, tmp_path / "out")
+    assert "holds an unfinished store, which differs in corpus. Delete it" in _refused(
+        source, tmp_path / "out"
     )
 
 

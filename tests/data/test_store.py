@@ -126,10 +126,10 @@ def _unsorted(folder: Path) -> None:
         (_remove("tokens.bin"), "tokens.bin is missing"),
         (
             _remove("meta.json"),
-            "no meta.json in it. Give a folder written by `mtrain data prepare`",
+            "no meta.json in it. Give a folder that `mtrain data prepare` of this",
         ),
         (_unsorted, "documents.bin is corrupt"),
-        (_meta(version=99), "meta.json has version 99, but this mtrain reads version 1"),
+        (_meta(version=99), "meta.json has version 99, but mtrain reads version 1"),
         (_meta(dtype="int8"), "meta.json is broken"),
         (_meta(dtype=[]), "meta.json is broken"),
         (_meta(num_tokens=0), "meta.json is broken"),
@@ -139,7 +139,7 @@ def _unsorted(folder: Path) -> None:
         (lambda folder: (folder / "meta.json").write_text("[]"), "meta.json has version None"),
         (
             lambda folder: (folder / "meta.json").write_text('{"version": 1}'),
-            "meta.json lacks dtype, tokenizer",
+            "meta.json is broken (dtype is missing)",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_store_without_checksums_of_files_opens_and_is_verified_by_its_one_has
     _flip(folder / "tokens.bin")
     after = TokenStore.open(folder)
     assert after.samples["tokens.bin"] != before.samples["tokens.bin"]
-    with pytest.raises(ConfigError, match=r"tokens\.bin or documents\.bin has changed.*sha256"):
+    with pytest.raises(ConfigError, match=r"tokens\.bin or another file has changed.*sha256"):
         after.verify()
 
 

@@ -153,15 +153,14 @@ def test_tables_have_the_mean_of_the_seeds_half_of_the_interval_and_the_verdict(
         for part in ("mean", "difference", "verdict"):
             row[part]["long_loss"] = row[part].pop("loss", None)
             row[part] = {name: found for name, found in row[part].items() if found is not None}
-    lines = tables.differences(data, own=True).splitlines()
+    lines = tables.differences(data).splitlines()
     # 4.303 * 0.001 / sqrt(3)
     assert "| `vertical_slash-0.6` | +0.0030 ± 0.0025 | loses nothing | - | - |" in lines
     assert "| `dense-again` | +0.0033 ± 0.0287 | - | - | - |" in lines
     assert not any(line.startswith("| `dense` ") for line in lines)
-    assert "`fixed`" not in tables.differences(data, own=False)
     dense = next(row for row in data["compared"] if row["variant"] == "dense")
     dense["seeds"] = [0, 1, 2, 3]
-    assert "| `fixed` (n = 3) | " in tables.differences(data, own=True)
+    assert "| `fixed` (n = 3) | " in tables.differences(data)
 
 
 def test_the_summary_counts_seeds_and_predictions(tables):
@@ -171,11 +170,13 @@ def test_the_summary_counts_seeds_and_predictions(tables):
         "compared": [{"variant": "dense", "seeds": [0]}],  # only bases of the others are trained
     }  # fmt: skip
     text = tables.summary(one)
-    assert text.startswith("Of 3 seeds, 1 has run (0). Its base finds 99.4 % of")
-    assert "Of 4 predictions: 1 failed, 2 held and 1 not judged yet." in text.replace("\n", " ")
+    assert text.startswith("1 of 3 seeds (0) is complete. Its base finds 99.4 % of")
+    assert "Of 4 predictions, 1 failed, 2 held and 1 not judged yet." in text.replace("\n", " ")
     assert "One seed decides nothing" in text
     three = tables.summary(three_seeds(one))
-    assert three.startswith("Of 3 seeds, 3 have run (0, 1 and 2). Their bases find 99.4 %, 99.0 %")
+    assert three.startswith(
+        "All 3 seeds (0, 1 and 2) are complete. Their bases find 99.4 %, 99.0 %"
+    )
     assert "decides" not in three
     again = {"gates": {"0": 98.3, "1": 99.9}}
     two = {**three_seeds(one), "again": again}

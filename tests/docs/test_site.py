@@ -46,7 +46,7 @@ def test_the_command_reference_has_every_command_and_option(generate):
         "mtrain doctor",
     ):
         assert command in headings
-    for option in ("--dry-run", "--recompute", "--fail-above", "--vocab-size"):
+    for option in ("--dry-run", "--recompute", "--attention-only", "--vocab-size"):
         assert f"`{option}`" in text
     assert not re.search(r"\[/?(bold|cyan)\]|^:   $", text, re.MULTILINE)
 

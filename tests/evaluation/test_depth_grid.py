@@ -11,7 +11,7 @@ from evaluation.small_tokenizer import write_small_tokenizer
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from mtrain_cli.evaluation.depth_grid import DepthGrid, DepthSample
+from mtrain_cli.evaluation.retrieval import DepthGrid, DepthSample
 
 _TEXT = "".join(f"Sentence {number} costs 3.5 or more. Line {number}?\n" for number in range(300))
 _DEPTHS = (0.0, 0.25, 0.5, 1.0)
@@ -43,10 +43,8 @@ def _check(sample: DepthSample, length: int, tokenizer: Tokenizer) -> None:
 
 def test_each_depth_has_its_needle(tokenizer: Tokenizer) -> None:
     length = 2000
-    samples = list(DepthGrid(_TEXT, tokenizer).samples(length, _DEPTHS, 3))
-    assert [probe.depth for sample in samples for probe in sample.probes] == [
-        depth for depth in _DEPTHS for _ in range(3)
-    ]
+    grid = DepthGrid(_TEXT, tokenizer)
+    samples = [sample for depth in _DEPTHS for sample in grid.samples(length, (depth,), 3)]
     for sample in samples:
         _check(sample, length, tokenizer)
         (probe,) = sample.probes
@@ -59,7 +57,7 @@ def test_each_depth_has_its_needle(tokenizer: Tokenizer) -> None:
 
 def test_one_sample_can_hold_all_depths(tokenizer: Tokenizer) -> None:
     length, last = 3000, set()
-    for sample in DepthGrid(_TEXT, tokenizer).samples(length, _DEPTHS, 12, together=True):
+    for sample in DepthGrid(_TEXT, tokenizer).samples(length, _DEPTHS, 12):
         _check(sample, length, tokenizer)
         ordered = sorted(sample.probes, key=lambda probe: probe.depth)
         assert [probe.needle for probe in ordered] == sorted(probe.needle for probe in ordered)
@@ -70,9 +68,9 @@ def test_one_sample_can_hold_all_depths(tokenizer: Tokenizer) -> None:
 
 def test_needles_stand_behind_a_sentence() -> None:
     for sample in DepthGrid(_TEXT, ByteTokenizer()).samples(4000, (0.3, 0.6, 0.9), 8):
-        (probe,) = sample.probes
-        before = bytes(sample.ids[: probe.needle[0]].tolist()).decode()
-        assert before.endswith((". ", "?\n"))
+        for probe in sample.probes:
+            before = bytes(sample.ids[: probe.needle[0]].tolist()).decode()
+            assert before.endswith((". ", "?\n", ".\n"))
 
 
 def test_a_short_text_repeats_and_the_rest_stays_in_order() -> None:
@@ -102,10 +100,10 @@ def test_mistakes_are_named() -> None:
     ):
         next(grid.samples(100, (0.5,)))
     with pytest.raises(ConfigError) as refused:
-        next(grid.samples(150, (0.2, 0.8), together=True))
+        next(grid.samples(150, (0.2, 0.8)))
     least = int(refused.value.problems[0].split("give ")[1].split()[0].replace(",", ""))
     for length in range(least, least + 20):  # each length draws other names
-        assert len(next(grid.samples(length, (0.2, 0.8), together=True)).ids) == length
+        assert len(next(grid.samples(length, (0.2, 0.8))).ids) == length
     for depth in (-0.1, 1.5):
         with pytest.raises(ConfigError, match="must be a share from 0 to 1"):
             next(grid.samples(1000, (0.5, depth)))

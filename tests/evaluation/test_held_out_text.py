@@ -17,7 +17,6 @@ from mtrain_cli.data.tokenizers import NO_BEGIN, ByteTokenizer, open_tokenizer
 from mtrain_cli.evaluation.held_out_text import (
     Sequence,
     _joined,
-    held_out_count,
     left_out_of_files,
     sequences_of_files,
     sequences_of_run,
@@ -105,15 +104,6 @@ def test_text_that_a_run_lacks_is_refused(config, data, length, message):
     changed = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
     with pytest.raises(ConfigError, match=message):
         sequences_of_run(changed, length, 1)
-
-
-def test_the_last_held_out_sequence_may_be_too_short(config):
-    expected = {256: 8, 300: 4, 512: 4, 1024: 2, 768: 2}
-    assert {length: held_out_count(config, length) for length in expected} == expected
-    found = sequences_of_run(config, 512, 99)
-    assert len(found) == 3  # the corpus ends in the fourth
-    mixed = config.changed(data={"mix": {"a": 3, "b": 1}})
-    assert held_out_count(mixed, 512) == 4
 
 
 def test_every_window_of_a_file_starts_with_the_begin_token(tmp_path):

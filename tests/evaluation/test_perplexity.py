@@ -146,7 +146,7 @@ def test_given_key_tokens_are_used_and_missing_ones_refused(model):
     result = own.result([row], RESULT)
     assert result.key_tokens is not None
     assert (result.key_tokens.count, result.note) == (2, "key tokens from other")
-    with pytest.raises(ConfigError, match="--keys-from other: holds no key tokens of this text"):
+    with pytest.raises(ConfigError, match="--keys-from other: holds no whole key tokens"):
         measured(model, sequence, short=64, keys={}, key_label="other")
 
 
@@ -159,7 +159,7 @@ def test_a_score_is_the_mean_of_tokens_not_of_sequences():
 def test_damaged_key_tokens_are_refused(places):
     sequence = Sequence(np.array(tokens(300), np.int32))
     own = Perplexity({300: [sequence]}, "text", short=64, keys={text_hash(sequence.ids): places})
-    with pytest.raises(ConfigError, match="the key tokens of this text are damaged"):
+    with pytest.raises(ConfigError, match="holds no whole key tokens"):
         next(own.items(Cell("perplexity", 300)))
     row = {"score": 1.0, "tokens": 299, "buckets": [], "keys": places, "key_loss": 1.0}
     with pytest.raises(ValueError, match="outside its text"):

@@ -12,16 +12,12 @@ from evaluation.evaluated_runs import configs_of, request_of, small_run, text_fi
 from inference.small_models import source, write_hf
 
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.prepare import prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
-from mtrain_cli.evaluation import held_out_text
 from mtrain_cli.evaluation.request import (
-    NIAH,
-    PERPLEXITY,
-    PYTHON,
     EvaluationRequest,
     NeedleOptions,
     PerplexityOptions,
@@ -66,26 +62,13 @@ def opened(run, kind, codec=None, **changes):
 
 
 def test_a_model_without_tokenizer_gets_a_line(run):
-    codec = TextCodec(None, frozenset(), "m: has no tokenizer (why). Give prompts as ids")
+    codec = TextCodec(None, frozenset(), "m: has no tokenizer (why)")
     message = r"m: has no tokenizer \(why\). Give --tokenizer FOLDER"
     with pytest.raises(ConfigError, match=message):
         opened(run, NIAH, codec)
     text = PerplexityOptions(str(text_file(run.parent)))
     with pytest.raises(ConfigError, match=message):
         opened(run, PERPLEXITY, codec, perplexity=text)
-
-
-def test_a_text_is_opened_once_for_all_lengths(run, monkeypatch):
-    paths = []
-    monkeypatch.setattr(
-        held_out_text,
-        "text_corpus",
-        lambda *given, **names: paths.append(given[0]) or text_corpus(*given, **names),
-    )
-    text = str(text_file(run.parent))
-    measurement = opened(run, PERPLEXITY, perplexity=PerplexityOptions(text), lengths=(64, 128))
-    assert measurement.read(64, 1)
-    assert paths == [text]
 
 
 def test_key_tokens_come_from_dense_results(run, tmp_path):
@@ -102,7 +85,7 @@ def test_key_tokens_come_from_dense_results(run, tmp_path):
     assert opened(run, PERPLEXITY, perplexity=options).keys == {"t": [5]}
     other = dataclasses.replace(options, short=128)
     assert opened(run, PERPLEXITY, perplexity=other).keys == {"t": [7]}
-    with pytest.raises(ConfigError, match=r"--short 256: .* give --short 64 or 128"):
+    with pytest.raises(ConfigError, match=r"holds no key tokens with --short 256"):
         opened(run, PERPLEXITY, perplexity=dataclasses.replace(options, short=256))
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     plain = [{k: v for k, v in json.loads(line).items() if k != "keys"} for line in lines]

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import numpy as np
+from types import SimpleNamespace
+
 import pytest
+import torch
 from evaluation.evaluated_runs import small_run
 from inference.small_models import engine
 
 from mtrain_cli.data.corpora import stdlib_corpus
 from mtrain_cli.data.needles import NeedleSettings, needle_documents
 from mtrain_cli.data.tokenizers import ByteTokenizer
-from mtrain_cli.evaluation import retrieval
-from mtrain_cli.evaluation.depth_grid import DepthGrid
 from mtrain_cli.evaluation.measurement import Cell
+from mtrain_cli.evaluation.request import EvaluationRequest, NeedleOptions, Weights
 from mtrain_cli.evaluation.results import Result
-from mtrain_cli.evaluation.retrieval import Retrieval, python_item, sentence_item
+from mtrain_cli.evaluation.retrieval import Retrieval, open_retrieval, python_item
 
 RESULT = Result("k", "niah", 2048, "dense", "", 3, 1, None, None, "")
 CELL = Cell("niah", 2048)
 
 
 @pytest.fixture(scope="module")
-def sentences() -> dict:
-    grid = DepthGrid("The sky is blue. " * 40, ByteTokenizer())
-    return sentence_item(next(grid.samples(2048, [0.0, 0.5, 1.0], together=True)))
+def sentences(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("The sky is blue. " * 40)
+    options = NeedleOptions(haystack=str(path), needles=3)
+    request = EvaluationRequest(
+        "niah", "", "", (Weights("", True, None, ""),), ("dense",), (2048,), 1, niah=options
+    )
+    opened = open_retrieval(request, ByteTokenizer())
+    return next(opened.items(CELL))
 
 
 @pytest.fixture(scope="module")
@@ -37,29 +44,26 @@ def python() -> dict:
     return item
 
 
-def score_with(monkeypatch, item: dict, wrong: set[int]) -> tuple[dict, Result]:
+def score_with(item: dict, wrong: set[int]) -> tuple[dict, Result]:
     """Score an item with an engine that errs at some places."""
 
-    def copying(_engine, _ids, places):
+    def copying(_ids, places):
         assert list(places) == sorted(places)
-        hits = np.array([place not in wrong for place in places])
-        return hits, np.where(hits, 0.0, 5.0)
+        hits = torch.tensor([place not in wrong for place in places])
+        return torch.where(hits, 0.0, 5.0), hits
 
-    monkeypatch.setattr(retrieval, "forced", copying)
     own = Retrieval([2048], lambda _: iter([item]), {})
-    (row,) = own.measure(None, CELL, list(own.items(CELL)))  # type: ignore[arg-type]
+    (row,) = own.measure(SimpleNamespace(token_scores=copying), CELL, [item])  # type: ignore[arg-type]
     return row, own.result([row], RESULT)
 
 
 @pytest.mark.parametrize("form", ["sentences", "python"])
-def test_a_model_that_copies_scores_100_and_one_wrong_token_fails_an_answer(
-    monkeypatch, request, form
-):
+def test_a_model_that_copies_scores_100_and_one_wrong_token_fails_an_answer(request, form):
     item = request.getfixturevalue(form)
-    row, result = score_with(monkeypatch, item, set())
+    row, result = score_with(item, set())
     assert (row["score"], result.score) == (100.0, 100.0)
     last = item["answers"][1][1] - 1
-    row, result = score_with(monkeypatch, item, {last})
+    row, result = score_with(item, {last})
     count = len(item["answers"])
     assert row["score"] == pytest.approx(100 * (count - 1) / count)
     assert [hit for _, hit in row["hits"]].index(0) == 1

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 
 import gloo
 import pytest
+import torch
 from evaluation.evaluated_runs import configs_of, request_of, runner_of, small_run, text_file
+from inference.small_models import source
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell
-from mtrain_cli.evaluation.request import (
-    NIAH,
-    PERPLEXITY,
-    NeedleOptions,
-    PerplexityOptions,
-    Weights,
-)
+from mtrain_cli.evaluation.request import NeedleOptions, PerplexityOptions
 from mtrain_cli.evaluation.results import Result, read_results
 from mtrain_cli.evaluation.runner import (
-    OTHERS_DONE,
+    Evaluation,
     Runner,
     StoppedError,
-    name_of,
+    evaluate,
     pattern_text,
     score_text,
-    settings_of,
 )
+from mtrain_cli.evaluation.runner import run as work
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.run_dir import RunDir
 
 BOTH = ("dense", "vertical_slash")
 
@@ -101,6 +99,9 @@ def test_more_samples_add_to_those_there(run):
     runner_of(run, dataclasses.replace(request, samples=4)).run()
     assert [row["index"] for row in rows(run / "evaluation")] == [0, 1, 2, 3]
     assert [result.samples for result in read_results(run)] == [4]
+    runner_of(run, dataclasses.replace(request, samples=3)).run()
+    assert [result.samples for result in read_results(run)] == [3]
+    assert len(rows(run / "evaluation")) == 4
 
 
 def test_changed_text_is_measured_again(run):
@@ -119,25 +120,6 @@ def test_changed_text_is_measured_again(run):
     assert score not in before.values()
 
 
-def test_rows_beyond_a_shortened_text_do_not_count(run, capsys):
-    request = request_of(run, PERPLEXITY, samples=4, perplexity=texts(run))
-    runner_of(run, request).run()
-    before = {row["index"]: row["score"] for row in rows(run / "evaluation")}
-    path = Path(request.perplexity.text or "")
-    whole = path.read_text()
-    path.write_text(whole[: 3 * 512 + 100])
-    runner_of(run, dataclasses.replace(request, samples=2)).run()
-    (result,) = read_results(run)
-    # Without the fourth sequence, but with the third, for which nobody asked now.
-    assert result.samples == 3
-    assert result.score == pytest.approx(sum(before[n] for n in range(3)) / 3)
-    path.write_text(whole)
-    capsys.readouterr()
-    runner_of(run, request).run()
-    assert "nothing to compute" in capsys.readouterr().err
-    assert read_results(run)[0].samples == 4
-
-
 def test_a_complete_evaluation_with_a_short_context_has_nothing_left(run, capsys):
     request = request_of(run, PERPLEXITY, attentions=BOTH, perplexity=texts(run, short=64))
     runner_of(run, request).run()
@@ -147,7 +129,7 @@ def test_a_complete_evaluation_with_a_short_context_has_nothing_left(run, capsys
     file = run / "evaluation/samples.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     again = runner_of(run, request)
-    (cell,), (_, sparse) = again._measurement.cells(), again._settings
+    (cell,), (_, sparse) = again._measurement.cells(), again.settings
     again.run()
     one = forward_flop(sparse.config, cell.length)  # the dense attention has found the key tokens
     assert f"up to {format_flop(one)} to compute" in capsys.readouterr().err
@@ -161,7 +143,7 @@ def test_a_damaged_result_is_named_and_written_again(run, capsys):
     file.write_text(before[:-9] + "\n")
     capsys.readouterr()
     runner_of(run, request).run()
-    assert f"mtrain: warning: {file}: line 1 is damaged; this" in capsys.readouterr().err
+    assert f"mtrain: warning: {file}: line 1 is damaged; removed" in capsys.readouterr().err
     assert json.loads(file.read_text())["score"] == json.loads(before)["score"]
 
 
@@ -206,7 +188,8 @@ def test_samples_of_a_gpu_and_a_cpu_do_not_mix(run):
 
     def origin(device: str, dtype: str = "auto") -> str:
         own = config.changed(train={"dtype": dtype})
-        return settings_of(request, [own], device)[0].origin
+        environment = dataclasses.replace(resolve_environment(config), device=device)
+        return Evaluation(request, [own], environment).settings[0].origin
 
     assert origin("cpu") == origin("cpu", "float32") == origin("cuda", "float32")
     assert origin("cuda") == origin("cuda", "bfloat16") == origin("cpu", "bfloat16")
@@ -217,20 +200,14 @@ def test_results_of_an_unknown_dtype_are_shown_but_not_continued(run):
     """Earlier versions stored samples under ``auto``."""
     request = request_of(run, NIAH, samples=2, niah=needles(run))
     earlier = runner_of(run, request)
-    (setting,) = earlier._settings
-    earlier._settings = [
+    (setting,) = earlier.settings
+    earlier.settings = [
         dataclasses.replace(setting, config=setting.config.changed(train={"dtype": "auto"}))
     ]
     earlier.run()
     runner_of(run, request).run()
     assert [one.settings[-1] for one in read_results(run)] == ["dtype auto", "dtype float32"]
     assert len(rows(run / "evaluation")) == 4
-
-
-def test_the_settings_of_a_result_name_another_tokenizer(run):
-    (setting,) = runner_of(run, request_of(run, NIAH))._settings
-    assert not any("tokenizer" in one for one in setting.labels_with(None))
-    assert setting.labels_with("models/small")[0] == "tokenizer small"
 
 
 def test_damaged_rows_are_measured_again(run, capsys):
@@ -250,7 +227,7 @@ def test_damaged_rows_are_measured_again(run, capsys):
         runner_of(run, dataclasses.replace(request, samples=3)).run()
         assert "up to" in capsys.readouterr().err
         last = {row["index"]: row for row in rows(run / "evaluation")}
-        assert [last[n] for n in range(4)] == list(map(json.loads, whole))
+        assert [last[n] for n in range(3)] == list(map(json.loads, whole[:3]))
 
 
 def test_ids_beyond_the_vocabulary_are_refused(run, monkeypatch):
@@ -269,61 +246,6 @@ def test_ids_beyond_the_vocabulary_are_refused(run, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         own.run()
     assert len(rows(run / "evaluation")) == 1
-
-
-def test_other_checkpoints_are_measured_if_one_cannot_be_loaded(tmp_path, capsys):
-    run = small_run(tmp_path, steps=(3, 5))
-    damaged, whole = (Weights.of_checkpoint(run / f"checkpoints/step-{n}") for n in (3, 5))
-    next((run / "checkpoints/step-3").glob("*.distcp")).write_bytes(b"x")
-    request = request_of(run, PERPLEXITY, weights=(damaged, whole), perplexity=texts(run, short=64))
-    with pytest.raises(ConfigError) as error:
-        runner_of(run, request).run()
-    line, last = error.value.problems
-    assert "step-3: " in line
-    assert last == OTHERS_DONE
-    assert [(one.step, one.samples) for one in read_results(run)] == [(5, 3)]
-    assert "step 3, dense: cannot be loaded" in capsys.readouterr().err
-
-
-def test_other_lengths_are_measured_if_one_has_no_samples(run):
-    request = request_of(run, NIAH, lengths=(512, 1024), niah=needles(run))
-    own = runner_of(run, request)
-    items = own._measurement.items
-
-    def missing(cell: Cell):
-        yield next(items(cell))
-        if cell.length == 512:
-            raise ConfigError("no more words")
-        yield from itertools.islice(items(cell), 1, None)
-
-    own._measurement.items = missing  # type: ignore[method-assign]
-    with pytest.raises(ConfigError) as error:
-        own.run()
-    assert error.value.problems == ("niah 512: no more words", OTHERS_DONE)
-    assert [(one.length, one.samples) for one in read_results(run)] == [(1024, 3)]
-
-
-def on_damaged_weights(rank: int, world: int, folder: str, weights: list) -> list[str]:
-    run = Path(folder)
-    own = tuple(Weights(**one) for one in weights)
-    request = request_of(run, NIAH, weights=own, samples=1, niah=needles(run))
-    try:
-        runner_of(run, request, gloo.environment(rank, world)).run()
-    except ConfigError as error:
-        return list(error.problems)
-    return []
-
-
-def test_two_workers_skip_damaged_weights_together(tmp_path):
-    run = small_run(tmp_path, steps=(3, 5))
-    text_file(tmp_path)
-    weights = [Weights.of_checkpoint(run / f"checkpoints/step-{n}") for n in (3, 5)]
-    next((run / "checkpoints/step-3").glob("*.distcp")).write_bytes(b"x")
-    first, second = gloo.run(
-        2, on_damaged_weights, str(run), list(map(dataclasses.asdict, weights))
-    )
-    assert (first[-1], second) == (OTHERS_DONE, [])
-    assert [one.step for one in read_results(run)] == [5]
 
 
 def test_the_first_attention_chooses_the_key_tokens(run, monkeypatch):
@@ -379,8 +301,8 @@ def test_one_two_and_four_workers_give_equal_results(run, kind):
 
 def test_names_and_scores_for_the_user():
     result = Result("k", "niah", 65536, "dense", "", 3, 2, 97.53, 1.234, "%")
-    assert (name_of(result), score_text(result)) == ("niah 64k", "97.5 ± 1.2 %")
-    assert name_of(Cell("file:mine", 0)) == "file:mine"
+    assert (str(Cell("niah", 65536)), str(Cell("file:mine", 0))) == ("niah 64k", "file:mine")
+    assert score_text(result) == "97.5 ± 1.2 %"
     assert score_text(dataclasses.replace(result, score=None)) == "not finite"
     nats = dataclasses.replace(result, score=2.34567, error=None, unit="nats")
     assert score_text(nats) == "2.3457 nats"
@@ -393,3 +315,35 @@ def test_results_name_the_dense_layers_of_a_pattern():
     )
     assert with_dense == f"{alone}; the last 2 layers dense"
     assert pattern_text(compose(["sparsity=dense"])) == ""
+
+
+def worker(run, tmp_path, *, stopped: bool) -> bool:
+    folder = tmp_path / "worker"
+    folder.mkdir()
+    request_of(run, NIAH, samples=1).save(folder, configs_of(run))
+    run_dir = RunDir(folder)
+    if stopped:
+        run_dir.stop_request.touch()
+    config = source(run).config
+    return work(config, run_dir, resolve_environment(config), False)
+
+
+def test_a_worker_leaves_results(run, tmp_path):
+    assert worker(run, tmp_path, stopped=False) is False
+    assert len(read_results(run)) == 1
+
+
+def test_a_worker_stops_when_asked(run, tmp_path):
+    assert worker(run, tmp_path, stopped=True) is True
+    assert read_results(run) == []
+
+
+def test_lack_of_memory_gets_a_line(run, monkeypatch):
+    own = runner_of(run, request_of(run, NIAH))
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(own, "run", fail)
+    with pytest.raises(RunError, match=r"smaller --length or more topology\.workers"):
+        evaluate(own, resolve_environment(source(run).config))

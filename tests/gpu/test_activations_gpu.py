@@ -10,8 +10,7 @@ import torch
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.layer_execution import LayerExecution
@@ -19,7 +18,7 @@ from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.pinned_memory import ARENA, PinnedMemory, register, unregister

@@ -9,8 +9,7 @@ import torch
 from command import mtrain
 
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
-from mtrain_cli.profiling.worker_calls import profile_worker_calls
+from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, profile_worker_calls
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, LISTS, SPARSE
 
 pytestmark = [
@@ -29,8 +28,6 @@ def test_links_of_two_gpus(tmp_path):
         "3",
         "--cluster-out",
         "mine.yaml",
-        "--per-node",
-        "8",
         "--json",
     ]
     result = mtrain(tmp_path, "profile", "links", *arguments)

@@ -26,7 +26,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.sparsity.fixed import fixed_index

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from model.test_expert_journey import EXPERTS, TOKENS, travelled
+from model.test_expert_journey import EXPERTS, TOKENS, planned, travelled
 from model.test_expert_parallel import in_float64
-from model.test_expert_plan import planned
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.expert_journey import FusedJourney, Journey

@@ -14,8 +14,7 @@ from model.tiny_models import PLAIN
 
 from mtrain_cli.attention import decode
 from mtrain_cli.attention.decode import decode_on_gpu, flash_splits, merge_parts, pack_part
-from mtrain_cli.inference.cache import KvCache
-from mtrain_cli.inference.decode_step import DecodeStep
+from mtrain_cli.inference.decode_step import DecodeStep, KvCache
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import open_source
 from mtrain_cli.inference.sampling import Sampling

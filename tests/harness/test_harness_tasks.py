@@ -12,7 +12,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer
 from mtrain_cli.inference.text import TextCodec
 from mtrain_lm_eval.requests import Plan
-from mtrain_lm_eval.tasks import HarnessTasks, _load_each
+from mtrain_lm_eval.tasks import HarnessTasks
 
 BYTES = TextCodec(ByteTokenizer(), frozenset([257]), first=257)
 
@@ -85,21 +85,3 @@ def test_mistakes_get_a_line(folder, monkeypatch):
     (folder / "sums.json").unlink()
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     refused("local_rolling", "--tasks local_rolling: lm-eval cannot load this (")
-
-
-class OneDamaged:
-    """A stand-in for lm-eval's TaskManager, without the package. The data of one task are bad."""
-
-    def load(self, names: list[str]) -> dict:
-        if "bad" in names:
-            raise ValueError("JSON parse error\nmore")
-        return {"tasks": dict.fromkeys(names)}
-
-
-def test_a_task_with_damaged_data_leaves_the_others():
-    loaded, (line,) = _load_each(OneDamaged(), ["one", "bad", "two"])
-    assert list(loaded["tasks"]) == ["one", "two"]
-    assert line.startswith("--tasks bad: lm-eval cannot load this (JSON parse error)")
-    with pytest.raises(ConfigError) as error:
-        _load_each(OneDamaged(), ["bad"])
-    assert error.value.problems == (line,)

@@ -9,7 +9,7 @@ import pytest
 from inference.small_models import engine, tokens, write_run
 from training.allocations import LiveBytes
 
-from mtrain_cli.inference.attention_need import AttentionBytes, AttentionNeed
+from mtrain_cli.inference.attention_need import AttentionNeed
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
 
@@ -75,11 +75,11 @@ def test_an_index_counts_for_the_kernel_that_reads_it(run):
     words = ("topology.device=cpu", "sparsity=xattention")
     found = engine(run, *words)
     need = MemoryNeed.of(found.config, found.environment, found.choices).attention
-    assert need.of(0) == AttentionBytes(0, 0)
-    short, long = need._index(8192), need._index(65536)
-    assert short.kept == 0
+    assert need.of(0) == (0, 0)
+    short, long = need.index(8192), need.index(65536)
+    assert short[0] == 0
     # Pairs of blocks grow with the square of the length.
-    assert 60 * short.temporary < long.temporary < 68 * short.temporary
+    assert 60 * short[1] < long[1] < 68 * short[1]
 
 
 def test_dense_layers_have_masks_and_no_index(run):
@@ -89,8 +89,8 @@ def test_dense_layers_have_masks_and_no_index(run):
 
     dense, sparse = need(), need("sparsity=vertical_slash")
     mixed = need("sparsity=vertical_slash", "sparsity.dense_layers=3")
-    one, every = mixed._index(8192), sparse._index(8192)
-    assert (4 * one.kept, one.temporary) == (every.kept, every.temporary)
-    calls = [each._kernel(8192, 8192) for each in (dense, sparse, mixed)]
+    one, every = mixed.index(8192), sparse.index(8192)
+    assert (4 * one[0], one[1]) == every
+    calls = [each.kernel(8192, 8192) for each in (dense, sparse, mixed)]
     assert calls[2] == tuple(map(max, calls[0], calls[1]))
-    assert calls[2].kept == calls[0].kept > calls[1].kept
+    assert calls[2][0] == calls[0][0] > calls[1][0]

@@ -13,17 +13,16 @@ import torch.nn.functional as functional
 from inference.small_models import engine, source, tokens, write_hf, write_run
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.inference.cache import KvCache
-from mtrain_cli.inference.decode_step import DecodeStep
+from mtrain_cli.inference.decode_step import DecodeStep, KvCache
 from mtrain_cli.inference.engine import END, LENGTH, Engine
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.scorer import _Prompt
 from mtrain_cli.model.layer_execution import ExecutedLayer
-from mtrain_cli.model.layer_parts import own_part
 from mtrain_cli.model.parallelize import set_execution
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.tensor_group import own_part
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.resolution import resolve_run
 
@@ -150,7 +149,7 @@ def on_workers(rank: int, world: int, folder: str, words: tuple[str, ...]) -> di
         "greedy": generate(found, prompts, Sampling()),
         "sampled": generate(found, prompts),
         "losses": found.token_losses(prompts[-1]).numpy(),
-        "held": [found.held(ids) for ids in prompts],
+        "held": [found.held(ids)[found.group.rank] for ids in prompts],
     }
 
 

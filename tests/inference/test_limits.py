@@ -149,7 +149,7 @@ def test_too_many_new_tokens_say_how_many_fit(model):
 
 
 def test_no_prompt_fits_a_tiny_memory(model):
-    with pytest.raises(ConfigError, match=r"1 token with .* the weights and logits alone take"):
+    with pytest.raises(ConfigError, match=r"1 token with .* weights and logits alone take"):
         need(model, 0.0001).require_fit(1, 1, "cpu")
     with pytest.raises(ConfigError, match=r"topology\.tensor_parallel=N"):
         need(model, 0.0001).require_fit(5, 1, "cpu")

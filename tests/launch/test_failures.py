@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,12 +103,6 @@ def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exi
     assert lines[0] == f"error: {reason}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
     assert lines[-1] == f"Its output is in {log}; the other workers were stopped."
-    # Rank 0 prints to the terminal.
-    first = failures.format_report(replace(failure, rank=0), log).splitlines()
-    assert (
-        first[-1]
-        == f"Library output and its traceback are in {log}; the other workers were stopped."
-    )
 
 
 def test_no_record_and_no_exit_code_is_no_failure(tmp_path):

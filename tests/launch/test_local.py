@@ -24,7 +24,7 @@ import mtrain_cli
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import local, run_dir, run_lock, run_status, stop_request, supervisor
+from mtrain_cli.launch import local, run_dir, run_status, stop_request, supervisor
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
@@ -240,7 +240,7 @@ def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, ca
 
 
 def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
-    lock = run.path / run_lock.LOCK
+    lock = run.path / run_dir.LOCK
     seen = []
 
     def lasts_long(*_: object) -> None:

@@ -210,8 +210,8 @@ def test_the_restart_message_lists_the_repeated_steps():
     entry = restart.Restart(0.0, "reason", 1, 17, 10, 2)
     e = on_gpus(2)[1]
     assert restart.describe_restart(RestartDecision(e, True, 1.0, entry), 2) == (
-        "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; steps 11 to 17 are "
-        "repeated"
+        "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; repeats "
+        "step 11 to 17"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
     assert restart.describe_restart(RestartDecision(e, True, 1.0, at_once), 2).endswith(

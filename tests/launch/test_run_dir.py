@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +21,11 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.job import current_job
+from mtrain_cli.launch.run_dir import LOCK, RunLock
 
 HOLDER = """
 import sys, time
-from mtrain_cli.launch.run_lock import RunLock
+from mtrain_cli.launch.run_dir import RunLock
 from pathlib import Path
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
@@ -166,12 +169,6 @@ def test_latest_points_to_the_earlier_run_again_when_a_start_is_discarded(here):
     assert (here / "runs/latest").resolve() == later.path, (
         "a run that was started meanwhile keeps it"
     )
-
-
-def test_latest_vanishes_with_the_only_run(here):
-    (here / "runs").mkdir()
-    run_dir.create(config_for("run.name=only"), []).discard()
-    assert list((here / "runs").iterdir()) == []
 
 
 def test_discard_removes_the_parent_folders_of_a_run(here):
@@ -390,15 +387,6 @@ def test_a_torchrun_job_without_an_id_is_named_after_its_agent(monkeypatch):
     assert current_job().started_again
 
 
-def test_the_facts_name_command_versions_and_machine(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["anything", "train", "seq=512"])
-    facts = json.loads(json.dumps(run_dir._environment_facts()))
-    assert facts["command"] == ["mtrain", "train", "seq=512"]
-    assert {"mtrain", "python", "torch", "numpy"} <= facts["versions"].keys()
-    assert facts["host"]
-    assert facts["cpu_cores"]
-
-
 def test_the_revision_says_whether_files_have_changed(tmp_path, monkeypatch):
     def git(*words: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -418,6 +406,42 @@ def test_the_revision_says_whether_files_have_changed(tmp_path, monkeypatch):
     assert run_dir._git_revision() == git("rev-parse", "HEAD") + "+changes"
 
 
-def test_a_tool_that_fails_gives_nothing():
-    assert run_dir._output_of("false") == ""
-    assert run_dir._output_of("no-such-tool-on-this-machine") == ""
+OWNER = f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def test_a_second_lock_is_refused_until_the_first_is_released(tmp_path):
+    first = RunLock(tmp_path)
+    with pytest.raises(ConfigError, match=f"in use by {OWNER}"):
+        RunLock(tmp_path)
+    first.release()
+    first.release()
+    RunLock(tmp_path).release()
+
+
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path, monkeypatch):
+    descriptor = os.open(tmp_path / LOCK, os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    monkeypatch.setattr(run_dir.time, "sleep", lambda _: fcntl.flock(descriptor, fcntl.LOCK_UN))
+    RunLock(tmp_path).release()
+    os.close(descriptor)
+    assert (tmp_path / LOCK).read_text() == f"{OWNER}\n"
+
+
+def test_a_beat_renews_the_time_stamp_only_while_the_lock_is_held(tmp_path):
+    lock, file = RunLock(tmp_path), tmp_path / LOCK
+    os.utime(file, (1, 1))
+    lock.beat()
+    assert file.stat().st_mtime > 1
+    lock.release()
+    os.utime(file, (1, 1))
+    lock.beat()
+    assert file.stat().st_mtime == 1
+
+
+def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(run_dir.fcntl, "flock", refuse)
+    RunLock(tmp_path).beat()
+    assert (tmp_path / LOCK).read_text() == ""

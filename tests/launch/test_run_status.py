@@ -17,8 +17,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.resolved_file import save
 from mtrain_cli.launch import restart, run_status
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_lock import LOCK, RunLock
+from mtrain_cli.launch.run_dir import LOCK, RunDir, RunLock
 from mtrain_cli.launch.run_status import (
     SILENT_S,
     WARNINGS,

@@ -9,8 +9,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.local import _resume_hint
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.study_folder import study_command
+from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.training.loop import _next_commands
 from mtrain_studies.cells import Study
 from mtrain_studies.tiers import TIERS

@@ -9,8 +9,7 @@ from model.tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain_cli.config.expert_settings import MoeConfig
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import ModelConfig, MoeConfig
 from mtrain_cli.model.experts import MixtureOfExperts
 
 

@@ -1,14 +1,15 @@
-"""Rows travel to their experts and back; kernels of a GPU do what separate operations do."""
+"""How rows are planned to travel to their experts and back; kernels do what operations do."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.model import expert_journey, expert_plan
-from mtrain_cli.model.expert_journey import FusedJourney, Journey
+from mtrain_cli.model import expert_journey
+from mtrain_cli.model.expert_journey import FusedJourney, Journey, Tile, start_plan
 from mtrain_cli.model.routing import Decision, decide_alone
 
 TOKENS, EXPERTS, HIDDEN, WIDTH = 9, 6, 20, 12
@@ -46,8 +47,8 @@ class Mirror:
 def journey(kind: type[Journey], decision: Decision, scores: torch.Tensor) -> Journey:
     group: Any = Mirror()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_plan, "expert_parts", lambda *_: 1)
-        (tile,) = expert_plan.start_plan(decision, group, [0, TOKENS], TOKENS)()
+        patch.setattr(expert_journey, "expert_parts", lambda *_: 1)
+        (tile,) = expert_journey.start_plan(decision, group, [0, TOKENS], TOKENS)()
     return kind(tile, group, scores)
 
 
@@ -122,3 +123,132 @@ def test_each_score_returns_to_its_pair_and_rows_are_added_up(kind):
     assert torch.equal(sums, x + x)
     assert torch.equal(back, scores)
     assert expert_journey.make_journey(own._tile, own._group, scores).__class__ is Journey
+
+
+class Alone:
+    """A group whose only member plays each worker in turn: all have the same counts."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        return torch.stack([counts] * self.size)
+
+
+def planned(
+    decision: Decision, rank: int, bounds: list[int], parts: int, fused: bool
+) -> tuple[Tile, ...]:
+    if fused:
+        pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_journey, "expert_parts", lambda *_: parts)
+        patch.setattr(expert_journey, "fused", lambda _: fused)
+        group: Any = Alone(rank, 2)
+        return start_plan(decision, group, bounds, len(decision.chosen_TK))()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("tiles", [1, 3, 7])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_pair_is_computed_once_by_the_worker_of_its_expert(tiles, parts, rank, fused):
+    chosen = torch.tensor([[0, 5], [5, 1], [2, 3], [5, 4], [0, 2], [1, 0], [3, 5]])
+    bounds = [len(chosen) * n // tiles for n in range(tiles + 1)]
+    plan = planned(decide_alone(chosen, 6), rank, bounds, parts, fused)
+    assert [tile.begin for tile in plan] == bounds[:-1]
+    assert [tile.end for tile in plan] == bounds[1:]
+    for tile in plan:
+        pairs = chosen[tile.begin : tile.end].flatten()
+        assert sorted(tile.order_S.tolist()) == list(range(len(pairs)))
+        assert tile.order_S[tile.place_S].tolist() == list(range(len(pairs)))
+        for part in tile.parts:
+            of_part = range(3)[part.experts]
+            there = pairs[tile.order_S[part.leave]].tolist()
+            assert there == sorted(there), "ordered by expert"
+            here = (pairs[tile.order_S[part.stay]] - 3 * rank).tolist()
+            assert here == sorted(here)
+            assert {expert - 3 * (1 - rank) for expert in there} <= set(of_part)
+            assert set(here) <= set(of_part)
+            assert part.send[1 - rank] == len(there)
+            # The other worker has the same pairs, so as many arrive as stay.
+            assert part.receive[1 - rank] == part.arriving == len(here)
+            assert part.send[rank] == part.receive[rank] == 0
+            rows = torch.tensor([*here, *here])  # first those that arrive
+            ordered = rows[tile.order_R(part)]
+            assert (ordered.diff() >= 0).all()
+            assert torch.equal(ordered[tile.place_R(part)], rows)
+            expected = [2 * here.count(expert) for expert in of_part]
+            assert tile.ends_L(part).tolist() == np.cumsum(expected).tolist()
+            assert tile.ends_L(part).dtype == torch.int32
+
+
+@pytest.mark.parametrize("bounds", [[0, 4], [0, 2, 4]])
+def test_parts_depend_on_the_tokens_the_own_experts_and_the_tiles(monkeypatch, bounds):
+    given = []
+    monkeypatch.setattr(expert_journey, "expert_parts", lambda *sizes: given.append(sizes) or 1)
+    group: Any = Alone(0, 2)
+    start_plan(decide_alone(torch.tensor([[0], [3], [1], [5]]), 6), group, bounds, 4)()
+    assert set(given) == {(4, 3, len(bounds) - 1)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_dropped_pairs_and_padding_do_not_travel(fused):
+    decision = decide_alone(torch.tensor([[0, 1], [1, 0]]), 2)
+    # Pairs beyond the capacity come last: only the first pair of each expert is computed.
+    kept = decision._replace(
+        order_S=torch.tensor([0, 1, 2, 3]), place_S=torch.tensor([0, 1, 2, 3]),
+        ends_E=torch.tensor([1, 2], dtype=torch.int32),
+    )  # fmt: skip
+    (tile,) = planned(kept, 0, [0, 2], 1, fused)
+    (part,) = tile.parts
+    assert tile.order_S.tolist() == [1, 0], "the pair that leaves comes first"
+    assert tile.place_S.tolist() == [1, 0, 4, 4]
+    assert (part.send, part.receive) == ([0, 1], [0, 1])
+
+
+class Uneven(Alone):
+    """The other of two workers has its own counts."""
+
+    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        other = torch.tensor([[3, 1, 2, 5]])
+        return torch.stack([counts, other] if self.rank == 0 else [other, counts])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("rank", "order", "ends", "send", "receive"),
+    [
+        # Rows of the other worker: 3 of expert 0, 1 of expert 1. Own rows: 1 and 2 of them.
+        (0, [0, 1, 2, 4, 3, 5, 6], [4, 7], [0, 1], [0, 4]),
+        # Rows of the other worker: 2 of expert 2, 5 of expert 3. Own rows: none and 1 of them.
+        (1, [0, 1, 2, 3, 4, 5, 6, 7], [2, 8], [3, 0], [7, 0]),
+    ],
+)
+def test_rows_of_own_tokens_come_behind_those_that_arrive(
+    monkeypatch, fused, rank, order, ends, send, receive
+):
+    if fused:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(expert_journey, "fused", lambda _: fused)
+    group: Any = Uneven(rank, 2)
+    (tile,) = start_plan(decide_alone(torch.tensor([[1], [0], [3], [1]]), 4), group, [0, 4], 4)()
+    (part,) = tile.parts
+    assert tile.order_R(part).tolist() == order
+    assert tile.place_R(part)[tile.order_R(part)].tolist() == list(range(len(order)))
+    assert tile.ends_L(part).tolist() == ends
+    assert (part.send, part.receive) == (send, receive)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kernels_order_more_pairs_than_one_of_their_steps(rank):
+    """Experts have 1,100 to 2,900 pairs: a step of a kernel moves 1,024."""
+    generator = torch.Generator().manual_seed(7)
+    shares = torch.rand(4000, 4, generator=generator) + torch.tensor([0.4, 0.0, 0.2, 0.0])
+    decision = decide_alone(shares.topk(2).indices, 4)
+    ((expected,), (found,)) = (planned(decision, rank, [0, 4000], 2, fused) for fused in (0, 1))
+    assert min(decision.ends_E.diff().tolist()) > 1024
+    assert found.parts == expected.parts
+    assert torch.equal(found.order_S, expected.order_S)
+    assert torch.equal(found.place_S, expected.place_S)
+    for one, other in zip(found.rows, expected.rows, strict=True):
+        assert torch.equal(one, other)

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from model.moe_models import make_module, moe_model
 
-from mtrain_cli.model import expert_journey, expert_plan
-from mtrain_cli.model.expert_parallel import ExpertSharing, _WeightSums
-from mtrain_cli.model.expert_plan import Part, RowOrders, Tile
-from mtrain_cli.model.expert_tiles import ExpertExecution
+from mtrain_cli.model import expert_journey
+from mtrain_cli.model.expert_parallel import ExpertSharing
+from mtrain_cli.model.expert_products import ExpertExecution, WeightGradients
 from mtrain_cli.parallel.expert_group import ExpertGroup
 
 
@@ -30,21 +29,15 @@ def test_float64_experts_on_two_workers_equal_those_of_one(recompute, fused, til
 
 
 def in_float64(
-    rank: int,
-    world: int,
-    recompute: bool,
-    fused: bool,
-    tiles: int,
-    parts: int,
-    device: str = "cpu",
+    rank: int, world: int, recompute: bool, fused: bool, tiles: int, parts: int, device: str = "cpu"
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
     whole, part = (make_module(moe_model()).to(device) for _ in range(2))
     part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
     part.execution = ExpertExecution(chunks=tiles, recompute=recompute)
     # Triton's interpreter runs the kernels.
-    expert_plan.fused = expert_journey.fused = lambda _: fused
-    expert_plan.expert_parts = lambda *_: parts
+    expert_journey.fused = lambda _: fused
+    expert_journey.expert_parts = lambda *_: parts
     left_out: list[bool] = []
     part.sharing.group.observer.waiting = lambda: nullcontext(left_out.append(True))
     own = slice(3 * rank, 3 * rank + 3)
@@ -92,9 +85,7 @@ def test_gradients_of_more_than_two_tiles_are_added_up_in_float32():
     """Each addition of 2**-8 to 1 would round to 1 in bfloat16."""
     left, right = torch.ones(1, 1).bfloat16(), torch.ones(1, 1).bfloat16()
     ends = torch.ones(1, dtype=torch.int32)
-    part = Part(0, slice(0, 1), slice(0), slice(0), [], [], slice(0))
-    tile = Tile(0, 1, ends, ends, RowOrders(ends, ends, ends), (part,), 1)
-    sums = _WeightSums((tile,) * 9)
+    sums = WeightGradients(9)
     for number in range(9):
-        sums.add("down", part, left, right / 2**8 if number else right, ends)
+        sums.add("down", left, right / 2**8 if number else right, ends)
     assert sums.take("down", left) == 1 + 8 / 2**8

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
+from typing import ClassVar
+
 import pytest
 import torch
 from moe_models import choices, layer_by_definition, make_module, moe_model
 from tiny_models import loss_and_gradients, make_decoder
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.model import experts
 from mtrain_cli.model.decoder import SwiGLU
-from mtrain_cli.model.experts import expert_layers, reset_biases
+from mtrain_cli.model.experts import record_experts, reset_biases
+from mtrain_cli.parallel.profiler_labels import layer_of
+from mtrain_cli.parallel.recording import Recorder
 
 SETTINGS = [
     {},
@@ -62,16 +70,6 @@ def test_a_bias_changes_the_choice_but_not_the_scores():
     torch.testing.assert_close(module(x), wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_all_tokens_on_one_expert_and_experts_without_tokens():
-    module, x = module_of({"top_k": 1}), inputs().requires_grad_()
-    module.selection_bias = torch.tensor([0.0, 9, 0, 0, 0, 0])
-    module(x).sum().backward()
-    by_expert = module.experts.gate_up.grad.abs().amax((1, 2))
-    assert by_expert[1] > 0
-    assert by_expert[[0, 2, 3, 4, 5]].max() == 0
-    assert module.experts.down.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_second_pass_of_a_checkpoint_keeps_the_choice_bitwise(dtype, monkeypatch):
     model = moe_model(moe={"shared_size": 8, "dense_layers": 1})
@@ -79,19 +77,19 @@ def test_the_second_pass_of_a_checkpoint_keeps_the_choice_bitwise(dtype, monkeyp
     choose = experts.choose
     monkeypatch.setattr(experts, "choose", lambda *args: calls.append(1) or choose(*args))
     found = {}
-    for checkpoint in ("none", "selective", "full"):
+    for mode in ("none", "selective", "full"):
         calls.clear()
-        decoder = make_decoder(model, checkpoint=checkpoint).to(dtype)
+        decoder = make_decoder(model, checkpoint=mode).to(dtype)
         reset_biases(decoder)
-        found[checkpoint] = loss_and_gradients(decoder)
+        found[mode] = loss_and_gradients(decoder)
         assert len(calls) == 2, "one choice for each of two layers with experts"
     loss, gradients = found["none"]
-    for checkpoint in ("selective", "full"):
-        assert torch.equal(found[checkpoint][0], loss)
+    for mode in ("selective", "full"):
+        assert torch.equal(found[mode][0], loss)
         for name, gradient in gradients.items():
             # Layers with one MLP have a backward pass of their own with checkpoints.
             if name.startswith(("layers.1.mlp", "layers.2.mlp")):
-                assert torch.equal(found[checkpoint][1][name], gradient), (checkpoint, name)
+                assert torch.equal(found[mode][1][name], gradient), (mode, name)
 
 
 def test_the_bias_follows_the_loads():
@@ -100,6 +98,70 @@ def test_the_bias_follows_the_loads():
     torch.testing.assert_close(module.selection_bias, torch.tensor([-0.01, 0.01, 0, 0, 0.01, 0.01]))
 
 
-def test_layers_with_experts_are_found():
-    decoder = make_decoder(moe_model(moe={"dense_layers": 1}))
-    assert [mlp.layer for mlp in expert_layers(decoder.layers)] == [1, 2]
+class _Slow(torch.autograd.Function):
+    """Doubles its argument, and notes when each pass begins and ends."""
+
+    passes: ClassVar[list[tuple[float, float]]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * _Slow.work(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        return 2 * _Slow.work(grad)
+
+    @staticmethod
+    def work(x):
+        begin = time.perf_counter()
+        time.sleep(0.01)
+        _Slow.passes.append((begin, time.perf_counter()))
+        return x
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_spans_cover_each_pass_and_not_the_second_forward_pass(again):
+    recorder = Recorder(torch.device("cpu"))
+    _Slow.passes.clear()
+
+    def layer(x):
+        second = bool(_Slow.passes)
+        return record_experts(_Slow.apply, x, recorder, 3, again=second)
+
+    x = torch.ones(4, requires_grad=True)
+    recorder.start()
+    out = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+    assert out.tolist() == [2.0] * 4
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 4
+    spans = {span.direction: span for span in recorder.read()}
+    assert list(spans) == ["forward", *(["recompute"] if again else []), "backward"]
+    assert {(span.kind, span.layer, span.step) for span in spans.values()} == {("experts", 3, -1)}
+    for direction, (begin, end) in zip(spans, _Slow.passes, strict=True):
+        span = spans[direction]
+        assert span.start <= begin
+        assert end <= span.start + span.seconds
+    ordered = list(spans.values())
+    for span, following in pairwise(ordered):
+        assert span.start + span.seconds <= following.start, "spans of passes are apart"
+
+
+def test_nothing_is_recorded_without_a_recorder_or_while_it_is_stopped():
+    x = torch.ones(2, requires_grad=True)
+    assert record_experts(lambda x: 2 * x, x, None, 0, again=False).tolist() == [2, 2]
+    recorder = Recorder(torch.device("cpu"))
+    record_experts(lambda x: 2 * x, x, recorder, 0, again=False).sum().backward()
+    recorder.start()
+    assert recorder.read() == []
+
+
+def test_a_profiler_sees_the_passes_without_a_recorder():
+    x = torch.ones(4, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        record_experts(_Slow.apply, x, None, 5, again=False).sum().backward()
+    spans = {layer_of(e.name): e.time_range for e in recorded.events() if layer_of(e.name)}
+    assert set(spans) == {("experts", 5, "forward"), ("experts", 5, "backward")}
+    assert all(span.elapsed_us() >= 10_000 for span in spans.values())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import FAMILIES, ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.model.decoder import Decoder
@@ -28,10 +25,9 @@ from mtrain_cli.model.huggingface import (
     SUMS,
     HuggingFaceFolder,
     load_into,
-    parameter_shapes,
+    whole,
     write_folder,
 )
-from mtrain_cli.model.stored_tensors import whole
 from mtrain_cli.model.tokenizer_files import of_folder
 
 
@@ -60,8 +56,9 @@ def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
     (folder / SUMS).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
+@pytest.mark.parametrize(
+    ("dtype", "max_file_bytes"), [(torch.float32, 40_000), (torch.bfloat16, 10**9)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_keeps_every_bit_and_transformers_opens_it(
     tmp_path, family, max_file_bytes, dtype
@@ -81,14 +78,6 @@ def test_round_trip_keeps_every_bit_and_transformers_opens_it(
     theirs.save_pretrained(tmp_path / "theirs")
     again = load_decoder(model, tmp_path / "theirs")
     assert all(torch.equal(again[name], weights[name].float()) for name in weights)
-
-
-def test_burst_engine_models_have_the_papers_sizes():
-    for shape, billions in (("llama7b", 6.7), ("llama14b", 13.9)):
-        model = compose([f"model={shape}"]).model
-        assert sum(
-            math.prod(size) for size in parameter_shapes(model).values()
-        ) / 1e9 == pytest.approx(billions, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +196,6 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
             "tie_word_embeddings=1: must be true or false"),
         (
             lambda f: edit_config(f, rope_parameters=None,
-                rope_scaling={"type": "yarn", "factor": 2.0, "truncate": False}),
-            "truncate=false is not",
-        ),
-        (
-            lambda f: edit_config(f, rope_parameters=None,
                 rope_scaling={"type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": 2}),
             "mscale",
         ),
@@ -313,37 +297,6 @@ def test_files_outside_the_folder_are_refused(tmp_path, file):
         HuggingFaceFolder(tmp_path / "hf")
 
 
-def test_many_problems_are_cut_short(tmp_path):
-    export(tmp_path / "hf", tiny_model())
-    edit_config(tmp_path / "hf", head_dim=8)
-    with pytest.raises(ConfigError) as caught:
-        HuggingFaceFolder(tmp_path / "hf")
-    assert len(caught.value.problems) == 9
-    assert caught.value.problems[-1].startswith("... and ")
-
-
-@pytest.mark.parametrize(
-    ("family", "key", "size"),
-    [
-        ("qwen2", "hidden_size", 40),
-        ("qwen2", "num_hidden_layers", 3),
-        ("qwen3_moe", "num_experts", 6),
-        ("qwen3_moe", "moe_intermediate_size", 24),
-        ("mixtral", "num_local_experts", 6),
-        ("mixtral", "intermediate_size", 56),
-    ],
-)
-def test_a_wrong_size_in_config_json_is_one_line(tmp_path, family, key, size):
-    export(tmp_path / "hf", tiny_model(family))
-    edit_config(tmp_path / "hf", **{key: 2 * size})
-    with pytest.raises(ConfigError) as caught:
-        HuggingFaceFolder(tmp_path / "hf")
-    config = tmp_path / "hf" / "config.json"
-    assert list(caught.value.problems) == [
-        f"{config}: {key}={2 * size}: the tensors of this folder have {size}"
-    ]
-
-
 def test_a_stored_tied_head_and_stored_frequencies_are_ignored(tmp_path):
     weights = export(tmp_path / "hf", tiny_model("llama"))
     edit_tensors(
@@ -399,16 +352,6 @@ def test_rotary_settings_may_differ_from_the_folder(tmp_path):
     weights = export(tmp_path / "hf", tiny_model())
     read = load_decoder(tiny_model(rope=YARN), tmp_path / "hf")
     assert all(torch.equal(read[name], weights[name]) for name in weights)
-
-
-@pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
-def test_everything_written_follows_the_umask(tmp_path, max_file_bytes):
-    before = os.umask(0o027)
-    try:
-        export(tmp_path / "hf", tiny_model("qwen2"), max_file_bytes=max_file_bytes)
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "hf").iterdir()} == {0o640}
 
 
 def test_an_existing_folder_is_not_touched(tmp_path):

@@ -45,18 +45,6 @@ def test_checkpoints_tiles_and_kept_products_do_not_change_loss_and_gradients(
         )
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_checkpointed_layer_projects_and_attends_once_more(checkpoint):
-    seen: list[int] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        seen.append(layer)
-        return causal_attend(q, k, v, layer)
-
-    loss_and_gradients(make_decoder(tiny_model(), checkpoint=checkpoint), attend)
-    assert seen == [0, 1, 2] + [2, 1, 0] * (checkpoint != "none")
-
-
 @pytest.mark.parametrize("checkpoint", ["selective", "none"])
 def test_an_mlp_that_keeps_its_products_repeats_none(checkpoint):
     """Compare FLOP counted by PyTorch for three layers, two of which keep their products.

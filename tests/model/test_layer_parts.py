@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.decoder import Decoder, ProjectionWeights
 from mtrain_cli.model.feed_forward import FeedForwardWeights
-from mtrain_cli.model.layer_parts import cut_layers, own_feed_forward, own_projections
+from mtrain_cli.model.parallelize import cut_layers
 from mtrain_cli.parallel.mesh import TENSOR, make_parameter_mesh
+from mtrain_cli.parallel.tensor_group import own_part
 
 
 def meta_decoder() -> Decoder:
@@ -23,8 +24,9 @@ def parts(_rank: int, world: int) -> tuple[dict[str, tuple[int, ...]], list, lis
     decoder = meta_decoder()
     cut_layers(decoder, make_parameter_mesh(ParallelDims.of(world, cp=1, tp=2), "cpu")[TENSOR])
     layer = decoder.layers[0]
-    projections = own_projections(ProjectionWeights.of(layer.self_attn))
-    rest = own_feed_forward(FeedForwardWeights.of(layer))
+    whole = ProjectionWeights.of(layer.self_attn)
+    projections = [None if weight is None else own_part(weight) for weight in whole]
+    rest = map(own_part, FeedForwardWeights.of(layer))
     return (
         {name: tuple(p.shape) for name, p in decoder.named_parameters()},
         [None if weight is None else tuple(weight.shape) for weight in projections],
@@ -42,11 +44,5 @@ def test_a_worker_has_its_heads_and_its_part_of_the_mlp():
         assert projections[:3] == [(q, hidden), (kv, hidden), (kv, hidden)]
         biases = [(q,), (kv,), (kv,)] if model.qkv_bias else [None] * 3
         assert projections[3:6] == biases
-        assert rest == [
-            (hidden, q),
-            (hidden,),
-            (width, hidden),
-            (width, hidden),
-            (hidden, width),
-        ]
+        assert rest == [(hidden, q), (hidden,), (width, hidden), (width, hidden), (hidden, width)]
         assert cut == [False, True], "only layers are cut"

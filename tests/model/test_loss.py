@@ -65,9 +65,7 @@ def test_gradcheck_in_float64(recompute, z_loss):
     assert torch.autograd.gradcheck(total, (x, weight))
 
 
-def test_only_a_gradient_in_the_logits_dtype_is_formed_in_place(
-    monkeypatch,
-):
+def test_only_a_gradient_in_the_logits_dtype_is_formed_in_place(monkeypatch):
     compiled = []
     monkeypatch.setattr(
         torch, "compile", lambda function, **_: compiled.append(function) or function
@@ -122,26 +120,11 @@ def test_recomputed_gradients_equal_those_formed_in_forward():
         x, weight, labels = problem(dtype)
         results = [
             torch.autograd.grad(
-                loss_of(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again),
-                (x, weight),
+                loss_of(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again), (x, weight)
             )
             for again in (False, True)
         ]
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_recomputation_keeps_no_gradient_until_backward():
-    x, weight, labels = problem(torch.float32)
-    kept = {}
-    for again in (False, True):
-        seen: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, seen=seen: seen.append(t) or t, lambda t: t
-        ):
-            loss_of(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again)
-        mine = {x.data_ptr(), weight.data_ptr(), labels.data_ptr()}
-        kept[again] = sum(t.nbytes for t in seen if t.ndim and t.data_ptr() not in mine)
-    assert kept == {False: x.nbytes + weight.nbytes, True: 0}
 
 
 def test_bfloat16_error_is_that_of_rounding_inputs_and_results():
@@ -219,12 +202,6 @@ def test_label_outside_the_vocabulary_is_refused(label):
         ValueError, match=f"Label {label} of row 11 is outside the vocabulary of {VOCAB} tokens"
     ):
         loss_of(x, weight, labels, 4 * VOCAB * 5, 1.0)
-
-
-def test_scale_may_be_a_tensor_and_labels_int32():
-    x, weight, labels = problem(torch.float32)
-    loss = loss_of(x, weight, labels.int(), 4 * VOCAB * 5, torch.tensor(0.25))
-    torch.testing.assert_close(loss, plain(x, weight, labels, 0.25))
 
 
 def test_logits_never_exceed_the_budget():

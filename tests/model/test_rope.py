@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_models import LLAMA3, PLAIN, YARN
 
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import ConfigError, RopeConfig
 from mtrain_cli.model.rope import (
     attention_factor,
     inverse_frequencies,
@@ -78,22 +77,12 @@ def test_yarn_ramp_starts_from_the_original_length():
     assert attention_factor(QWEN, 16.0) == pytest.approx(0.1 * math.log(16.0) + 1.0)
 
 
-def test_yarn_without_stretch_is_plain():
-    plain = inverse_frequencies(dataclasses.replace(YARN, scaling="none"), 32, 1.0)
-    torch.testing.assert_close(inverse_frequencies(YARN, 32, 1.0), plain, rtol=1e-6, atol=0)
-    assert attention_factor(YARN, 1.0) == 1.0
-
-
 @pytest.mark.parametrize(
     ("factor", "seq", "expected"),
     [("auto", 524288, 16.0), ("auto", 4096, 1.0), (8.0, 524288, 8.0), ("2", 100, 2.0)],
 )
 def test_auto_factor_is_the_ratio_of_lengths_and_at_least_one(factor, seq, expected):
     assert rope_factor(dataclasses.replace(QWEN, factor=factor), seq) == expected
-
-
-def test_no_scaling_means_factor_one():
-    assert rope_factor(dataclasses.replace(QWEN, scaling="none", factor=16.0), 524288) == 1.0
 
 
 @pytest.mark.parametrize("factor", ["automatic", 0.5, float("nan"), float("inf")])

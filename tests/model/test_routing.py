@@ -1,4 +1,4 @@
-"""Losses of routers and capacities against their definitions, in float64."""
+"""The decisions, the losses and the logits of routers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from contextlib import nullcontext
 import pytest
 import torch
 from moe_models import moe_model
+from torch.nn import functional
 
+from mtrain_cli.model import routing as module
 from mtrain_cli.model import routing as routing_module
 from mtrain_cli.model.routing import (
     PADDING,
     RouterOptions,
     Routing,
     SharingGroup,
-    _grouped,
     choose,
     decide_alone,
     part_of,
+    router_logits,
 )
 
 SEQ, LENGTHS, E = 8, (8, 5), 6
@@ -110,24 +112,6 @@ def test_losses_and_their_gradients_are_the_definition(settings):
     assert float(given.loads[1, E + 2]) == pytest.approx(entropy, rel=1e-6)
     assert given.loads[1, :E].tolist() == chosen[real].flatten().bincount(minlength=E).tolist()
     assert given.loads[[0, 2]].abs().max() == 0
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 0.05])
-def test_losses_do_not_depend_on_what_is_counted(z_loss):
-    found = []
-    for count in (False, True):
-        given = routing({}, balance_loss=0.3, z_loss=z_loss)
-        decision = given.decide(logits().topk(2).indices, scored(logits(), {}), 1)
-        found.append(given.loss(logits(), scored(logits(), {}), decision, 1, count=count))
-        assert bool(given.loads[1, E:].any()) == count
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
-
-
-def test_pairs_of_many_experts_keep_their_order():
-    keys = torch.tensor([[32_768, 0], [32_767, 1]])
-    order, ends = _grouped(keys, 32_768)
-    assert order.tolist() == [1, 3, 2, 0]
-    assert (int(ends[0]), int(ends[-1])) == (1, 3)
 
 
 def test_padding_is_not_computed_and_pairs_are_ordered_by_expert():
@@ -271,3 +255,73 @@ def test_a_part_of_a_decision_has_the_pairs_of_its_tokens():
     for name, value in part_of(whole, 0, 4)._asdict().items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, getattr(whole, name)), name
+
+
+TOKENS, HIDDEN, EXPERTS = 37, 64, 6
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    """Take the way of GPUs. A float32 product of the same numbers is that of tensor cores."""
+    monkeypatch.setattr(module, "_on_tensor_cores", lambda x, _: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(module, "_mixed_product", lambda a, b: a.float() @ b.float())
+
+
+def tensors(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (TOKENS, HIDDEN), (EXPERTS, HIDDEN), (TOKENS, EXPERTS)
+    x, weight, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), grad * 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_and_gradients_equal_a_linear_layer_in_high_precision(dtype):
+    x, weight, grad = tensors(dtype)
+    high = torch.promote_types(dtype, torch.float32)
+    found = router_logits(x, weight)
+    again = [each.detach().clone().requires_grad_() for each in (x, weight)]
+    wanted = functional.linear(*(each.to(high) for each in again))
+    assert found.dtype == high
+    assert torch.equal(found, wanted)
+    found.backward(grad.to(high))
+    wanted.backward(grad.to(high))
+    for given, other in zip((x, weight), again, strict=True):
+        assert torch.equal(given.grad, other.grad)
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+def test_the_way_of_gpus_rounds_gradients_only_once():
+    x, weight, grad = tensors(torch.bfloat16)
+    out = router_logits(x, weight)
+    torch.testing.assert_close(out, x.float() @ weight.float().t())
+    out.backward(grad)
+    exact = [grad.double() @ weight.double(), grad.double().t() @ x.double()]
+    for given, wanted in zip((x, weight), exact, strict=True):
+        assert given.grad.dtype == torch.bfloat16
+        once = wanted.bfloat16()
+        # One rounding: at most a neighbour where the exact value lies between two numbers.
+        assert (given.grad != once).float().mean() < 0.02
+        torch.testing.assert_close(given.grad, once, rtol=2**-7, atol=1e-9)
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+def test_autograd_keeps_only_the_inputs():
+    x, weight, _ = tensors(torch.bfloat16)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        router_logits(x, weight)
+    assert {each.data_ptr() for each in kept} == {x.data_ptr(), weight.data_ptr()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensor_cores_give_the_logits_of_float32():
+    x, weight, grad = (each.detach().cuda() for each in tensors(torch.bfloat16))
+    x.requires_grad_(), weight.requires_grad_()
+    out = router_logits(x, weight)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+    out.backward(grad)
+    exact = grad.double() @ weight.double(), grad.double().t() @ x.double()
+    for given, wanted in zip((x, weight), exact, strict=True):
+        torch.testing.assert_close(given.grad, wanted.bfloat16(), rtol=2**-7, atol=1e-8)

@@ -9,8 +9,7 @@ import torch
 from tiny_models import tiny_model
 
 from mtrain_cli.config.schema import FAMILIES
-from mtrain_cli.model.huggingface import parameter_shapes
-from mtrain_cli.model.stored_tensors import overlaps, stored_parts, whole
+from mtrain_cli.model.huggingface import overlaps, parameter_shapes, stored_parts, whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)

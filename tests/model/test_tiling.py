@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.config.schema import MoeConfig
 from mtrain_cli.model.tiling import expert_chunks, expert_parts, shared_tile_rows, tile_rows
 
 

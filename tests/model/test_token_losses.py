@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtrain_cli.model.token_losses import token_losses
+from mtrain_cli.model.loss import token_losses
 
 ROWS, HIDDEN, VOCAB = 11, 6, 13
 

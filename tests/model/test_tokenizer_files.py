@@ -84,13 +84,6 @@ def test_transformers_gives_mtrains_ids_for_every_family(
         assert theirs.eos_token_id == ours.eos
 
 
-def test_qwens_own_tokenizer_is_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    files = of_folder(tmp_path)
-    assert files.for_family("qwen2") == files
-
-
 def test_the_folder_decides_the_end_token(tmp_path: Path) -> None:
     vocabulary = {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}
     (tmp_path / "tokenizer.json").write_text(
@@ -109,9 +102,7 @@ def test_the_folder_decides_the_end_token(tmp_path: Path) -> None:
     }
 
 
-def test_the_documents_end_token_takes_precedence_over_unknown_ids(
-    tmp_path: Path,
-) -> None:
+def test_the_documents_end_token_takes_precedence_over_unknown_ids(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"type": "BPE", "vocab": {"<|endoftext|>": 0}}})
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import LLAMA3, PLAIN, YARN, make_decoder, tiny_model
 
-from mtrain_cli.config.rope_settings import RopeConfig
+from mtrain_cli.config.schema import RopeConfig
 from mtrain_cli.model.huggingface import write_folder
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.verify import causal_attend, compare, verify

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain_cli.config.expert_settings import DENSE, MoeConfig
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import DENSE, ModelConfig, MoeConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import write_folder
 from mtrain_cli.model.init import initialize

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from mtrain_cli.parallel import arrangements
-from mtrain_cli.parallel.arrangements import Arrange, ArrangePart, ArrangeShards
+from mtrain_cli.parallel import operations
 from mtrain_cli.parallel.buffers import Buffer
+from mtrain_cli.parallel.operations import Arrange
 from mtrain_cli.parallel.program import Copy, Post, Program, ShardSizes, Wait
 
 Copying = TypeVar("Copying", bound=Copy)
 ARRANGEMENTS = {
     kind
-    for kind in vars(arrangements).values()
+    for kind in vars(operations).values()
     if isinstance(kind, type) and issubclass(kind, Arrange)
-} - {Arrange, ArrangePart, ArrangeShards}
+} - {Arrange}
 SIZES = ShardSizes(tokens=64, heads=48, kv_heads=24, head_dim=8, dtype_bytes=2)
 # 640 elements of queries, and 320 of keys and values.
 FEW = ShardSizes(tokens=10, heads=8, kv_heads=2, head_dim=8, dtype_bytes=2)

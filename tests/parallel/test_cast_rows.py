@@ -23,8 +23,7 @@ from mtrain_cli.parallel.cast_rows import (
 )
 from mtrain_cli.parallel.layout import Balanced, Joined, Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 
 SEQ = 1000
 

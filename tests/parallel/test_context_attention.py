@@ -19,10 +19,9 @@ from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import _Attend
+from mtrain_cli.parallel.context_attention import _Attend, gather_rows, make_index_group
 from mtrain_cli.parallel.dispatch import Balancer
-from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.index_group import gather_rows, make_index_group
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.plan import Plan

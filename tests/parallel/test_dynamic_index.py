@@ -14,7 +14,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.parallel import context_attention
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern

@@ -23,8 +23,7 @@ from mtrain_cli.parallel.exchange_selection import (
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import CONTEXT, Schedule, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import CONTEXT, Schedule, ScheduleOptions, make_schedule
 
 AUTO = compose([]).topology
 NEEDS = ExchangeNeeds(

@@ -16,21 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.arrangements import Arrange, Order, Shards
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Exchange, ShardTiles
-from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.executor import Executor
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.exchange import Exchange, ShardTiles, make_exchange
+from mtrain_cli.parallel.executor import Executor, QueryMessage, RunningAttention
+from mtrain_cli.parallel.layout import Placement, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.operations import Arrange, Order, Shards
 from mtrain_cli.parallel.program import Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.running_attention import RunningAttention
-from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, COLUMNS = 4, 256, 8, 4, 16, 6
@@ -139,7 +135,7 @@ def posted(
 ) -> dict[float | None, list[int]]:
     """Count the transfers of each pass of a layer, by the share of out that checkpointing keeps."""
     passes: list[int] = []
-    run, transport = Executor.run, Exchange._transport
+    run, begin = Executor.run, Exchange._begin
 
     def counting(self: Executor, operations: Iterable[Operation]) -> None:
         passes[-1] += sum(isinstance(op, Post) for op in operations)
@@ -147,7 +143,7 @@ def posted(
 
     def beginning(*args) -> Any:
         passes.append(0)
-        return transport(*args)
+        return begin(*args)
 
     group = make_context_group(
         rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2, heads=heads
@@ -158,7 +154,7 @@ def posted(
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "run", counting)
-        patch.setattr(Exchange, "_transport", beginning)
+        patch.setattr(Exchange, "_begin", beginning)
         for keep in KEPT:
             passes.clear()
             attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", keep=keep or 0.0)
@@ -212,3 +208,32 @@ def test_shards_travel_in_the_order_of_nodes_and_return_in_the_order_of_ranks(am
     (keys,) = Order(step=0, reads=(gathered,), writes=(keys,), among=among).copy(run)
     assert keys[0].equal(dk)
     assert keys[1].equal(dv)
+
+
+def test_parts_of_a_message_start_at_multiples_of_256_bytes():
+    q, dout, out = (torch.randn(1, 5, 3, 7) for _ in range(3))
+    lse, delta = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
+    for needs_out in (False, True):
+        rows = q, dout, out, lse, delta
+        message, packed = QueryMessage.pack(rows, needs_out=needs_out)
+        base = packed.data_ptr()
+        parts = [t for t in message.unpack(packed) if t is not None]
+        assert all((t.data_ptr() - base) % 256 == 0 for t in parts)
+        got_q, got_dout, _, got_lse, _ = message.unpack(packed)
+        assert got_q.equal(q)
+        assert got_dout.equal(dout)
+        assert got_lse.equal(lse)
+
+
+def test_partial_outputs_in_bfloat16_are_merged_in_float32():
+    """Seven keys with equal scores, one a step; values 1 and six 0. bfloat16 merges would round."""
+    total = RunningAttention(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16))
+    for step in range(7):
+        out = torch.full((1, 1, 1, 4), 1.0 if step == 0 else 0.0, dtype=torch.bfloat16)
+        total.add(out, torch.zeros(1, 1, 1))
+    partial = total.sums
+    assert partial is not None
+    torch.testing.assert_close(partial[0], torch.full((1, 1, 1, 4), 1 / 7), atol=1e-7, rtol=0)
+    out, lse = total.result()
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(lse, torch.full((1, 1, 1), 7.0).log())

@@ -14,8 +14,7 @@ from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import DynamicIndex
-from mtrain_cli.parallel.index_group import make_index_group
+from mtrain_cli.parallel.context_attention import DynamicIndex, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.sparsity.fixed import FixedPattern
@@ -111,7 +110,7 @@ def estimates(
     """By cell, this worker's index and counts; rank 0 also returns those of a single process."""
     dtype = getattr(torch, dtype_name)
     if fused:
-        import mtrain_cli.sparsity.probe as module
+        import mtrain_cli.sparsity.vertical_slash as module
 
         module.fused_probe_usable = lambda *_: True
     group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))

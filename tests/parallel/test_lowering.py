@@ -7,24 +7,15 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from parallel.programs import SIZES, copies, play
+from parallel.programs import ARRANGEMENTS, SIZES, copies, play
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.arrangements import AddHeads
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import MergeBackward
-from mtrain_cli.parallel.program import (
-    Compute,
-    Operation,
-    Post,
-    Shard,
-    Stage,
-    Whole,
-)
+from mtrain_cli.parallel.operations import AddHeads, Arrange, MergeBackward
+from mtrain_cli.parallel.program import Compute, Operation, Post, Shard, Stage, Whole
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions, make_schedule
 
 
 def traits_of(schedule: Schedule) -> list[Traits]:
@@ -123,3 +114,14 @@ def test_traded_tokens_live_until_their_views_are_copied(backward):
     (op,) = copies(program, AddHeads)
     assert op == program.operations[-1]
     assert Buffer(Kind.TRADED_TOKENS) in op.frees
+
+
+def test_programs_use_every_arrangement():
+    assert len(ARRANGEMENTS) > 20
+    used = set()
+    for (name, options), backward in product(cases(), (False, True)):
+        schedule = make_schedule(name, options)
+        traits = Traits(columns=not schedule.gathers)
+        operations = lower(schedule, 0, backward=backward, traits=traits).operations
+        used |= {type(op) for op in operations if isinstance(op, Arrange)}
+    assert used == ARRANGEMENTS

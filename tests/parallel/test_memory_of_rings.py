@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel import arrangements
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel import operations
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
@@ -75,7 +75,7 @@ def test_pool_and_peak_are_those_of_the_program(
     k, v = (torch.randn(1, TOKENS, KV_HEADS, DIM).bfloat16() for _ in range(2))
     # On a GPU one kernel computes it, without temporaries.
     monkeypatch.setattr(
-        arrangements, "row_delta", lambda out, _: torch.zeros(1, out.shape[2], out.shape[1])
+        operations, "row_delta", lambda out, _: torch.zeros(1, out.shape[2], out.shape[1])
     )
     held = Held()
     with held:

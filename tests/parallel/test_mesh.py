@@ -14,7 +14,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import transport
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 

@@ -17,7 +17,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import Recorder

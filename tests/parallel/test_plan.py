@@ -9,8 +9,7 @@ import torch
 from mtrain_cli.attention.device_copy import packed, unpacked
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_exchange
 from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan, positions_of

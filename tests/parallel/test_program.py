@@ -9,7 +9,9 @@ import pytest
 from parallel.programs import FEW, SIZES
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import (
+from mtrain_cli.parallel.buffers import Kind
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.operations import (
     Arrange,
     FromHeads,
     FromTokens,
@@ -17,8 +19,6 @@ from mtrain_cli.parallel.arrangements import (
     ToHeads,
     ToTokens,
 )
-from mtrain_cli.parallel.buffers import Kind
-from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
     HIGH,
     LOW,
@@ -30,8 +30,7 @@ from mtrain_cli.parallel.program import (
     pool_bytes,
 )
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import UNSCHEDULED, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import UNSCHEDULED, ScheduleOptions, make_schedule
 
 
 def test_the_pool_of_a_ring_of_keys_in_float32_by_hand():

@@ -10,8 +10,7 @@ from parallel.programs import play
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Post, Wait
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import UNSCHEDULED, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import UNSCHEDULED, ScheduleOptions, make_schedule
 
 
 def test_playing_finds_a_buffer_that_is_freed_early_or_never():

@@ -16,7 +16,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
@@ -24,7 +24,7 @@ from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
 from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.sparsity.pattern import make_pattern
 
 HEADS, KV_HEADS, HEAD_DIM, SEQ = 4, 2, 8, 96
 WAYS = [

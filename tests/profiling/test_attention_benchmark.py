@@ -16,7 +16,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.profiling import attention_benchmark
-from mtrain_cli.profiling.attention_benchmark import HEADER, _draw, _medians, _row
+from mtrain_cli.profiling.attention_benchmark import _draw, _medians
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.records.record_files import open_records
@@ -63,12 +63,6 @@ def test_medians_and_spread_are_of_the_slowest_worker():
     slowest = np.array([[1.0, 2.0], [2.0, 4.0], [9.0, 3.0]])
     found = _medians(SimpleNamespace(slowest=lambda _: slowest), [])  # type: ignore[arg-type]
     assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(9 / 6)}
-
-
-def test_a_row_stands_under_the_header():
-    row = _row("a case", 0.125, {"forward_ms": 1.5, "backward_ms": 3.25, "spread": 0.5})
-    assert len(row) == len(HEADER)
-    assert row.split() == ["a", "case", "12.50%", "1.50", "3.25", "4.75", "50.0%"]
 
 
 def two_lengths(rank: int, world: int, folder: str) -> list[Any]:

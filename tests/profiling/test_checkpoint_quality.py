@@ -11,8 +11,7 @@ import torch
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling.checkpoint_quality import profile_checkpoints
-from mtrain_cli.profiling.pattern_quality import Place, worker_alone
+from mtrain_cli.profiling.pattern_quality import Place, profile_checkpoints, worker_alone
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern

@@ -18,7 +18,7 @@ from mtrain_cli.profiling.kernel_benchmark import (
     KernelTime,
     profile_kernels,
 )
-from mtrain_cli.profiling.timing import ResultFile, median_ms
+from mtrain_cli.profiling.timing import median_ms, save_times
 from mtrain_cli.simulation.calibration import load_calibration
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16, density=0.5, columns=4)
@@ -55,7 +55,8 @@ def test_a_case_and_its_dense_attention_are_counted_and_saved(tmp_path):
     assert whole.pairs == whole.mask_pairs == 4 * 64 * 65 // 2
     assert 0 < sparse.pairs < whole.pairs == sparse.mask_pairs
     path = tmp_path / "folder" / "mine.json"
-    ResultFile("kernels", "cpu", torch.float32, {"seed": 3}).save(path, times, "a command")
+    about = {"kind": "kernels", "device": "cpu", "dtype": torch.float32}
+    save_times(path, times, "a command", **about, seed=3)
     document = json.loads(path.read_text())
     assert (document["command"], document["dtype"], document["seed"]) == ("a command", "float32", 3)
     assert load_calibration(path).device == document["device"]
@@ -95,8 +96,3 @@ def test_delta_is_computed_before_the_timed_calls_unless_the_kernel_derives_it(
     tiles = bench.tiles(SequenceMask.causal(CASE.seq, CASE.seq), whole, whole, CASE.dense)
     bench.time_passes(kernel, CASE, tiles, with_delta=with_delta)  # type: ignore[arg-type]
     assert {delta is not None for delta in kernel.delta} == {given}
-
-
-def test_every_call_draws_the_same_index():
-    assert CASE.index().columns.equal(CASE.index().columns)
-    assert CASE.index().columns.shape[-1] == CASE.columns

@@ -9,10 +9,7 @@ import torch
 
 from mtrain_cli.profiling import link_benchmark as measuring
 from mtrain_cli.profiling import timing
-from mtrain_cli.simulation.link_fit import (
-    HOP,
-    INNER,
-)
+from mtrain_cli.simulation.link_fit import HOP, INNER
 
 
 def test_a_machine_is_measured_by_copies_additions_and_products(monkeypatch):

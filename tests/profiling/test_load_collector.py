@@ -12,8 +12,8 @@ import torch
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling import step_benchmark
-from mtrain_cli.profiling.load_collector import own_rows
 from mtrain_cli.profiling.measurement import TRAINING, MeasurementPlan
+from mtrain_cli.profiling.record_collector import own_loads
 from mtrain_cli.records.expert_loads import ROW, analyse_experts
 from mtrain_cli.records.record_files import open_records
 from mtrain_cli.training.router_batches import OwnLoads
@@ -25,7 +25,7 @@ def test_rows_name_layer_expert_and_rank():
     beyond = torch.zeros_like(chosen)
     beyond[1, 0] = 2
     own = OwnLoads((1, 3), (chosen, chosen), (beyond, beyond))
-    rows = own_rows(own, 2, 7, 9)
+    rows = own_loads(own, 2, 7, 9)
     assert rows["layer"].tolist() == [1, 1, 1, 3, 3, 3]
     assert rows["expert"].tolist() == [0, 1, 2, 0, 1, 2]
     assert rows["tokens"].tolist() == [6, 2, 0, 4, 4, 4]
@@ -35,8 +35,8 @@ def test_rows_name_layer_expert_and_rank():
         "step": {7},
         "rank": {9},
     }
-    assert len(own_rows(None, 0, 1, 0)) == 0
-    assert own_rows(None, 0, 1, 0).dtype == ROW
+    assert len(own_loads(None, 0, 1, 0)) == 0
+    assert own_loads(None, 0, 1, 0).dtype == ROW
 
 
 def profiled(rank: int, world: int, folder: str) -> None:

@@ -9,7 +9,13 @@ from attention.mask_definitions import predicate as definition
 
 from mtrain_cli.profiling import kernel_benchmark, mask_benchmark
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
-from mtrain_cli.profiling.mask_benchmark import MASKS, documents, make_mask, profile_masks
+from mtrain_cli.profiling.mask_benchmark import (
+    MASKS,
+    FlexAttention,
+    documents,
+    make_mask,
+    profile_masks,
+)
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16)
 
@@ -38,22 +44,6 @@ def test_masks_are_those_of_their_names():
     for name, seen in expected.items():
         mask = make_mask(name, 96).mask
         assert np.array_equal(mask.spans(np.arange(96), np.arange(96)).seen(), seen), name
-
-
-def test_sizes_describe_the_masks():
-    sizes = {name: make_mask(name, 100).sizes for name in MASKS}
-    count, longest = documents(100)[-1] + 1, np.bincount(documents(100)).max()
-    drawn = f"{count} documents of up to {longest} tokens"
-    assert sizes == {
-        "full": "",
-        "causal": "",
-        "documents_full": drawn,
-        "documents": drawn,
-        "window": "25 tokens",
-        "documents_block_causal": f"{drawn}, in blocks of 12",
-        "video": "4x5x5 tokens, window 4x3x5",
-        "shared_question": "question of 20 tokens, 8 answers of up to 10",
-    }
 
 
 @pytest.mark.parametrize(("seq", "intervals"), [(4096, 9), (32768, 9), (131072, 9), (7, 1)])
@@ -104,10 +94,11 @@ def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch
     assert flex.backward_tflops is None
 
 
-def test_without_flex_auto_is_timed_and_has_no_ratio(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    bench = KernelBench([], torch.float32, "cpu", 1)
-    (time,) = profile_masks(bench, ["shared_question"], [CASE], flex=False)
-    assert (time.kernel, time.intervals, time.forward_ratio) == ("sdpa", 2, None)
-    assert time.forward_ms > 0
-    assert time.backward_ms is not None
+def test_flex_attention_computes_the_pairs_of_its_predicate(monkeypatch):
+    compiled: list = []
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call) or call)
+    attend = FlexAttention.make(lambda b, h, q, k: q - k == 1, 5, "cpu")  # noqa: ARG005
+    assert [call.__name__ for call in compiled] == ["flex_attention"]
+    q, k, v = (torch.randn(1, heads, 5, 16) for heads in (6, 2, 2))
+    values = v.repeat_interleave(3, 1)
+    torch.testing.assert_close(attend(q, k, v)[:, :, 1:], values[:, :, :-1])

@@ -11,26 +11,15 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.profiling import measurement
-from mtrain_cli.profiling.measurement import (
-    Bench,
-    MeasurementPlan,
-    MeasurementProgress,
-    rotated,
-)
+from mtrain_cli.profiling.measurement import Bench, MeasurementPlan, MeasurementProgress
 
 
 def test_a_saved_plan_is_loaded_with_its_cases_in_order(tmp_path):
     seqs = (512, 256, 1024)
     cases = [(f"case of {seq}", compose([f"seq={seq}"])) for seq in seqs]
-    plan = MeasurementPlan("attention", cases, samples=3, warmup=2, every=4, peer=True, quiet=True)
+    plan = MeasurementPlan("attention", cases, samples=3, warmup=2, every=4, quiet=True)
     plan.save(RunDir(tmp_path))
     assert MeasurementPlan.load(RunDir(tmp_path)) == plan
-
-
-def test_every_item_comes_first_equally_often():
-    orders = [rotated("abc", sample) for sample in range(6)]
-    assert [order[0] for order in orders] == list("abcabc")
-    assert all(sorted(order) == list("abc") for order in orders)
 
 
 def bench_of(gathered: list[Any]) -> Bench:
@@ -87,11 +76,6 @@ def test_cases_with_equal_communicators_share_a_group(monkeypatch):
     assert [case.label for case in cases] == [f"dense balanced {c.label} 4k" for c in choices]
     typed = SimpleNamespace(cases=[("dense zigzag ring", choices[1])])
     assert bench.cases(typed)[0].label == "dense zigzag ring"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("gathered", "stops"), [([False, True], True), ([False, False], False)])
-def test_a_request_to_any_worker_stops_all(gathered, stops):
-    assert bench_of(gathered).stop_requested() is stops
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,14 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
 from mtrain_cli.profiling import non_attention_benchmark as measuring
-from mtrain_cli.profiling.non_attention_benchmark import (
-    NonAttentionTime,
-    profile_non_attention,
-    result_file,
-)
+from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime, profile_non_attention
+from mtrain_cli.profiling.timing import save_times
 from mtrain_cli.simulation.calibration import (
     LOSS,
     NonAttentionPoint,
     NonAttentionTimes,
     load_calibration,
 )
-from mtrain_cli.simulation.non_attention_cost import NonAttentionCost
-from mtrain_cli.simulation.predicted_step import PredictedStep
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -174,7 +169,7 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
         )
         for n in (100, 200, 400)
     ]
-    result_file(configs[0], "cpu").save(path, times, "mtrain profile non-attention")
+    save_times(path, times, "mtrain profile non-attention", **measuring.about(configs[0], "cpu"))
     found = load_calibration(path)
     assert found.curves == ()
     assert found.non_attention is not None
@@ -208,29 +203,6 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
         load_calibration(path)
 
 
-def test_shares_are_by_what_is_expected():
-    """1, 100 and 10,000 us expected took 4x, 1.5x and 1.2x; the first waited for the host."""
-
-    def measured(*shares: tuple[float, float]) -> NonAttentionTimes:
-        return NonAttentionTimes(
-            tuple(NonAttentionPoint(FORWARD, 1, us * share, us, 0.0, 1) for us, share in shares)
-        )
-
-    def at(of: NonAttentionTimes, us: float) -> tuple[float, bool]:
-        share, inside = of.share(FORWARD, us, lambda point: point.flop)
-        return pytest.approx(share), inside
-
-    found = measured((100.0, 1.5), (1.0, 4.0), (10_000.0, 1.2))
-    assert [at(found, us) for us in (1.0, 10.0, 100.0, 1000.0, 10_000.0)] == [
-        (4.0, True), (2.75, True), (1.5, True), (1.35, True), (1.2, True),
-    ]  # fmt: skip
-    assert at(found, 0.1) == (40.0, False), "as long as the least"
-    assert at(found, 1e5) == (1.2, False)
-    busy = measured((100.0, 1.3), (10_000.0, 1.2))
-    assert at(busy, 1.0) == (1.3, False), "the GPU took the time"
-    assert at(measured((100.0, 1.0), (100.0, 2.0), (100.0, 4.0)), 100.0) == (2.0, True)
-
-
 def _step(non_attention: NonAttentionTimes | None, monkeypatch, **more) -> PredictedScenario:
     from mtrain_cli.simulation import calibration
 
@@ -241,102 +213,6 @@ def _step(non_attention: NonAttentionTimes | None, monkeypatch, **more) -> Predi
     return evaluate(H200, Scenario(config, pairs.problem(config)), plan, **more)
 
 
-def test_steps_are_priced_by_measured_times(monkeypatch):
-    """A part measured at 1.5x of its constants takes 1.5x in the step; others do not change."""
-    flops, bytes_us = H200.gpu.gemm_tflops.value * 1e6, H200.gpu.hbm_gbps.value * 1e3
-
-    def measured(forward: float, backward: float, loss: float) -> NonAttentionTimes:
-        """1.5x at every size, except the loss, which was not measured for so few tokens."""
-        longer = {FORWARD: forward, BACKWARD: backward, LOSS: loss}
-        return NonAttentionTimes(
-            tuple(
-                NonAttentionPoint(
-                    part,
-                    1000,
-                    more * (size / flops + 1e-3 * size / bytes_us),
-                    size,
-                    1e-3 * size,
-                    16,
-                )
-                for part, more in longer.items()
-                for size in ((1e9, 1e15) if part != LOSS else (1e15,))
-            )
-        )
-
-    def priced(non_attention: NonAttentionTimes | None) -> PredictedStep:
-        return _step(non_attention, monkeypatch).step
-
-    by_constants, alike, both, last = (
-        priced(times)
-        for times in (
-            None,
-            measured(1.0, 1.0, 1.0),
-            measured(1.5, 2.0, 1.0),
-            measured(1.0, 1.0, 3.0),
-        )
-    )
-    assert alike.parts == pytest.approx(by_constants.parts)
-    # One of a layer's three products is its forward pass; recomputation is in the backward pass.
-    assert both.parts["matrices"] == pytest.approx((1.5 + 2 * 2.0) / 3 * alike.parts["matrices"])
-    assert both.parts["recomputed"] == pytest.approx(2.0 * alike.parts["recomputed"])
-    for part in ("attention", "index", "optimizer", "links", "loss"):
-        assert both.parts[part] == alike.parts[part], part
-    for part in set(alike.parts) - {"loss"}:
-        assert last.parts[part] == pytest.approx(alike.parts[part]), part
-    # Copies of weights are not included.
-    assert 2.5 * alike.parts["loss"] < last.parts["loss"] < 3 * alike.parts["loss"]
-    assert (
-        1.5 * alike.parts["element-wise"]
-        < both.parts["element-wise"]
-        < 2 * alike.parts["element-wise"]
-    )
-    # Measured sizes have the bounds between GPUs of a kind; smaller sizes have wider bounds.
-    near = priced(
-        replace(
-            measured(1.0, 1.0, 1.0),
-            points=measured(1.0, 1.0, 1.0).points + measured(1.0, 1.0, 1.0).points,
-        )
-    )
-    assert near.seconds == alike.seconds
-    inside = [point for point in measured(1.0, 1.0, 1.0).points if point.part != LOSS] + [
-        NonAttentionPoint(LOSS, 1, size / flops, size, 0.0, 16) for size in (1e9, 1e15)
-    ]
-    narrow = priced(NonAttentionTimes(tuple(inside)))
-    assert narrow.seconds.value == pytest.approx(alike.seconds.value)
-    assert narrow.seconds.low > alike.seconds.low
-    assert narrow.seconds.high < alike.seconds.high
-    assert (
-        narrow.seconds.high - narrow.seconds.low
-        < by_constants.seconds.high - by_constants.seconds.low
-    )
-    other = replace(measured(1.5, 1.5, 1.5), dtype="float32")
-    assert priced(other).parts == by_constants.parts
-
-
-@pytest.mark.parametrize(
-    ("tile_mib", "rows", "size"), [(0, 32768, 32768), (4096, 16384, 16384), (256, 1792, 4096)]
-)
-def test_small_tiles_are_not_priced_as_short_layers(tile_mib, rows, size):
-    """A layer of few tokens waits for the host once, not once per tile."""
-    config = compose(["model=qwen3b", "seq=128k", f"train.tile_mib={tile_mib}"])
-    rest = NonAttentionCost.of(
-        plan_on(H200, config, workers=4, layout="striped", exchange="all_gather")
-    )
-    assert (rest.tokens, rest.rows) == (32768, rows)
-    assert rest.size(FORWARD) == rest.size(BACKWARD) == size
-    assert rest.size(LOSS) == 32768
-    few = NonAttentionCost.of(
-        plan_on(
-            H200,
-            compose(["model=qwen3b", "seq=4k"]),
-            workers=4,
-            layout="striped",
-            exchange="all_gather",
-        )
-    )
-    assert few.size(FORWARD) == few.tokens == 1024
-
-
 def test_an_index_costs_the_measured_time_scaled_by_heads(monkeypatch):
     points = tuple(
         NonAttentionPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0))
@@ -344,38 +220,6 @@ def test_an_index_costs_the_measured_time_scaled_by_heads(monkeypatch):
     found = _step(NonAttentionTimes(points), monkeypatch, bounds=False).attention
     # 16 heads here, 8 there, whose launches are the same; 32K tokens on each of four.
     assert found.passes[FORWARD].spent["index"] == pytest.approx(5.0 + 2 * 1.0)
-
-
-def test_times_of_another_gpu_are_not_used():
-    from mtrain_cli.simulation import calibration
-
-    h200 = next(c for c in calibration.shipped() if c.device == "NVIDIA H200")
-    assert calibration._non_attention_of("NVIDIA H200", None) is h200.non_attention is not None
-    assert calibration._non_attention_of("NVIDIA A100-SXM4-40GB", None) is None
-    own = replace(h200, device="NVIDIA A100-SXM4-40GB", curves=())
-    assert calibration._non_attention_of("NVIDIA A100-SXM4-40GB", own) is h200.non_attention
-    # They do not apply to another GPU: the shipped file stays in use, with a remark.
-    assert own.non_attention is not None
-    foreign = replace(own, non_attention=replace(own.non_attention, dtype="other"))
-    assert calibration._non_attention_of("NVIDIA H200", foreign) is h200.non_attention
-    said = calibration.kernels_for(
-        "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign
-    ).remarks
-    assert any(
-        "on NVIDIA A100-SXM4-40GB, so they are not used for NVIDIA H200" in remark
-        for remark in said
-    )
-    assert calibration.describe_source("NVIDIA H200", foreign)["files"] == list(h200.files)
-    # Own kernels without own non-attention times: the shipped times stay.
-    assert (
-        calibration._non_attention_of("NVIDIA H200", replace(h200, non_attention=None))
-        is h200.non_attention
-    )
-    # A file without kernels: the shipped kernels stay.
-    shipped = calibration.kernels_for(
-        "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, replace(h200, curves=())
-    )
-    assert all(curve.scaled is None for curve in shipped.whole.values())
 
 
 def test_attention_is_skipped_and_gradients_pass():

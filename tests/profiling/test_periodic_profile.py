@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from command import mtrain
 
-from mtrain_cli.profiling.periodic_profile import cost_of_recording
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import load_indices
 from mtrain_cli.records.record_files import open_records
@@ -20,13 +19,6 @@ WORDS = [
     "sparsity.max_slashes=2", "sparsity.max_columns=64",
     "train.global_batch=2", "train.micro_batch=1",
 ]  # fmt: skip
-
-
-def test_the_cost_of_recording_is_a_plain_sentence():
-    assert cost_of_recording(0.236, 0.31) == (
-        "a recorded step took 23.6% longer than the others, and 0.31 s to write its records"
-    )
-    assert "took 1.2% less time than the others" in cost_of_recording(-0.012, 0.31)
 
 
 def train(folder: Path, *words: str) -> list[dict]:
@@ -119,13 +111,7 @@ def test_repeated_steps_are_recorded_once_and_other_workers_are_another_case(tmp
     frame = recorded.frame()
     assert {
         (case, iteration) for case, iteration in zip(frame.case, frame.iteration, strict=True)
-    } == {
-        (0, 1),
-        (0, 2),
-        (0, 3),
-        (1, 4),
-        (1, 5),
-    }
+    } == {(0, 1), (0, 2), (0, 3), (1, 4), (1, 5)}
     assert [case["workers"] for case in recorded.summary["cases"]] == [2, 3]
     assert [case["label"] for case in recorded.summary["cases"]] == [
         "dense striped ring",
@@ -168,36 +154,6 @@ def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
     assert set(frame.iteration[frame.case == 1]) == {1, 2}
     assert set(frame.iteration[frame.case == 0]) == {3}
     assert recorded.summary["cases"][1]["density"] > 1.5 * recorded.summary["cases"][0]["density"]
-
-
-def test_a_negative_number_of_steps_is_refused(tmp_path):
-    results = mtrain(tmp_path, "train", "profile.every=-1")
-    assert results.returncode == 2
-    assert results.stderr == "mtrain: profile.every=-1: must be 0 or more\n"
-
-
-def test_layers_with_different_masks_are_recorded_by_kind(tmp_path):
-    """The pairs of each layer are those of its mask, in every step and micro-batch."""
-    dense = [word for word in WORDS if not word.startswith(("sparsity", "model.num_layers"))]
-    window = ["mask=sliding_window", "mask.window=40", "mask.full_every=3", "model.num_layers=4"]
-    words = [*dense, *window, "data.document_mask=false", "train.steps=2", "profile.every=1"]
-    metrics = train(tmp_path, *words, "run.name=one")
-    recorded = open_records(tmp_path / "runs/one/profile")
-    frame = recorded.frame()
-    forward = frame[(frame.direction == "forward") & (frame.layer >= 0)]
-    for iteration in (1, 2):
-        for layer in range(4):
-            mine = forward[(forward.iteration == iteration) & (forward.layer == layer)]
-            pairs = 500 * 501 // 2 if layer == 2 else 40 * 500 - 40 * 39 // 2
-            assert mine.groupby("micro").pairs.sum().tolist() == [4 * pairs] * 2
-    (facts,) = recorded.summary["cases"]
-    assert facts["layer_kinds"] == {"window": [0, 1, 3], "full": [2]}
-    assert facts["density"] == pytest.approx(metrics[-1]["density"], rel=2e-5)
-    (case,) = analyse(recorded)
-    assert [kind.layers for kind in case.kinds] == [(0, 1, 3), (2,)]
-    indices = load_indices(tmp_path / "runs/one/profile/index.npz")
-    assert indices.full is not None
-    assert indices.full.layers == {2}
 
 
 @pytest.mark.parametrize("stages", [1, 2])

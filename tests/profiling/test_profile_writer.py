@@ -17,7 +17,7 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.profiling import profile_writer
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter, _in_parts
-from mtrain_cli.profiling.recorded_work import Estimated
+from mtrain_cli.profiling.record_collector import Estimated
 from mtrain_cli.records.record_files import ROW, SUMMARY, WORDS
 
 SEQ = 64
@@ -29,10 +29,7 @@ def writer_of(folder, mode: str = TRAINING, gathered: Any = None) -> ProfileWrit
     """Return a writer of two cases. gathered: the values of all workers that `finish` sees."""
     cases = [
         SimpleNamespace(
-            number=n,
-            config=CONFIG,
-            facts=lambda _, n=n: {"label": f"case {n}"},
-            single_layers=[0],
+            number=n, config=CONFIG, facts=lambda _, n=n: {"label": f"case {n}"}, single_layers=[0]
         )
         for n in (0, 1)
     ]

@@ -11,10 +11,10 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.data.dataset import Sample
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.profiling.recorded_work import Estimated, estimated, own_work
+from mtrain_cli.profiling.record_collector import Estimated, estimated, own_work
 from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 
 SEQ, BLOCK, HEADS = 64, 16, 2

@@ -14,11 +14,10 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.profiling.record_collector import RecordCollector
-from mtrain_cli.profiling.recorded_work import Estimated, own_work
+from mtrain_cli.profiling.record_collector import Estimated, RecordCollector, own_work
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.record_files import open_records, write_part, write_summary
 

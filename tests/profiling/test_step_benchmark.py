@@ -72,16 +72,6 @@ def test_cases_and_recording_take_turns_after_one_warm_up():
     assert passes[6:] == [("b", True), ("b", False), ("a", True), ("a", False)]
 
 
-def test_times_are_those_without_and_with_recording():
-    _, calls = samples(2)
-    assert [call for call in calls if call[0] in "ab" and len(call) == 3] == [
-        ("a", 3.0, 4.0),
-        ("b", 5.0, 6.0),
-        ("b", 8.0, 7.0),
-        ("a", 10.0, 9.0),
-    ]
-
-
 def test_indices_are_saved_after_the_first_sample_only():
     _, calls = samples(3)
     assert calls.count("indices") == 1

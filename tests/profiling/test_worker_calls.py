@@ -15,9 +15,9 @@ from mtrain_cli.profiling.kernel_benchmark import (
     KernelBench,
     KernelCase,
     KernelTime,
+    profile_worker_calls,
 )
-from mtrain_cli.profiling.timing import ResultFile
-from mtrain_cli.profiling.worker_calls import profile_worker_calls
+from mtrain_cli.profiling.timing import save_times
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
@@ -35,6 +35,7 @@ from mtrain_cli.simulation.what_if import ReplaySetup
 from mtrain_cli.simulation.workload import AttentionWorkload
 
 CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, columns=8)
+ABOUT = {"kind": "kernels", "device": "cpu", "dtype": torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_counts_match_the_tiles(timed):
 
 def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
     path = tmp_path / "mine.json"
-    ResultFile("kernels", "cpu", torch.float32).save(path, [found for found, _ in timed], "test")
+    save_times(path, [found for found, _ in timed], "test", **ABOUT)
     calibration = load_calibration(path)
     forms = {curve.form for curve in calibration.curves}
     assert forms == {DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS}
@@ -98,7 +99,7 @@ def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
 def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(timed, tmp_path):
     """sdpa computes all pairs of the mask at any density, but only the gathered columns."""
     path = tmp_path / "mine.json"
-    ResultFile("kernels", "cpu", torch.float32).save(path, [found for found, _ in timed], "test")
+    save_times(path, [found for found, _ in timed], "test", **ABOUT)
     calibration = load_calibration(path)
     made = RecordedSetup(
         seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4,

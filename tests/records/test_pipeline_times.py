@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from synthetic_records import Play, facts_of, ring, rows_of, write
 
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
-from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.parallel.pipeline_schedule import Pipeline, TimedPipeline
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.pipeline_times import (

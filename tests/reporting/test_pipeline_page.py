@@ -12,8 +12,7 @@ from records.test_pipeline_times import TIMED, rows_of_stages, wait
 from synthetic_records import Play, facts_of, ring, rows_of, write
 
 from mtrain_cli.console import Console
-from mtrain_cli.parallel.pipeline_player import TimedPipeline
-from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.parallel.pipeline_schedule import Pipeline, TimedPipeline
 from mtrain_cli.records.pipeline_times import prediction_entry
 from mtrain_cli.reporting import pipeline_page
 from mtrain_cli.reporting.figures import figures

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
-from mtrain_cli.parallel.arrangements import Arrange
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import AddColumns, Reduce
+from mtrain_cli.parallel.operations import AddColumns, Arrange, Reduce
 from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Post, Wait
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation.actions import (
     AwaitMessage,
     Dispatch,

@@ -12,8 +12,7 @@ from mtrain_cli.config.cluster import Cluster, Constant, Link, load_cluster, shi
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import KV, UNSCHEDULED, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import KV, UNSCHEDULED, ScheduleOptions, make_schedule
 from mtrain_cli.simulation.calibration import HIGH, VALUE, Curve, KernelCurves
 from mtrain_cli.simulation.costs import Costs, LayerPrices
 from mtrain_cli.simulation.link_fit import (

@@ -10,8 +10,7 @@ import pytest
 from simulation.test_work_counts import BLOCK, HEADS, index_of, masks_of, of_executor
 
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.records import record_files

@@ -18,8 +18,7 @@ from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute, ShardSizes
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import RecordedSetup

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.schedule import CONTEXT, DKV, KV, SUM, ScheduleOptions, Transfer
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import (
+    CONTEXT,
+    DKV,
+    KV,
+    SUM,
+    ScheduleOptions,
+    Transfer,
+    make_schedule,
+)
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 
 

@@ -9,13 +9,11 @@ import pytest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
-from mtrain_cli.parallel.arrangements import Order
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import Merge
+from mtrain_cli.parallel.operations import Merge, Order
 from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,

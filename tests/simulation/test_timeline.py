@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 from simulation.event_loop import EventLoop
 
-from mtrain_cli.parallel.arrangements import (
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.operations import (
     Cut,
     FromHeads,
     FromTokens,
+    Merge,
+    Reduce,
     Shards,
     ToHeads,
     ToTokens,
 )
-from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import Merge, Reduce
 from mtrain_cli.parallel.program import Operation
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
-from mtrain_cli.parallel.schedule import INNER, OUTER, SUM, Schedule, ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import INNER, OUTER, SUM, Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.simulation.actions import PricedMessage, Prices, actions
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer

@@ -10,9 +10,8 @@ from sparsity.small_batch import HEADS, KV_HEADS, SEQ, inputs
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.pattern import MaskedPositions
-from mtrain_cli.sparsity.probe import ProbedAttention
 from mtrain_cli.sparsity.recall import recall
-from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
+from mtrain_cli.sparsity.vertical_slash import ProbedAttention, VerticalSlashPattern
 
 DIM = 64
 
@@ -168,7 +167,7 @@ def test_diagonal_1_takes_precedence_over_noise():
 def test_chunked_scores_choose_the_same(monkeypatch):
     q, k, masked = inputs(3)
     whole = small_batch.pattern().estimate(q, k, masked, 0)
-    monkeypatch.setattr("mtrain_cli.sparsity.probe._SCORE_BYTES", 1)
+    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
     assert same_index(small_batch.pattern().estimate(q, k, masked, 0), whole)
 
 
@@ -183,7 +182,9 @@ def test_the_fused_probe_computes_the_same_masses(monkeypatch, documents, window
     for last_q in (20, 70):
         p = small_batch.pattern(windows=windows, last_q=last_q)
         want = p.mass(q, k, masked)
-        monkeypatch.setattr("mtrain_cli.sparsity.probe.fused_probe_usable", lambda *_: True)
+        monkeypatch.setattr(
+            "mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: True
+        )
         got = p.mass(q, k, masked)
         monkeypatch.undo()
         for b in range(2):
@@ -199,7 +200,7 @@ def test_the_fused_probe_computes_the_same_masses(monkeypatch, documents, window
 )
 def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fused):
     """The small budget fits one probed block and 64 rows, and a joint budget computes all twice."""
-    monkeypatch.setattr("mtrain_cli.sparsity.probe.fused_probe_usable", lambda *_: fused)
+    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: fused)
     torch.manual_seed(0)
     dtype = torch.float32 if fused else torch.float64
     q, k = (
@@ -210,7 +211,7 @@ def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fu
     p = small_batch.pattern(windows=3, last_q=40, p_s=0.4, **changed)
     assert all(len(probe.diagonals) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
     want, masses = p.estimate(q, k, masked, 0), p.mass(q, k, masked)
-    monkeypatch.setattr("mtrain_cli.sparsity.probe._SCORE_BYTES", 1)
+    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
     tables = []
     whole = ProbedAttention.tables
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.step.interpreters import traffic
+from mtrain_cli.step.layer import weight_messages
 from mtrain_cli.step.program import Message, Post, Repeat
-from mtrain_cli.step.weights import weight_messages
 
 GATHER, AGAIN, REDUCE = Message.GATHER, Message.GATHER_AGAIN, Message.REDUCE
 

@@ -19,7 +19,7 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import PERCENT, RESULTS, SAMPLES, Result, ResultsFolder
 from mtrain_cli.launch.environment import resolve_environment
-from mtrain_cli.launch.run_lock import RunLock
+from mtrain_cli.launch.run_dir import RunLock
 from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_studies import cells
 from mtrain_studies.cells import DONE, EVALUATION, Done, Study, estimated_flop, training_words

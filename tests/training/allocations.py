@@ -29,16 +29,14 @@ from mtrain_cli.model.routing import Routing
 from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.expert_group import make_expert_group, make_expert_mesh
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.tensor_group import make_tensor_group
-from mtrain_cli.sparsity.pattern import Pattern
-from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.batch import MixedAttention
 from mtrain_cli.training.flops import attention_kept

@@ -20,8 +20,7 @@ from parallel.ways import Way
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.rope_settings import RopeConfig
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
@@ -29,7 +28,7 @@ from mtrain_cli.model.layer_execution import LayerExecution
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.activation_offload import ActivationOffload
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import early_queries, make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh

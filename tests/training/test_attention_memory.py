@@ -10,9 +10,8 @@ import pytest
 import torch
 from training.masked_runs import SMALL
 
-from mtrain_cli.attention.block_lists import mask_lists
+from mtrain_cli.attention.block_lists import mask_lists, mask_words
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.attention.mask_words import mask_words
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange import Exchange

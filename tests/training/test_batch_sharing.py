@@ -9,7 +9,7 @@ import torch
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.moba import MobaPattern

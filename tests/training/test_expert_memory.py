@@ -11,7 +11,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.decoder import SwiGLU
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.routing import Decision, RouterOptions, Routing
-from mtrain_cli.training.expert_memory import ExpertMemory
+from mtrain_cli.training.layer_memory import ExpertMemory
 
 SEQ, BATCH = 512, 2
 NO_EXPERTS = [f"model.moe.{name}=0" for name in ("top_k", "expert_size", "dense_layers")]

@@ -9,9 +9,8 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.training import expert_price
-from mtrain_cli.training.expert_price import ExpertPrice, ExpertRun
-from mtrain_cli.training.expert_traffic import ExpertTraffic
+from mtrain_cli.training import expert_traffic
+from mtrain_cli.training.expert_traffic import ExpertPrice, ExpertRun, ExpertTraffic
 
 MODEL = ("model=qwen3_30b_a3b", "model.num_layers=8", "topology.expert_parallel=auto")
 
@@ -47,7 +46,7 @@ def test_between_nodes_rows_are_cheaper_than_weights(seq, workers, per_node, deg
 
 def test_the_price_falls_with_the_wait_of_the_host(monkeypatch):
     before = run("8k", 2, 2).price(2)
-    monkeypatch.setattr(expert_price, "HOST_WAIT_US", 0.0)
+    monkeypatch.setattr(expert_traffic, "HOST_WAIT_US", 0.0)
     after = run("8k", 2, 2).price(2)
     assert before.seconds - after.seconds == pytest.approx(4e-3)
     assert run("8k", 2, 2).price(1).seconds > after.seconds
@@ -90,7 +89,7 @@ def test_weights_that_stay_or_are_reduced_once_cost_less():
 
 
 def test_rows_between_nodes_cost_more_than_rows_in_a_node(monkeypatch):
-    monkeypatch.setattr(expert_price, "HOST_WAIT_US", 0.0)
+    monkeypatch.setattr(expert_traffic, "HOST_WAIT_US", 0.0)
     apart, inside = (
         run("8k", 16, per_node, "topology.expert_parallel=8").row_seconds() for per_node in (2, 8)
     )

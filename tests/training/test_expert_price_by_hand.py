@@ -9,12 +9,11 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.parallel.traffic import Rates
 from mtrain_cli.step.interpreters import work
 from mtrain_cli.step.program import Compute, Message, Post
-from mtrain_cli.training import expert_price
-from mtrain_cli.training.expert_price import ExpertRun
-from mtrain_cli.training.expert_traffic import chunks_and_parts
+from mtrain_cli.training import expert_traffic
+from mtrain_cli.training.expert_traffic import ExpertRun, chunks_and_parts
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 WEIGHTS = 3 * EXPERTS * WIDTH * HIDDEN
@@ -31,7 +30,7 @@ def rates(monkeypatch: pytest.MonkeyPatch):
 
     def set_rates(**changes: float) -> None:
         found = ROUND._replace(**changes)
-        monkeypatch.setattr(expert_price, "Rates", SimpleNamespace(on=lambda _: found))
+        monkeypatch.setattr(expert_traffic, "Rates", SimpleNamespace(on=lambda _: found))
 
     set_rates()
     return set_rates
@@ -122,7 +121,7 @@ def test_each_part_of_each_chunk_has_its_messages(monkeypatch, chunks, units, su
         passes.append((1 / part, us, sum(work(program, products).values())))
         return SimpleNamespace(exposed=3e6, hidden=8e6, span=5e6)
 
-    monkeypatch.setattr(expert_price, "time", clocks)
+    monkeypatch.setattr(expert_traffic, "time", clocks)
     given = run("32k", 2, f"topology.expert_chunks={chunks}", "train.tile_mib=0")
     rows, scored = seconds_of_messages(16_384 // units if units == 4 else 16_384 / 3, 1e-3, 1e9)
     found = given.row_seconds()

@@ -14,7 +14,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.model.routing import RouterOptions, Routing
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan

@@ -3,7 +3,7 @@
 import pytest
 from training.test_memory import estimate
 
-from mtrain_cli.training.index_memory import IndexShape
+from mtrain_cli.training.attention_memory import IndexShape
 from mtrain_cli.training.memory import GIB
 
 

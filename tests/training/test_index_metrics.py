@@ -10,7 +10,7 @@ import torch
 
 from mtrain_cli.attention.index import IndexCounts
 from mtrain_cli.parallel.context_attention import IndexRecord
-from mtrain_cli.training.index_metrics import index_metrics, index_records, local_index_sums
+from mtrain_cli.training.step_result import index_metrics, index_records, local_index_sums
 
 SEQ, LAYERS = 9, 2  # 45 causal pairs
 

@@ -19,8 +19,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_cli.data.record_key import RecordKey
-from mtrain_cli.data.token_documents import TokenFields
+from mtrain_cli.data.token_documents import RecordKey, TokenFields
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir

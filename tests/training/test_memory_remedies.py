@@ -12,9 +12,9 @@ from test_memory_search import planned
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
-from mtrain_cli.training import hardware, memory_remedies
+from mtrain_cli.training import hardware
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_remedies import require_fit
+from mtrain_cli.training.memory_search import require_fit
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs that are not here"
@@ -31,7 +31,7 @@ def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, 
     assert line.startswith("seq=512k: a worker needs ")
     assert (
         f"{gib}.00 GiB (topology.gpu_memory_gib, 95% of it usable) and 115.20 GiB of host memory "
-        "(90% of an assumed 128 GiB per GPU" in line
+        "(90% of an assumed amount; set topology.host_memory_gib)" in line
     )
     remedies = re.search(r"; fits with (.*)$", line)[1].split(", or ")
     changes = [
@@ -57,9 +57,23 @@ def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
     assert not crowded.has_room_for(one.memory)
     with pytest.raises(
         ConfigError,
-        match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, but has ",
+        match=r"and \d+\.\d\d GiB of host memory \(.*\) with topology.exchange=all_gather, but ",
     ):
         require_fit(crowded)
+
+
+def test_auto_is_a_remedy_for_a_chosen_exchange_if_keys_take_too_much():
+    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m"]
+    given = planned(
+        *words, "topology.gpu_memory_gib=52", "topology.exchange=all_gather", "topology.chunks=1"
+    )
+    with pytest.raises(
+        ConfigError, match=r" with topology.exchange=all_gather, but has 52.00"
+    ) as c:
+        require_fit(given)
+    change = "topology.exchange=auto topology.chunks=auto"
+    assert f"{change}, or seq=" in str(c.value)
+    assert planned(*words, "topology.gpu_memory_gib=52", *change.split()).fits
 
 
 def test_a_run_that_lacks_room_only_for_its_checkpoint_is_advised_to_save_none():
@@ -79,76 +93,6 @@ def test_a_run_that_lacks_room_only_for_its_checkpoint_is_advised_to_save_none()
     with pytest.raises(ConfigError) as caught:
         require_fit(planned(*words, "seq=8m"))
     assert "checkpoint_at_end" not in caught.value.problems[0], "advised only if it helps"
-
-
-def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
-    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m"]
-
-    def limited(gib, *more):
-        return planned(*words, f"topology.gpu_memory_gib={gib}", *more)
-
-    whole = "topology.exchange=all_gather", "topology.chunks=1"
-    with pytest.raises(
-        ConfigError,
-        match=r" with topology.exchange=all_gather, but has "
-        r"63.50 GiB \(topology.gpu_memory_gib, 95% of it usable\)",
-    ) as c:
-        require_fit(limited(63.5, *whole))
-    assert "; fits with topology.chunks=4, or seq=" in str(c.value)
-    # As few parts as necessary, and nothing that does not help.
-    for gib, chunks in ((70, 2), (63.5, 4), (52, 8)):
-        assert memory_remedies._other_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
-        assert limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks}").fits
-        assert not limited(
-            gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}"
-        ).fits
-    assert memory_remedies._other_exchange(limited(48, *whole)) is None
-    assert (
-        memory_remedies._other_exchange(limited(52, "topology.exchange=ring"))
-        == "topology.exchange=all_gather"
-    )
-    assert memory_remedies._other_exchange(limited(48, "topology.exchange=ring")) is None
-    # Settings of one kind of exchange are reset with it.
-    queries = "topology.exchange=ring", "topology.circulates=queries"
-    assert (
-        memory_remedies._other_exchange(limited(70, *queries))
-        == "topology.exchange=all_gather topology.circulates=auto"
-    )
-    assert limited(70, "topology.exchange=all_gather").fits
-    assert (
-        memory_remedies._other_exchange(limited(52, "topology.exchange=ulysses"))
-        == "topology.exchange=all_gather"
-    )
-    nodes = "topology.gpus_per_node=4"
-    hierarchical = limited(54, nodes, "topology.exchange=hierarchical_ring")
-    assert (
-        memory_remedies._other_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
-    )
-    few = [
-        "model.num_heads=8",
-        "model.num_kv_heads=2",
-        "topology.workers=32",
-        *words[:2],
-        "seq=8m",
-        "topology.gpu_memory_gib=40",
-    ]
-    assert (
-        memory_remedies._other_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
-        == "topology.exchange=ring topology.chunks=auto"
-    )
-    assert planned(*few, "topology.exchange=ring").fits
-    # One head has no parts, and two shards of a ring take less than all keys.
-    one = ["model.num_heads=8", "model.num_kv_heads=1", "topology.workers=32", *words[:2], "seq=8m"]
-    sizes = [
-        planned(*one, f"topology.exchange={exchange}").memory.total / 2**30
-        for exchange in ("all_gather", "ring")
-    ]
-    assert sizes[0] > 1.1 * sizes[1]
-    between = f"topology.gpu_memory_gib={sum(sizes) / 2 / 0.95}"
-    assert (
-        memory_remedies._other_exchange(planned(*one, between, "topology.exchange=all_gather"))
-        == "topology.exchange=ring"
-    )
 
 
 def test_more_cpu_workers_are_no_remedy_for_a_model_that_is_too_large(monkeypatch):

@@ -17,10 +17,10 @@ from mtrain_cli.config import keys
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training import expert_price, memory_remedies, memory_search, run_plan
+from mtrain_cli.training import expert_traffic, memory_search, run_plan
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
-from mtrain_cli.training.memory_remedies import require_fit
+from mtrain_cli.training.memory_search import require_fit
 from mtrain_cli.training.planning import make_plan
 
 pytestmark = pytest.mark.skipif(
@@ -188,16 +188,10 @@ def test_a_checkpoints_host_memory_counts_if_the_run_saves():
     assert silent.has_room_for(silent.memory)
     with pytest.raises(
         ConfigError,
-        match=r"and 19\d\.\d GiB of host memory "
-        r"\(89\.7 GiB of it while a checkpoint is written\), but has ",
+        match=r"and 19\d\.\d\d GiB of host memory "
+        r"\(89\.75 GiB of it while a checkpoint is written\), but has ",
     ):
         require_fit(saves)
-    words = ("model=qwen32b", "seq=1k", "topology.workers=1")
-    with pytest.raises(
-        ConfigError,
-        match=r"and 366\.2 GiB of host memory \(while a checkpoint is written\), but has ",
-    ):
-        require_fit(planned(*words))
     # What auto offloads leaves room for it.
     chosen_plan = planned("topology.workers=1", "seq=128k", "train.memory=auto")
     assert all(
@@ -222,17 +216,13 @@ def test_host_memory_may_be_set():
         "train.checkpoint_at_end=false",
     ]
     with pytest.raises(
-        ConfigError,
-        match=r"and 115\.20 GiB of host memory \(90% of an assumed 128 GiB per GPU; "
-        r"set topology\.host_memory_gib\)",
+        ConfigError, match=r"and 115\.20 GiB of host memory \(90% of an assumed amount; "
     ):
         require_fit(planned(*words))
     roomy = planned(*words, "topology.host_memory_gib=200")
     assert roomy.host_share == 180 * GIB
     require_fit(roomy)
-    with pytest.raises(
-        ConfigError, match=r"and 126\.00 GiB of host memory \(90% of topology\.host_memory_gib\)"
-    ):
+    with pytest.raises(ConfigError, match=r"and 126\.00 GiB of host memory;"):
         require_fit(planned(*words, "topology.host_memory_gib=140"))
 
 
@@ -256,7 +246,7 @@ def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_seque
         r"train\.memory=auto takes train\.\S+=.*, of \d+ settings the fastest one that fits\.", flat
     )
     assert re.search(
-        r"Rejected, .*none.*: (equally fast|steps take \d+% [a-z ]+), but needs \d+\.\d GiB", flat
+        r"Rejected, .*none.*: (equally fast|steps take \d+% [a-z ]+), but needs \d+\.\d\d GiB", flat
     )
     assert "per step, estimated" not in flat, "the simulator predicts the time of a step"
     assert (
@@ -273,17 +263,13 @@ def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
         config=chosen.config.changed(train={"shard": "optimizer"}),
         seconds=chosen.seconds + 1e-9,
     )
-    slower = dataclasses.replace(
-        same,
-        config=chosen.config.changed(
-            train={"activation_checkpoint": "sequence_selective", "checkpoint_keep": 0.25}
-        ),
-        seconds=2 * chosen.seconds,
-    )
+    changes = {"train.activation_checkpoint": "full", "train.shard": "gradients"}
+    config = memory_search.with_values(chosen.config, changes)
+    slower = dataclasses.replace(same, config=config, changes=changes, seconds=2 * chosen.seconds)
     few = dataclasses.replace(result, settings=(chosen, same, slower))
     assert few.rejected() == [
         (
-            "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.25",
+            "train.activation_checkpoint=full train.shard=gradients",
             "steps take 100% longer",
         )
     ]
@@ -295,7 +281,7 @@ def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
 
 
 def decided(rank: int, world: int, *words: str) -> tuple[dict[str, object], float]:
-    expert_price.HOST_WAIT_US = -1e3  # on one host, auto would deal no experts
+    expert_traffic.HOST_WAIT_US = -1e3  # on one host, auto would deal no experts
     trainer = make(rank, world, world, ("train.memory=auto", *words))
     assert trainer.plan.search is not None
     return keys.values(trainer.config), trainer.train_step(False).loss
@@ -474,9 +460,9 @@ def test_a_least_variant_needs_no_more_memory_than_the_others(words):
     plan = planned("train.memory=auto", *words)
     config = plan.requested or plan.config
     variants = [variant for variant, _ in memory_search.variants_of_plan(plan.with_config(config))]
-    least = [variant for variant in variants if memory_remedies.is_least(config, variant)]
+    least = [variant for variant in variants if memory_search.is_least(config, variant)]
     assert 0 < 5 * len(least) < len(variants)
-    others = [key for key in memory_search.CHOICES if key not in memory_remedies.LEAST]
+    others = [key for key in memory_search.CHOICES if key not in memory_search.LEAST]
     by_others = {tuple(memory_search.get_setting(v, key) for key in others): v for v in least}
     assert len(by_others) == len(least)
     for variant in variants:
@@ -501,7 +487,7 @@ def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
         run_plan, "AttentionMemory", lambda *args: counted.append(1) or attention(*args)
     )
     plan = dataclasses.replace(plan, config=plan.config.changed(train={"memory": "auto"}))
-    longest = memory_remedies.longest_seq(plan)
+    longest = memory_search.longest_seq(plan)
     assert longest > plan.config.seq
     first_too_long = 1 << longest.bit_length()
     assert [seq for seq in tried if seq < plan.config.seq] == [1024]
@@ -512,7 +498,7 @@ def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
     eighth = first_too_long // 16
     for seq, fits in ((longest, True), (longest + eighth, False)):
         other = plan.with_config(dataclasses.replace(plan.config, seq=seq))
-        assert memory_remedies._can_fit(other) == fits
+        assert memory_search._can_fit(other) == fits
 
 
 def test_layers_with_experts_are_not_asked_to_keep_their_products():
@@ -549,26 +535,19 @@ def test_degree_and_memory_setting_are_chosen_together(seq, degree):
     # A run with these words has the same plan, so all ranks and later runs do the same.
     again = make_plan(compose([*EXPERTS, f"seq={seq}", *chosen.overrides.split()]))
     assert again.memory == plan.memory
-    others = [text for text in plan.search.rejected() if memory_search.DEGREE in text[0]]
-    assert len(others) == 3, "every other degree, with its time and memory"
-    for label, figures in others:
-        pattern = r"(equally fast|steps take \d+% (longer|less time)) (and|but needs) \d+\.\d GiB"
-        assert re.fullmatch(pattern, figures)
-        compose([*EXPERTS, *label.split()])
+    rejected = [label for label, _ in plan.search.rejected()]
+    degrees = {compose([*EXPERTS, *label.split()]).topology.expert_parallel for label in rejected}
+    assert degrees == {1, 2, 4, 8}, "the fastest setting of every other degree is shown"
 
 
 def test_the_dry_run_shows_bytes_time_and_memory_of_degrees():
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(dry_run(compose([*EXPERTS, "seq=64k", DEALT])))
     flat = " ".join(console.file.getvalue().split())
-    assert "chosen by auto together with the memory setting" in flat
-    each = r"degree %s takes [\d.]+ ms and receives [\d.]+ GiB per layer and step"
-    assert re.search(f"{each % 1}, {each % '[248]'}; chosen by auto", flat)
+    assert "degree 1 was chosen by auto together with the memory setting" in flat
+    assert re.search(r"h200_1x8: 1: [\d.]+ ms, [\d.]+ GiB; 2: [\d.]+ ms, [\d.]+ GiB; 4: ", flat)
     assert "train.memory=auto takes topology.expert_parallel=1" in flat
-    speed = r"(equally fast|steps take \d+% (longer|less time))"
-    assert re.search(
-        rf"topology\.expert_parallel=8 [^;]*: {speed} (and|but needs) [\d.]+ GiB", flat
-    )
+    assert re.search(r"topology\.expert_parallel=8 [^;]*: (equally fast|steps take \d+% )", flat)
 
 
 @pytest.mark.parametrize("seq", ["8k", "1m"])

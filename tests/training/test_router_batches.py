@@ -12,8 +12,7 @@ import torch
 from masked_documents import prepared, write_jsonl
 from training.test_tensor_parallel_training import differences, make
 
-from mtrain_cli.data.record_key import RecordKey
-from mtrain_cli.data.token_documents import TokenFields
+from mtrain_cli.data.token_documents import RecordKey, TokenFields
 from mtrain_cli.training.checkpointer import Checkpointer
 
 MOE = (

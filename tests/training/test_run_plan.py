@@ -10,8 +10,7 @@ import yaml
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.parallel.schedule import ScheduleOptions
-from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.training.flops import causal_pairs, training_flops
 from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.memory import GIB
@@ -184,7 +183,7 @@ def test_a_named_cluster_gives_the_numbers_of_gpus_and_the_memory_of_the_plan(tm
     plan = make_plan(compose(["model=qwen3b", f"topology.cluster={tmp_path}/mine.yaml"]))
     assert (plan.dims.workers, plan.environment.nodes, plan.hardware.absent) == (16, 2, True)
     assert (plan.hardware.gpu, plan.hardware.memory) == ("NVIDIA A100-SXM4-40GB", 20 * GIB)
-    assert "an assumed 33 GiB per GPU" in plan.available_memory
+    assert plan.host_share == round(0.9 * 33 * GIB)
     assert plan.with_config(plan.config).hardware.memory == 20 * GIB
     less = make_plan(compose(["topology.cluster=a100_4x8", "topology.gpu_memory_gib=30"]))
     assert less.hardware.memory == 30 * GIB

@@ -33,7 +33,7 @@ def test_the_kernel_of_dense_layers_is_shown_with_its_reason():
     only = make_plan(compose([*ELSEWHERE, *words, "sparsity.dense_steps=0"]))
     assert kernel_rows(only)[1][1].startswith("flash4 for the last 2 layers, which are dense: ")
     one = make_plan(compose([*ELSEWHERE, "sparsity.dense_layers=1", "sparsity.dense_steps=0"]))
-    assert kernel_rows(one)[1][1].startswith("flash4 for the last layer, which is dense: ")
+    assert kernel_rows(one)[1][1].startswith("flash4 for the last layer, which are dense: ")
     assert describe_sparsity(one).endswith("; the last layer dense")
 
 

@@ -18,9 +18,9 @@ WINDOW = ("seq=512k", "mask=sliding_window", "mask.window=32k")
 
 @pytest.fixture(autouse=True)
 def no_remembered_times():
-    stage_choice._seconds.cache_clear()
+    stage_choice._mean_seconds.cache_clear()
     yield
-    stage_choice._seconds.cache_clear()
+    stage_choice._mean_seconds.cache_clear()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.training.flops import ASSUMED_DENSITY
-from mtrain_cli.training.stage_cut import cut, head_cost, layer_costs, stage_layers
+from mtrain_cli.training.pipeline_plan import cut, head_cost, layer_costs, stage_layers
 
 
 def slowest(counts: tuple[int, ...], costs: list[float], head: float) -> float:

@@ -12,7 +12,7 @@ MIRRORED_RING = ExchangeTraits(
 
 def mirrored_ring(options: ScheduleOptions) -> Schedule:
     """A ring in which rank r computes the shards r, r + 1, r + 2, ..."""
-    from mtrain_cli.parallel.ring_schedules import ring
+    from mtrain_cli.parallel.ring import ring
 
     base, last = ring(options), options.workers - 1
 
