@@ -138,7 +138,7 @@ def _document(source: ReportSource) -> dict[str, Any]:
     from mtrain_cli.reporting.evaluations import distinguished
 
     named = zip(source.results, distinguished(source.results), strict=True)
-    optional = {
+    optional: dict[str, Any] = {
         "training": [json.loads(m.to_json()) for m in source.metrics],
         "evaluations": list(map(asdict, source.evaluations)),
         "results": [{"name": shown.attention, **asdict(result)} for result, shown in named],

@@ -77,7 +77,6 @@ class ExpertAnalysis:
     dropped: share of the chosen pairs of token and expert that are beyond an expert's capacity.
     shares: share of each expert in the tokens of its layer, float32 [steps, layers, E].
     by_rank: tokens of each rank that each expert computes, means over steps, [layers, ranks, E].
-    by_layer: for each layer, worker, step and largest as means over steps, [layers, 3].
     time: worker imbalance degree of the recorded time of the experts; None without records.
     ms: that time for one layer, by direction, as the mean over ranks, layers and steps.
     """
@@ -95,7 +94,6 @@ class ExpertAnalysis:
     dropped: float
     shares: np.ndarray
     by_rank: np.ndarray
-    by_layer: np.ndarray
     time: Estimate | None
     ms: dict[str, float]
 
@@ -311,7 +309,6 @@ class _CaseSums:
             dropped=self._dropped / self._chosen if self._chosen else 0.0,
             shares=np.stack(self._shares),
             by_rank=np.asarray(self._tokens) / len(self._steps),
-            by_layer=degrees[:, :3].mean(0).T,
             time=_time_degree(times),
             ms={n: float(ms) for n in _ORDER if not np.isnan(ms := of_pass.get(n, np.nan))},
         )

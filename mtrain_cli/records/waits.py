@@ -533,7 +533,8 @@ def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
 
 def _in_slot(charge: LostTime, at: tuple[int, ...]) -> tuple[float, float]:
     """Return the rank's attention time and pairs, each divided by the mean of the other ranks."""
-    time, pairs = (table[(..., *at)] for table in (charge.time, charge.pairs))
+    group, worker, slot = at
+    time, pairs = (table[:, group, worker, slot] for table in (charge.time, charge.pairs))
     return _over(time[0], time[1]), _over(pairs[0], pairs[1])
 
 

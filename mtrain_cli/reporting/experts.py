@@ -108,11 +108,8 @@ def _routed(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, list[St
 
 
 def expert_files(sources: Sequence[ReportSource]) -> list[Table]:
-    """Return experts.csv, expert_balance.csv and routing.csv. The first two are means over steps.
-
-    Their rows are a case, layer and expert; a case and layer; and a training step.
-    """
-    shares, degrees = [], []
+    """Return experts.csv, a row per case, layer and expert, and routing.csv, a row per step."""
+    shares = []
     for source in sources:
         for loads in source.experts:
             names = {"run": source.name, "case": loads.label, "steps": len(loads.steps)}
@@ -122,15 +119,12 @@ def expert_files(sources: Sequence[ReportSource]) -> list[Table]:
                 values = {"tokens": float(tokens[i, expert]), "share": own}
                 load = {"load": own * loads.experts}
                 shares.append({**names, "layer": layer, "expert": expert, **values, **load})
-            for layer, of_layer in zip(loads.layers, loads.by_layer.tolist(), strict=True):
-                named = zip(("worker_id", "step_id", "largest_load"), of_layer, strict=True)
-                degrees.append({**names, "layer": layer, **dict(named)})
     routing = [
         {"run": source.name, "step": step.step, **{name: getattr(step, name) for name in _FIELDS}}
         for source, _ in _routed(sources)
         for step in source.metrics
     ]
-    return [data("experts", shares), data("expert_balance", degrees), data("routing", routing)]
+    return [data("experts", shares), data("routing", routing)]
 
 
 def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:

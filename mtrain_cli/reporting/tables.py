@@ -144,7 +144,6 @@ def _labels(cases: Named) -> list[Column]:
 
 def summary_table(cases: Named) -> Table:
     """Return a table of load balance, with a row per case."""
-    bare = any(case.bare_ms(name) is not None for _, case in cases for name in case.passes)
     over = "of one sample"
     if any(case.samples > 1 for _, case in cases):
         over = "mean ± standard deviation over n samples"
@@ -157,11 +156,6 @@ def summary_table(cases: Named) -> Table:
         f"{only * any(case.tensor is not None for _, case in cases)}; late "
         "peers: waiting for them; exposed: communication without overlap"
     )
-    if bare:
-        note += (
-            "; pass ms: mean of recorded iterations; in brackets (bare): median without recording"
-        )
-    group = f"pass ms{' (bare)' * bare}"
     columns = [
         *_labels(cases),
         *(_IMBALANCE[kind, name][0] for name in ("worker", "step") for kind in ("time", "work")),
@@ -169,8 +163,10 @@ def summary_table(cases: Named) -> Table:
         Column("late peers", lambda row: row.case.bin_ms("late"), ms, group="waits ms"),
         Column("exposed", lambda row: row.case.exposed, _links, group="waits ms"),
         *_STEP_MS,
-        Column("forward", lambda row: _pass_ms(row.case, "forward"), group=group),
-        Column("backward", lambda row: _pass_ms(row.case, "backward"), group=group),
+        *(
+            Column(name, lambda row, name=name: _pass_ms(row.case, name), ms, group="pass ms")
+            for name in ("forward", "backward")
+        ),
         Column("n", lambda row: row.case.samples),
     ]
     return Table("Load balance", columns, [_Row(*pair) for pair in cases], note)
@@ -180,12 +176,8 @@ def _links(exposed: dict[str, float]) -> str:
     return "\n".join(f"{link} {ms(value)}" for link, value in exposed.items()) or "0"
 
 
-def _pass_ms(case: CaseAnalysis, direction: str) -> str | None:
-    """Return the time of a pass and, in brackets, without recording, if that was measured."""
-    if direction not in case.passes:
-        return None
-    bare = case.bare_ms(direction)
-    return ms(case.passes[direction].duration.mean) + ("" if bare is None else f" ({ms(bare)})")
+def _pass_ms(case: CaseAnalysis, direction: str) -> float | None:
+    return case.passes[direction].duration.mean if direction in case.passes else None
 
 
 def bins_table(cases: Named) -> Table:

@@ -22,7 +22,6 @@ from mtrain_cli.records.metrics import (
     read_metrics,
     read_readable_metrics,
     read_steps,
-    sound_mfu,
     steady_steps,
     step_remarks,
 )
@@ -120,12 +119,6 @@ def test_rates_leave_out_two_steps_after_each_start():
     assert left(run[:2]) == [6], "the last step, if no other is left"
     assert left([]) == []
     assert median_rate([run[0], run[1], run[9]]) == 6.0
-
-
-def test_an_mfu_may_equal_hfu():
-    assert [sound_mfu(*shares) for shares in ((0.5, 0.5), (0.51, 0.5), (0.5, None))] == [
-        0.5, None, 0.5,
-    ]  # fmt: skip
 
 
 def test_resuming_drops_the_steps_after_the_checkpoint(tmp_path):

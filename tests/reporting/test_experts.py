@@ -101,7 +101,6 @@ def test_page_and_csv_escape_names(tmp_path):
     assert found[0]["tokens"] == 12.0
     assert found[0]["share"] == pytest.approx(0.5)
     assert found[0]["load"] == pytest.approx(2.0)
-    assert [row["step_id"] for row in rows([source], "expert_balance")] == [2.0, 1.0]
     assert rows([with_experts("r", tmp_path)], "routing")[3] == {
         **{"run": "r", "step": 4, "balance_loss": 1.04, "expert_load": 2.04},
         **{"router_entropy": 1.3, "router_z": 4.0, "dropped": 0},
