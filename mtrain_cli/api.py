@@ -44,12 +44,8 @@ Prompt = str | Sequence[int]
 def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Config:
     """Return the configuration that `mtrain train` makes from the same arguments.
 
-    Args:
-        overrides: settings such as ``"model=qwen3b"`` and ``"seq=512k"``.
-        config_dir: folder with your own option files.
-
-    Raises:
-        ConfigError: the configuration has problems.
+    overrides: settings such as ``"model=qwen3b"`` and ``"seq=512k"``.
+    config_dir: folder with your own option files.
     """
     from mtrain_cli.composition.compose import compose as compose_words
 
@@ -77,9 +73,7 @@ class Generation:
 
     text: the new text; None if the model has no tokenizer.
     ids: the new token ids, without the id that ended the text.
-    prompt_tokens: number of tokens of the prompt.
     finish: ``end`` if an end token came, ``length`` after ``max_new`` tokens.
-    prefill_seconds: time of the prompt.
     decode_seconds: time of the new tokens after the first, of all prompts computed together.
     """
 
@@ -116,11 +110,7 @@ class Model:
         return self._engine.source
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises:
-            ConfigError: the model has no tokenizer.
-        """
+        """Return the token ids of a prompt. The model needs a tokenizer."""
         with ARGUMENTS.in_errors():
             return self._codec.encode(arguments.text("text", text))
 
@@ -183,25 +173,16 @@ class Model:
         ]
 
     def token_losses(self, tokens: Prompt, *, beyond: bool = False) -> torch.Tensor:
-        """Return the losses of `token_scores`, float32 [tokens - 1], in nats.
-
-        Args:
-            tokens, beyond: as in `token_scores`.
-
-        Raises:
-            ConfigError: as in `token_scores`.
-        """
+        """Return the losses of `token_scores`, float32 [tokens - 1], in nats."""
         return self.token_scores(tokens, beyond=beyond).losses
 
     @ARGUMENTS.in_errors()
     def token_scores(self, tokens: Prompt, *, beyond: bool = False) -> TokenScores:
         """Return the losses of all tokens except the first, and whether each is the most likely.
 
-        One forward pass gives both. The model attends with its pattern, as for a prompt. No token
-        is generated, so the mask may have a sliding window.
+        The model attends with its pattern, as for a prompt.
 
         Args:
-            tokens: token ids or text.
             beyond: allow more positions than the model was trained for.
 
         Raises:
@@ -230,13 +211,7 @@ class Model:
         """Return this model for `lm_eval.simple_evaluate`, which needs the extra lm-eval.
 
         Requests that the model cannot compute raise `ConfigError`. No request is truncated.
-
-        Args:
-            beyond: allow more positions than the model was trained for.
-
-        Raises:
-            ConfigError: lm-eval is missing, or the model has no tokenizer, or it sees the tokens
-                that it predicts.
+        beyond: allow more positions than the model was trained for.
         """
         from mtrain_cli.evaluation.other_kinds import find
 
@@ -292,11 +267,15 @@ def load(
 
     codec = open_codec(source, folder)
     environment = _environment(source.config)
-    return Model(Engine(source, environment, _silent if environment.rank else _warn), codec)
+
+    def warn(line: str) -> None:
+        if not environment.rank:
+            warnings.warn(line, stacklevel=2)
+
+    return Model(Engine(source, environment, warn), codec)
 
 
 def _open(path: Path, words: list[str], attention: str | None) -> ModelSource:
-    """Find a model. Name the argument ``attention`` in messages about the pattern."""
     from mtrain_cli.config.pattern_settings import PATTERNS
     from mtrain_cli.config.suggest import no_such
     from mtrain_cli.inference.model_source import open_source, servable_patterns
@@ -308,14 +287,6 @@ def _open(path: Path, words: list[str], attention: str | None) -> ModelSource:
         words = ["topology.workers=auto", *words]
     with Names(other={} if attention is None else {"sparsity": "attention"}).in_errors():
         return open_source(path, words)
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, stacklevel=2)
-
-
-def _silent(line: str) -> None:
-    """Show nothing: the first process shows the line."""
 
 
 def _group_size() -> int:

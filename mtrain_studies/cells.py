@@ -48,11 +48,9 @@ class Done:
 
     digest: of the cell's settings (`tiers.digest`).
     corpus: SHA-256 of the texts.
-    steps, seconds: of the training.
     step_seconds: median time of a step.
     density: mean share of causal pairs that the training computed.
     gate: percent of needles that a base finds at its length; None for other cells.
-    command: the training as a command line; () for a cell that does not train.
     base: SHA-256 of the weights that the cell began with; "" for a base, and if it is not known.
     """
 
@@ -374,23 +372,8 @@ def compute(
         if found is not None and (cell.variant is not None or weights_of_base(study, cell)):
             return found  # another process has computed it meanwhile
         return _compute(study, cell, train, below_gate=below_gate)
-    except ConfigError as error:
-        raise ConfigError(*_with_way_out(study, cell, error.problems)) from None
     finally:
         lock.release()
-
-
-def _with_way_out(study: Study, cell: Cell, problems: Sequence[str]) -> list[str]:
-    """Return the problems, and what to do if a file of the run is damaged."""
-    run = study.path(cell) / RUN
-    files = tuple(f"{lead}{path}" for lead in ("", "--resume ") for path in (run, run.resolve()))
-    lines = list(problems)
-    if any(line.startswith(files) for line in lines):
-        lines[-1] += (
-            f". Delete {run} and run the same command again, which trains {cell.key} from the "
-            "beginning"
-        )
-    return lines
 
 
 def _compute(

@@ -34,7 +34,6 @@ from mtrain_studies.outcomes import (
     Compared,
     Summary,
     control_loses,
-    unknown_bases,
 )
 from mtrain_studies.t_interval import Interval
 from mtrain_studies.tiers import AGAIN, DENSE, FIXED, Cell, Tier
@@ -137,13 +136,6 @@ def tables(summary: Summary) -> list[TextTable]:
 def remarks(summary: Summary) -> list[str]:
     """Return what a reader must know before reading the numbers."""
     tier, lines = summary.tier, list(map(one_line, summary.damage))
-    for names, seeds_of in unknown_bases(summary.done).items():
-        where = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, seeds_of))}"
-        lines.append(
-            f"{', '.join(names)} of {where}: an earlier version of mtrain did not note with which "
-            "weights cells began. They count, although these may be other weights than those of "
-            f"{DENSE}."
-        )
     if tier.gate is None:
         lines.append(TOY)
     gates = {seed: gate for seed, gate in summary.gates.items() if gate is not None}
@@ -172,27 +164,10 @@ def remarks(summary: Summary) -> list[str]:
             f"The control does not lose by {'; '.join(blind)}: the experiment could not see a loss "
             "there, so equal numbers show nothing."
         )
-    if uneven := _uneven_noise(summary):
-        lines.append(
-            f"The difference of {AGAIN} from {DENSE} varies by seed, in {'; '.join(uneven)}: the "
-            f'interval of its mean is wider than the spread. So "{NOTHING}" can hide a small loss '
-            "there."
-        )
     total = len(tier.seeds) * (len(tier.variants) + 1)
     if len(summary.done) < total:
         lines.append(f"{len(summary.done)} of {total} cells are finished.")
     return lines
-
-
-def _uneven_noise(summary: Summary) -> list[str]:
-    """Return measures in which a variant loses nothing, but the mean noise is not known well."""
-    again = next((each for each in summary.compared if each.variant.name == AGAIN), None)
-    return [] if again is None else [
-        MEASURES[name]
-        for name, over in again.difference.items()
-        if over.high is not None and over.high - over.mean > summary.spread[name]
-        and any(each.verdict.get(name) == NOTHING for each in summary.compared)
-    ]  # fmt: skip
 
 
 def value(number: Interval | None, *, loss: bool, signed: bool = False) -> str:
@@ -281,25 +256,9 @@ def _prices(summary: Summary) -> TextTable:
     )  # fmt: skip
     note = (
         "density: share of causal pairs that training computes. Loss and needles with the attention"
-        f" of the training, and their difference from dense.{_about(summary)}"
+        f" of the training, and their difference from dense. {FIXED}: random keys, a control."
     )
     return TextTable("Price and loss", heads, rows, note=note)
-
-
-def _about(summary: Summary) -> str:
-    text, steps = "", summary.tier.steps
-    for variant in (each.variant for each in summary.compared if each.attention != DENSE):
-        if variant.name == FIXED:
-            text += f" {FIXED}: random keys, a control that must lose."
-        if variant.time_of:
-            keys = (Cell(seed, variant).key for seed in summary.tier.seeds)
-            own = [summary.done[key].steps for key in keys if key in summary.done]
-            if own and (times := sum(own) / len(own) / steps) > 1:
-                text += (
-                    f" {variant.name}: {times:.1f} times the steps; it reads the documents with "
-                    f"needles as often as that, since there are as many as {steps} steps need."
-                )
-    return text
 
 
 def _step_seconds(summary: Summary, name: str) -> float | None:

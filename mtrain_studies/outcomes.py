@@ -1,14 +1,9 @@
 """What the cells of a study give together: means over seeds, differences from dense, predictions.
 
-A difference is paired: of two cells with one seed, which share the base, the order of the data and
-the texts. Cells that began with other weights than dense, or have other texts, are left out.
-
-The noise of training is the largest difference of the cells `dense-again` and `dense` of any seed.
-Only where the whole interval of a difference lies within it do we say "loses nothing", and only if
-the control, which has random keys, is seen to lose with the same attention: an experiment in which
-nothing can lose shows nothing.
-
-This module does not import torch.
+Differences are paired: of two cells with one seed, which share base, order of data and texts. The
+noise of training is the largest difference of `dense-again` and `dense` of any seed. "Loses
+nothing" needs the whole interval of a difference within it, and a control with random keys that is
+seen to lose: an experiment in which nothing can lose shows nothing.
 """
 
 from __future__ import annotations
@@ -55,8 +50,7 @@ LEAST_TO_LOSE = 50.0  # percent of needles that dense must find for a prediction
 class Measured:
     """One cell with one attention.
 
-    seconds: of the training, by its median step, without the compilation of the first steps.
-    density: of the training.
+    seconds: of the training, by its median step.
     values: by name of `MEASURES`. Losses are in nats a token, needles in percent.
     buckets: loss by range of context, (begin, end).
     depths: percent found by (place, tenth of depth).
@@ -221,13 +215,7 @@ def _is_sample(row: dict[str, Any]) -> bool:
 
 
 def unlike_dense(done: Mapping[str, Done], fact: str) -> dict[str, list[str]]:
-    """Return the keys of cells that differ in a fact from the dense cell, by ``seed-N``.
-
-    A base does not count, and neither does an unknown fact.
-
-    done: of the finished cells, by key (`Cell.key`).
-    fact: name of a field of `Done`: ``base`` or ``corpus``.
-    """
+    """Return the keys of cells that differ from dense in a field of `Done`, by ``seed-N``."""
     found: dict[str, list[str]] = {}
     for key, cell in done.items():
         name, _, seed = key.partition("/")
@@ -235,23 +223,6 @@ def unlike_dense(done: Mapping[str, Done], fact: str) -> dict[str, list[str]]:
         wanted = "" if dense is None or name == BASE else getattr(dense, fact)
         if wanted and getattr(cell, fact) not in ("", wanted):
             found.setdefault(seed, []).append(key)
-    return found
-
-
-def unknown_bases(done: Mapping[str, Done]) -> dict[tuple[str, ...], list[int]]:
-    """Return names of cells that may have begun with other weights than dense, with their seeds.
-
-    Versions that did not note the weights wrote these cells, or the dense cell of their seed.
-    """
-    names: dict[int, list[str]] = {}
-    for key, cell in done.items():
-        name, seed = key.split("/seed-")
-        dense = done.get(f"{DENSE}/seed-{seed}")
-        if name not in (BASE, DENSE) and dense is not None and "" in (cell.base, dense.base):
-            names.setdefault(int(seed), []).append(name)
-    found: dict[tuple[str, ...], list[int]] = {}
-    for number, of_seed in names.items():
-        found.setdefault(tuple(of_seed), []).append(number)
     return found
 
 
@@ -441,9 +412,8 @@ def judge(difference: Interval, spread: float | None, *, lower: bool) -> str:
 def judge_key_tokens(difference: Interval, spread: float | None, *, lower: bool) -> str:
     """Return the words for a difference of the loss of key tokens. See `judge`.
 
-    The dense cell chooses these tokens, among them those that it predicts well by chance. So any
-    other training is worse on them, even a dense one, and the spread is more than noise: it says
-    what is worse for sure, and never what loses nothing.
+    Dense chooses these tokens, some of which it predicts well by chance: any other training is
+    worse on them. So they say what is worse for sure, and never what loses nothing.
     """
     words = judge(difference, spread, lower=lower)
     beyond = spread is not None and difference.low is not None and difference.low > spread

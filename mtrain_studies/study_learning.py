@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
@@ -85,9 +84,7 @@ def learning(
         out: Folder of the study; by default measurements/learning-TIER.
         only: Names of cells, as --dry-run lists them; by default all.
         seeds: Some of the tier's seeds.
-        budget_minutes: Begin no cell after this time, or if it would probably take longer than is
-            left; 0 = no limit. If it is too short for the next cell, an error gives the time of
-            that cell, and nothing begins.
+        budget_minutes: Begin no cell after this time; 0 = no limit.
         base_steps: Steps of a base, if those of the tier do not pass its gate.
         below_gate: Continue with a base that misses its gate. The report says so.
         packages: Folder of Python packages to train on; by default those of this Python.
@@ -126,8 +123,6 @@ def learning(
             study = replace(study, sha256=facts.sha256)
         show_plan(console, study, cells)
         return
-    if budget_minutes:
-        _refuse_small_budget(study, cells, budget_minutes)
     try:
         with _on_stderr() if as_json else nullcontext():
             study = _prepare(study, packages, console)
@@ -245,43 +240,17 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     return replace(study, sha256=facts.sha256)
 
 
-def _refuse_small_budget(study: Study, cells: list[Cell], budget: float) -> None:
-    """Refuse a budget in which nothing could begin: the study would never go on."""
-    from mtrain_studies.cells import unfinished
-
-    for cell in unfinished(study, cells)[:1]:
-        if (seconds := _seconds_left(study, cell)) > 60 * budget:
-            minutes = math.ceil(seconds / 6) / 10
-            raise ConfigError(
-                f"--budget-minutes {budget:g}: {cell.key} is next and would take about "
-                f"{minutes:g} minutes or more, so nothing would begin. Give more minutes, or "
-                "leave it out"
-            )
-
-
-def _seconds_left(study: Study, cell: Cell) -> float:
-    """Return the seconds of a cell after its checkpoint, at the speed that its tier assumes."""
-    from mtrain_cli.launch.run_dir import RunDir
-    from mtrain_studies.cells import RUN, estimated_flop, estimated_seconds
-
-    steps = study.tier.base_steps if cell.variant is None else study.tier.steps
-    done = min(1.0, (RunDir(study.path(cell) / RUN).last_step() or 0) / steps)
-    training, measuring = estimated_flop(study.tier, cell)
-    share = 1 - done * training / (training + measuring)
-    return estimated_seconds(study.tier, cell) * share
-
-
 def _compute(
     study: Study, cells: list[Cell], budget: float, console: Console, *, below_gate: bool = False
 ) -> None:
     """Compute the cells that are not finished, as long as the budget lasts."""
     from mtrain_studies import cells as computed
 
-    started, pace = time.monotonic(), Pace(study.tier)
+    started = time.monotonic()
     missing = computed.unfinished(study, cells)
     for number, cell in enumerate(missing, 1):
         used = time.monotonic() - started
-        if budget and number > 1 and used + pace.expected(cell) > 60 * budget:
+        if budget and number > 1 and used > 60 * budget:
             console.print(
                 f"budget  {used / 60:.1f} minutes used; {len(missing) - number + 1} cells are "
                 "left. The same command continues.",
@@ -294,39 +263,6 @@ def _compute(
         with writing(study.folder):
             computed.compute(study, cell, _train, below_gate=below_gate)
         _free_gpu()
-        pace.add(cell, time.monotonic() - started - used)
-
-
-class Pace:
-    """How long cells of a sitting take.
-
-    A cell takes as long as the longest cell of its kind did: a base, or another cell. Before the
-    first one of its kind, the estimate of its tier counts, as wrong as it was for finished cells.
-    """
-
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
-        self._longest: dict[bool, float] = {}
-        self._seconds = self._estimated = 0.0
-
-    def add(self, cell: Cell, seconds: float) -> None:
-        """Note a finished cell."""
-        from mtrain_studies.cells import estimated_seconds
-
-        is_base = cell.variant is None
-        self._longest[is_base] = max(self._longest.get(is_base, 0.0), seconds)
-        self._seconds += seconds
-        self._estimated += estimated_seconds(self._tier, cell)
-
-    def expected(self, cell: Cell) -> float:
-        """Return seconds; 0 before the first cell of a sitting."""
-        from mtrain_studies.cells import estimated_seconds
-
-        if (longest := self._longest.get(cell.variant is None)) is not None:
-            return longest
-        if not self._estimated:
-            return 0.0
-        return self._seconds * estimated_seconds(self._tier, cell) / self._estimated
 
 
 def _train(words: list[str]) -> None:
@@ -358,14 +294,7 @@ def _free_gpu() -> None:
 
 
 def show(study: Study, *, as_json: bool, html: bool = True) -> Path | None:
-    """Print what is known of a study, and write its page; as JSON, print it only.
-
-    Args:
-        html: whether to write the page.
-
-    Returns:
-        The page, if it was written.
-    """
+    """Print what is known of a study, and write its page. Return the page, if written."""
     from mtrain_cli.reporting.terminal import make_console
     from mtrain_studies import learning_page, learning_tables
     from mtrain_studies.outcomes import summarize

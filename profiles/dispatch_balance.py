@@ -35,12 +35,7 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens, seeds
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.traffic import (
-    ROW_BLOCK,
-    Traffic,
-    count_traffic,
-    pairs_per_query,
-)
+from mtrain_cli.parallel.traffic import ROW_BLOCK, Traffic, count_traffic, pairs_per_query
 
 Shards = list[IntArray]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import IntArray, KeySpans
-from mtrain_cli.attention.partials import cuda_kernels_usable
+from mtrain_cli.attention.partials import Pair, cuda_kernels_usable
 from mtrain_cli.attention.tiles import Tiles
 
 _WARPS = 4
@@ -107,12 +107,11 @@ def mask_list_bytes(sequences: int, queries: int, keys: int, block: int) -> int:
     return 4 * sequences * 2 * (entries + rows + columns)  # int32; partial and full
 
 
-def block_flags(low: Tensor, high: Tensor, num_keys: int, block: int) -> tuple[Tensor, Tensor]:
+def block_flags(low: Tensor, high: Tensor, num_keys: int, block: int) -> Pair:
     """Return which pairs of blocks are partial and which are full, bool [batch, rows, columns].
 
-    Args:
-        low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
-            interval. The intervals of a query are disjoint.
+    low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
+        interval. The intervals of a query are disjoint.
     """
     sees, queries, columns = low < high, low.shape[2], -(-num_keys // block)
     starts, ends = low // block, (high - 1) // block + 1
@@ -150,7 +149,7 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
     return 2 if plain else full, full
 
 
-def set_indices(flags: Tensor) -> tuple[Tensor, Tensor]:
+def set_indices(flags: Tensor) -> Pair:
     """Return the indices of the set flags, and the number of set flags below each index.
 
     Returns:
@@ -182,7 +181,6 @@ class MaskWords:
     ids: [batch, query blocks, key blocks or 2], the number of each partial pair of blocks. Other
         entries are undefined.
     of_queries: [numbers, BLOCK, 4], a row per query. `word_and_bit` gives the bit of each key.
-    of_keys: [numbers, BLOCK, 4], a row per key. `word_and_bit` gives the bit of each query.
     """
 
     ids: Tensor

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from mtrain_cli import install_command
+from mtrain_cli.attention.partials import Pair
 from mtrain_cli.config.schema import ConfigError
 
 _FLASH_HEAD_DIM = 256  # the widest head of FlashAttention-2
 
 
-def decode_on_gpu(
-    q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def decode_on_gpu(q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
     """Return out and lse; see `Kernel.decode`."""
     if split_kernel(q.shape[2], k.shape[2], q.shape[3], q.dtype) == "triton":
         from mtrain_cli.kernels.triton import decode
@@ -56,9 +55,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _flash_decode(
-    q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _flash_decode(q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
     batch, capacity = k.shape[:2]
     starts = _starts(batch, 1, q.device), _starts(batch, capacity, q.device)
     # The batch lies in one long row, in which `starts` mark the sequences.
@@ -77,12 +74,11 @@ def _starts(batch: int, tokens: int, device: torch.device) -> Tensor:
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
 
 
-def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
+def merge_parts(parts: Tensor) -> Pair:
     """Merge the attention of the same queries over disjoint sets of keys.
 
-    Args:
-        parts: float32 or float64 [parts, batch, heads, head_dim + 1]: out of each part, then its
-            lse. A part without keys has out 0 and lse -inf.
+    parts: float32 or float64 [parts, batch, heads, head_dim + 1]: out of each part, then its
+        lse. A part without keys has out 0 and lse -inf.
     """
     if parts.is_cuda and parts.dtype == torch.float32 and has_triton():
         from mtrain_cli.kernels.triton import decode

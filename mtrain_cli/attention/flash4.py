@@ -27,6 +27,7 @@ from mtrain_cli import install_command, resource_dir
 from mtrain_cli.attention.block_lists import index_lists, mask_lists, mask_words
 from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
+from mtrain_cli.attention.partials import Pair, Triple
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
 from mtrain_cli.launch.temporary_folders import own_folder
@@ -34,7 +35,6 @@ from mtrain_cli.launch.temporary_folders import own_folder
 # With more rectangles per sequence, one call with block lists is faster.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
-Pair = tuple[Tensor, Tensor]
 
 
 class Flash4Kernel(TritonColumns):
@@ -71,9 +71,7 @@ class Flash4Kernel(TritonColumns):
             return f"flash-attn-4 is installed, but does not load: {error}"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
         dense = _load_dense()
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
@@ -94,9 +92,7 @@ class Flash4Kernel(TritonColumns):
             )
         return out, lse
 
-    def backward(
-        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
         dense = _load_dense()
         if tiles.index is not None:
             return _sparse_backward(dout, saved, tiles, scale)
@@ -138,9 +134,7 @@ def _load_error() -> str | None:
     return None
 
 
-def _sparse_forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-) -> tuple[Tensor, Tensor]:
+def _sparse_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()
@@ -155,9 +149,7 @@ def _sparse_forward(
     )
 
 
-def _sparse_backward(
-    dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sparse_backward(dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _load_dense()

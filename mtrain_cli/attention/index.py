@@ -28,7 +28,6 @@ _BITS_PER_PASS = 1 << 24
 class Index(ABC):
     """The query-key pairs that a pattern chose for one layer.
 
-    blocks: number of blocks in the padded sequence. The last block may be short.
     by_head: names of the fields that are tensors [batch, heads, ...].
     """
 
@@ -176,7 +175,6 @@ class VerticalSlash(Index):
 class BlockBitmap(Index):
     """One bit per pair of blocks.
 
-    bits: bool [batch, heads, rows, blocks], query block by key block, False above the diagonal.
     rows: int32 [rows], ascending query block numbers of the rows of ``bits``. A context-parallel
         worker has only the blocks of its own queries.
     """
@@ -228,7 +226,6 @@ class GatedBitmap(BlockBitmap):
 
     gates: int32 [batch, heads, rows * block, words], the choice of each query: bit c % 32 of word
         c // 32 is set if the query chose chunk c. Padding has no bit set.
-    chunk: number of keys per chunk, a multiple of block.
     """
 
     gates: Tensor

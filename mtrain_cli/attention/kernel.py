@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from mtrain_cli.attention.packed_columns import SharedColumns
+from mtrain_cli.attention.partials import Pair, Triple
 from mtrain_cli.attention.tiles import Tiles
 
 
@@ -23,7 +24,6 @@ from mtrain_cli.attention.tiles import Tiles
 class IndexRequest:
     """The kind of dynamic index that a run's pattern makes.
 
-    bitmap: True if the index is a `BlockBitmap`, False if it is a `VerticalSlash`.
     chunk: number of keys per chunk if each query chooses its own chunks (`index.GatedBitmap`);
         otherwise 0.
     """
@@ -37,7 +37,6 @@ class IndexRequest:
 class KernelRequest:
     """What a run needs from a kernel.
 
-    capability: CUDA compute capability such as (9, 0); None without a GPU.
     intervals: most disjoint intervals of keys that the mask lets a query see.
     """
 
@@ -84,37 +83,24 @@ class Kernel(Protocol):
 
         The answer is the same on every machine: it assumes that all packages are installed.
         """
-        ...
 
     def missing_package(self, request: KernelRequest) -> str | None:
         """Return which package this machine lacks to serve the request; None if it lacks none."""
-        ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair: ...
 
-    def backward(
-        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple: ...
 
     def forward_columns(
-        self,
-        q: Tensor,
-        packed: Tensor,
-        columns: SharedColumns,
-        scale: float,
-        partial: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, packed: Tensor, columns: SharedColumns, scale: float, partial: Pair | None
+    ) -> Pair:
         """Return out and lse over the columns of an index, in the accumulation dtype.
 
-        Args:
-            packed: keys and values of the columns, gathered from all workers, [2, batch, heads,
-                width, head_dim].
-            partial: (out, lse) over other keys, to include in the result; None to compute the
-                columns only.
+        packed: keys and values of the columns, gathered from all workers, [2, batch, heads,
+            width, head_dim].
+        partial: (out, lse) over other keys, to include in the result; None to compute the
+            columns only.
         """
-        ...
 
     def backward_columns(
         self,
@@ -125,16 +111,13 @@ class Kernel(Protocol):
         delta: Tensor,
         columns: SharedColumns,
         scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """Return dq and the gradient of ``packed``, in the accumulation dtype.
 
         lse, delta: cover the keys of all workers.
         """
-        ...
 
-    def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
         """Return out and lse of one query per sequence over the first keys of a cache.
 
         On a GPU, the call neither waits for the GPU nor reads ``used`` on the host, so a CUDA graph
@@ -142,4 +125,3 @@ class Kernel(Protocol):
 
         used: number of keys that each query sees, int32 [batch], on the device of q.
         """
-        ...

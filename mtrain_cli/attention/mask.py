@@ -63,8 +63,6 @@ class SequenceMask:
     low, high: int64 [intervals, padded]. The query at position q sees the keys ``low[i, q] <= k <
         high[i, q]`` of each interval i. The intervals of a query are disjoint and ascend. Unused
         intervals have low == high and come last.
-    length: number of tokens. Later positions are padding: a query in the padding sees no key, and
-        no query sees a key in the padding.
     """
 
     low: IntArray

@@ -24,7 +24,6 @@ class BlockPairs:
     Along the key blocks of one query block, this number changes only where the intervals of its
     queries start and at the diagonal, so only the changes are stored.
 
-    places: int64 [changes], indices of the changes in a flat table [rows, blocks + 1], ascending.
     changes: int64 [changes], number of pairs at each index in ``places`` minus the number for the
         previous key block.
     """
@@ -98,9 +97,6 @@ class MaskTables:
     first_min, first_max: [batch, blocks], minimum and maximum of ``first`` over each query block.
         If a query of the block sees no key, first_max is `NOTHING`, so that no key block is full
         for this query block.
-    per_diagonal: int64 [batch, blocks], number of allowed pairs in each block diagonal.
-    touched: int64 [batch, blocks], number of blocks in each diagonal that hold an allowed pair.
-    rows: number of query blocks in this worker's bitmap; 0 if the index is not a bitmap.
     changes: int64 [2, changes], `BlockPairs.places` and `BlockPairs.changes` of the bitmap's query
         blocks, for all sequences of the batch.
     """
@@ -212,10 +208,8 @@ class BlockGeometry:
 
     Tensors are int32 on the device of the tables unless noted.
 
-    query_slot, key_slot: [blocks], local number of each global block; -1 if the block is absent.
     diagonals: bool [blocks], whether each block diagonal (query block - key block) occurs between
         the shards. With striped layouts these diagonals are congruent modulo the number of workers.
-    holes: whether some block of the sequence is absent from the query shard or the key shard.
     """
 
     tables: MaskTables

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask_tables import BlockGeometry
-from mtrain_cli.attention.partials import accumulation_dtype, cuda_kernels_usable
+from mtrain_cli.attention.partials import Pair, accumulation_dtype, cuda_kernels_usable
 from mtrain_cli.attention.tiles import Tiles
 
 COLUMN_TILE = 128  # packed columns are padded to a multiple of this
 _WARPS = 8
 
 
-def pack_columns(k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor] | None:
+def pack_columns(k: Tensor, v: Tensor, tiles: Tiles) -> Pair | None:
     """Return keys and values of each query head's columns, or None if the index has no columns.
 
     Both are [batch, heads, width, head_dim]. Unused entries hold 0, and the kernel must mask them.
@@ -27,11 +27,8 @@ def pack_columns(k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor] | 
     return pack_rows(k, v, local_columns(tiles)[1])
 
 
-def pack_rows(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values as `pack_columns` does, for given key slots.
-
-    slots: int32 [batch, heads, width], key slot of each column; -1 for an unused entry.
-    """
+def pack_rows(k: Tensor, v: Tensor, slots: Tensor) -> Pair:
+    """Return keys and values as `pack_columns` does, for given key slots."""
     batch, heads, width = slots.shape
     group, dim = heads // k.shape[2], k.shape[3]
     if cuda_kernels_usable(k):
@@ -100,7 +97,7 @@ def add_rows(dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, slo
         target.copy_(total)
 
 
-def local_columns(tiles: Tiles) -> tuple[Tensor, Tensor]:
+def local_columns(tiles: Tiles) -> Pair:
     """Return (positions, key slots) of those columns of the index that are local keys.
 
     Both are int32 [batch, heads, width]. Positions ascend. Unused entries have position ``blocks *
@@ -134,10 +131,7 @@ def whole_columns(index: Index) -> Tensor:
 
 
 def key_slots(columns: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return the local key slot of each position, int32; -1 if the key is not local.
-
-    columns: int32 positions; ``blocks * block`` for unused entries, whose slot is -1.
-    """
+    """Return the local key slot of each position, int32; -1 if the key is not local."""
     block = geometry.block
     if geometry.all_keys:
         return columns.masked_fill(columns == geometry.blocks * block, -1)
@@ -148,7 +142,6 @@ def key_slots(columns: Tensor, geometry: BlockGeometry) -> Tensor:
 class SharedColumns:
     """The columns of one layer's index, and their slots among this worker's keys.
 
-    tiles: tiles of this worker's queries and all keys of the sequence, with the index.
     slots: int32 [batch, heads, width], slot of each column's key on this worker; -1 if another
         worker holds the key or if the entry is unused.
     """
@@ -173,11 +166,7 @@ class SharedColumns:
         return torch.stack(pack_rows(k, v, self.slots))
 
     def add_gradients(self, dk: Tensor, dv: Tensor, gradients: Tensor) -> None:
-        """Add the gradients of this worker's columns to dk and dv, in place.
-
-        gradients: [2, batch, heads, width, head_dim], dk and dv of all columns, summed over
-            workers.
-        """
+        """Add the gradients of this worker's columns to dk and dv, in place."""
         # `add_rows` needs the places without a slot last.
         absent = self.slots < 0
         order = torch.argsort(absent.to(torch.int8), dim=-1, stable=True)

@@ -8,6 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of partial sums: float32, or float64 for float64 inputs."""
@@ -21,9 +24,8 @@ def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     part_lse). Unlike exp(part_lse - lse), w cannot overflow. If a row sees none of the new keys,
     its part_lse is -inf and the row does not change.
 
-    Args:
-        out, part_out: [batch, queries, heads, head_dim]; out is float32 or float64.
-        lse, part_lse: [batch, heads, queries]; lse is float32 or float64.
+    out, part_out: [batch, queries, heads, head_dim]; out is float32 or float64.
+    lse, part_lse: [batch, heads, queries]; lse is float32 or float64.
     """
     if _fused_merge(out, lse, part_out, part_lse):
         return

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mtrain_cli.attention.kernel import KernelRequest, Saved
-from mtrain_cli.attention.partials import accumulation_dtype, merge
+from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype, merge
 from mtrain_cli.attention.tiles import Tiles
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Pair:
     """Return out and lse. A query that sees no key has out 0 and lse -inf."""
     scores = _scores(q, k, seen, scale)
     lse = scores.logsumexp(-1)
@@ -31,7 +31,7 @@ def backward(
     delta: Tensor,
     seen: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Triple:
     """Return dq, dk and dv. lse and delta = rowsum(out * dout) may cover more keys than k holds."""
     p = _probabilities(_scores(q, k, seen, scale), lse)
     ds = p * (dout @ v.transpose(-1, -2) - delta.unsqueeze(-1)) * scale
@@ -46,7 +46,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))
 
 
-def per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def per_query_head(q: Tensor, k: Tensor, v: Tensor) -> Triple:
     """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV repeated per head of q."""
     group = q.shape[2] // k.shape[2]
     k, v = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
@@ -96,15 +96,11 @@ class ReferenceKernel(DefinitionColumns):
     def unsupported_reason(self, request: KernelRequest) -> str | None:  # noqa: ARG002
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
         out, lse = forward(*per_query_head(q, k, v), tiles.seen(), scale)
         return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
 
-    def backward(
-        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
         q, k, v, out, lse, delta = saved
         group = q.shape[2] // k.shape[2]
         if delta is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain_cli.attention.decode import decode_on_gpu
 from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.mask import SliceKind
-from mtrain_cli.attention.partials import accumulation_dtype, merge
+from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype, merge
 from mtrain_cli.attention.reference import DefinitionColumns
 from mtrain_cli.attention.tiles import Tiles
 
@@ -51,9 +51,7 @@ class SdpaKernel(DefinitionColumns):
             return "its backward adds with atomics, which is not bitwise repeatable"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
         batch, queries, heads, _ = q.shape
         high = accumulation_dtype(q.dtype)
         out, lse = torch.zeros_like(q), q.new_full((batch, heads, queries), -torch.inf, dtype=high)
@@ -70,9 +68,7 @@ class SdpaKernel(DefinitionColumns):
             lse.masked_fill_((tiles.low >= tiles.high).all(1)[:, None], float("-inf"))
         return out, lse
 
-    def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
         if _on_gpu(q):
             return decode_on_gpu(q, k, v, used, scale)
         batch, _, heads, _ = q.shape
@@ -83,9 +79,7 @@ class SdpaKernel(DefinitionColumns):
                 out[b], lse[b] = _cpu_forward(q[b], k[b, :keys], v[b, :keys], False, scale)
         return out, lse
 
-    def backward(
-        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
         q, k, v, out, lse, delta = saved
         high = accumulation_dtype(q.dtype)
         adds = _on_gpu(q) and tiles.intervals > 1  # several slices share queries
@@ -121,9 +115,7 @@ def _on_gpu(q: Tensor) -> bool:
     return q.is_cuda
 
 
-def _merged_forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-) -> tuple[Tensor, Tensor]:
+def _merged_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
     """Return out and lse on CUDA under a mask in which several slices share queries."""
     batch, queries, heads, _ = q.shape
     high = accumulation_dtype(q.dtype)

@@ -15,6 +15,7 @@ from mtrain_cli.attention.device_copy import map_tensors, to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import IntArray, KeySlice, KeySpans, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
+from mtrain_cli.attention.partials import Pair
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,8 @@ class Tiles:
 
     low, high: int32 [batch, intervals, queries]. Each query sees the key slots ``low <= j < high``
         of each interval. Intervals are disjoint and ascend, apart from empty ones.
-    spans: low and high on the host, one `KeySpans` per sequence.
     cache: what kernels derive from the mask, such as block lists. All layers and both passes share
         this cache.
-    geometry: the blocks of both shards. Required if there is an index.
     index: narrows the mask for one layer; None for dense attention.
     index_cache: what kernels derive from the index, such as slots of columns. A layer's forward
         pass fills this cache, and the layer's backward pass reads it.
@@ -77,7 +76,7 @@ class Tiles:
         return self.low.shape[2]
 
     @property
-    def one_interval(self) -> tuple[Tensor, Tensor]:
+    def one_interval(self) -> Pair:
         """Low and high, [batch, queries], of a mask with one interval per query."""
         assert self.intervals == 1
         return self.low[:, 0], self.high[:, 0]
@@ -107,7 +106,7 @@ class Tiles:
     def without_index_cache(self) -> Tiles:
         return replace(self, index_cache={})
 
-    def positions(self) -> tuple[Tensor, Tensor]:
+    def positions(self) -> Pair:
         """Return the global positions of the query and key slots, int64 on the device."""
         geometry = self.geometry
         assert geometry is not None

@@ -17,6 +17,7 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
+from mtrain_cli.attention.partials import Pair, Triple
 from mtrain_cli.attention.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -82,9 +83,7 @@ class TritonKernel(TritonColumns):
             return f"triton is not installed ({install_command('cuda')})"
         return None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
         from mtrain_cli.kernels.triton import spans, sparse
 
         if tiles.index is None:
@@ -92,9 +91,7 @@ class TritonKernel(TritonColumns):
         plan = make_tile_plan(tiles)
         return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
 
-    def backward(
-        self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
         from mtrain_cli.kernels.triton import spans, sparse
 
         q, k, v, out, lse, delta = saved
@@ -141,8 +138,7 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
     If the tiles hold all keys, small tables are cached in the tiles (see `local_columns`). The
     block lists of a bitmap and the bits of covered columns are built on every call.
 
-    Args:
-        backward: whether to include the query blocks of each key block, which dk and dv need.
+    backward: whether to include the query blocks of each key block, which dk and dv need.
     """
     from mtrain_cli.kernels.triton.sparse import TilePlan
 
@@ -225,7 +221,7 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
     return tiles.index_cache[name]
 
 
-def _diagonals(tiles: Tiles) -> tuple[Tensor, Tensor]:
+def _diagonals(tiles: Tiles) -> Pair:
     """Return `TilePlan.entries` and `counts`: chosen diagonals that occur between the shards."""
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)

@@ -56,53 +56,40 @@ def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
 
 def complete_runs(incomplete: str) -> list[str]:
     """Complete names of runs under runs/."""
-    return sorted(
-        file.parent.name
-        for file in Path("runs").glob("*/resolved.yaml")
-        if file.parent.name.startswith(incomplete)
-    )
+    names = (file.parent.name for file in Path("runs").glob("*/resolved.yaml"))
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def complete_measured(incomplete: str) -> list[str]:
     """Complete names of runs and measurements."""
-    folders = [
-        folder
-        for root in ("runs", "measurements")
-        if Path(root).is_dir()
-        for folder in Path(root).iterdir()
-        if folder.is_dir()
-    ]
+    folders = (folder for root in ("runs", "measurements") for folder in Path(root).glob("*/"))
     return sorted({folder.name for folder in folders if folder.name.startswith(incomplete)})
 
 
 def complete_models(incomplete: str) -> list[Candidate]:
     """Complete a run as runs/NAME, or the path of a folder."""
-    runs = [(f"runs/{name}", "") for name in complete_runs("")]
-    return _or_files(runs, incomplete)
+    return _or_files([(f"runs/{name}", "") for name in complete_runs("")], incomplete)
 
 
 def complete_options(incomplete: str) -> list[Candidate]:
     """Complete GROUP/NAME for every option of every group."""
-    pairs = [
+    return [
         (f"{group}/{option}", summary(file))
         for group, options in open_groups().options.items()
         for option, file in options.items()
+        if f"{group}/{option}".startswith(incomplete)
     ]
-    return [(name, help) for name, help in pairs if name.startswith(incomplete)]
 
 
 def complete_layouts(incomplete: str) -> list[str]:
-    """Complete a comma-separated list of layouts."""
     return in_list(LAYOUTS, incomplete)
 
 
 def complete_exchanges(incomplete: str) -> list[str]:
-    """Complete a comma-separated list of exchanges."""
     return in_list(exchange_names(), incomplete)
 
 
 def complete_kernels(incomplete: str) -> list[str]:
-    """Complete a comma-separated list of kernels that can be timed."""
     return in_list([name for name in KERNELS if name != "auto"], incomplete)
 
 
@@ -110,7 +97,7 @@ def complete_attentions(incomplete: str) -> list[str]:
     """Complete a comma-separated list of patterns that read their input."""
     from mtrain_cli.config.pattern_settings import PATTERNS
 
-    return in_list([name for name, found in PATTERNS.items() if not found.synthetic], incomplete)
+    return in_list([name for name, kind in PATTERNS.items() if not kind.synthetic], incomplete)
 
 
 def complete_clusters(incomplete: str) -> list[Candidate]:
@@ -122,18 +109,14 @@ def complete_clusters(incomplete: str) -> list[Candidate]:
 
 def complete_tokenizers(incomplete: str) -> list[Candidate]:
     """Complete bytes, bpe or the path of a tokenizer file."""
-    return _or_files(
-        [("bytes", "raw bytes"), ("bpe", "a byte-level BPE trained on SOURCE")], incomplete
-    )
+    return _or_files([("bytes", ""), ("bpe", "a byte-level BPE trained on SOURCE")], incomplete)
 
 
 def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
     """Complete the last name of a comma-separated list, without names that are in the list."""
     before, comma, start = incomplete.rpartition(",")
-    given = before.split(",")
-    return [
-        f"{before}{comma}{name}" for name in allowed if name.startswith(start) and name not in given
-    ]
+    others = [name for name in allowed if name not in before.split(",")]
+    return [f"{before}{comma}{name}" for name in others if name.startswith(start)]
 
 
 def _or_files(words: Iterable[Candidate], incomplete: str) -> list[Candidate]:
@@ -154,21 +137,20 @@ def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
 
 
 def _values(name: str, groups: Groups) -> list[Candidate]:
-    """Return the options of a group, or the allowed words, examples or default of a key."""
+    """Return the options of a group, or the allowed words or examples of a key."""
     if name in groups.options:
         return [(option, summary(file)) for option, file in groups.options[name].items()]
     key = keys.all_keys().get(name)
     if key is None:
         return []
-    if key.choices:
-        return [(choice, key.help) for choice in key.choices]
+    words = [*key.choices, *_words_of(key)]
     if bool in key.types:
-        return [(word, key.help) for word in (*_words_of(key), "true", "false")]
-    words = {
-        "seq": ("4k", "32k", "128k", "512k", "1m"),
-        "train.callbacks": [f"[{callback}]" for callback in callback_names()],
-    }.get(name) or dict.fromkeys([_default(key.name, groups), *_words_of(key)])
-    return [(word, key.help) for word in words if word]
+        words += ["true", "false"]
+    if name == "seq":
+        words = ["4k", "32k", "128k", "512k", "1m"]
+    if name == "train.callbacks":
+        words = [f"[{callback}]" for callback in callback_names()]
+    return [(word, key.help) for word in words]
 
 
 def _path_words(name: str) -> list[Candidate]:
@@ -179,20 +161,6 @@ def _path_words(name: str) -> list[Candidate]:
 def _words_of(key: keys.ConfigKey) -> tuple[str, ...]:
     takes_auto = key.name in keys.DERIVED or (str in key.types and not key.is_text)
     return ("auto",) if takes_auto else keys.PATHS.get(key.name, ())
-
-
-def _default(name: str, groups: Groups) -> str:
-    """Return a key's value in the default option of its group, or "" if the option lacks it."""
-    import yaml
-
-    section = name.partition(".")[0]
-    file = groups.options.get(section, {}).get(groups.defaults.get(section, ""))
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return ""
-    value = keys.flatten({section: content}).get(name) if isinstance(content, dict) else None
-    return "" if value is None else keys.show(value)
 
 
 def _files(prefix: str) -> list[Candidate]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mtrain_cli.commands.completion import complete_options
 from mtrain_cli.commands.options import ConfigDir, argument
 from mtrain_cli.config.schema import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -111,25 +108,11 @@ def show_option(
         for key in keys.all_keys().values()
         if key.name in values and belongs(key.name)
     ]
-    title = f"{group}={name}  {summary(file)}{_parameters(group, name, config_dir)}".rstrip()
-    _print_table(title, ("key", VALUE, "description", ALLOWED), rows)
+    _print_table(
+        f"{group}={name}  {summary(file)}".rstrip(), ("key", VALUE, "description", ALLOWED), rows
+    )
     if group in _KINDS and option == group:
         _print_kinds(group, groups.options[group], config_dir)
-
-
-def _parameters(group: str, name: str, config_dir: Path | None) -> str:
-    """Return the number of parameters of a model, for the title; "" for another group."""
-    if group != "model":
-        return ""
-    from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.schema import ConfigError
-    from mtrain_cli.training.flops import parameters
-
-    try:
-        model = compose([f"model={name}"], config_dir, plan=True).model
-    except ConfigError:  # `mtrain train` reports the mistake
-        return ""
-    return f" ({parameters(model).described})"
 
 
 def _print_kinds(group: str, options: dict[str, Path], config_dir: Path | None) -> None:
@@ -165,8 +148,9 @@ def _split(
     if not group:
         group, name = name, defaults.get(name, "")
     if option in all_keys():
-        command = _command_for(option, options)
-        raise ConfigError(f"{option}: is a key, not a group; {command} shows it")
+        owner = option.partition(".")[0]
+        command = f"show {owner}" if owner in options else "list"
+        raise ConfigError(f"{option}: is a key, not a group; `mtrain config {command}` shows it")
     if group not in options:
         raise ConfigError(f"{option}: {no_such('group', group, options)}")
     if name not in options[group]:
@@ -174,25 +158,12 @@ def _split(
     return group, name
 
 
-def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
-    """Return the command that shows a key."""
-    from mtrain_cli.config.keys import VARIANTS
-
-    group, _, name = key.partition(".")
-    if group not in options:
-        return "`mtrain config list`"
-    if variants := VARIANTS.get(group):
-        # The default pattern or mask has few keys, so name the first that has this one.
-        having = (kind for kind in options[group] if name in variants.own_keys(kind))
-        group = f"{group}/{first}" if (first := next(having, "")) else group
-    return f"`mtrain config show {group}`"
-
-
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
+    """Print a table, or blocks of lines on a terminal that is too narrow for it."""
+    from rich.padding import Padding
     from rich.text import Text
 
-    from mtrain_cli.console import Console
+    from mtrain_cli.console import Console, grid
     from mtrain_cli.reporting.terminal_width import limit
 
     console = Console()
@@ -204,48 +175,24 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             print(f"  {'  '.join(cells)}".rstrip())
         return
-    first = max((len(row[0]) for row in rows), default=0)
-    if first + _READABLE <= width:
-        console.print(_table(title, header, rows))
+    if max((len(row[0]) for row in rows), default=0) + _READABLE <= width:
+        below = header[-1] == ALLOWED  # in the column before it
+        heads = header[:-1] if below else header
+        lines = [[Text(name, style="dim") for name in heads]]
+        for row in rows:
+            cells = [Text(cell) for cell in row[: len(heads)]]
+            if below and "," in row[-1]:
+                cells[-1].append(f"\n{row[-1]}", style="dim")
+            lines.append(cells)
+        console.print(grid(lines, ["cyan", *[""] * (len(heads) - 1)], title))
     else:
         console.print(Text(title, style="bold"), overflow="fold")
-        for row in rows:
-            console.print(*_block(header, row), sep="\n")
+        for key, *rest in rows:
+            head = Text(key, style="cyan", overflow="fold")
+            if header[1] == VALUE:
+                head.append(f"  {rest.pop(0)}", style="default")
+            console.print(head)
+            for name, cell in zip(header[-len(rest) :], rest, strict=True):
+                if cell:
+                    console.print(Padding(Text(cell, "dim" * (name == ALLOWED)), (0, 0, 0, 4)))
     console.print()
-
-
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
-    from rich.text import Text
-
-    from mtrain_cli.console import grid
-
-    below = header[-1] == ALLOWED
-    heads = header[:-1] if below else header
-    lines = [[Text(name, style="dim") for name in heads]]
-    for row in rows:
-        cells = [Text(cell) for cell in row]
-        if below:
-            *cells, allowed = cells
-            if "," in allowed.plain:
-                cells[-1].append(f"\n{allowed.plain}", style="dim")
-        lines.append(cells)
-    return grid(lines, ["cyan", *[""] * (len(heads) - 1)], title)
-
-
-def _block(header: Sequence[str], row: Sequence[str]) -> list[RenderableType]:
-    """Return a row as a block of lines, for terminals that are too narrow for a table."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    key, *rest = row
-    cells = [(name, cell) for name, cell in zip(header[1:], rest, strict=True) if cell]
-    head = Text(key, style="cyan", overflow="fold")
-    if cells and cells[0][0] == VALUE:
-        head.append(f"  {cells.pop(0)[1]}", style="default")
-    return [
-        head,
-        *(
-            Padding(Text(cell, style="dim" if name == ALLOWED else ""), (0, 0, 0, 4))
-            for name, cell in cells
-        ),
-    ]

@@ -145,17 +145,11 @@ def _token_fields(
     from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
     given = {"--mask-key": mask_key, "--positions-key": positions_key}
-    columns = {
-        typed: None if name is None else RecordKey(name, typed) for typed, name in given.items()
-    }
+    keys = [None if name is None else RecordKey(name, typed) for typed, name in given.items()]
     if tokens_key is not None:
-        return TokenFields(RecordKey(tokens_key, "--tokens-key"), *columns.values())
-    for typed, name in given.items():
-        if name is not None:
-            raise ConfigError(
-                f"{typed} {name}: counts tokens, so the documents must come as token ids. Give "
-                "their key with --tokens-key."
-            )
+        return TokenFields(RecordKey(tokens_key, "--tokens-key"), *keys)
+    for key in filter(None, keys):
+        raise ConfigError(f"{key.option} {key.name}: only for token ids; add --tokens-key")
     return None
 
 
@@ -171,7 +165,7 @@ def _corpus(
     fields: fields of documents of token ids; None for text.
     """
     from mtrain_cli.data.corpora import stdlib_corpus
-    from mtrain_cli.data.mds_corpus import mds_corpus, mds_folders
+    from mtrain_cli.data.mds_source import mds_corpus, mds_folders
     from mtrain_cli.data.text_files import refuse_unread_key, text_corpus, token_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
@@ -182,13 +176,13 @@ def _corpus(
             f"--tokens-key {fields.tokens.name}: reads .jsonl, .json and .parquet files, not MDS "
             "shards or stdlib. Leave it out, or write the documents as .jsonl."
         )
-    if is_mds:
-        if from_tokenizer is None:
-            raise ConfigError(
-                f"SOURCE={source}: holds token ids, not text; to decode them, give the tokenizer "
-                "that made them: --from-tokenizer tokenizer.json, or --from-tokenizer bytes"
-            )
+    if is_mds and from_tokenizer is not None:
         return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
+    if is_mds:
+        raise ConfigError(
+            f"SOURCE={source}: holds token ids, not text; to decode them, give the tokenizer "
+            "that made them: --from-tokenizer tokenizer.json, or --from-tokenizer bytes"
+        )
     if from_tokenizer is not None:
         raise ConfigError(
             f"--from-tokenizer {from_tokenizer}: only for MDS shards, and SOURCE={source} is not "
@@ -247,7 +241,7 @@ def show(
     from mtrain_cli.commands.data_output import Inspection, show_array, show_shards, show_store
     from mtrain_cli.console import Console
     from mtrain_cli.data.arrays import SUFFIXES, open_array
-    from mtrain_cli.data.mds_corpus import mds_folders
+    from mtrain_cli.data.mds_source import mds_folders
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import open_tokenizer
 
@@ -265,9 +259,7 @@ def show(
     elif folder.suffix in SUFFIXES and not folder.is_dir():
         show_array(shown, open_array(folder, origin, token_dtype, 0))
     else:
-        problem = "is not a token array" if folder.exists() else "no such folder or file"
-        if folder.is_dir():
-            problem = "holds no tokens"
+        problem = "holds no tokens" if folder.exists() else "no such folder or file"
         kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"
         raise ConfigError(
             f"{origin}: {problem}; give a folder written by `mtrain data prepare`, {kinds}"

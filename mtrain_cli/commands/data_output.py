@@ -28,8 +28,14 @@ from mtrain_cli.console import Console
 from mtrain_cli.data.file_sums import lines
 from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.mds import MdsFolder
-from mtrain_cli.data.mds_corpus import open_mds_folders
-from mtrain_cli.data.mds_source import DOMAIN, TOKENS, sample_lengths
+from mtrain_cli.data.mds_source import (
+    DOMAIN,
+    SPANS,
+    TARGETS,
+    TOKENS,
+    open_mds_folders,
+    sample_lengths,
+)
 from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
@@ -59,20 +65,13 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
     console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}")
     if begin := store.describe_begin():
         console.print(f"  {begin}")
-    _print_left_out(console, meta)
-    _print_columns(console, meta)
+    _print_left_out_and_columns(console, meta)
     _print_domains(console, _by_domain(store))
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The arguments of `mtrain data show`.
-
-    path: the data, as typed.
-    document: number of the document to show, from 0.
-    check: whether to read everything and verify the checksums.
-    tokenizer: tokenizer for the text of the document; None for the data's own tokenizer, if any.
-    """
+    """The arguments of `mtrain data show`; no tokenizer stands for the data's own, if any."""
 
     console: Console
     path: Path
@@ -95,8 +94,7 @@ def show_store(shown: Inspection, store: TokenStore) -> None:
     )
     if begin := store.describe_begin():
         console.print(f"  {begin}")
-    _print_left_out(console, meta)
-    _print_columns(console, meta)
+    _print_left_out_and_columns(console, meta)
     console.print(f"  sha256 {meta.sha256}{' (checked)' if shown.check else ''}")
     _print_lengths(console, _by_domain(store))
     tokenizer = shown.tokenizer or store.open_tokenizer
@@ -119,35 +117,22 @@ def show_array(shown: Inspection, store: TokenStore) -> None:
     _print_snippet(console, store.document(document), document, shown.tokenizer)
 
 
-def _print_left_out(console: Console, meta: StoreMeta) -> None:
+def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
+    columns, total = meta.columns, meta.num_documents
     if meta.left_out:
         console.print(f"  {describe_left_out(meta.left_out)}")
     if meta.cut:
-        console.print(
-            f"  cut at --max-tokens: {with_count(meta.cut, 'document')}, without an end token"
-        )
-
-
-def _print_columns(console: Console, meta: StoreMeta) -> None:
-    """Print a line on the masks and a line on the rotary positions, if the store has them."""
-    columns, total = meta.columns, meta.num_documents
+        console.print(f"  cut at --max-tokens, without an end token: {meta.cut:,} documents")
     if meta.mask_key:
-        intervals = with_count(columns.intervals, "interval")
         console.print(
-            f"  masks in the column {meta.mask_key}: {columns.masked:,} of {total:,} "
-            f"documents, at most {intervals} of keys per query"
+            f"  masks in the column {meta.mask_key}: {columns.masked:,} of {total:,} documents, at "
+            f"most {with_count(columns.intervals, 'interval')} of keys per query; tokens that see "
+            f"no key: {columns.keyless:,}; slices without queries or keys: {columns.empty_slices:,}"
         )
-        counts = {
-            "tokens that see no key": columns.keyless,
-            "slices without queries or keys": columns.empty_slices,
-        }
-        if shown := [f"{what}: {count:,}" for what, count in counts.items() if count]:
-            console.print(f"  {'; '.join(shown)}")
     if meta.positions_key:
-        upto = f", up to {columns.largest_position:,}" if columns.positioned else ""
         console.print(
-            f"  rotary positions in the column {meta.positions_key}: "
-            f"{columns.positioned:,} of {total:,} documents{upto}"
+            f"  rotary positions in the column {meta.positions_key}: {columns.positioned:,} of "
+            f"{total:,} documents, up to {columns.largest_position:,}"
         )
 
 
@@ -173,13 +158,22 @@ def show_shards(shown: Inspection) -> None:
     parts: dict[str, list[np.ndarray]] = {}
     for name, shards in folders:
         lengths = sample_lengths(shards)
-        _print_shards(console, shards, lengths)
+        size = sum((shard.zip_data or shard.raw_data).bytes for shard in shards.shards)
+        compression = shards.shards[0].compression
+        console.print(
+            f"{shards.folder}: {shards.num_samples:,} samples, {int(lengths.sum()):,} tokens in "
+            f"{len(shards.shards)} MDS shards ({size / 2**20:,.1f} MiB"
+            f"{f', {compression}' if compression else ''})"
+        )
+        console.print(f"  columns {shards.describe_columns()}")
         in_samples = not name and DOMAIN in shards.columns
         by_domain = _samples_by_domain(shards, lengths) if in_samples else {name: lengths}
         for domain, of_domain in by_domain.items():
             parts.setdefault(domain, []).append(of_domain)
         if shown.check:
-            _read_all(shards)
+            columns = [column for column in (TOKENS, SPANS, TARGETS) if column in shards.columns]
+            for number in range(shards.num_samples):
+                shards.sample(number, columns)
     if shown.check:
         console.print("  every sample was read; sizes and available checksums match")
     _print_lengths(console, {name: np.concatenate(lengths) for name, lengths in parts.items()})
@@ -189,24 +183,6 @@ def show_shards(shown: Inspection) -> None:
             f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}"
         )
     _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, shown.tokenizer)
-
-
-def _print_shards(console: Console, shards: MdsFolder, lengths: np.ndarray) -> None:
-    size = sum((shard.packed or shard.raw).size for shard in shards.shards)
-    compression = f", {shards.compression}" if shards.compression else ""
-    console.print(
-        f"{shards.folder}: {shards.num_samples:,} samples, {int(lengths.sum()):,} tokens in "
-        f"{len(shards.shards)} MDS shards ({size / 2**20:,.1f} MiB{compression})"
-    )
-    console.print(f"  columns {shards.describe_columns()}")
-
-
-def _read_all(shards: MdsFolder) -> None:
-    """Read every sample: all columns if mtrain can read their types, else only the tokens."""
-    readable = all(column.is_readable for column in shards.columns.values())
-    columns = list(shards.columns) if readable else [TOKENS]
-    for number in range(shards.num_samples):
-        shards.sample(number, columns)
 
 
 def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.ndarray]:
@@ -259,8 +235,22 @@ def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
 def progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
     """Yield a function that shows progress: bars on a terminal, else a line every 10 seconds."""
     console = Console(stderr=True)
+    shown = time.monotonic()
+
+    def counts(progress: PreparationProgress) -> str:
+        documents = with_count(progress.documents, "document")
+        return f"{documents}, {progress.tokens:,} tokens" if progress.tokens else ""
+
+    def print_line(progress: PreparationProgress) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_PER_LINE:
+            shown = time.monotonic()
+            read = f"{progress.read / 2**20:,.0f} of {progress.size / 2**20:,.0f} MiB"
+            line = f"{progress.stage}: {read}  {counts(progress)}"
+            console.print(line, soft_wrap=True, highlight=False)
+
     if not console.is_terminal:
-        yield _lines(console)
+        yield print_line
         return
     columns = (
         TextColumn("{task.description}"),
@@ -277,29 +267,9 @@ def progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
             sizes: Any = {"total": progress.size, "completed": progress.read}
             if progress.stage not in stages:
                 stages[progress.stage] = bars.add_task(progress.stage, counts="", **sizes)
-            bars.update(stages[progress.stage], counts=_counts(progress), **sizes)
+            bars.update(stages[progress.stage], counts=counts(progress), **sizes)
 
         yield report
-
-
-def _lines(console: Console) -> Callable[[PreparationProgress], None]:
-    shown = time.monotonic()
-
-    def report(progress: PreparationProgress) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= _SECONDS_PER_LINE:
-            shown = time.monotonic()
-            read = f"{progress.read / 2**20:,.0f} of {progress.size / 2**20:,.0f} MiB"
-            line = f"{progress.stage}: {read}  {_counts(progress)}"
-            console.print(line, soft_wrap=True, highlight=False)
-
-    return report
-
-
-def _counts(progress: PreparationProgress) -> str:
-    if not progress.tokens:
-        return ""
-    return f"{with_count(progress.documents, 'document')}, {progress.tokens:,} tokens"
 
 
 def _length_table(lengths: np.ndarray) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,15 +97,19 @@ def sparsity(
 
     words = list(overrides or ())
     request = None if _STUDY is None else _STUDY.parse(options)
-    _require_one_worker(words)
+    degrees = ("workers", "context_parallel", "tensor_parallel", "pipeline_parallel")
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.removeprefix("topology.") in degrees and value not in ("1", "auto"):
+            raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
     if checkpoints is None:
         if samples is not None:
             raise ConfigError(f"--samples {samples}: only with --checkpoints RUN")
         source, (config, patterns) = None, _patterns(words, pattern)
     else:
-        for name, value in (("--steps", steps), ("--every", every)):
-            if value is not None:
-                raise ConfigError(f"{name} {value}: trains; leave it out with --checkpoints")
+        for name, number in (("--steps", steps), ("--every", every)):
+            if number is not None:
+                raise ConfigError(f"{name} {number}: trains; leave it out with --checkpoints")
         source, config, patterns = _of_checkpoints(checkpoints, words, pattern)
         if request is not None:
             request = request.with_counts(config.seq)
@@ -152,21 +156,6 @@ def sparsity(
 
 def _say(console: Console, what: str, step: int, loss: float | None) -> None:
     console.print(f"{what.format(step)}  loss {'n.a.' if loss is None else f'{loss:.4f}'}")
-
-
-_NUMBERS_OF_WORKERS = (
-    "topology.workers",
-    "topology.context_parallel",
-    "topology.tensor_parallel",
-    "topology.pipeline_parallel",
-)
-
-
-def _require_one_worker(words: Sequence[str]) -> None:
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in _NUMBERS_OF_WORKERS and value not in ("1", "auto"):
-            raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
 
 
 def _of_checkpoints(
@@ -272,24 +261,17 @@ def _compose_patterns(
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.sparsity.pattern import make_pattern
 
-    patterns = []
-    for each in configs:
-        built = make_pattern(each.sparsity, each.seed)
-        assert built is not None
-        patterns.append(built)
-    return config, patterns
+    patterns = [make_pattern(each.sparsity, each.seed) for each in configs]
+    return config, [pattern for pattern in patterns if pattern is not None]
 
 
 def _require_causal_intervals(config: Config) -> None:
     """Raise ConfigError for a mask under which no pattern can be measured."""
     mask, key = config.mask, config.data.mask_key
-    if key is not None:
-        given = f"data.mask_key={key}"
-    elif mask.full_every:
+    given = f"data.mask_key={key}" if key is not None else mask.for_dense_only()
+    if mask.full_every and key is None:
         given = f"mask.full_every={mask.full_every}"
-    elif (reason := mask.for_dense_only()) is not None:
-        given = reason
-    else:
+    if given is None:
         return
     raise ConfigError(
         f"{given}: `mtrain profile sparsity` needs a mask in which each query sees one interval of "

@@ -185,7 +185,7 @@ def _data_rows(config: Config) -> list[tuple[str, str]]:
     data = config.data
     if data.kind != "stdlib" and data.path is None and data.mix is None:
         return [("data", "not opened: data.path is not set, which the run needs")]
-    from mtrain_cli.data.first_look import look_at_data
+    from mtrain_cli.data.open_dataset import look_at_data
     from mtrain_cli.training.batch import describe_targets
 
     require_data(config)

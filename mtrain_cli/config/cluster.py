@@ -318,6 +318,18 @@ _KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour
 _PARTS = ("value", "source", "note", "low", "high")
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_NODES
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
 class _Reader:
     """Reads one document and collects all problems in it."""
 
@@ -326,20 +338,21 @@ class _Reader:
         self.problems: list[str] = []
 
     def cluster(self, nodes: int | None) -> Cluster | None:
-        content = self.content
+        content = self.content if nodes is None else {**self.content, "nodes": nodes}
         self._unknown(content, _KEYS, "")
-        name = self._text(content, "name", "", default=self.path.stem)
-        count, per_node = self._count("nodes", nodes), self._count("gpus_per_node")
-        section = self._section(content, "gpu", "")
+        name = self._get({"name": self.path.stem, **content}, "name", "a name", _is_name)
+        count = self._get(content, "nodes", _COUNT[0], _is_count)
+        per_node = self._get(content, "gpus_per_node", _COUNT[0], _is_count)
+        section = self._section(content, "gpu")
         gpu_name, device, gpu = "", CUDA, dict[str, Constant]()
         if section is not None:
-            gpu_name = self._text(section, "name", "gpu.")
+            gpu_name = self._get(section, "name", "a name", _is_name, "gpu.") or ""
             device = str(section.get("device", CPU if _NAME_OF_CPU.search(gpu_name) else CUDA))
             if device not in (CUDA, CPU):
                 self.problems.append(f"gpu.device={device}: allowed: {CUDA}, {CPU}")
             given = _with_defaults(section)
             gpu = self._constants(given, _GPU_CHECKS, "gpu.", ("name", "device"))
-        links = self._section(content, "links", "")
+        links = self._section(content, "links")
         inner, outer = dict[str, Constant](), dict[str, Constant]()
         if links is not None:
             self._unknown(links, ("inner", "outer"), "links.")
@@ -354,7 +367,7 @@ class _Reader:
                 f"links.outer.shared_by={int(shared.value)}: does not divide "
                 f"gpus_per_node={per_node}; allowed: {divisors(per_node)}"
             )
-        if self.problems or count is None or per_node is None:
+        if self.problems:
             return None
         gemm, peak = gpu["gemm_tflops"], gpu["peak_tflops"].high
         gpu["gemm_tflops"] = replace(gemm, high=min(gemm.high, max(gemm.value, peak)))
@@ -395,36 +408,38 @@ class _Reader:
         self._unknown(content, (*checks, *more), prefix)
         constants = {}
         for key, check in checks.items():
-            name = f"{prefix}{key}"
             if content.get(key) is not None:
-                if (constant := self._constant(content[key], check, name)) is not None:
+                if constant := self._constant(content[key], check, f"{prefix}{key}"):
                     constants[key] = constant
-            elif name != "gpu.gemm_tflops":  # derived from the peak, whose absence is reported
-                self.problems.append(f"{name}: is missing; expected {check[0]} as {_form(None)}")
+            elif key != "gemm_tflops":  # derived from the peak, whose absence is reported
+                self._get(content, key, f"{check[0]} as {_form(None)}", _is_section, prefix)
         return constants
 
     def _constant(self, content: Any, check: _Check, key: str) -> Constant | None:
         if not isinstance(content, Mapping):
-            self.problems.append(
-                f"{key}={content}: expected {check[0]} with its source, as {_form(content)}"
-            )
+            form = f"{check[0]} with its source, as {_form(content)}"
+            self.problems.append(f"{key}={content}: expected {form}")
             return None
         before = len(self.problems)
         self._unknown(content, _PARTS, f"{key}.")
-        value = self._number(content, "value", key, check)
-        source = content.get("source")
-        if source not in SOURCES:
-            given = ": is missing" if source is None else f"={source}: is not a source"
-            self.problems.append(f"{key}.source{given}; allowed: {', '.join(SOURCES)}")
-        bounds = [
-            self._number(content, name, key, check) if content.get(name) is not None else None
-            for name in ("low", "high")
-        ]
-        if len(self.problems) > before or value is None:
+
+        def fits(raw: Any) -> bool:
+            return math.isfinite(value := _as_number(raw)) and check[1](value)
+
+        values = {
+            name: _as_number(self._get(content, name, check[0], fits, f"{key}."))
+            for name in ("value", "low", "high")
+            if name == "value" or content.get(name) is not None
+        }
+        allowed = f"one of {', '.join(SOURCES)}"
+        source = self._get(content, "source", allowed, lambda name: name in SOURCES, f"{key}.")
+        if len(self.problems) > before:
             return None
+        value = values["value"]
         if check is _COUNT:
-            bounds = [value if bound is None else bound for bound in bounds]
-        constant = Constant.of(value, str(source), str(content.get("note") or ""), *bounds)
+            values = {"low": value, "high": value, **values}
+        note = str(content.get("note") or "")
+        constant = Constant.of(source=source, note=note, **values)
         if not constant.low <= value <= constant.high:
             self.problems.append(
                 f"{key}: value={value:g} must lie between low={constant.low:g} and "
@@ -433,48 +448,23 @@ class _Reader:
             return None
         return constant
 
-    def _number(
-        self, content: Mapping[str, Any], name: str, key: str, check: _Check
-    ) -> float | None:
-        raw = content.get(name)
-        try:
-            # YAML reads 1e3 as a string.
-            value = math.nan if raw is None or isinstance(raw, bool) else float(raw)
-        except (TypeError, ValueError, OverflowError):
-            value = math.nan
-        if math.isfinite(value) and check[1](value):
-            return value
-        self._expected(f"{key}.{name}", raw, check[0])
-        return None
+    def _section(self, content: Mapping[str, Any], key: str, prefix: str = "") -> Any:
+        expected = f"a section with {', '.join(_NEEDED[key])}"
+        return self._get(content, key, expected, _is_section, prefix)
 
-    def _count(self, key: str, given: int | None = None) -> int | None:
-        raw = self.content.get(key) if given is None else given
-        if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= _MOST_NODES:
+    def _get(
+        self,
+        content: Mapping[str, Any],
+        key: str,
+        expected: str,
+        fits: Callable[[Any], bool],
+        prefix: str = "",
+    ) -> Any:
+        """Return a value of a section; report a missing or wrong one, and return None."""
+        if (raw := content.get(key)) is not None and fits(raw):
             return raw
-        self._expected(key, raw, _COUNT[0])
-        return None
-
-    def _expected(self, key: str, raw: Any, form: str) -> None:
-        """Report that a value is missing or does not have the expected form."""
         given = ": is missing;" if raw is None else f"={raw}:"
-        self.problems.append(f"{key}{given} expected {form}")
-
-    def _text(
-        self, content: Mapping[str, Any], key: str, prefix: str, default: str | None = None
-    ) -> str:
-        raw = content.get(key, default)
-        if isinstance(raw, str) and raw:
-            return raw
-        self._expected(f"{prefix}{key}", raw, "a name")
-        return ""
-
-    def _section(
-        self, content: Mapping[str, Any], key: str, prefix: str
-    ) -> Mapping[str, Any] | None:
-        raw = content.get(key)
-        if isinstance(raw, Mapping):
-            return raw
-        self._expected(f"{prefix}{key}", raw, f"a section with {', '.join(_NEEDED[key])}")
+        self.problems.append(f"{prefix}{key}{given} expected {expected}")
         return None
 
     def _unknown(self, content: Mapping[str, Any], allowed: tuple[str, ...], prefix: str) -> None:
@@ -483,6 +473,14 @@ class _Reader:
                 hint = did_you_mean(str(key), allowed)
                 given = f"{prefix}{key}={content[key]}"
                 self.problems.append(f"{given}: unknown key{hint}; allowed: {', '.join(allowed)}")
+
+
+def _as_number(raw: Any) -> float:
+    """Return a number, also of a text, since YAML reads 1e3 as one; NaN for anything else."""
+    try:
+        return math.nan if isinstance(raw, bool) else float(raw)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _with_defaults(gpu: Mapping[str, Any]) -> Mapping[str, Any]:

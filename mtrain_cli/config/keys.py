@@ -48,12 +48,7 @@ _UNSHOWN_LIMIT = 10**9  # `ConfigKey.allowed` leaves out upper limits from this 
 
 @dataclass(frozen=True)
 class Variants:
-    """A section of which a run has one kind: a mask or a pattern.
-
-    selector: the key that names the kind.
-    help: one line that says what the selector sets.
-    kinds: the settings of each kind by name.
-    """
+    """A section of which a run has one kind, which the key ``selector`` names: mask or pattern."""
 
     selector: str
     help: str
@@ -91,7 +86,7 @@ class ConfigKey:
     counts_tokens: bool = False
     expects: str = ""
 
-    @property
+    @functools.cached_property
     def types(self) -> tuple[Any, ...]:
         """The members of ``type`` if it is a union, else ``type`` alone."""
         is_union = typing.get_origin(self.type) in (types.UnionType, typing.Union)
@@ -165,8 +160,7 @@ class ConfigKey:
     def convert(self, value: Any) -> Any:
         """Convert a value from YAML or the command line to the key's type.
 
-        Raises:
-            ValueError: the value has another type. The message continues the text ``key=value: ``.
+        Raises ValueError, whose message continues ``key=value: ``, for a value of another type.
         """
         for kind in self.types:
             with contextlib.suppress(TypeError):

@@ -129,16 +129,13 @@ class MaskSettings(variants.Variant):
 
     def describe(self) -> str:
         """Return kind and keys as a short text."""
-        shown = [self.kind]
-        for name in self.own_keys():
-            value = getattr(self, name)
-            if isinstance(value, tuple):
-                shown.append(f"{name} {'x'.join(map(str, value))}")
-            elif not isinstance(value, bool):
-                shown.append(f"{name} {value:,}")
-            elif value:
-                shown.append(name)
-        return ", ".join(shown)
+        shown = (self._described(name, getattr(self, name)) for name in self.own_keys())
+        return ", ".join((self.kind, *filter(None, shown)))
+
+    def _described(self, name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return name * value
+        return f"{name} {'x'.join(map(str, value)) if isinstance(value, tuple) else f'{value:,}'}"
 
 
 MASKS: Plugins[type[MaskSettings]] = Plugins(

@@ -194,7 +194,7 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
     line = f"{text}: no key or group is called {name}"
     if close is None:
         return Problem(f"{line}; `mtrain config list` shows all groups and keys")
-    return Problem(f"{line} (did you mean {close}?)", f"{close}.", close)
+    return Problem(f"{line} (did you mean {close}={raw}?)", f"{close}.", close)
 
 
 def _unquoted(raw: str) -> str:

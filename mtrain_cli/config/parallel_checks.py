@@ -94,10 +94,11 @@ def _experts(config: Config) -> Iterator[str]:
         given += [key for key, off in _OF_ROUTERS.items() if attrgetter(key)(config) not in off]
         if degree not in ("auto", 1):
             given.append("topology.expert_parallel")
-        for key in given:
+        if given:
+            shown = ", ".join(f"{{{key}}}" for key in given)
             yield (
-                f"{{{key}}}: a model with {{model.moe.experts}} has no experts; leave this setting "
-                "out, or choose experts, such as model=tiny_moe"
+                f"{shown}: a model with {{model.moe.experts}} has no experts; leave this out, or "
+                "choose experts, such as model=tiny_moe"
             )
         return
     if degree != 1:
@@ -202,7 +203,7 @@ def uneven_rounds(config: Config, data: int) -> Iterator[Problem]:
         return
     yield conflict(
         config,
-        f"{{train.global_batch}}: gives each stage {with_count(count, 'micro-batch')}; "
+        f"{{train.global_batch}}: gives each stage {count} micro-batches; "
         "{topology.schedule!s}=interleaved needs a multiple of {topology.pipeline_parallel}, so a "
         f"multiple of {sequences * stages} sequences",
     )

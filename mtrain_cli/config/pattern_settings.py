@@ -40,20 +40,18 @@ class PatternSettings(variants.Variant):
     In a configuration, keys of other patterns are null.
     """
 
-    # The pattern's name, as in ``sparsity=NAME``.
-    name: ClassVar[str]
-    # Whether the index does not depend on the data. Such a pattern is only for benchmarks, and
-    # reports label it.
+    name: ClassVar[str]  # as in ``sparsity=NAME``
+    # Whether the index does not depend on the data. Such a pattern is only for benchmarks.
     synthetic: ClassVar[bool] = False
     # Whether small models with this pattern in every layer found fewer needles than dense ones
     # (tier a of `mtrain study learning`).
     loses_in_all_layers: ClassVar[bool] = False
     # The module with ``make_pattern(settings, seed)``; "" for mtrain_cli.sparsity.NAME.
     module: ClassVar[str] = ""
-    # Whether the index is a bitmap of blocks. If not, it consists of slashes and columns.
-    bitmap: ClassVar[bool] = False
-    # {key: alternative key}. If the user sets the key but not the alternative, the alternative
-    # becomes 0.
+    bitmap: ClassVar[bool] = (
+        False  # whether the index is a bitmap of blocks, no slashes and columns
+    )
+    # {key: alternative, which becomes 0 if the user sets only the key}
     instead: ClassVar[Mapping[str, str]] = {}
 
     block: int | None = None
@@ -88,10 +86,7 @@ class PatternSettings(variants.Variant):
         return 1
 
     def slash_bound(self, blocks: int) -> int:
-        """Return the maximum number of slashes per head in a sequence of ``blocks`` blocks.
-
-        0 means no bound.
-        """
+        """Return the most slashes per head in ``blocks`` blocks; 0 without a bound."""
         return 0
 
     def known_density(self, seq: int) -> float | None:
@@ -171,23 +166,12 @@ class VerticalSlashSettings(SparseSettings):
 
     def problems(self, seq: int) -> Iterator[str]:
         least = max(self.min_columns, self.sink_tokens)
-        if 0 < self.max_columns < least:
-            which = "min_columns" if self.min_columns >= self.sink_tokens else "sink_tokens"
-            yield (
-                f"sparsity.max_columns={self.max_columns}: is below sparsity.{which}={least}; give "
-                f"0 (no limit) or at least {least}"
-            )
-        if 0 < self.max_slashes < self.min_slashes:
-            yield (
-                f"sparsity.max_slashes={self.max_slashes}: is below "
-                f"sparsity.min_slashes={self.min_slashes}; give 0 (no limit) or at least "
-                f"{self.min_slashes}"
-            )
+        for name, low in (("columns", least), ("slashes", self.min_slashes)):
+            if 0 < (most := getattr(self, f"max_{name}")) < low:
+                allowed = f"0 (no limit) or at least {low}, the minimum"
+                yield f"sparsity.max_{name}={most}: give {allowed}"
         if seq > MOST_LINES:
-            yield (
-                f"seq={seq}: sparsity.pattern={self.name} can choose among at most "
-                f"{MOST_LINES} columns"
-            )
+            yield f"seq={seq}: sparsity.pattern={self.name} takes at most {MOST_LINES} tokens"
         if 1 <= seq < self.last_q:
             yield f"sparsity.last_q={self.last_q}: is above seq={seq}; give at most {seq}"
         elif self.last_q >= 1 and 1 <= seq < self.windows * self.last_q:
@@ -287,16 +271,9 @@ class FixedSettings(SparseSettings):
     density: float = option(FRACTION)
 
     def problems(self, seq: int) -> Iterator[str]:
-        if self.density and self.slashes:
-            yield (
-                f"sparsity.slashes={self.slashes}: sparsity.density={self.density:.10g} already "
-                "sets the number of slashes; give only one of the two, or 0 for the other"
-            )
-        if not self.density and not self.slashes:
-            yield (
-                "sparsity.slashes=0: give a number of slashes, or their share of the blocks as "
-                "sparsity.density"
-            )
+        if bool(self.density) == bool(self.slashes):
+            given = f"sparsity.slashes={self.slashes}"
+            yield f"{given}: with sparsity.density={self.density:.10g}; give one of the two"
 
     @property
     def column_bound(self) -> int:

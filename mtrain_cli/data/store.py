@@ -167,11 +167,8 @@ class Stretch:
 class TokenStore:
     """An open token store. The arrays are memory-mapped if the store is on disk.
 
-    tokens: uint16 or uint32[num_tokens].
-    offsets: int64[num_documents + 1]. Document d is tokens[offsets[d] : offsets[d + 1]].
+    tokens, offsets, domains: arrays of the files; ``domains`` is None without domains.
     folder: folder of the store; None if the store is in memory only.
-    domains: uint16[num_documents], indices into ``meta.domains``; None without domains.
-    columns: masks and rotary positions of the documents.
     samples: checksum of a sample of each file's bytes, by file name, as read when it was opened.
     """
 
@@ -216,11 +213,7 @@ class TokenStore:
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
 
     def open_tokenizer(self) -> Tokenizer:
-        """Open the tokenizer that made the store.
-
-        Raises:
-            ConfigError: tokenizer.json is missing from the store.
-        """
+        """Open the tokenizer that made the store. Raises ConfigError if its file is missing."""
         if self.meta.tokenizer_identity == ByteTokenizer.identity:
             return ByteTokenizer()
         assert self.folder is not None

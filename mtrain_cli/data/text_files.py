@@ -94,11 +94,7 @@ class TextField:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """Open the corpus of ``data=stdlib`` or ``data=text``.
-
-    Raises:
-        ConfigError: the corpus is missing.
-    """
+    """Open the corpus of ``data=stdlib`` or ``data=text``."""
     if data.kind == "stdlib":
         return stdlib_corpus()
     assert data.kind == "text"
@@ -130,10 +126,7 @@ def text_corpus(
 
 
 def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
-    """Raise ConfigError if a key other than the usual one is given, but no file has keys.
-
-    text_key: value of --text-key.
-    """
+    """Raise ConfigError if ``text_key`` is not the usual one, but no file has keys."""
     if text_key != TEXT_KEY and not any(_kind(unit.name) in _OF_RECORDS for unit in corpus.units):
         given, kinds = cli_option("text_key", text_key), _listed(_OF_RECORDS)
         why = f"{corpus.origin} has no {kinds} file, and other files have no keys; leave it out"
@@ -141,15 +134,7 @@ def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
 
 
 def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") -> Corpus:
-    """Open the corpus of token ids in a .jsonl, .json or .parquet file, or in a folder of them.
-
-    Args:
-        fields: keys of the ids, the masks and the positions.
-        path, path_option: as in `text_corpus`.
-
-    Raises:
-        ConfigError: the path is missing, or holds no such file.
-    """
+    """Open the corpus of token ids in a .jsonl, .json or .parquet file, or in a folder of them."""
     readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
     return replace(_open(path, path_option, fields, readers), fields=fields)
 

@@ -147,21 +147,19 @@ def parameter_problems(
         where: returns the file or folder of a tensor, for the message.
         expected_by: source of the expected shapes, for the message.
     """
-    problems = []
-    for name, shape in expected.items():
-        if name not in actual:
-            problems.append(f"{where(name)}: tensor {name} is missing")
-        elif actual[name] != shape:
-            problems.append(
-                f"{where(name)}: tensor {name} has shape {actual[name]}; {expected_by} requires "
-                f"{shape}"
-            )
+    problems = [
+        f"{where(name)}: tensor {name} is missing"
+        if name not in actual
+        else f"{where(name)}: tensor {name} has shape {actual[name]}; "
+        f"{expected_by} requires {shape}"
+        for name, shape in expected.items()
+        if actual.get(name) != shape
+    ]
     problems += [
         f"{where(name)}: unexpected tensor {name}; {expected_by} describes no such tensor"
         for name in sorted(actual.keys() - expected)
     ]
-    more = len(problems) - _SHOWN_PROBLEMS
-    if more > 0:
+    if (more := len(problems) - _SHOWN_PROBLEMS) > 0:
         problems[_SHOWN_PROBLEMS:] = [f"... and {more} more like these"]
     return problems
 
@@ -232,8 +230,8 @@ class HuggingFaceFolder:
         """Let go of the weight files. Pages that were read no longer count as this process's."""
         self._files.clear()
 
-    def _slice(self, stored_name: str) -> Any:
-        return self._open(self._file_of[stored_name]).get_slice(stored_name)
+    def _slice(self, stored: str) -> Any:
+        return self._open(self._file_of[stored]).get_slice(stored)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -247,21 +245,17 @@ class HuggingFaceFolder:
     def _locate(self) -> dict[str, str]:
         if not (self.path / INDEX).is_file():
             if not (self.path / SINGLE).is_file():
-                hint = adapter_hint(self.path)
-                raise ConfigError(
-                    f"{self.path}: has neither {SINGLE} nor {INDEX}"
-                    + (hint or "; mtrain reads no other weight format")
-                )
+                hint = adapter_hint(self.path) or "; mtrain reads no other weight format"
+                raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{hint}")
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         index = self.path / INDEX
         file_of = huggingface_config.read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
             raise ConfigError(f"{index}: weight_map must give a file for each tensor")
-        for file in file_of.values():
-            if not plain_name(file):
-                raise ConfigError(
-                    f"{index}: weight_map names the file {file!r}, which is not in this folder"
-                )
+        if outside := [file for file in file_of.values() if not plain_name(file)]:
+            raise ConfigError(
+                f"{index}: weight_map names the file {outside[0]!r}, which is not in this folder"
+            )
         stored = {file: set(self._open(file).keys()) for file in sorted(set(file_of.values()))}
         for name, file in sorted(file_of.items(), key=lambda item: item[1]):
             if name not in stored[file]:
@@ -316,8 +310,7 @@ def load_into(decoder: Decoder, folder: Path | str, part: int = 0, parts: int = 
     """
     source = HuggingFaceFolder(folder)
     source.verify(part, parts)
-    differences = decoder.model_config.shape_differences(source.model)
-    if differences:
+    if differences := decoder.model_config.shape_differences(source.model):
         config = source.path / "config.json"
         raise ConfigError(
             *(f"{name}={ours}: {config} says {theirs}" for name, ours, theirs in differences)
@@ -410,9 +403,15 @@ def _write_weights(
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = file if len(groups) > 1 else SINGLE
         tensors = {
-            stored: part.to(dtype).contiguous()
+            part.name: (
+                tensor
+                if part.expert is None
+                else tensor[part.expert, part.start : part.start + part.shape[0]]
+            )
+            .to(dtype)
+            .contiguous()
             for name, tensor in read(names).items()
-            for stored, part in _split(name, tensor, model)
+            for part in stored_parts(name, tuple(tensor.shape), model)
         }
         save_file(tensors, folder / file, {"format": "pt"})
         # safetensors lets only the owner read a file. An inference server may run as another user,
@@ -441,16 +440,6 @@ def _digests(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
 
     with ThreadPoolExecutor() as pool:
         return list(zip(names, pool.map(digest, names), strict=True))
-
-
-def _split(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of the stored tensors of a parameter."""
-    shape = tuple(tensor.shape)
-    for part in stored_parts(name, shape, model):
-        if part.expert is None:
-            yield part.name, tensor
-        else:
-            yield part.name, tensor[part.expert, part.start : part.start + part.shape[0]]
 
 
 def _groups(

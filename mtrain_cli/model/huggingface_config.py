@@ -59,18 +59,18 @@ RAMP = {
     "yarn": ("beta_fast", "beta_slow"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
 }
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # defaults (YaRN, section 3.2)
-_LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
+# Defaults of YaRN (section 3.2) and of Llama 3.1.
+_RAMP_DEFAULTS = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 
 # The configuration key whose value comes from each key of config.json. It also gives the range.
 _SHAPE_KEYS = {
-    "vocab_size": "model.vocab_size",
-    "hidden_size": "model.hidden_size",
+    **{name: f"model.{name}" for name in ("vocab_size", "hidden_size")},
     "num_hidden_layers": "model.num_layers",
     "num_attention_heads": "model.num_heads",
     "num_key_value_heads": "model.num_kv_heads",
-    "head_dim": "model.head_dim",
-    "intermediate_size": "model.intermediate_size",
+    **{name: f"model.{name}" for name in ("head_dim", "intermediate_size")},
 }
 _KEYS = {
     **_SHAPE_KEYS,
@@ -113,13 +113,14 @@ class ConfigFields:
         if value is None:
             self.problem(f"{key} is missing")
             return kind(1)
-        bounds = keys.all_keys().get(_KEYS.get(key, ""))
+        bounds, wrong = keys.all_keys().get(_KEYS.get(key, "")), None
         if not documents.is_number(value) or kind(value) != value or value <= 0:
-            self.problem(f"{text}: must be a positive {'integer' if kind is int else 'number'}")
-        elif bounds is not None and (wrong := bounds.out_of_range(kind(value))) is not None:
-            self.problem(f"{text}: {wrong}")
-        else:
+            wrong = f"must be a positive {'integer' if kind is int else 'number'}"
+        elif bounds is not None:
+            wrong = bounds.out_of_range(kind(value))
+        if wrong is None:
             return kind(value)
+        self.problem(f"{text}: {wrong}")
         return kind(1)
 
     def flag(self, key: str) -> bool:
@@ -142,15 +143,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = documents.read_json(path)
     except FileNotFoundError:
-        hint = (
-            adapter_hint(path.parent) or "; a Hugging Face folder has config.json and safetensors"
-        )
+        usual = "; a Hugging Face folder has config.json and safetensors"
+        hint = adapter_hint(path.parent) or usual
         raise ConfigError(f"{path}: no such file{hint}") from None
     except NotADirectoryError:
-        raise ConfigError(
-            f"{path.parent}: is a file; give a Hugging Face folder, with config.json and "
-            "safetensors"
-        ) from None
+        raise ConfigError(f"{path.parent}: is a file; give a Hugging Face folder") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({documents.reason(error)})") from None
     if not isinstance(raw, dict):
@@ -172,16 +169,14 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
             f"{path}: model_type={format_value(family)}: must be one of {', '.join(ARCHITECTURES)}"
         )
     fields = ConfigFields(path, raw)
-    fields.refuse("hidden_act", "silu")
-    fields.refuse("attention_bias", False)
-    fields.refuse("mlp_bias", False)
+    for key, only in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        fields.refuse(key, only)
     _window(fields, family)
     fields.refuse("quantization_config", None)
     hidden_size = fields.number("hidden_size", int)
     num_heads = fields.number("num_attention_heads", int)
-    kv_heads = num_heads
-    if "num_key_value_heads" not in raw:
-        kv_heads = _KV_HEADS.get(family, num_heads)
+    is_given = "num_key_value_heads" in raw
+    kv_heads = num_heads if is_given else _KV_HEADS.get(family, num_heads)
     head_dim = 128 if family == "qwen3" else max(1, hidden_size // num_heads)
     num_layers = fields.number("num_hidden_layers", int)
     max_position = fields.number("max_position_embeddings", int, _MAX_POSITION[family])
@@ -235,16 +230,11 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
     if scaling != "none":
         original = inner.number("original_max_position_embeddings", int, max_position)
         factor = inner.number("factor", float, max_position / original)
+    ramp = {name: inner.number(name, float, usual) for name, usual in _RAMP_DEFAULTS.items()}
     rope = RopeConfig(
-        theta=inner.number("rope_theta", float, theta),
-        scaling=scaling,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=inner.number("beta_fast", float, _BETA_FAST),
-        beta_slow=inner.number("beta_slow", float, _BETA_SLOW),
-        low_freq_factor=inner.number("low_freq_factor", float, _LOW_FREQ_FACTOR),
-        high_freq_factor=inner.number("high_freq_factor", float, _HIGH_FREQ_FACTOR),
-    )
+        theta=inner.number("rope_theta", float, theta), scaling=scaling, factor=factor,
+        original_max_position=original, **ramp,
+    )  # fmt: skip
     if rope.scaling == "yarn":
         _refuse_other_yarn(inner, rope)
     return rope
@@ -270,14 +260,11 @@ def _rope_parameters(outer: ConfigFields) -> dict[str, Any]:
 
 
 def _rope_object(outer: ConfigFields, key: str) -> dict[str, Any]:
-    settings = outer.raw.get(key)
-    if settings is None:
-        return {}
+    settings = {} if outer.raw.get(key) is None else outer.raw[key]
     if not isinstance(settings, dict):
         outer.problem(f"{key} must be a JSON object")
         return {}
-    nested = [name for name, value in settings.items() if isinstance(value, dict)]
-    if nested:
+    if nested := [name for name, value in settings.items() if isinstance(value, dict)]:
         outer.problem(
             f"{key}.{nested[0]}: settings per layer type are not supported; give one set for all "
             "layers"
@@ -346,13 +333,10 @@ def _window(fields: ConfigFields, family: str) -> MaskSettings | None:
 
 def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
     """Return the window without regard to layer_types, and which layers have it."""
-    if family == "mistral":
-        if fields.raw.get("sliding_window", 0) is None:
-            return None, [False] * layers
-        return fields.number("sliding_window", int, _WINDOW), [True] * layers
-    if family == "mixtral":
-        window = fields.number("sliding_window", int, 1)
-        return (None if fields.raw.get("sliding_window") is None else window), [True] * layers
+    if family in ("mistral", "mixtral"):
+        is_null = fields.raw.get("sliding_window", 0 if family == "mistral" else None) is None
+        window = None if is_null else fields.number("sliding_window", int, _WINDOW)
+        return window, [True] * layers
     if family == "qwen3_moe":
         return huggingface_experts.window(fields, _WINDOW), [True] * layers
     if family not in ("qwen2", "qwen3") or not fields.flag("use_sliding_window"):
@@ -381,14 +365,10 @@ def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
             "this factor. Remove it to use that, and train on"
         )
     if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
-        fields.problem(
-            "mscale and mscale_all_dim are not supported; remove them from rope_parameters"
-        )
+        fields.problem("mscale and mscale_all_dim are not supported; remove them")
     if fields.raw.get("truncate") not in (None, True):
-        fields.problem(
-            f"truncate={format_value(fields.raw['truncate'])} is not supported; only true is. "
-            "Remove it, and train on"
-        )
+        value = format_value(fields.raw["truncate"])
+        fields.problem(f"truncate={value} is not supported; only true is. Remove it, and train on")
 
 
 def _window_keys(model: ModelConfig, mask: MaskSettings) -> dict[str, Any]:
@@ -463,11 +443,8 @@ def config_json(
     rope = model.rope
     scaling: dict[str, Any] | None = None
     if rope.scaling != "none" and rope_factor > 1.0:
-        scaling = {
-            "rope_type": rope.scaling,
-            "factor": rope_factor,
-            "original_max_position_embeddings": rope.original_max_position,
-        }
+        scaling = {"rope_type": rope.scaling, "factor": rope_factor}
+        scaling["original_max_position_embeddings"] = rope.original_max_position
         scaling |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
     return {
         "architectures": [ARCHITECTURES[model.family]],

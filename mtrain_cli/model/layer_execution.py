@@ -97,11 +97,11 @@ class ExecutedLayer(DecoderLayer):
         routing: Routing | None,
     ) -> Tensor:  # fmt: skip
         execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
-        project, finish = stage_functions(execution.compile, execution.any_length)
+        before: Any = staged(project, execution.compile, execution.any_length)
         if tensor is not None:
-            project = partial(project_shared, tensor=tensor, compile=execution.compile)
+            before = partial(project_shared, tensor=tensor, compile=execution.compile)
         # No variable refers to q, k and v, so their memory is free after attention.
-        out_BNHD = attend(*project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
+        out_BNHD = attend(*before(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
         if isinstance(mlp, MixtureOfExperts):
             h_BNC, n_BNC = before_experts(self, x_BNC, out_BNHD, tensor)
             return h_BNC + mlp(n_BNC, routing, passes.decisions)
@@ -118,7 +118,8 @@ class ExecutedLayer(DecoderLayer):
                 1, -1, *out_BNHD.shape[2:]
             )
         elif not execution.recompute and rows == tokens:
-            return finish(self, x_BNC, out_BNHD)
+            after = staged(finish, execution.compile, execution.any_length)
+            return after(self, x_BNC, out_BNHD)
         options = FeedForwardOptions(
             eps=self.post_attention_layernorm.eps,
             rows=rows,
@@ -153,15 +154,15 @@ def project_shared(
     x_BNC: this worker's tokens, ``[1, own tokens, C]``. cos, sin: those of all tokens.
     """
     norm, attention = layer.input_layernorm, layer.self_attn
-    normed, heads = shared_stage_functions(compile)
-    own_RC = normed(x_BNC[0], own_part(norm.weight), norm.eps)
+    own_RC = staged(normalized, compile)(x_BNC[0], own_part(norm.weight), norm.eps)
     batch, tokens = cos_BN1F.shape[:2]
     all_NC = gather_rows(own_RC, tensor)[: batch * tokens]
     weights = ProjectionWeights.of(attention)
     own = {name: own_part(w) for name, w in weights._asdict().items() if w is not None}
     weights = weights._replace(**own)
     gathered_BNC = all_NC.view(batch, tokens, -1)
-    return heads(gathered_BNC, weights, attention.head_dim, attention.eps, cos_BN1F, sin_BN1F)
+    heads, sizes = staged(projected, compile), (attention.head_dim, attention.eps)
+    return heads(gathered_BNC, weights, *sizes, cos_BN1F, sin_BN1F)
 
 
 def before_experts(
@@ -188,23 +189,11 @@ def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
 
 
 @cache
-def stage_functions(
-    compile: bool, any_length: bool = False
-) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
-    """Return `project` and `finish`, which all layers share, compiled as in `LayerExecution`."""
-    if not compile:
-        return project, finish
-    return compiled(project, any_length), compiled(finish, any_length)
-
-
-@cache
-def shared_stage_functions(
-    compile: bool,
-) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-    """Return the functions of `project_shared` around its message, compiled if ``compile``."""
-    if not compile:
-        return normalized, projected
-    return compiled(normalized, False), compiled(projected, False)
+def staged(
+    stage: Callable[..., Any], compile: bool, any_length: bool = False
+) -> Callable[..., Any]:
+    """Return a function that all layers share, compiled once if ``compile``."""
+    return compiled(stage, any_length) if compile else stage
 
 
 def normalized(x_RC: Tensor, weight_C: Tensor, eps: float) -> Tensor:

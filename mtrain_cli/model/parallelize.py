@@ -15,12 +15,11 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from mtrain_cli.config.schema import Config, TrainConfig
-from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.decoder import Decoder, StageDecoder
 from mtrain_cli.model.expert_parallel import ExpertSharing, deal_experts
 from mtrain_cli.model.experts import Experts, expert_layers
 from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
 from mtrain_cli.model.loss import LossOptions
-from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.expert_group import EXPERTS, SHARD_OF_EXPERTS

@@ -67,7 +67,7 @@ class Decision(NamedTuple):
         each pair. Pairs that no expert computes (padding, or beyond the capacity) come last.
     ends_E: int32, number of pairs of this and all earlier experts.
     load_BE: tokens of a whole sequence that chose each expert / mean; None without `Routing`.
-    chunks: how rows travel between the workers that share the experts (`expert_journey.Tile`).
+    chunks: how rows travel between the workers that share the experts (`expert_parallel.Tile`).
     """
 
     chosen_TK: Tensor

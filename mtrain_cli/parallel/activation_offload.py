@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from mtrain_cli.attention.partials import Pair
 from mtrain_cli.parallel.pinned_memory import PinnedMemory
 
 # Bytes of a full host block. Its copy takes 0.3 ms over PCIe 5, much longer than a launch.
@@ -64,7 +65,6 @@ class ActivationOffload:
 
     leaving: number of offloaded layers, counted from the first. The tensors of the other layers
         stay on the device.
-    moved: number of bytes copied so far, in both directions.
     """
 
     def __init__(self, layers: int, device: torch.device, offloaded: bool | int = True) -> None:
@@ -180,7 +180,7 @@ class ActivationOffload:
             torch.cuda.current_stream().wait_event(kept.copied)
 
 
-def _split_over_blocks(tensor: Tensor, blocks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _split_over_blocks(tensor: Tensor, blocks: list[Tensor]) -> Iterator[Pair]:
     """Yield pairs of views, uint8: a part of a contiguous tensor, and its space in a block."""
     flat, at = tensor.view(-1).view(torch.uint8), 0
     for block in blocks:

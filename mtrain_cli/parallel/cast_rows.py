@@ -41,7 +41,6 @@ class Cast:
 
     leaving: int64 [rows sent], number in the pool of each row that leaves, by peer. Over the rows
         for one peer, the numbers ascend.
-    sent, received: number of rows to and from each peer, in the order of `Transfer.peers`.
     """
 
     leaving: Tensor
@@ -53,7 +52,6 @@ class Cast:
 class Keys:
     """The keys with which a rank computes in one kernel call: its own rows, or rows of casts.
 
-    positions: int64 [keys], global position of each key, ascending.
     places: int64 [keys], index in ``positions`` of each row, in the order of the pool.
     casts: numbers of the casts that bring the rows.
     """
@@ -136,10 +134,7 @@ class CastRows:
         rows: Tensor | None = None,
         stage: int | None = None,
     ) -> Tensor:
-        """Return gradients in the order of the pool, [rows, 2, batch, kv_heads, head_dim].
-
-        stage: write only the rows of stage 1 or 2; None: all rows.
-        """
+        """Return gradients in the order of the pool, [rows, 2, batch, kv_heads, head_dim]."""
         of = self.of_stage(stage)
         if rows is None:
             pool = len(self.keys.positions)
@@ -177,9 +172,8 @@ class CastRows:
     ) -> CastRows:
         """Plan the casts of a rank.
 
-        Args:
-            peers: the ranks among which each cast runs, by cast. If there are two or three, the
-                first are the counterparts in other nodes, and the others the ranks of this node.
+        peers: the ranks among which each cast runs, by cast. If there are two or three, the
+            first are the counterparts in other nodes, and the others the ranks of this node.
         """
         return _RowPlanner(layout, masks, block).rows(rank, peers, staged=staged)
 

@@ -41,7 +41,6 @@ class IndexRecord:
         until `DynamicIndex.count` counts its work.
     workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
         all queries.
-    started, ended: CUDA events, or on a CPU times in seconds.
     """
 
     layer: int
@@ -74,7 +73,6 @@ class DynamicIndex:
         bitmaps are gathered from all workers.
     kept: the index of each layer, from the layer's forward to its backward pass. Recomputation
         reuses this index.
-    estimated: the index of each layer, kept after backward for a profile; None outside a profile.
     """
 
     pattern: Pattern
@@ -145,7 +143,6 @@ def _now(device: torch.device) -> torch.cuda.Event | float:
 class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)``, exact over what mask and index allow.
 
-    kept: for each layer, the tensors of the first forward pass that recomputation needs.
     narrowed: for each layer, the tiles and early tiles of `plan`, narrowed by the layer's index. An
         entry lives until the layer's backward pass, because kernels cache in the tiles what they
         derive from the index (`Tiles.index_cache`).

@@ -49,9 +49,6 @@ _LEAST_GAIN = 10_000  # a swap lowers the largest cost by a part of this number,
 class RowPrices(NamedTuple):
     """The number of pairs that take as long as one received row of keys and values.
 
-    inner: for a row that a rank of the same node sends.
-    outer: for a row that enters the node.
-
     The defaults hold for 16 query heads and 2 KV heads on H200s (`Rates`).
     """
 
@@ -98,8 +95,6 @@ class ChunkWork:
 
 class Assignment:
     """An assignment of chunks to ranks and what it costs. `swap` keeps the costs up to date.
-
-    needs: [workers, kinds, words], the blocks that the queries of each rank see.
 
     A rank *has* a block if no rank of its node has to send it: the rank holds the block, or relays
     it into the node because the holder, in another node, has the same local number. Swaps stay
@@ -428,13 +423,11 @@ def balance(
     The result never costs more than a contiguous, zigzag or striped assignment of the same chunks,
     or one that deals out the largest pieces first.
 
-    Args:
-        masks: the masks of each kind of layer, one per sequence of the batch, all padded to the
-            same multiple of ``workers * chunk``. If all layers have the same masks, give
-            ``[masks]``.
-        block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
-            largest power of two below that divides ``chunk``.
-        most_swaps: largest number of swaps; None for 100, or 8 per rank if that is more.
+    masks: the masks of each kind of layer, one per sequence of the batch, all padded to the
+        same multiple of ``workers * chunk``. If all layers have the same masks, give
+        ``[masks]``.
+    block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
+        largest power of two below that divides ``chunk``.
     """
     nodes, padded = Nodes.of(workers, per_node), padded_length(masks)
     if padded == 0 or padded % (workers * chunk):
@@ -470,9 +463,7 @@ def balance(
 class Balancer:
     """Makes the balanced layout of each batch of a run. All its layouts have the same shape.
 
-    unit: number of tokens that divides a chunk, such as the block size of the index.
     heads: number of neighboring ranks that share heads. They count as one rank (Ulysses).
-    given_chunk: number of tokens per chunk; None for `chunk_tokens`.
     """
 
     workers: int

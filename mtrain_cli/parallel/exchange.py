@@ -13,6 +13,7 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.packed_columns import SharedColumns
+from mtrain_cli.attention.partials import Triple
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Side
@@ -29,7 +30,6 @@ from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedul
 from mtrain_cli.parallel.transport import Buffers, Transport
 
 Saved = tuple[Tensor, ...]
-Triple = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class ShardTiles:
 
     tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (queries,
         keys). They are made once per batch, and all layers share them.
-    rows: the rows of keys that group casts move; None for other exchanges.
     """
 
     tiles: dict[tuple[Shard, Keys], Tiles]
@@ -53,11 +52,7 @@ class ShardTiles:
     def for_pair(
         self, queries: Shard, keys: Keys, part: Part = (0, 1), *, columns: bool = True
     ) -> Tiles:
-        """Return the tiles of queries and keys, narrowed by the index.
-
-        part: (i, n), the i-th of n equal parts of the heads.
-        columns: whether to include the single columns of the index.
-        """
+        """Return the tiles of queries and keys, narrowed by the index."""
         if self.index is None:
             return self.tiles[queries, keys]
         key = queries, keys, part, columns
@@ -74,8 +69,6 @@ class Exchange:
 
     shared_columns: whether a ring gathers the KV of the index's single columns once per pass. If
         True, the ring's steps compute block diagonals only.
-    part: (i, n), the part of the model's heads that this rank computes: the i-th of n equal parts.
-    own: the shard of this rank in `Placement.inside`.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -291,11 +292,15 @@ def _fastest(
     )
 
 
+def _divisors(heads: int) -> list[int]:
+    return [n for n in range(1, heads + 1) if heads % n == 0]
+
+
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     """Return the number of equal parts of the heads to gather one after the other."""
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
-    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    divisors = _divisors(kv_heads)
     first = 2 if large and 2 in divisors else 1
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     return next(
@@ -308,7 +313,7 @@ def _fewest_parts(needs: ExchangeNeeds) -> int:
     """Return the number of equal parts of the heads that a single worker computes one by one."""
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
-    divisors = [n for n in range(1, needs.kv_heads + 1) if needs.kv_heads % n == 0]
+    divisors = _divisors(needs.kv_heads)
     return next((n for n in divisors if size // n <= most), divisors[-1])
 
 
@@ -323,15 +328,12 @@ def _chunks(
         return _fewest_chunks(needs, heads) if groups > 1 else _fewest_parts(needs)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
-        raise ConfigError(
-            f"topology.chunks={topology.chunks}: works only with {_names(gathers=True)}, not with "
-            f"{_user_exchange(topology, name)}. Set topology.chunks=auto"
-        )
+        gathering = (n for n, traits in EXCHANGE_TRAITS.items() if traits.gathers)
+        raise _refusal(topology, "chunks", gathering, name)
     if kv_heads % topology.chunks:
-        allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
         raise ConfigError(
             f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads "
-            f"of a worker; allowed: {allowed}"
+            f"of a worker; allowed: {', '.join(map(str, _divisors(kv_heads)))}"
         )
     return topology.chunks
 
@@ -344,32 +346,28 @@ def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
     casts = {n: t for n, t in EXCHANGE_TRAITS.items() if t.by_mask}
     fitting = [n for n, t in casts.items() if topology.stages < 3 or t.hierarchical]
     if topology.stages > 1 and name not in fitting:
-        raise ConfigError(
-            f"topology.stages={topology.stages}: works only with {' and '.join(fitting)}, not with "
-            f"{_user_exchange(topology, name)}. Set topology.stages=auto"
-        )
+        raise _refusal(topology, "stages", fitting, name)
     several = traits.hierarchical and groups.several
     return min(topology.stages, 3 if several else 2 if groups.workers > 1 else 1)
 
 
-def _names(*, gathers: bool) -> str:
-    *names, last = (name for name, traits in EXCHANGE_TRAITS.items() if traits.gathers == gathers)
-    return f"{', '.join(names)} and {last}"
-
-
-def _user_exchange(topology: TopologyConfig, name: str) -> str:
+def _refusal(topology: TopologyConfig, key: str, fitting: Iterable[str], name: str) -> ConfigError:
+    """Return the error that a setting fits other exchanges than the one in use."""
+    *names, last = fitting
+    names_text = f"{', '.join(names)} and {last}" if names else last
     resolved = f" (here: {name})" if topology.exchange == "auto" else ""
-    return f"topology.exchange={topology.exchange}{resolved}"
+    return ConfigError(
+        f"topology.{key}={getattr(topology, key)}: works only with {names_text}, not with "
+        f"topology.exchange={topology.exchange}{resolved}. Set topology.{key}=auto"
+    )
 
 
 def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> str:
     rings = not EXCHANGE_TRAITS[name].gathers
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
-        raise ConfigError(
-            f"topology.circulates=queries: works only with {_names(gathers=False)}, not with "
-            f"{_user_exchange(topology, name)}. Set topology.circulates=auto"
-        )
+        ring_names = (n for n, traits in EXCHANGE_TRAITS.items() if not traits.gathers)
+        raise _refusal(topology, "circulates", ring_names, name)
     if topology.circulates != "auto":
         return topology.circulates
     # With a block bitmap, queries from other workers would need those workers' rows of the bitmap.

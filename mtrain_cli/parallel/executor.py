@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.packed_columns import SharedColumns
-from mtrain_cli.attention.partials import accumulation_dtype, merge
+from mtrain_cli.attention.partials import Pair, accumulation_dtype, merge
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.program import Operation, Program
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    columns: the single columns of the index that are gathered once per pass; None if no columns
-        are gathered.
-    message: format of the query messages that circulate.
     widths: heads of the tensors that Ulysses trades together.
     """
 
@@ -119,7 +116,7 @@ class RunningAttention:
 
     def __init__(self, q: Tensor) -> None:
         self._q, self._high = q, accumulation_dtype(q.dtype)
-        self.sums: tuple[Tensor, Tensor] | None = None
+        self.sums: Pair | None = None
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Merge the attention over further keys. The first call takes over ``out`` and ``lse``."""
@@ -129,7 +126,7 @@ class RunningAttention:
             self.sums = self.sums[0].to(self._high), self.sums[1]
             merge(*self.sums, out, lse)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> Pair:
         """Return out in the dtype of q, and lse. If no key was added, out is 0 and lse -inf."""
         q = self._q
         if self.sums is not None:

@@ -52,7 +52,6 @@ class ExpertGroup:
 
     rank, size: this worker's rank in the group, and the number of workers in the group. Worker r
         holds the r-th of ``size`` equal, consecutive parts of the experts.
-    received: bytes of rows that reached this worker from others.
     """
 
     rank: int
@@ -78,11 +77,10 @@ class ExpertGroup:
     ) -> RowMessage:
         """Start to exchange rows.
 
-        Args:
-            rows: contiguous ``[sum(send), D]``, first those for worker 0, then those for worker 1,
-                ...
-            send, receive: number of rows for and from each worker.
-            into: contiguous tensor that receives the rows; None for a new one.
+        rows: contiguous ``[sum(send), D]``, first those for worker 0, then those for worker 1,
+            ...
+        send, receive: number of rows for and from each worker.
+        into: contiguous tensor that receives the rows; None for a new one.
         """
         width = rows.shape[1]
         arriving = rows.new_empty(sum(receive), width) if into is None else into

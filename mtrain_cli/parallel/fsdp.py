@@ -41,11 +41,6 @@ def shard_parameters(
     Gradients are summed over workers, not averaged: the loss is already divided by the number of
     valid tokens in the whole step. Over micro-batches a worker accumulates gradients in the
     parameters' dtype, but in reduce_dtype under ``optimizer``.
-
-    Args:
-        experts: modules inside layers that are units of their own, because other workers hold
-            other experts.
-        expert_mesh: the workers that hold the same experts.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -88,8 +83,7 @@ def sharded_dimension(shape: Sequence[int], workers: int) -> int | None:
 
     FSDP2 shards dimensions other than the first only into equal parts.
 
-    Args:
-        shape: ``[experts, rows, columns]``.
+    shape: ``[experts, rows, columns]``.
     """
     return next((dim for dim in (1, 2) if shape[dim] % workers == 0), None)
 

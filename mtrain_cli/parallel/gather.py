@@ -55,6 +55,8 @@ from mtrain_cli.parallel.schedule import (
     numbers_of,
 )
 
+Transfers = tuple[Transfer, ...]
+
 
 def all_gather(options: ScheduleOptions) -> Schedule:
     """Gather all KV on every rank, with one collective per part of the heads."""
@@ -96,7 +98,7 @@ def _gather(name: str, options: ScheduleOptions) -> Schedule:
             return tuple(ScheduleStep((0,), (0,), (c, chunks)) for c in range(chunks))
         make = partial(_collectives, rank, workers, nodes, count(), traits.by_mask, stages == 3)
         result: list[ScheduleStep] = []
-        before: tuple[Transfer, ...] = ()
+        before: Transfers = ()
         # The first part overlaps only with the stage of own keys: step 0 posts it. Every other part
         # is gathered while the part before it is computed.
         ready = make(KV, (0, chunks))
@@ -109,31 +111,19 @@ def _gather(name: str, options: ScheduleOptions) -> Schedule:
             at = 0 if backward or stages == 1 else 1
             posts[at] = (*posts.get(at, ()), *following)
             for turn, step in enumerate(reversed(of_part) if backward else of_part):
-                result.append(
-                    replace(
-                        step,
-                        part=(c, chunks),
-                        post=posts.get(turn, ()),
-                        collect=numbers_of(before) if turn == 0 else (),
-                    )
-                )
+                collect = numbers_of(before) if turn == 0 else ()
+                post = posts.get(turn, ())
+                result.append(replace(step, part=(c, chunks), post=post, collect=collect))
             ready, before = following, gradients
         return tuple(result)
 
     forward, backward = (PerRank(workers, partial(steps, backward=b)) for b in (False, True))
-    keeps = PerRank(workers, lambda r: (r,))
-    return Schedule(
-        name, traits, workers, options.per_node, forward, backward, keeps, stages=stages
-    )
+    of_ranks = forward, backward, PerRank(workers, lambda r: (r,))
+    return Schedule(name, traits, workers, options.per_node, *of_ranks, stages=stages)
 
 
 def _stages(
-    rank: int,
-    workers: int,
-    nodes: int,
-    stages: int,
-    casts: tuple[Transfer, ...],
-    gradients: tuple[Transfer, ...],
+    rank: int, workers: int, nodes: int, stages: int, casts: Transfers, gradients: Transfers
 ) -> list[ScheduleStep]:
     """Return the steps that compute one part of the heads, in the order of forward."""
     everyone, own = range(workers), (rank,)
@@ -167,7 +157,7 @@ def _collectives(
     splits: bool,
     payload: str,
     part: tuple[int, int],
-) -> tuple[Transfer, ...]:
+) -> Transfers:
     """Return one rank's transfers that gather keys, or that reduce-scatter their gradients."""
     everyone = tuple(range(workers))
     gathers = payload == KV
@@ -190,7 +180,7 @@ def _collectives(
     def across(after=None) -> Transfer:
         return collective(counterparts, (rank,), OUTER, after, counterparts)
 
-    def near() -> tuple[Transfer, ...]:
+    def near() -> Transfers:
         return (collective(node_ranks, (rank,), INNER, shards=node_ranks),) if splits else ()
 
     def inside(after=None) -> Transfer:
@@ -252,12 +242,18 @@ def return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, made: Buffer) ->
     moves = (b.cast_size(low) + b.cast_size(high)) / parts
     scratch = b.cast_size(as_made) / (2 * parts)
     b.emit(ops.SplitRows, (made,), (rows,), moves, scratch=scratch)
-    sources: tuple[Buffer, ...] = (rows,)
-    for cast, t in zip(reversed(range(len(step.send))), step.send, strict=True):
-        returned = Kind.RETURNED.at(t.number)
-        b.post(t, sources, (returned,), high(RECEIVED[cast]) / parts, cast=cast)
-        sources = rows, returned
+    _post_returns(b, step, rows)
     return Kind.OWN_ROWS.at(at)
+
+
+def _post_returns(b: ProgramBuilder, step: ScheduleStep, rows: Buffer) -> None:
+    """Send the gradients of rows that crossed nodes last, after the cast inside the node."""
+    sources: tuple[Buffer, ...] = (rows,)
+    for t in step.send:
+        cast = 0 if b.forwards(t) or len(b.casts) == 1 else step.stage or 1
+        payload = high(RECEIVED[cast]) / b.piece(step.part)[1]
+        b.post(t, sources, (Kind.RETURNED.at(t.number),), payload, cast=cast)
+        sources = rows, Kind.RETURNED.at(t.number)
 
 
 def add_returned_rows(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
@@ -356,7 +352,7 @@ def _gather_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
 def _scatter_gradients(
     b: ProgramBuilder, at: int, step: ScheduleStep, made: Buffer, moves: Size
 ) -> Buffer:
-    """ops.Cut key gradients into shards and reduce-scatter the shards."""
+    """Cut key gradients into shards and reduce-scatter the shards."""
     name = Kind.SHARDS.at(at)
     among = len(step.send[0].peers) if len(step.send) > 1 else 0
     scratch = _scratch_of_shards(b, among) * b.schedule.groups / b.piece(step.part)[1]
@@ -480,14 +476,7 @@ def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool
     made, casts = Kind.DKEYS.at(at), arrived_rows(b, step)
     moves, scratch = (_received(casts, low) + _received(casts, high)) / parts, b.sized[made] / 2
     b.emit(ops.SplitRows, (made, rows), (rows,), moves, stage=step.stage, scratch=scratch)
-    sources: tuple[Buffer, ...] = (rows,)
-    for t in step.send:
-        # Rows that crossed nodes return there last, after the cast inside the node has returned.
-        crosses = b.forwards(t) or len(b.casts) == 1
-        cast = 0 if crosses else step.stage
-        assert cast is not None
-        b.post(t, sources, (Kind.RETURNED.at(t.number),), high(RECEIVED[cast]) / parts, cast=cast)
-        sources = rows, Kind.RETURNED.at(t.number)
+    _post_returns(b, step, rows)
 
 
 def _own_gradients(b: ProgramBuilder, at: int, of_part: Steps) -> Buffer:

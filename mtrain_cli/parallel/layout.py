@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
-
-if TYPE_CHECKING:
-    import torch
+from mtrain_cli.attention.partials import Pair
+from mtrain_cli.parallel.wide_copy import as_wide, copy
 
 _TILE = 128  # queries per kernel tile
 
@@ -65,22 +64,15 @@ class Layout(ABC):
         shards: [workers, batch, tokens_per_worker, ...].
         Returns: [batch, padded_seq, ...].
         """
-        from mtrain_cli.parallel.wide_copy import as_wide
-
         return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: Tensor) -> Tensor:
         """Turn a sequence into shards: the inverse of `to_sequence`."""
-        from mtrain_cli.parallel.wide_copy import as_wide
-
-        return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(
-            sequence.dtype
-        )
+        wide = as_wide(sequence) if sequence.ndim > 2 else sequence
+        return self._to_shards(wide).view(sequence.dtype)
 
     def copy_to_shards(self, sequence: Tensor, shards: Tensor) -> None:
         """Write the result of `to_shards` into ``shards``, which may have another dtype."""
-        from mtrain_cli.parallel.wide_copy import copy
-
         copy(self.to_shards(sequence), shards)
 
     @abstractmethod
@@ -128,14 +120,10 @@ class Zigzag(Layout):
         return np.concatenate([rank * part + within, mirrored * part + within])
 
     def _to_sequence(self, shards: Tensor) -> Tensor:
-        import torch
-
         halves = shards.unflatten(2, (2, -1))
         return torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)]).transpose(0, 1).flatten(1, 2)
 
     def _to_shards(self, sequence: Tensor) -> Tensor:
-        import torch
-
         parts = sequence.unflatten(1, (2 * self.workers, -1)).transpose(0, 1)
         return torch.stack([parts[: self.workers], parts[self.workers :].flip(0)], dim=2).flatten(
             2, 3
@@ -168,8 +156,6 @@ class Striped(Layout):
         return self._blocks(sequence).flatten(2, 3)
 
     def copy_to_shards(self, sequence: Tensor, shards: Tensor) -> None:
-        from mtrain_cli.parallel.wide_copy import copy
-
         copy(self._blocks(sequence), shards.unflatten(2, (-1, self.block_size)))
 
     def _blocks(self, sequence: Tensor) -> Tensor:
@@ -194,13 +180,10 @@ class _Permuted(Layout):
         return np.argsort(order), order
 
     @cached_property
-    def _moved(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+    def _moved(self) -> dict[torch.device, Pair]:
         return {}
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `_places` as tensors on a device. Only the first call for a device copies them."""
-        from mtrain_cli.attention.device_copy import to_device
-
+    def _on(self, device: torch.device) -> Pair:
         if device not in self._moved:
             order, back = (to_device(places, device) for places in self._places)
             self._moved[device] = order, back
@@ -294,8 +277,6 @@ def early_queries(queries: int, keep: float, block: int | None) -> int:
 
     The number is rounded to whole blocks of the index. Without an index, it is rounded to whole
     kernel tiles if the worker has at least 16 tiles.
-
-    keep: share of the queries whose out and lse the first forward pass keeps.
     """
     unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
     return min(queries, round((1 - keep) * queries / unit) * unit)
@@ -306,14 +287,14 @@ class Placement:
 
     def __init__(self, layout: Layout, heads: int = 1) -> None:
         self.layout, self.heads = layout, heads
-        self._orders: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._orders: dict[tuple[int, torch.device], Pair] = {}
 
     @cached_property
     def inside(self) -> Layout:
         """The layout in which the ranks that share heads count as one rank."""
         return self.layout if self.heads == 1 else Joined.of(self.layout, self.heads)
 
-    def token_order(self, shard: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def token_order(self, shard: int, device: torch.device) -> Pair:
         """Return the permutation that sorts the tokens after an all-to-all, and its inverse.
 
         The all-to-all delivers the tokens of the ranks that share heads rank after rank. Both

@@ -72,9 +72,8 @@ def make_context_group(
 
     All ranks must call this: `dist.new_group` is collective over the whole job.
 
-    Args:
-        timeout: longest wait for one message. A peer that takes longer counts as hung. None for
-            torch's default.
+    timeout: longest wait for one message. A peer that takes longer counts as hung. None for
+        torch's default.
     """
     cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
     per_node = min(per_node or cp, cp)

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.partials import row_delta
+from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
-from mtrain_cli.parallel.executor import QueryMessage, RunningAttention
+from mtrain_cli.parallel.executor import Executor, QueryMessage, RunningAttention
 from mtrain_cli.parallel.program import Compute, ComputeColumns, Copy, Part, Post
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE
 from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, SUM
@@ -29,10 +30,6 @@ from mtrain_cli.parallel.wide_copy import (
     split_heads,
     sum_repeated_heads,
 )
-
-if TYPE_CHECKING:
-    from mtrain_cli.attention.tiles import Tiles
-    from mtrain_cli.parallel.executor import Executor
 
 
 class PostHop(Post):
@@ -270,7 +267,6 @@ class Arrange(Copy):
     """Copy tensors into another order, shape or dtype.
 
     timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
-    piece: (i, n): copy the i-th of n equal parts of this rank's heads.
     among: number of ranks per node if shards come from or go to a hierarchical collective, else 0.
     stage: copy only the rows of this stage of a group cast; None for all rows.
     """

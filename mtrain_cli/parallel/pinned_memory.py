@@ -39,7 +39,6 @@ class PinnedMemory:
     Small tensors share a region of `ARENA` bytes; a large tensor has its own region. A region is
     freed when no tensor uses it. This object keeps the unused rest of at most two regions.
 
-    mapped: number of bytes pinned so far, including the unused parts of regions.
     registers: whether this object pins memory by registering it with CUDA. It becomes False when
         CUDA refuses. From that moment torch pins the memory.
     """

@@ -121,13 +121,14 @@ class StagePasses(Protocol):
 
     def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         """Return the hidden states after a virtual stage; the last one returns anything."""
-        ...
 
     def backward(
         self, virtual_stage: int, micro_batch: int, gradient: Tensor | None
     ) -> Tensor | None:
         """Return the gradient of what `forward` received; None in the first virtual stage."""
-        ...
+
+
+_Message = tuple[Action, Tensor, list[dist.Work]]
 
 
 class PipelineExecutor:
@@ -144,17 +145,17 @@ class PipelineExecutor:
         self._group, self._pipeline, self._recorder = group, pipeline, recorder
         # Results to send, messages on their way by `Action.message`, and sends by channel.
         self._results: dict[Action, Tensor] = {}
-        self._arriving: dict[tuple[str, int, int], tuple[Action, Tensor, list[dist.Work]]] = {}
-        self._leaving: dict[Channel, deque[tuple[Action, Tensor, list[dist.Work]]]] = defaultdict(
-            deque
-        )
+        self._arriving: dict[tuple[str, int, int], _Message] = {}
+        self._leaving: dict[Channel, deque[_Message]] = defaultdict(deque)
 
     def run(self, actions: Sequence[Action], passes: StagePasses) -> None:
         """Run the actions of this stage."""
         try:
             for action in actions:
                 if action.kind == RECEIVE:
-                    self._start_receive(action, passes)
+                    tensor = passes.received_like(action.micro_batch)
+                    works = self._post(action, dist.irecv, tensor)
+                    self._arriving[action.message] = action, tensor, works
                 elif action.kind == SEND:
                     self._start_send(action)
                 else:
@@ -169,7 +170,7 @@ class PipelineExecutor:
         forward, pipeline = action.kind == FORWARD, self._pipeline
         (receive,) = pipeline.received(action) or (None,)
         (send,) = pipeline.sent(action) or (None,)
-        arrived = None if receive is None else self._arrived(receive)
+        arrived = self._finish(*self._arriving.pop(receive.message)) if receive else None
         compute = passes.forward if forward else passes.backward
         place = f"{self._where(action)}, {action.kind}"
         with progress_record.inside(place), self._recorded(recording.STAGE, action):
@@ -177,11 +178,6 @@ class PipelineExecutor:
         if send is not None:
             assert result is not None, action
             self._results[send] = result
-
-    def _start_receive(self, action: Action, passes: StagePasses) -> None:
-        tensor = passes.received_like(action.micro_batch)
-        works = self._post(action, dist.irecv, tensor)
-        self._arriving[action.message] = action, tensor, works
 
     def _start_send(self, action: Action) -> None:
         channel = self._pipeline.channel(action)
@@ -193,39 +189,29 @@ class PipelineExecutor:
     def _post(
         self, action: Action, operation: Callable[..., Any], tensor: Tensor
     ) -> list[dist.Work]:
-        peer = self._peer(action)
+        peer, way = self._peer(action), "to" if action.kind == SEND else "from"
         group = self._group.channels[self._pipeline.channel(action)]
-        posts = f"{action.kind}s {action.payload} {self._way(action)} rank {peer}"
-        with self._peer_errors(action, posts, None):
+        with self._peer_errors(action, f"{action.kind}s {action.payload} {way} rank {peer}", None):
             # A batch of one uses the channel's own communicator. NCCL would make another one for a
             # single message.
             return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
 
-    def _arrived(self, receive: Action) -> Tensor:
-        action, tensor, works = self._arriving.pop(receive.message)
-        peer = self._peer(action)
-        activity = f"waits for {action.payload} from rank {peer}"
-        with self._peer_errors(action, activity, peer), self._waiting(action, tensor):
+    def _wait_for_sends(self, channel: Channel, most: int) -> None:
+        """Wait until at most ``most`` sends of a channel are on their way."""
+        while len(self._leaving[channel]) > most:
+            self._finish(*self._leaving[channel].popleft())
+
+    def _finish(self, action: Action, tensor: Tensor, works: list[dist.Work]) -> Tensor:
+        """Wait for a message and return it."""
+        peer, payload = self._peer(action), action.payload
+        to, source, activity = -1, peer, f"waits for {payload} from rank {peer}"
+        if action.kind == SEND:
+            to, source, activity = peer, -1, f"waits for rank {peer} to receive {payload}"
+        tag = MessageTag(STAGE, payload, to=to, source=source, size=tensor.nbytes)
+        with self._peer_errors(action, activity, peer), self._recorded(WAIT, action, tag):
             for work in works:
                 work.wait()
         return tensor
-
-    def _wait_for_sends(self, channel: Channel, most: int) -> None:
-        """Wait until at most ``most`` sends of a channel are on their way."""
-        leaving = self._leaving[channel]
-        while len(leaving) > most:
-            action, tensor, works = leaving.popleft()
-            peer = self._peer(action)
-            activity = f"waits for rank {peer} to receive {action.payload}"
-            with self._peer_errors(action, activity, peer), self._waiting(action, tensor):
-                for work in works:
-                    work.wait()
-
-    def _waiting(self, action: Action, tensor: Tensor) -> AbstractContextManager[None]:
-        peer = self._peer(action)
-        to, source = (peer, -1) if action.kind == SEND else (-1, peer)
-        tag = MessageTag(STAGE, action.payload, to=to, source=source, size=tensor.nbytes)
-        return self._recorded(WAIT, action, tag)
 
     def _recorded(
         self, kind: str, action: Action, message: MessageTag = NOTHING
@@ -240,10 +226,6 @@ class PipelineExecutor:
 
     def _peer(self, action: Action) -> int:
         return self._group.ranks[action.peer % self._pipeline.stages]
-
-    @staticmethod
-    def _way(action: Action) -> str:
-        return "to" if action.kind == SEND else "from"
 
     def _where(self, action: Action) -> str:
         stage = f"pipeline, stage {self._group.stage}"

@@ -36,7 +36,6 @@ class Action:
 
     kind: FORWARD or BACKWARD of a micro-batch through a virtual stage, or SEND or RECEIVE of a
         message.
-    payload: ACTIVATIONS or GRADIENTS of a message; "" for a computation.
     """
 
     kind: str
@@ -246,10 +245,7 @@ def play(
     A computation waits for its message. A send does not wait, unless `SENDS_IN_FLIGHT` sends of
     its channel have no receive yet.
 
-    Args:
-        seconds: duration of a computation.
-        hop: duration of a message, from the time when both ends have posted it.
-        actions: those of each stage; None for a training step.
+    hop: duration of a message, from the time when both ends have posted it.
 
     Raises:
         ScheduleError: the stages wait for each other, or a channel's ends disagree on its messages.

@@ -34,12 +34,8 @@ class Plan:
     early: number of queries that recomputation computes again, counted from this rank's first. The
         first forward pass keeps out and lse of the other queries. None if that pass keeps nothing
         and recomputation computes all queries.
-    early_tiles: the tiles of the first ``early`` queries; None if ``early`` is 0 or None.
-    allowed_pairs: number of query-key pairs that the masks allow over all ranks, per head and
-        layer.
     pairs: number of query-key pairs that this rank computes under the masks, before any index, per
         head and layer. A pair that this rank computes for 1/n of the heads counts as 1/n.
-    buffer: uint8, pinned memory that holds all tables; None if each table has its own memory.
     """
 
     placement: Placement
@@ -67,9 +63,8 @@ class Plan:
     ) -> Plan:
         """Make a plan on the host, without the device or other ranks.
 
-        Args:
-            keep: share of this rank's queries whose out and lse the first forward pass keeps for
-                recomputation, counted from the last query.
+        keep: share of this rank's queries whose out and lse the first forward pass keeps for
+            recomputation, counted from the last query.
         """
         placement, rank = exchange.placed(layout), exchange.group.rank
         block = masked = tables = None

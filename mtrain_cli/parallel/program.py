@@ -52,10 +52,7 @@ Keys = Shard | Stage | Whole
 
 
 class Unit(NamedTuple):
-    """A count of tensor elements.
-
-    cast: number of the group cast, for SENT and RECEIVED.
-    """
+    """A count of tensor elements."""
 
     kind: str
     cast: int = 0
@@ -82,8 +79,6 @@ _SUM_BYTES = 4
 class ShardSizes:
     """The numbers that determine the size of a shard.
 
-    tokens: number of tokens of one rank, over all sequences of a micro-batch.
-    columns: number of single columns of the index per head; 0 if the index has no columns.
     column_width: `columns`, rounded up to whole tiles.
     made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
     casts: for each group cast, the rows that a rank sends and receives, divided by the rows of its
@@ -149,13 +144,8 @@ class Size:
 
     def of(self, sizes: ShardSizes, sharing: int = 1) -> int | float:
         """Return the number of bytes for these shard sizes: an int if it is whole, else a float."""
-        total = sum(
-            (
-                count * sizes.count(unit, sharing) * sizes.width(precision)
-                for count, unit, precision in self.terms
-            ),
-            Fraction(0),
-        )
+        terms = (n * sizes.count(unit, sharing) * sizes.width(p) for n, unit, p in self.terms)
+        total = sum(terms, Fraction(0))
         return int(total) if total.denominator == 1 else float(total)
 
     def shape(self, sizes: ShardSizes) -> Shape:
@@ -193,7 +183,6 @@ class Operation:
     """One action of a rank.
 
     reads, writes: buffers. Writing to an existing buffer changes it in place.
-    frees: the buffers that no later operation uses.
     scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
         memory, which depends on the kernel.
     renames: whether the written buffers take over the memory of the buffers in `frees`.
@@ -231,8 +220,6 @@ class Post(Operation):
     copy leaves, it writes the copy second.
 
     payload: size of one shard, or of the whole tensor if the tensor does not consist of shards.
-    piece: (i, n): send the i-th of n equal parts of this rank's heads.
-    cast: number of the group cast whose rows the transfer moves (`cast_rows.CastRows.casts`).
     """
 
     transfer: Transfer
@@ -260,7 +247,6 @@ class Wait(Operation):
 class Compute(Operation):
     """Call the kernel once.
 
-    part: (i, n): compute the i-th of n equal parts of the model's heads.
     piece: (i, n): the same heads, as a part of the heads that this rank holds.
     with_columns: whether this call also computes the single columns of the index.
     """
@@ -379,17 +365,11 @@ class Program:
     def _held(self) -> frozenset[tuple[type[Operation], Size]]:
         """(class, size) of each operation."""
         apart = self.pooled | set(self.inputs)
-        return frozenset(
-            (type(op), total_size([op.scratch, *sizes]))
-            for op, sizes in self._alive(self.sizes.keys() - apart)
-        )
+        alive = self._alive(self.sizes.keys() - apart)
+        return frozenset((type(op), total_size([op.scratch, *sizes])) for op, sizes in alive)
 
     def peak_bytes(self, sizes: ShardSizes, call: int = 0, columns: int = 0) -> int:
-        """Return the peak memory of a pass in bytes, without its inputs and the pool.
-
-        call: bytes that the kernel allocates in a `Compute`, in addition to its scratch.
-        columns: bytes that the kernel allocates in a `ComputeColumns`.
-        """
+        """Return the peak memory of a pass in bytes, without its inputs and the pool."""
 
         def in_kernel(kind: type[Operation]) -> int:
             return call * issubclass(kind, Compute) + columns * issubclass(kind, ComputeColumns)
@@ -428,10 +408,5 @@ def pool_bytes(programs: Iterable[Program], sizes: ShardSizes) -> int:
     for program in programs:
         most |= program.pooled_at_once(sizes)
         sharing = program.sharing
-    return int(
-        sum(
-            number * count * sizes.count(unit, sharing) * width
-            for shape, number in most.items()
-            for count, unit, width in shape
-        )
-    )
+    terms = ((number, *term) for shape, number in most.items() for term in shape)
+    return int(sum(n * count * sizes.count(unit, sharing) * w for n, count, unit, w in terms))

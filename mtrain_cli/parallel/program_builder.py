@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from mtrain_cli.parallel.buffers import Buffer, Kind, Side
 from mtrain_cli.parallel.operations import POSTS, PostCast, PostGather, PostReturn, PostScatter
@@ -68,7 +69,6 @@ class Traits:
     """Properties of the kernel, the index and the layout on which a program depends.
 
     needs_out: whether the kernel reads out in backward and derives delta from it.
-    columns: whether single columns of the index are gathered once, outside the steps of a ring.
     copies_parts: whether the kernel copies out, dout and lse when it computes a part of the heads,
         and allocates a placeholder for an out that it does not get.
     zigzag: whether the layout is zigzag, so that cutting a sequence into shards reverses the order
@@ -153,23 +153,14 @@ class ProgramBuilder:
         writes: Sequence[Buffer],
         scratch: Size = NOTHING,
     ) -> None:
-        self.emit(
-            kind,
-            reads,
-            writes,
-            queries=Shard(self.shard(step.queries)),
-            keys=self._keys(step),
-            part=step.part,
-            piece=self.piece(step.part),
-            with_columns=not self.traits.columns,
-            scratch=scratch,
-        )
-
-    def _keys(self, step: ScheduleStep) -> Keys:
+        keys: Keys = Whole()
         if step.stage:
-            return Stage(step.stage)
-        one = step.stage == 0 or not self.schedule.gathers
-        return Shard(self.shard(step.keys)) if one else Whole()
+            keys = Stage(step.stage)
+        elif step.stage == 0 or not self.schedule.gathers:
+            keys = Shard(self.shard(step.keys))
+        fields: dict[str, Any] = {"queries": Shard(self.shard(step.queries)), "keys": keys}
+        fields |= {"part": step.part, "piece": self.piece(step.part), "scratch": scratch}
+        self.emit(kind, reads, writes, **fields, with_columns=not self.traits.columns)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait for the transfers with these numbers, which must be in flight."""
@@ -203,9 +194,8 @@ class ProgramBuilder:
         """Sum single columns, or their gradients, over all ranks that hold the same heads."""
         peers = tuple(range(self.rank % self.sharing, self.schedule.workers, self.sharing))
         part = self.rank % self.sharing, self.sharing
-        transfer = Transfer(
-            UNSCHEDULED, SUM, COLUMN_PAYLOAD, CONTEXT, (), (), peers=peers, part=part
-        )
+        kind = SUM, COLUMN_PAYLOAD, CONTEXT
+        transfer = Transfer(UNSCHEDULED, *kind, (), (), peers=peers, part=part)
         self.post(transfer, (columns,), (columns,), size)
 
     @property
@@ -278,15 +268,9 @@ class ProgramBuilder:
         piece: Part = (0, 1),
         cast: int = 0,
     ) -> None:
-        post = POSTS[transfer.kind](
-            step=self._step,
-            reads=reads,
-            writes=writes,
-            transfer=transfer,
-            payload=payload,
-            piece=piece,
-            cast=cast,
-        )
+        fields: dict[str, Any] = {"payload": payload, "piece": piece, "cast": cast}
+        fields |= {"step": self._step, "reads": reads, "writes": writes}
+        post = POSTS[transfer.kind](transfer=transfer, **fields)
         self._operations.append(post)
         self.in_flight[transfer.number] = self.posted[transfer.number] = post
         self.sized.update(zip(writes, self._sizes_of_post(post), strict=False))

@@ -45,7 +45,6 @@ DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 class MessageTag:
     """The message that a span sends, receives or waits for.
 
-    shard: the shard that arrives; -1 for a collective.
     to, source: the ranks to which and from which this rank sends and receives; -1 for a collective.
     size: number of bytes that this rank sends. It receives the same number of bytes.
     number: the transfer's number in its pass; negative if no schedule contains the transfer.
@@ -129,26 +128,16 @@ class Recorder:
     def micro_batch(self, number: int) -> None:
         self._micro = number
 
-    @contextmanager
-    def iteration(self) -> Iterator[None]:
-        with self._timed(ITERATION, -1, NOTHING):
-            yield
+    def iteration(self) -> AbstractContextManager[None]:
+        return self._timed(ITERATION, -1, NOTHING)
 
-    @contextmanager
     def of_pipeline(
         self, kind: str, micro: int, direction: str, stage: int, message: MessageTag = NOTHING
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         self._micro = micro
-        before = self._layer, self._direction
-        self._layer, self._direction = -1, direction
-        try:
-            with self._timed(kind, stage, message):
-                yield
-        finally:
-            self._layer, self._direction = before
+        return self._of_layer(kind, -1, direction, stage, message)
 
-    @contextmanager
-    def attention_pass(self, layer: int, direction: str) -> Iterator[None]:
+    def attention_pass(self, layer: int, direction: str) -> AbstractContextManager[None]:
         """Record the ``with`` block as one pass of a layer's attention.
 
         A second forward pass of the same layer and micro-batch counts as recomputation.
@@ -156,21 +145,19 @@ class Recorder:
         if self.recording and direction == FORWARD:
             direction = RECOMPUTE if (self._micro, layer) in self._forwards else FORWARD
             self._forwards.add((self._micro, layer))
-        with self._of_layer(PASS, layer, direction):
-            yield
+        return self._of_layer(PASS, layer, direction)
 
     def expert_pass(self, layer: int, direction: str) -> AbstractContextManager[None]:
         return self._of_layer(EXPERTS, layer, direction)
 
     @contextmanager
-    def _of_layer(self, kind: str, layer: int, direction: str) -> Iterator[None]:
-        if not self.recording:
-            yield
-            return
+    def _of_layer(
+        self, kind: str, layer: int, direction: str, step: int = -1, message: MessageTag = NOTHING
+    ) -> Iterator[None]:
         before = self._layer, self._direction
         self._layer, self._direction = layer, direction
         try:
-            with self._timed(kind, -1, NOTHING):
+            with self._timed(kind, step, message):
                 yield
         finally:
             # Non-reentrant checkpointing ends recomputation early, by an exception.

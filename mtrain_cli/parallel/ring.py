@@ -78,6 +78,9 @@ def _rings(name: str, options: ScheduleOptions) -> Schedule:
     return Schedule(name, traits, workers, options.per_node, *of_ranks, options.circulates)
 
 
+Link = tuple[str, int, int]  # channel, rank to send to, rank to receive from
+
+
 @dataclass(frozen=True)
 class _Rings:
     """Rings of `size` ranks inside each of `nodes` nodes, and of counterparts across nodes."""
@@ -146,23 +149,24 @@ class _Rings:
             steps.append(ScheduleStep((), (), collect=numbers_of(send)))
         return tuple(steps)
 
-    def _gradient_hops(
-        self, rank: int, payload: str, direction: int, number: count[int]
-    ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
-        """Return two functions (shard to send, shard to receive) -> hop."""
+    def _links(self, rank: int, direction: int) -> tuple[Link, Link]:
+        """Return the links inside the node and across nodes on which a rank sends and receives."""
         node, local = divmod(rank, self.size)
         inner = self.rank(node, local + direction), self.rank(node, local - direction)
         outer = self.rank(node + direction, local), self.rank(node - direction, local)
+        return (self.inner, *inner), (OUTER, *outer)
 
-        def hop(channel: str, to: int, source: int, sent: int, received: int) -> Transfer:
-            return self._make_hop(number, payload, channel, sent, received, to, source)
-
-        return partial(hop, self.inner, *inner), partial(hop, OUTER, *outer)
+    def _gradient_hops(
+        self, rank: int, payload: str, direction: int, number: count[int]
+    ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
+        """Return two functions (sent shard, received shard) -> hop: inside and across nodes."""
+        inner, outer = self._links(rank, direction)
+        return partial(_hop, number, payload, inner), partial(_hop, number, payload, outer)
 
     def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
         """Make the steps that compute shards and send them to the next rank, without gradients."""
         node, local = divmod(rank, self.size)
-        number = count()
+        number, (inner, outer) = count(), self._links(rank, direction)
         steps: list[ScheduleStep] = []
         base: Transfer | None = None  # delivers the first shard of the next phase
         for phase in range(self.nodes):
@@ -179,17 +183,11 @@ class _Rings:
             if phase < self.nodes - 1:
                 # Post the outer hop before the inner ones: it has the whole phase to arrive.
                 following = self.rank(from_node - direction, local - direction * first)
-                to, source = self.rank(node + direction, local), self.rank(node - direction, local)
-                base = self._make_hop(
-                    number, payload, OUTER, shards[0], following, to, source, arrived
-                )
+                base = _hop(number, payload, outer, shards[0], following, arrived)
                 posts[0].append(base)
-            to, source = self.rank(node, local + direction), self.rank(node, local - direction)
             before = arrived
             for turn in range(1, self.size):
-                before = self._make_hop(
-                    number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before
-                )
+                before = _hop(number, payload, inner, shards[turn - 1], shards[turn], before)
                 posts[max(0, turn - self.prefetch)].append(before)
                 waits[turn].append(before.number)
             for shard, wait, post in zip(shards, waits, posts, strict=True):
@@ -197,20 +195,14 @@ class _Rings:
                 steps.append(ScheduleStep(*pair, wait=tuple(wait), post=tuple(post)))
         return tuple(steps)
 
-    def _make_hop(
-        self,
-        number: count[int],
-        payload: str,
-        channel: str,
-        sent: int,
-        received: int,
-        to: int,
-        source: int,
-        before: Transfer | None = None,
-    ) -> Transfer:
-        after = None if before is None else before.number
-        route = channel, (sent,), (received,)
-        return Transfer(next(number), "p2p", payload, *route, to=to, source=source, after=after)
+
+def _hop(
+    number: count[int], payload: str, link: Link, sent: int, received: int, before=None
+) -> Transfer:
+    channel, to, source = link
+    after = None if before is None else before.number
+    route = channel, (sent,), (received,), to, source
+    return Transfer(next(number), "p2p", payload, *route, after=after)
 
 
 def _numbers_after(steps: list[ScheduleStep]) -> count[int]:

@@ -65,13 +65,10 @@ class Transfer:
     kind: ``p2p`` (send to one rank and receive the same payload from another), ``all_gather``,
         ``reduce_scatter``, ``all_to_all``, ``group_cast`` or ``group_reduce``. The last two send
         some rows of the shards to each peer. `cast_rows.CastRows` names these rows.
-    payload: ``kv``; ``queries`` (query messages, from which another worker computes gradients);
-        the gradients ``dkv`` and ``dq``; or ``heads`` (the all-to-alls of Ulysses).
     to, source: ranks, for p2p.
     peers: ranks in order, for collectives.
     after: number of the transfer that delivers the payload of this transfer and so must complete
         first; None if this rank already holds the payload.
-    part: (i, n): transfer the i-th of n equal parts of the heads.
     """
 
     number: int
@@ -169,7 +166,6 @@ class Schedule:
 
     traits: properties of the exchange. Callers read these properties and never compare the name.
     keeps: for each rank, the numbers of the key shards that it holds from forward to backward.
-    stages: number of kernel calls for each part of the heads in a group cast.
     """
 
     exchange: str
@@ -215,7 +211,6 @@ class ScheduleOptions:
 
     chunks: number of equal parts of the heads. An all-gather moves one part while the previous part
         is computed.
-    prefetch: number of hops that a ring posts ahead of the computation.
     stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
         keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,
         then keys of other nodes. If all ranks share a node, 3 means 2.

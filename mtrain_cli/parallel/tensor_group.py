@@ -98,8 +98,7 @@ class TensorGroup:
     def own(self, tokens_BN: Tensor, fill: int) -> Tensor:
         """Return this worker's part of a number per token, ``[1, own rows]``.
 
-        Args:
-            fill: number for the rows that pad the last worker's part.
+        fill: number for the rows that pad the last worker's part.
         """
         flat = tokens_BN.flatten()
         own = self.own_rows(len(flat))

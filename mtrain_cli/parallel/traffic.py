@@ -79,7 +79,6 @@ class MovedRows:
 class Traffic:
     """What each rank computes, sends and receives, per head and layer.
 
-    near: rows of a node that move between ranks of the node.
     relayed: rows of other nodes that move between ranks of a node.
     outer: rows that move between nodes, from a rank to the ranks with the same local number. A row
         enters a node once.
@@ -127,12 +126,10 @@ def count_traffic(
 ) -> Traffic:
     """Count what each rank computes, sends and receives if it holds the positions of its shard.
 
-    Args:
-        per_node: number of ranks that share a node; None if all do. With None, every row goes
-            directly from the rank that holds it to each rank that needs it.
-        block: number of rows that travel together, at most. Of a block that several ranks share,
-            each rank sends its own rows.
-        layers: number of layers of each kind, over which the counts are summed; None for one each.
+    per_node: number of ranks that share a node; None if all do. With None, every row goes
+        directly from the rank that holds it to each rank that needs it.
+    block: number of rows that travel together, at most. Of a block that several ranks share,
+        each rank sends its own rows.
     """
     per_query = pairs_per_query(masks, layers)
     pairs = np.array([per_query[positions].sum() for positions in shards])
@@ -201,8 +198,6 @@ def rows_moved(
     local number of the row's holder.
 
     needed: [workers, kinds, blocks], whether a rank needs each block.
-    held: int64 [workers, blocks], number of rows of each block that a rank holds.
-    times: int64 [kinds], the number of times that a row of each kind counts.
     """
     n, g, kinds = nodes.count, nodes.per_node, needed.shape[1]
     needed = needed.reshape(n, g, kinds, -1)

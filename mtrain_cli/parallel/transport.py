@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain_cli.attention.partials import Pair
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
@@ -40,12 +41,9 @@ def explain_peer_loss(
 ) -> Iterator[None]:
     """Record this worker's activity. If the ``with`` block loses a peer, raise `ExchangeError`.
 
-    Args:
-        where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.
-        activity: text for `progress_record`, such as ``waits for kv from rank 1``.
-        failure: text for the error, such as ``kv from rank 1 did not arrive``.
-        waits_for: the rank that this worker waits for, or `progress_record.SEVERAL`; None if
-            it waits for no rank.
+    where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.
+    activity: text for `progress_record`, such as ``waits for kv from rank 1``.
+    failure: text for the error, such as ``kv from rank 1 did not arrive``.
     """
     progress_record.note(f"{where}: {activity}", waits_for)
     try:
@@ -153,12 +151,11 @@ class Transport:
         row_bytes: int,
         sent: Sequence[int],
         received: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """Start to send each peer its rows. Return what leaves, and what `wait` completes.
 
-        Args:
-            leaving: makes the contiguous tensor to send, [rows, ...], by peer. It runs behind the
-                transfer ``transfer.after``, whose tensors it may read.
+        leaving: makes the contiguous tensor to send, [rows, ...], by peer. It runs behind the
+            transfer ``transfer.after``, whose tensors it may read.
         """
         with self._posting(transfer, row_bytes * sum(sent)) as group:
             rows = leaving()

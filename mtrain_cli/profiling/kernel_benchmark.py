@@ -134,10 +134,8 @@ class KernelBench:
 
     def kernels(self, case: KernelCase) -> Iterator[Kernel]:
         """Yield all kernels that support a sparse case; for a dense one, that of `auto`."""
-        names = ["auto"]
-        if case.density is not None:
-            names = [name for name, reason in self.survey(case) if reason is None]
-        for name in names:
+        able = [name for name, reason in self.survey(case) if reason is None]
+        for name in ["auto"] if case.density is None else able:
             yield choose(name, self.request(case))[0]
 
     def survey(self, case: KernelCase) -> list[tuple[str, str | None]]:
@@ -232,14 +230,9 @@ def _measure(bench: KernelBench, kernel: Kernel, case: KernelCase) -> KernelTime
             name: int(getattr(work, name).sum()) for name in ("pairs", "blocks", "column_pairs")
         }
         tiles = tiles.with_index(index.to(bench.device))
-    return KernelTime(
-        kernel=kernel.name,
-        case=case,
-        **counts,
-        **bench.time_passes(kernel, case, tiles),
-        mask_pairs=mask_pairs,
-        skips=kernel.skips,
-    )
+    ms = bench.time_passes(kernel, case, tiles)
+    counts |= {"skips": kernel.skips, "mask_pairs": mask_pairs}
+    return KernelTime(kernel=kernel.name, case=case, **counts, **ms)
 
 
 @dataclass(frozen=True)
@@ -288,19 +281,18 @@ def profile_worker_calls(
     """Yield the times of one worker's calls: a ring's, whose slashes and columns need separate
     calls, and an all-gather's. Skip lengths that do not divide into whole blocks.
     """
-    seen: set[tuple[KernelCase, int, str]] = set()
-    for case, count, name in itertools.product(cases, workers, LAYOUTS):
-        if case.seq % (2 * count * case.block):
-            continue
-        layout = make_layout(name, count, case.seq, case.block, unit=case.block)
-        mask = SequenceMask.causal(case.seq, layout.padded_seq)
-        for shape in (case.dense, case):
-            if (shape, count, name) in seen:
-                continue
-            seen.add((shape, count, name))
-            for kernel in bench.kernels(shape):
-                index = None if shape.density is None else shape.index()
-                yield from _calls(_Worker(bench, kernel, shape, layout, mask, index))
+    shapes = dict.fromkeys(
+        (shape, count, name)
+        for case, count, name in itertools.product(cases, workers, LAYOUTS)
+        for shape in (case.dense, case)
+        if case.seq % (2 * count * case.block) == 0
+    )
+    for shape, count, name in shapes:
+        layout = make_layout(name, count, shape.seq, shape.block, unit=shape.block)
+        mask = SequenceMask.causal(shape.seq, layout.padded_seq)
+        for kernel in bench.kernels(shape):
+            index = None if shape.density is None else shape.index()
+            yield from _calls(_Worker(bench, kernel, shape, layout, mask, index))
 
 
 def _calls(worker: _Worker) -> Iterator[KernelTime]:

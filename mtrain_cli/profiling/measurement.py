@@ -37,8 +37,8 @@ P = TypeVar("P", bound="BenchmarkPlan")
 ATTENTION_ONLY, TRAINING = "attention", "training"
 # The functions that the workers run, as strings: the command need not import their modules.
 TARGETS = {
-    ATTENTION_ONLY: "mtrain_cli.profiling.attention_benchmark:run",
-    TRAINING: "mtrain_cli.profiling.step_benchmark:run",
+    ATTENTION_ONLY: "mtrain_cli.profiling.imbalance_benchmark:record_attention",
+    TRAINING: "mtrain_cli.profiling.imbalance_benchmark:train_and_record",
 }
 
 
@@ -108,6 +108,7 @@ class MeasurementCase:
         if environment.dims.pp > 1:
             micro_batches = train.global_batch // (train.micro_batch * environment.dims.dp)
             pipeline["pipeline"] = asdict(Pipeline.of(config.topology, micro_batches))
+        dims = environment.dims
         return {
             "label": self.label,
             "layout": choices.layout.name,
@@ -115,22 +116,16 @@ class MeasurementCase:
             "pattern": config.sparsity.pattern,
             "kernel": choices.kernel.name,
             "model": model.name,
-            "seq": config.seq,
-            "padded_seq": choices.layout.padded_seq,
-            "micro_batch": config.train.micro_batch,
-            "workers": environment.dims.workers,
-            "cp": environment.dims.cp,
-            **({"tp": environment.dims.tp} if environment.dims.tp > 1 else {}),
+            **{"seq": config.seq, "padded_seq": choices.layout.padded_seq},
+            **{"micro_batch": train.micro_batch, "workers": dims.workers, "cp": dims.cp},
+            **({"tp": dims.tp} if dims.tp > 1 else {}),
             **pipeline,
             **expert_facts(config.model, self.expert_parallel),
-            "per_node": schedule.per_node,
-            "heads": schedule.heads,
-            "layers": model.num_layers,
+            **{"per_node": schedule.per_node, "heads": schedule.heads, "layers": model.num_layers},
             **({"layer_kinds": kinds} if len(kinds) > 1 else {}),
             **({"dense_kernel": dense[0].name} if dense and len(kinds) > 1 else {}),
             "steps": {"forward": len(schedule.forward[0]), "backward": len(schedule.backward[0])},
-            "num_heads": model.num_heads,
-            "num_kv_heads": model.num_kv_heads,
+            **{"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads},
             "head_dim": model.head_dim,
             "column_width": column_width(config, choices.pattern, choices.layout, choices.exchange),
             "density": None,
@@ -184,9 +179,10 @@ class Bench:
         cases = []
         for number, (label, config) in enumerate(plan.cases):
             choices = resolve_run(config, self.environment)
+            chosen = {1: choices.layout.name, 2: choices.exchange.label}
+            words = [chosen.get(i, w) if w == "auto" else w for i, w in enumerate(label.split())]
             exchange = self._exchange(choices)
-            case = MeasurementCase(number, _resolved(label, choices), config, choices, exchange)
-            cases.append(case)
+            cases.append(MeasurementCase(number, " ".join(words), config, choices, exchange))
         return cases
 
     def context_group(self, dims: ParallelDims | None = None, **options: Any) -> ContextGroup:
@@ -303,12 +299,3 @@ class MeasurementProgress:
     def say(self, line: RenderableType, style: str = "") -> None:
         if self._shown:
             self._console.print(line, style=style)
-
-
-def _resolved(label: str, choices: ResolvedRun) -> str:
-    """Return a label, ``PATTERN LAYOUT EXCHANGE ...``, with the choices of ``auto``."""
-    chosen = {1: choices.layout.name, 2: choices.exchange.label}
-    return " ".join(
-        chosen.get(place, word) if word == "auto" else word
-        for place, word in enumerate(label.split())
-    )

@@ -20,7 +20,7 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Sample
-from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
+from mtrain_cli.launch.environment import loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.fsdp import reshard
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
@@ -67,7 +67,7 @@ class LayerAttention:
 class Analyzer(Protocol):
     """Analyzes the layers that a sparsity profile measures. Other packages bring one.
 
-    needs_gradients: whether the last measured step also runs backward.
+    needs_gradients: whether measuring checkpoints also runs backward.
     """
 
     @property
@@ -80,14 +80,9 @@ class Analyzer(Protocol):
         """Analyze a layer before its attention runs."""
 
     def on_output(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        masked: MaskedPositions,
-        place: Place,
-    ) -> None:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        masked: MaskedPositions, place: Place,
+    ) -> None:  # fmt: skip
         """Look at inputs and output of a layer's attention that has a backward pass."""
 
 
@@ -124,8 +119,6 @@ def profile_sparsity(
 ) -> list[HeadRecord]:
     """Train on one worker. In the given steps, measure the patterns on the first sequence.
 
-    The last step ends after its forward pass, unless the analyzer needs gradients.
-
     Args:
         steps: numbers of the training steps in which to measure, from 1.
         rows: queries to sample per layer, with the step as the seed.
@@ -142,25 +135,8 @@ def profile_sparsity(
                 measurement.start(step)
             else:
                 measurement.pause()
-            is_last = step == max(steps)
-            if is_last and not (analyzer is not None and analyzer.needs_gradients):
-                progress(step, _forward_loss(trainer))
-            else:
-                progress(step, trainer.train_step(False).loss)
+            progress(step, trainer.train_step(False).loss)
     return measurement.records
-
-
-@torch.no_grad()
-def _forward_loss(trainer: Trainer) -> float | None:
-    batches, _ = trainer.next_batches()
-    valid, _ = trainer.run_step.totals(batches)
-    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    for batch in batches:
-        attend = trainer.attention_of(batch)
-        losses = trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
-        total += losses.double().sum()
-    reshard(trainer.decoder)
-    return float(total) / valid if valid else None
 
 
 @contextmanager
@@ -170,12 +146,17 @@ def worker_alone(config: Config) -> Iterator[Trainer]:
         config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1)
     )
     environment = resolve_environment(config)
-    with _alone(environment):
-        trainer = Trainer(config, environment)
-        # Close the data loader. If it still runs when Python exits, compiled modules stay alive and
-        # print long warnings about leaks.
-        with closing(trainer):
+    gpu = environment.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else None
+    os.environ.update(loopback_variables())
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        # If the data loader still runs when Python exits, compiled modules print long warnings.
+        with closing(Trainer(config, environment)) as trainer:
             yield trainer
+    finally:
+        dist.destroy_process_group()
 
 
 class Measurement(Callback):
@@ -343,43 +324,16 @@ def sampled_rows(patterns: Sequence[Pattern], length: int, seed: int, rows: int)
 
 
 def _heads(
-    name: str,
-    index: Index,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    masked: MaskedPositions,
-    place: Place,
-    sampled: IntArray,
-    seq: int,
-) -> Iterator[HeadRecord]:
+    name: str, index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions,
+    place: Place, sampled: IntArray, seq: int,
+) -> Iterator[HeadRecord]:  # fmt: skip
     counts, mask = index.counts(masked.tables), masked.masks[0]
     kept = recall(index, q, k, masked, torch.from_numpy(sampled).to(q.device))[0]
-    means, worst = kept.mean(-1), kept.amin(-1)
-    for head in range(len(kept)):
+    for head, (mean, worst) in enumerate(zip(kept.mean(-1), kept.amin(-1), strict=True)):
         pairs = counts.pairs[0, head].item()
         yield HeadRecord(
-            step=place.step,
-            pattern=name,
-            layer=place.layer,
-            head=head,
-            density=pairs / causal_pairs(seq),
-            of_mask=pairs / mask.pairs,
-            recall=means[head].item(),
-            worst=worst[head].item(),
-            slashes=int(counts.slashes[0, head]),
-            columns=int(counts.columns[0, head]),
-        )
-
-
-@contextmanager
-def _alone(environment: Environment) -> Iterator[None]:
-    backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None
-    )
-    os.environ.update(loopback_variables())
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+            step=place.step, pattern=name, layer=place.layer, head=head,
+            density=pairs / causal_pairs(seq), of_mask=pairs / mask.pairs,
+            recall=mean.item(), worst=worst.item(),
+            slashes=int(counts.slashes[0, head]), columns=int(counts.columns[0, head]),
+        )  # fmt: skip

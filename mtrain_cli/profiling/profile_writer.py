@@ -53,21 +53,14 @@ class ProfileWriter:
         self._iteration = 0
         self._times: dict[int, list[tuple[float, float]]] = {case.number: [] for case in cases}
         facts = bench.facts() if self.first else {}
+        if entries is None:
+            entries = [case.facts(bench.environment) for case in cases]
         self._document: dict[str, Any] = {
-            "kind": "profile",
-            "mode": plan.mode,
-            "complete": False,
+            **{"kind": "profile", "mode": plan.mode, "complete": False},
             "workers": bench.environment.dims.workers,
-            "samples_wanted": plan.samples,
-            "samples": 0,
-            "environment": facts,
-            "clock": {"uncertainty_us": None},
-            "overhead": None,
-            "cases": [case.facts(bench.environment) for case in cases]
-            if entries is None
-            else list(entries),
-            "results": [],
-            "command": facts.get("command", []),
+            **{"samples_wanted": plan.samples, "samples": 0, "environment": facts},
+            **{"clock": {"uncertainty_us": None}, "overhead": None},
+            **{"cases": list(entries), "results": [], "command": facts.get("command", [])},
         }
         if self.first:
             record_files.write_summary(self.folder, self._document)
@@ -210,25 +203,17 @@ class ProfileWriter:
         if not cases:
             return
         computed = self._last[cases[0].number][0]
-        columns = {
-            case.config.sparsity.pattern: case.config.sparsity.column_bound for case in cases
-        }
+        bounds = {c.config.sparsity.pattern: c.config.sparsity.column_bound for c in cases}
+        schedule, topology = first.exchange.schedule, first.config.topology
         setup = RecordedSetup(
-            seq=first.config.seq,
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype_bytes=first.choices.dtype.itemsize,
-            workers=self.bench.environment.dims.cp,
-            per_node=first.exchange.schedule.per_node,
-            layout=first.choices.layout.name,
-            exchange=first.exchange.schedule.exchange,
-            block_size=first.config.topology.block_size,
-            chunk=first.config.topology.chunk,
-            needs_out=first.choices.kernel.needs_out,
-            iteration=self._iteration,
-            columns={name: most for name, most in columns.items() if most != 0},
-        )
+            seq=first.config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim, dtype_bytes=first.choices.dtype.itemsize,
+            workers=self.bench.environment.dims.cp, per_node=schedule.per_node,
+            layout=first.choices.layout.name, exchange=schedule.exchange,
+            block_size=topology.block_size, chunk=topology.chunk,
+            needs_out=first.choices.kernel.needs_out, iteration=self._iteration,
+            columns={name: bound for name, bound in bounds.items() if bound != 0},
+        )  # fmt: skip
         parts = self._parts_of_indices(cases)
         if self.first:
             path = self.folder / record_files.INDEX

@@ -120,9 +120,7 @@ def fixed_index(
     Diagonals near the recent past are more probable; all columns have equal probability. Every head
     draws its own index, which all sequences of the batch share.
 
-    Args:
-        slashes: number of diagonals per head, at least 1. Ignored if ``density`` is given.
-        density: share of the causal blocks that the diagonals contain; None to use ``slashes``.
+    slashes: number of diagonals per head, at least 1. Ignored if ``density`` is given.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import Pair, accumulation_dtype
 from mtrain_cli.config.pattern_settings import MobaSettings
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
@@ -120,7 +120,7 @@ class MobaPattern(MobaSettings):
         """Return the number of keys per chunk, at most the length of the padded sequence."""
         return min(self.chunk, masked.geometry.blocks * self.block)
 
-    def _counts(self, masked: MaskedPositions) -> tuple[Tensor, Tensor]:
+    def _counts(self, masked: MaskedPositions) -> Pair:
         """Return the number of tokens in each local block, and in each chunk. Return 1 for 0."""
         key = (type(self).__name__, self.chunk)
         if key not in masked.cache:

@@ -1,9 +1,4 @@
-"""The interface of a pattern, which estimates a dynamic index from a layer's queries and keys.
-
-The tokens of a sequence may be sharded over several workers. `select_by_mass` selects the fewest
-candidates, such as columns, that hold a given share of attention. Every worker gets the same
-result.
-"""
+"""The interface of a pattern, which estimates a dynamic index from a layer's queries and keys."""
 
 from __future__ import annotations
 
@@ -22,6 +17,7 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
+from mtrain_cli.attention.partials import Pair
 from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
@@ -41,18 +37,12 @@ class IndexGroup(Protocol):
 
     def sum(self, mine: Tensor) -> Tensor:
         """Replace ``mine`` (contiguous) with its sum over all workers, and return it."""
-        ...
 
     def max(self, mine: Tensor) -> Tensor:
         """Replace ``mine`` (contiguous, no NaN) with its maximum over workers, and return it."""
-        ...
 
     def gather(self, mine: Tensor) -> Tensor:
-        """Return every worker's ``mine`` in rank order, [size, *mine.shape].
-
-        ``mine`` must have the same shape on every worker.
-        """
-        ...
+        """Return every worker's ``mine`` in rank order, [size, *mine.shape]."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +66,7 @@ class SingleWorkerGroup:
 class MaskedPositions:
     """The masks of a batch, and this worker's positions, on the host and on the device.
 
-    geometry: the blocks of this worker's shard, as queries and as keys.
     shards: ascending block numbers of each worker. All workers have the same number of blocks.
-    group: the workers with which this worker estimates an index.
     cache: what patterns derive from these fields. All layers share this cache.
     """
 
@@ -100,13 +88,8 @@ class MaskedPositions:
     ) -> MaskedPositions:
         """Build the positions of one worker on the host, with `SingleWorkerGroup`.
 
-        Args:
-            shards: for each worker its ascending positions, int64 [tokens]; None if one worker has
-                the whole sequence.
-
-        Raises:
-            ValueError: a shard does not consist of whole blocks, or workers have different numbers
-                of blocks.
+        shards: for each worker its ascending positions, int64 [tokens]; None if one worker has
+            the whole sequence.
         """
         padded = masks[0].padded
         shards = shards or [np.arange(padded, dtype=np.int64)]
@@ -157,10 +140,7 @@ class MaskedPositions:
         return any(mask.length < self.tables.blocks * self.tables.block for mask in self.masks)
 
     def num_tokens(self, sequence: int) -> int:
-        """Return how many of this worker's slots hold a token of a sequence instead of padding.
-
-        The slots with tokens come before the slots with padding.
-        """
+        """Return how many of this worker's slots hold a token of a sequence instead of padding."""
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
 
     def visible(self, sequence: int, rows: Tensor, keys: int) -> Tensor:
@@ -191,11 +171,9 @@ class Pattern(Protocol):
 
     def request(self) -> IndexRequest:
         """Return the kind of index that the pattern makes, from which a kernel is chosen."""
-        ...
 
     def describe(self) -> str:
         """Return one line for banners that says what the pattern chooses."""
-        ...
 
     def covers(self, seq: int) -> str | None:
         """Return why the index contains every pair of ``seq`` tokens for any data.
@@ -203,7 +181,6 @@ class Pattern(Protocol):
         Return None if the index may leave out pairs. The reason ends with a verb, such as "3 chunks
         of 4096 keys cover", and messages append "all of seq=...".
         """
-        ...
 
     def probed_rows(self, length: int) -> Tensor:
         """Return the positions of the queries that choose the index for all queries, int64 [rows].
@@ -211,7 +188,6 @@ class Pattern(Protocol):
         Recall is measured on the remaining queries. Return no positions if every query chooses its
         own keys, or if a seed chooses the index.
         """
-        ...
 
     def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> Index:
         """Return the index: the pairs worth computing.
@@ -223,7 +199,6 @@ class Pattern(Protocol):
             The whole index, the same on every worker. A bitmap has only the query blocks of this
             worker.
         """
-        ...
 
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
@@ -248,9 +223,7 @@ def to_mass_units(mass: Tensor) -> Tensor:
 def base_rank_keys(forced: Tensor, numbers: Tensor, n: int) -> Tensor:
     """Return the part of `rank_keys` that does not depend on the mass, int64 [..., candidates].
 
-    forced: bool [..., candidates], whether a candidate ranks first whatever its mass.
     numbers: int64 [candidates], the candidates' numbers, from 0 to n - 1.
-    n: at most `MOST_LINES`.
     """
     assert n <= MOST_LINES
     return (forced.long() << 62) | (n - 1 - numbers)
@@ -271,12 +244,11 @@ def rank_keys(units: Tensor, without_mass: Tensor) -> Tensor:
 
 def select_ranked(
     order: Tensor, total: Tensor, share: float | Tensor, at_least: int, at_most: int, n: int
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Select candidates as `select_by_mass` does, from their `rank_keys`.
 
-    Args:
-        order: rank keys [..., candidates], which must include the ``at_most`` largest rank keys.
-        total: total mass of all candidates in units, int64 [..., 1].
+    order: rank keys [..., candidates], which must include the ``at_most`` largest rank keys.
+    total: total mass of all candidates in units, int64 [..., 1].
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
     candidates = n - 1 - (order & _NUMBER_MASK)
@@ -294,19 +266,16 @@ def select_ranked(
 
 def select_by_mass(
     mass: Tensor, share: float | Tensor, forced: Tensor, at_least: int, at_most: int
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Select the fewest candidates that hold a share of the mass (MTraining, algorithm 1).
 
     The selection includes the candidate that crosses the share. Of two candidates with equal mass,
     the candidate with the lower number ranks first.
 
-    Args:
-        mass: float [..., n], not negative, with sums of at most 1 over the last dimension; or
-            the same mass in units, int64.
-        share: share of the total mass that the selection must hold, a number or [..., 1].
-        forced: bool [n] or like mass, whether to select a candidate whatever its mass. Forced
-            candidates rank before all other candidates.
-        at_least, at_most: bounds on the number of selected candidates, including forced ones.
+    mass: float [..., n], not negative, with sums of at most 1 over the last dimension; or
+        the same mass in units, int64.
+    forced: bool [n] or like mass, whether to select a candidate whatever its mass. Forced
+        candidates rank before all other candidates.
 
     Returns:
         numbers: int64 [..., min(at_most, n)], the candidates with the best ranks, best first.
@@ -322,10 +291,7 @@ def select_by_mass(
 
 
 def make_pattern(settings: PatternSettings, seed: int) -> Pattern | None:
-    """Return the pattern of a run; None for dense attention.
-
-    Call `make_pattern` of the module that the settings name.
-    """
+    """Return the pattern of a run; None for dense attention."""
     if settings.pattern == "dense":
         return None
     module = importlib.import_module(settings.module or f"mtrain_cli.sparsity.{settings.pattern}")

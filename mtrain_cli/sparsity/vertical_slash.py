@@ -20,7 +20,7 @@ from torch import Tensor
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype
 from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.sparsity.pattern import (
     MASS_UNITS,
@@ -49,10 +49,8 @@ class Probe:
     A probed block is a query block that contains a probed query.
 
     rows: int64 [rows], positions of the probed queries, ascending.
-    first: int32 [rows], first position that each probed query sees.
     row_blocks: int64 [rows], index of each query's block among the probed blocks.
     local: int64 [local rows], indices into ``rows`` of the queries that this worker holds.
-    slots: int64 [local rows], slots of the queries that this worker holds.
     diagonals: int64 [probed blocks, local blocks], number of the block diagonal that contains a
         probed block and a local key block; 0 if the keys are in the future and so have no mass.
     """
@@ -83,7 +81,7 @@ class Probe:
         )
 
     @cached_property
-    def for_kernels(self) -> tuple[Tensor, Tensor, Tensor]:
+    def for_kernels(self) -> Triple:
         return self.first, self.rows.int(), self.row_blocks.int()
 
 
@@ -338,11 +336,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:
-        """Estimate the index, with five collectives over the batch.
-
-        Three collectives belong to `ProbedAttention`. The other two sum the mass of the diagonals
-        and gather the candidate columns.
-        """
+        """Estimate the index, with five collectives over the batch."""
         group = q.shape[2] // k.shape[2] if self.per_group else 1
         attention = probed_attention(q, k, self.probes(masked), masked)
         # A joint budget reads the tables twice: for the diagonals, and for the columns outside the
@@ -358,24 +352,13 @@ class VerticalSlashPattern(VerticalSlashSettings):
             slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
         return VerticalSlash(self.block, masked.geometry.blocks, slashes, columns, self.max_slashes)
 
-    def mass(self, q: Tensor, k: Tensor, masked: MaskedPositions) -> list[Tensor]:
-        """Return the mass that the probed queries give to local keys, one tensor per sequence.
-
-        Returns:
-            [probed blocks, heads, local blocks * block]; see `ProbedAttention.tables`.
-        """
-        masses: list[list[Tensor]] = [[] for _ in masked.masks]
-        for sequence, _, table in probed_attention(q, k, self.probes(masked), masked).tables():
-            masses[sequence].append(table)
-        return [torch.cat(tables) for tables in masses]
-
     def _totals(
         self,
         tables: Iterable[Table],
         masked: MaskedPositions,
         shape: tuple[int, int],
         chosen: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """Return this worker's probed mass per diagonal and per local column."""
         probes, device = self.probes(masked), masked.device
         diagonals = torch.zeros(*shape, masked.geometry.blocks, dtype=torch.int64, device=device)

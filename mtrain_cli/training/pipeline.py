@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.model.decoder import Attend, Decoder
-from mtrain_cli.model.stages import StageDecoder, VirtualStage, virtual_stages
+from mtrain_cli.model.decoder import Attend, Decoder, StageDecoder, VirtualStage, virtual_stages
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.pipeline_group import (
     PipelineExecutor,

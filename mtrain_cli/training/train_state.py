@@ -8,13 +8,12 @@ import torch
 from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.data.loader import Loader
-from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.decoder import Decoder, StageDecoder
 from mtrain_cli.model.expert_parallel import ExpertSharing
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import parallelize
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.parallel import tensor_group
 from mtrain_cli.parallel.expert_group import make_expert_mesh
 from mtrain_cli.parallel.mesh import make_parameter_mesh

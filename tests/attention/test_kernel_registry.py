@@ -59,8 +59,7 @@ def test_auto_picks_triton_for_dense_attention_that_must_be_repeatable(monkeypat
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"dtype": "float16"}, {"capability": (7, 5)}, {"head_dim": 264}],
+    "changes", [{"dtype": "float16"}, {"capability": (7, 5)}, {"head_dim": 264}]
 )
 def test_auto_never_picks_the_reference(changes):
     with pytest.raises(

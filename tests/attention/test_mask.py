@@ -162,12 +162,6 @@ def test_only_causal_attention_without_padding_and_documents_is_plain():
     assert not SequenceMask.from_documents(np.array([0, 0, 1, 1]), 4).plain
 
 
-def test_last_is_the_last_query_that_sees_a_key():
-    mask = SequenceMask.from_documents(np.array([0, 0, 0, 1, 2, 2, 2]), 9)
-    assert mask.last().tolist() == [2, 2, 2, 3, 6, 6, 6, 6, 6]
-    assert SequenceMask.causal(5, 6).last().tolist() == [4] * 6
-
-
 @st.composite
 def unions(draw):
     """Slices that may overlap, and any ascending query and key positions."""
@@ -199,20 +193,6 @@ def test_a_union_of_slices_allows_each_pair_of_any_slice_once(problem):
     used = mask.high > mask.low
     assert (mask.low[1:] > mask.high[:-1])[used[1:]].all(), "ascending, with a gap between"
     assert not (used[1:] & ~used[:-1]).any(), "unused intervals come last"
-
-
-@settings(max_examples=100, deadline=None)
-@given(unions())
-def test_a_union_is_idempotent(problem):
-    slices, length, padded, *_ = problem
-    mask, everywhere = SequenceMask.from_slices(slices, length, padded), np.arange(padded)
-    for again in (
-        SequenceMask.from_slices([*slices, *slices[::-1]], length, padded),
-        SequenceMask.from_slices(mask.spans(everywhere, everywhere).slices, length, padded),
-        mask.intersect(mask),
-        mask.repadded(padded + 3).repadded(padded),
-    ):
-        assert mask.same_as(again)
 
 
 @settings(max_examples=150, deadline=None)

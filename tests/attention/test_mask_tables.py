@@ -60,15 +60,6 @@ def test_padding_prevents_full_blocks_but_positions_past_the_end_do_not():
     assert actual.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
 
 
-@pytest.mark.parametrize("padded", [41, 48])
-def test_a_mask_is_plain_only_without_documents_and_padding(padded):
-    whole, short = SequenceMask.causal(padded, padded), SequenceMask.causal(padded - 1, padded)
-    documents = SequenceMask.from_documents(np.repeat([0, 1], [20, padded - 20]), padded)
-    assert MaskTables.make([whole, whole], 16).plain
-    assert not MaskTables.make([whole, short], 16).plain
-    assert not MaskTables.make([documents, whole], 16).plain
-
-
 @pytest.mark.parametrize("counts", [(12, 12), (12, 5), (5, 12), (4, 7), (1, 1)])
 def test_geometry_finds_slots_and_diagonals_of_any_two_shards(counts):
     rng = np.random.default_rng(sum(counts))

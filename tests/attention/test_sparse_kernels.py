@@ -74,15 +74,7 @@ def test_triton_equals_the_oracle(kind, where, documents):
     check(
         TritonKernel(),
         make_problem(
-            1,
-            kind,
-            seq=85,
-            block=16,
-            heads=4,
-            kv_heads=2,
-            dim=16,
-            documents=documents,
-            where=where,
+            1, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
         ),
         1e-5,
     )

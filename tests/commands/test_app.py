@@ -64,18 +64,6 @@ def test_every_command_has_help_with_an_example_in_80_columns(words):
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("group", ["profile", "data", "config"])
-def test_a_group_has_help_with_two_examples(group):
-    text = run(group, "--help").stdout.partition("─ Options")[0]
-    assert text.partition("Examples")[2].count(f"mtrain {group} ") == 2
-
-
-@pytest.mark.parametrize("words", [*COMMANDS, ["profile", "links"]], ids=" ".join)
-def test_h_is_short_for_help(words):
-    result = run(*words, "-h")
-    assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
-
-
 def commands(command, *names: str):
     """Yield (words, command) of a command and all commands below it."""
     yield names, command

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from typer.testing import CliRunner
 
 from mtrain_cli import install_command
 from mtrain_cli.commands.app import app
-from mtrain_cli.commands.checkpoint import app as checkpoint_app
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError, ModelConfig
@@ -152,21 +150,6 @@ def test_verify_without_transformers_says_how_to_install_it(hf_folder, monkeypat
     assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("raise ImportError('needs tokenizers>=9')", "needs tokenizers>=9"),
-        ("import no_such_package", "No module named 'no_such_package'"),
-    ],
-)
-def test_a_broken_transformers_is_one_line(hf_folder, tmp_path, monkeypatch, code, why):
-    (tmp_path / "transformers.py").write_text(code)
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    message = mtrain("checkpoint", "verify", hf_folder, code=2)
-    assert f"transformers, which cannot be imported ({why}). Run pip" in message
-
-
 def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):
     run = tmp_path / "run"
     assert "nowhere/config.json: no such file" in mtrain(
@@ -256,17 +239,6 @@ def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
         in imported
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
-
-
-def test_help_shows_examples_without_importing_torch():
-    for name in ("import", "export", "verify"):
-        result = CliRunner().invoke(checkpoint_app, [name, "--help"])
-        assert f"mtrain checkpoint {name}" in " ".join(result.output.split())
-    code = (
-        "import sys, mtrain_cli.commands.checkpoint; "
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):

@@ -74,19 +74,6 @@ def test_show_gives_value_help_and_allowed_words_of_every_key(group):
         assert rows[key.name].endswith(key.allowed)
 
 
-@pytest.mark.parametrize(
-    ("model", "parameters"),
-    [
-        ("qwen3b", "3.09 B parameters"),
-        ("qwen3_30b_a3b", "30.5 B parameters, 3.35 B active"),
-        ("tiny_moe", "2.6 M parameters, 826 K active"),
-    ],
-)
-def test_show_counts_the_parameters_of_a_model(model, parameters):
-    assert run("show", f"model/{model}").stdout.splitlines()[0].endswith(f"({parameters})")
-    assert "parameters)" not in run("show", "topology/local").stdout.splitlines()[0]
-
-
 def test_show_gives_the_values_of_that_option():
     rows = {
         line.split()[0]: line.split()[1]

@@ -122,13 +122,6 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     assert not list(tmp_path.glob("gpt5*"))
 
 
-def test_help_shows_examples() -> None:
-    assert (
-        "mtrain data prepare stdlib data/python --tokenizer bpe" in _run("prepare", "--help").stdout
-    )
-    assert "mtrain data show data/python --document 17 --check" in _run("show", "--help").stdout
-
-
 def test_data_commands_do_not_import_torch(corpus: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     script = (
@@ -209,23 +202,6 @@ def test_wrong_documents_are_one_line_with_their_place(tmp_path: Path) -> None:
         source = write_jsonl(tmp_path / "q.jsonl", [good, {**good, **change}])
         assert message in _mistake("prepare", source, tmp_path / "out", *COLUMNS)
         assert not (tmp_path / "out").exists()
-
-
-def test_only_jsonl_and_parquet_files_hold_token_ids(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    given = ("--tokens-key", "ids")
-    file, folder, out = tmp_path / "a.txt", tmp_path, tmp_path / "out"
-    assert (
-        "cannot read a .txt file as token ids. Give a .jsonl, .json or .parquet file"
-        in _mistake("prepare", file, out, *given)
-    )
-    assert "the folder holds no .jsonl, .json or .parquet file" in _mistake(
-        "prepare", folder, out, *given
-    )
-    expected = "--tokens-key ids: reads .jsonl, .json and .parquet files, not MDS shards or stdlib"
-    assert expected in _mistake("prepare", "stdlib", out, *given)
-    source = write_jsonl(tmp_path / "q.jsonl", [{"ids": []}, {"ids": None}])
-    assert "holds no documents of tokens" in _mistake("prepare", source, out, *given)
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,7 @@ def test_json_matches_the_table(tmp_path):
             ["--workers 6 --per-node 4"],
             "--per-node 4: does not divide 6 workers; allowed: 1, 2, 3, 6",
         ),
-        (
-            ["--workers 5"],
-            "--per-node 4: does not divide 5 workers; allowed: 1, 5",
-        ),
+        (["--workers 5"], "--per-node 4: does not divide 5 workers; allowed: 1, 5"),
         (
             ["--workers 12 --cluster h200_1x8"],
             "--per-node 8: does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12",

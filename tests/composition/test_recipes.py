@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import mtrain
 
-from mtrain_cli import resource_dir
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import survey
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.commands.train import require_labels
-from mtrain_cli.composition.compose import compose, replaced_recipe_keys, resume
+from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
@@ -104,40 +102,6 @@ def test_the_papers_recipes_use_the_papers_system(name: str) -> None:
     assert refused["flash4"].endswith(
         "computes blocks of 128, not sparsity.block=64, which train.kernel=triton computes"
     )
-
-
-def test_the_baselines_listed_in_the_papers_recipe_compose() -> None:
-    head = (resource_dir("conf") / "recipe" / f"{PAPER}.yaml").read_text()
-    named = dict(re.findall(r"^#   ([\w ,]+): +(\S*(?:sparsity|topology).+)$", head, re.MULTILINE))
-    baselines = {}
-    for name, overrides in named.items():
-        config = compose([f"recipe={PAPER}", *CLUSTER, *overrides.split()], plan=True)
-        assert (config.train.shard, config.optim.offload, config.train.activation_checkpoint) == (
-            "gradients",
-            True,
-            "full",
-        )
-        baselines[name] = (
-            config.sparsity.pattern,
-            config.sparsity.block,
-            config.layout,
-            config.topology.exchange,
-        )
-    assert baselines == {
-        "dense, zigzag": ("dense", None, "zigzag", "ring"),
-        "dense, striped": ("dense", None, "striped", "ring"),
-        "ours with zigzag": ("vertical_slash", 64, "zigzag", "ring"),
-        "ours, no hierarchy": ("vertical_slash", 64, "striped", "ring"),
-        "ours, XAttention index": ("xattention", 128, "striped", "hierarchical_ring"),
-        "XAttention, zigzag": ("xattention", 128, "zigzag", "ring"),
-        "MoBA": ("moba", 128, "zigzag", "ring"),
-    }
-    xattention, moba = (
-        compose([f"recipe={PAPER}", *CLUSTER, *named[name].split()], plan=True).sparsity
-        for name in list(named)[-2:]
-    )
-    assert (xattention.stride, xattention.threshold) == (16, 0.9)
-    assert (moba.chunk, moba.top_k) == (4096, 12)
 
 
 def test_mtrains_recipe_trains_the_same_model_with_another_system() -> None:
@@ -251,64 +215,6 @@ def test_the_command_line_overrides_a_recipe() -> None:
     assert config.model.hidden_size == 896, (
         "a group on the command line replaces all that the recipe says about it"
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ["recipe=video", "data=stdlib", "topology=local"],
-            "recipe=video: data=stdlib replaces its data.document_mask=false; to keep a value, "
-            "give its key, too",
-        ),
-        (
-            [
-                "recipe=video",
-                "model=tiny",
-                "topology=local",
-                "data=stdlib",
-                "data.document_mask=false",
-            ],
-            "",
-        ),
-        (
-            ["recipe=video", "model=qwen3b"],
-            "recipe=video: model=qwen3b replaces its model.rope.scaling=none, "
-            "model.rope.original_max_position=65536; to keep a value, give its key, too",
-        ),
-        (
-            ["recipe=sliding_window_qwen3b_512k", "topology=local"],
-            "recipe=sliding_window_qwen3b_512k: topology=local replaces its "
-            "topology.layout=zigzag, topology.exchange=group_cast; to keep a value, give its key, "
-            "too",
-        ),
-        (
-            ["recipe=video", "data=stdlib", "data.document_mask=true", "topology.device=cpu"],
-            "",
-        ),
-        (
-            ["recipe=shared_question", "data=stdlib", "data.eval_sequences=2"],
-            "recipe=shared_question: data=stdlib replaces its data.mask_key=mask, "
-            "data.positions_key=positions; to keep a value, give its key, too",
-        ),
-        (
-            ["recipe=sliding_window_qwen3b_512k", "mask=sliding_window"],
-            "recipe=sliding_window_qwen3b_512k: mask=sliding_window replaces its "
-            "mask.full_every=6; to keep a value, give its key, too",
-        ),
-        (["recipe=sliding_window_qwen3b_512k", "mask=full"], ""),
-        (["recipe=stdlib_64k", "model=tiny"], ""),
-        (["recipe=stdlib_8k", "sparsity=dense"], ""),
-        (["recipe=stdlib_8k", "seq=1k"], ""),
-        (["recipe=nothing_like_it", "data=stdlib"], ""),
-        (["data=stdlib", "topology=local"], ""),
-    ],
-)
-def test_a_line_names_the_recipe_keys_that_another_group_replaces(words, line) -> None:
-    assert replaced_recipe_keys(words) == line
-    if line:
-        kept = re.findall(r"[a-z_]+\.[a-z_.]+=[^,;]+", line.partition(" its ")[2])
-        assert replaced_recipe_keys([*words, *kept]) == ""
 
 
 def test_each_required_value_is_one_line(tmp_path: Path) -> None:

@@ -18,19 +18,6 @@ def test_the_last_layers_are_dense():
     assert compose(["sparsity=dense"]).sparsity.dense_of(4) == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("word", "line"),
-    [
-        ("sparsity.dense_layers=4", "=4: leaves no sparse layer of model.num_layers=4; give at"),
-        ("sparsity.dense_layers=-1", "=-1: must be 0 or more"),
-    ],
-)
-def test_a_contradiction_is_one_line(word, line):
-    with pytest.raises(ConfigError) as caught:
-        compose([*SPARSE, "topology.workers=2", "topology.pipeline_parallel=2", word])
-    assert caught.value.problems[0].startswith(f"sparsity.dense_layers{line}")
-
-
 def test_a_model_of_one_layer_can_have_no_dense_layer():
     with pytest.raises(ConfigError, match=r"num_layers=1; give 0, or sparsity=dense"):
         compose(["sparsity=vertical_slash", "model.num_layers=1", "sparsity.dense_layers=1"])

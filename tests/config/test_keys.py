@@ -35,30 +35,6 @@ WINDOW = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("train.steps", 1.5, "expected a whole number"),
-        ("train.steps", True, "expected a whole number"),
-        ("train.keep_mlp", "some", "expected true, false or a whole number"),
-        ("sparsity.last_q", "8k", "expected a whole number"),
-        ("data.path", 1.5j, "expected text or null"),
-        ("optim.betas", [0.9], r"expected a list of 2 numbers such as \[0.9,0.9\]"),
-        ("mask.window", [2, 3], WINDOW),
-        ("mask.window", [2, 3, "x"], WINDOW),
-        ("mask.window", 4.5, WINDOW),
-        ("mask.window", True, WINDOW),
-        ("topology.balanced_chunk", "many", r"expected a number of tokens .* 1024 k\), or auto$"),
-        ("seq", "auto", r"expected a number of tokens .* 1024 k\)$"),
-        ("train.kernel", "flash5", r"expected one of .* \(did you mean flash4\?\)"),
-        ("data.path", "a\nb", "holds a control character"),
-    ],
-)
-def test_a_wrong_value_says_what_is_expected(name, value, expected):
-    with pytest.raises(ValueError, match=f"^{expected}"):
-        KEYS[name].convert(value)
-
-
 def test_a_nested_mapping_flattens_to_dotted_names_except_a_mapping_value():
     nested = {"data": {"mix": {"a": 1}, "path": "x"}, "seq": 4}
     assert keys.flatten(nested) == {"data.mix": {"a": 1}, "data.path": "x", "seq": 4}

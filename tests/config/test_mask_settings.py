@@ -9,7 +9,7 @@ import pytest
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config import sparsity_checks
 from mtrain_cli.config.keys import all_keys
-from mtrain_cli.config.mask_settings import MASKS, MOST_INTERVALS, MaskSettings, mask_problems
+from mtrain_cli.config.mask_settings import MASKS, MaskSettings, mask_problems
 
 SEQ = 4096
 VIDEO = MASKS["video"](frames=16, height=16, width=16, window=(4, 16, 16), causal=False)
@@ -25,79 +25,6 @@ def keys_of(kind: str, **given) -> list[str]:
     leaves = {**dict.fromkeys(all_keys()), "sparsity.pattern": "dense", "mask.kind": kind}
     found = sparsity_checks.variant_keys({**leaves, **{f"mask.{key}": given[key] for key in given}})
     return [line for line in found if "mask" in line]
-
-
-@pytest.mark.parametrize("kind", MASKS)
-def test_missing_keys_are_one_line(kind):
-    own = MASKS[kind].own_keys()
-    if len(own) < 2:
-        lines = [f"mask.{k}=null: mask.kind={kind} needs a value; mask={kind} gives" for k in own]
-    else:
-        lines = [f"mask.kind={kind}: needs {', '.join(f'mask.{key}' for key in own)}; give mask="]
-    found = keys_of(kind)
-    assert [line[: len(lines[0])] for line in found] == lines
-
-
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [
-        (
-            keys_of("causal", window=4),
-            "mask.window=4: is not a key of mask.kind=causal; allowed with mask=sliding_window, "
-            "mask=video",
-        ),
-        (
-            keys_of("full", causal=True),
-            "mask.causal=true: is not a key of mask.kind=full; allowed with mask=video",
-        ),
-    ],
-)
-def test_a_key_of_other_masks_is_refused(found, line):
-    assert found == [line]
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (
-            dataclasses.replace(SlidingWindow(2), window=(2, 3, 4)),
-            "mask.window=[2,3,4]: mask.kind=sliding_window needs one number, such as 4k; three are "
-            "for mask=video",
-        ),
-        (
-            dataclasses.replace(VIDEO, window=4),
-            "mask.window=4: mask.kind=video needs three numbers, [frames, height, width], such as",
-        ),
-        (
-            dataclasses.replace(VIDEO, window=(4, 17, 16)),
-            "mask.window=[4,17,16]: 17 must be between 1 and mask.height=16",
-        ),
-        (
-            dataclasses.replace(VIDEO, frames=8),
-            "mask.frames=8, mask.height=16, mask.width=16: give 2,048 tokens, but seq=4096",
-        ),
-        (
-            dataclasses.replace(VIDEO, window=(4, 5, 8)),
-            "mask.window=[4,5,8]: a query sees 20 separate intervals of keys; at most "
-            f"{MOST_INTERVALS} are allowed. Give a smaller window, or mask.window=[4,5,16]",
-        ),
-        (
-            dataclasses.replace(DILATED, count=17),
-            "mask.count=17: a query sees 17 separate blocks; at most 16 are allowed",
-        ),
-        (
-            dataclasses.replace(SlidingWindow(8), global_tokens=SEQ + 1),
-            "mask.global_tokens=4097: must be at most seq=4096",
-        ),
-        (
-            MASKS["prefix_lm"](prefix=SEQ + 1),
-            "mask.prefix=4097: must be at most seq=4096",
-        ),
-    ],
-)
-def test_a_conflict_is_one_line_that_names_key_and_value(mask, message):
-    (line,) = lines(mask)
-    assert line.startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -91,44 +91,6 @@ def test_runs_of_earlier_versions_keep_their_schedule(tmp_path: Path) -> None:
     [
         (
             ["optim.rewarm=true"],
-            "optim.rewarm=true: needs --resume RUN; a new run always warms up. Leave it out",
-        ),
-        (
-            ["optim.rewarm=50"],
-            "optim.rewarm=50: needs --resume RUN; a new run always warms up. Leave it out",
-        ),
-        (
-            ["optim.schedule=constant", "optim.decay_steps=5"],
-            "optim.decay_steps=5: optim.schedule=constant never decays; give "
-            "optim.decay_steps=auto, or optim.schedule=",
-        ),
-        (
-            ["optim.schedule=wsd", "optim.decay_steps=90", "train.steps=100"],
-            "optim.decay_steps=90: the schedule has 100 steps, and 10 of them are warm-up "
-            "(optim.warmup_steps); allowed: 1 to 89",
-        ),
-        (["optim.decay_steps=0"], "optim.decay_steps=0: must be at least 1"),
-        (
-            ["optim.schedule_steps=10"],
-            "optim.schedule_steps=10: must be above optim.warmup_steps=10, or no steps are left "
-            "for the decay",
-        ),
-        (["optim.schedule_steps=-3"], "optim.schedule_steps=-3: must be at least 1"),
-        (["optim.schedule=cosin"], "optim.schedule=cosin: "),
-    ],
-)
-def test_an_invalid_schedule_is_one_line(words: list[str], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(words)
-    (problem,) = caught.value.problems
-    assert problem.startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ["optim.rewarm=true"],
             "optim.rewarm=true: the run is at its last step, 100; raise train.steps",
         ),
         (

@@ -11,64 +11,6 @@ from mtrain_cli.config.schema import ConfigError
 MODEL = ("model.num_heads=12", "model.num_kv_heads=6", "model.intermediate_size=384")
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            ["topology.tensor_parallel=4"],
-            "topology.tensor_parallel=4: must divide model.num_heads=12, model.num_kv_heads=6 and "
-            "model.intermediate_size=384; allowed: 1, 2, 3, 6",
-        ),
-        (
-            ["topology.tensor_parallel=3", "model.intermediate_size=512"],
-            "topology.tensor_parallel=3: must divide model.num_heads=12, model.num_kv_heads=6 and "
-            "model.intermediate_size=512; allowed: 1, 2",
-        ),
-        (
-            ["topology.tensor_parallel=0"],
-            "topology.tensor_parallel=0: must be at least 1",
-        ),
-        (
-            ["topology.tensor_parallel=auto"],
-            "topology.tensor_parallel=auto: expected a whole number; allowed: 1, 2, 3, 6",
-        ),
-        (
-            ["topology.tensor_parallel=", "topology.workers=4"],
-            "topology.tensor_parallel=: the value is empty; expected a whole number; allowed: 1, 2",
-        ),
-        (
-            ["topology.tensor_parallel=x", "topology.workers=2", "topology.pipeline_parallel=2"],
-            "topology.tensor_parallel=x: expected a whole number; allowed: 1",
-        ),
-        (
-            [
-                *("topology.tensor_parallel=x", "topology.workers=6"),
-                *("topology.context_parallel=2", "train.global_batch=3"),
-            ],
-            "topology.tensor_parallel=x: expected a whole number; allowed: 1, 3",
-        ),
-        (
-            ["topology.tensor_parallel=2", "topology.workers=5"],
-            "topology.tensor_parallel=2: does not divide topology.workers=5; allowed: 1",
-        ),
-        (
-            ["topology.tensor_parallel=2", "topology.workers=4", "topology.context_parallel=4"],
-            "topology.tensor_parallel=2: does not divide the 1 worker that "
-            "topology.context_parallel=4 leaves of topology.workers=4; allowed: 1",
-        ),
-        (
-            ["topology.tensor_parallel=2", "optim.offload=true"],
-            "topology.tensor_parallel=2: does not support optim.offload=true; give "
-            "optim.offload=false",
-        ),
-    ],
-)
-def test_each_conflict_has_one_line(words, line):
-    with pytest.raises(ConfigError) as error:
-        compose([*MODEL, *words])
-    assert error.value.problems == (line,)
-
-
 def test_one_worker_supports_what_two_do_not():
     assert compose([*MODEL, "topology.tensor_parallel=1", "optim.offload=true"]).optim.offload
 

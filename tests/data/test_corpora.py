@@ -65,15 +65,6 @@ def test_stdlib_signature_changes_with_contents_and_paths_only(library: Path) ->
     assert stdlib_corpus(str(library)).signature not in (before, changed)
 
 
-def test_stdlib_of_this_interpreter_is_a_corpus_of_megabytes() -> None:
-    corpus = stdlib_corpus()
-    texts = _texts(corpus)
-    assert corpus.size > 4 << 20
-    assert "asyncio" in texts
-    assert texts["asyncio"].startswith("# asyncio/__init__.py\n")
-    assert not {"test", "site-packages", "dist-packages"} & set(texts)
-
-
 def test_stdlib_without_sources_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data=stdlib: no Python sources in .*data=text"):
         stdlib_corpus(str(tmp_path))
@@ -109,7 +100,3 @@ def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(
             assert not left[-2].isspace()
             assert not right[0].isspace()
     assert all(len(piece) <= 16 * size for piece in pieces)
-
-
-def test_text_without_line_breaks_is_cut_after_sixteen_sizes() -> None:
-    assert [len(piece) for piece in split_text(_blocks("x" * 1000, 7), 10)] == [160] * 6 + [40]

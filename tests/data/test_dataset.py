@@ -101,11 +101,6 @@ def test_padding_is_a_document_of_its_own_at_the_end() -> None:
     assert last.tokens[7] == 0
 
 
-def test_a_short_tail_is_left_out_and_a_longer_one_is_padded() -> None:
-    assert len(PackedDataset(_store([100, 104]), 100)) == 2
-    assert len(PackedDataset(_store([100, 105]), 100)) == 3
-
-
 def test_documents_are_shuffled_whole_by_seed() -> None:
     store = _store([30] * 50)
     plain = PackedDataset(store, 1500, shuffle=False)[0].tokens

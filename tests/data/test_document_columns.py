@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from attention.mask_definitions import by_slices, question
 from masked_documents import (
-    FIELDS,
     prepared,
     question_record,
     without_checksums,
@@ -87,25 +86,6 @@ def test_parquet_files_hold_the_same(store: TokenStore, tmp_path: Path) -> None:
         prepared(tmp_path / "a.parquet", tmp_path / "third", fields=missing)
 
 
-def test_a_store_may_have_one_column_or_none(store: TokenStore, tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    masks = prepared(source, tmp_path / "m", fields=TokenFields(FIELDS.tokens, FIELDS.mask))
-    positions = prepared(
-        source, tmp_path / "p", fields=TokenFields(FIELDS.tokens, None, FIELDS.positions)
-    )
-    plain = prepared(source, tmp_path / "n", fields=TokenFields(FIELDS.tokens))
-    assert [s.meta.keys for s in (masks, positions, plain)] == [["mask"], ["at"], []]
-    assert len({s.meta.sha256 for s in (store, masks, positions, plain)}) == 4
-    assert (masks.columns.positions, positions.columns.slices) == (None, None)
-    assert plain.columns.arrays == []
-    assert {path.name for path in (tmp_path / "n").iterdir()} == {
-        "tokens.bin",
-        "documents.bin",
-        "domains.bin",
-        "meta.json",
-    }
-
-
 def test_filters_drop_and_cut_the_columns_too(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", records())
     filters = Filters(domains=("odd",), max_tokens=9, truncate=True, min_tokens=3)
@@ -130,20 +110,6 @@ def test_a_cut_document_whose_tokens_see_nothing_is_not_causal(tmp_path: Path) -
     source = write_jsonl(tmp_path / "a.jsonl", [line])
     store = prepared(source, tmp_path / "store", filters=Filters(max_tokens=4, truncate=True))
     assert not by_slices(store.columns.slices_of(0), 4).any()
-
-
-def test_tokens_that_see_no_key_and_empty_slices_are_counted(tmp_path: Path) -> None:
-    assert mask_counts(tmp_path / "all", records()) == (0, 0)
-    lines = [
-        {"ids": [1] * 6, "mask": [[0, 6, 5, 6, "causal"]], "at": None},  # the last token sees a key
-        {"ids": [1] * 3, "mask": [[1, 2, 0, 1, 0], [2, 2, 0, 3, 0], [0, 3, 3, 3, 1]], "at": None},
-        {"ids": [1] * 9, "mask": None, "at": None},
-    ]
-    assert mask_counts(tmp_path / "some", lines) == (5 + 2, 2)
-    assert mask_counts(tmp_path / "none", lines[1:2], Filters(max_tokens=1, truncate=True)) == (
-        1,
-        2,
-    )
 
 
 def mask_counts(folder: Path, lines: list[dict[str, Any]], filters: Filters = EVERYTHING) -> tuple:
@@ -258,13 +224,6 @@ def test_a_sequence_has_the_masks_and_positions_of_its_parts(
             if continued and own[place]:
                 continued = at[place + 1] > at[place]
             assert (sample.labels[place - begin] != IGNORED) == continued
-
-
-def test_only_wanted_columns_are_in_a_sample(store: TokenStore) -> None:
-    plain = PackedDataset(store, 16)[0]
-    assert (plain.slices, plain.positions) == (None, None)
-    assert PackedDataset(store, 16, masked=True)[0].positions is None
-    assert PackedDataset(store, 16, positioned=True)[0].slices is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("slices.bin", 2**40), ("positions.bin", 2**30)])

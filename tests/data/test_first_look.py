@@ -18,8 +18,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import open_dataset as opening
 from mtrain_cli.data import tokenizers
-from mtrain_cli.data.first_look import look_at_data
-from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.open_dataset import look_at_data, open_dataset
 
 CPU = ("seq=256", "topology.device=cpu", "topology.workers=1")
 

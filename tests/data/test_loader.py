@@ -83,16 +83,6 @@ def test_all_ranks_together_get_the_next_sequences_for_any_dp(
         loader.close()
 
 
-def test_workers_of_one_context_group_get_the_same_batches() -> None:
-    with _loader(_dataset(), 1, 2) as one, _loader(_dataset(), 1, 2) as other:
-        for _ in range(8):
-            for left, right in zip(next(one), next(other), strict=True):
-                assert all(
-                    np.array_equal(a.tokens, b.tokens) and np.array_equal(a.labels, b.labels)
-                    for a, b in zip(left, right, strict=True)
-                )
-
-
 @pytest.mark.parametrize(("dp", "new_dp"), [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_resume_continues_the_data_order_on_any_number_of_ranks(dp: int, new_dp: int) -> None:
     dataset = _dataset()
@@ -208,20 +198,6 @@ def test_batch_sizes_that_do_not_divide_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.{key}: must"):
         _loader(_dataset(), 0, dp, global_batch, micro_batch)
-
-
-def test_micro_batches_are_built_in_the_background() -> None:
-    made: list[threading.Thread] = []
-
-    def make(samples: list[Sample]) -> int:
-        made.append(threading.current_thread())
-        return len(samples)
-
-    dataset = _dataset()
-    with Loader(dataset, Sampler(len(dataset), 0), 0, 1, 4, 2, make) as loader:
-        assert next(loader) == [2, 2]
-    assert made
-    assert threading.main_thread() not in made
 
 
 def test_close_waits_for_one_sequence_only_and_leaves_no_thread(

@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import json
 import shutil
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -328,36 +327,6 @@ def test_a_sample_whose_size_contradicts_its_columns_is_refused(tmp_path: Path) 
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
 
 
-def test_zstd_without_its_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(
-        ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package: pip install"
-    ):
-        MdsFolder(REAL / "raw_zstd").sample(0, ["domain"])
-
-
-def test_tokens_beyond_the_models_vocabulary_fail_at_the_start(
-    make_config: Callable[..., Any],
-) -> None:
-    config = make_config(
-        kind="mds", path=str(REAL / "packed"), seq=32, vocab_size=40, shuffle=False
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"token \d+ does not fit model.vocab_size=40: these tokens are from another",
-    ):
-        _read_all(config)
-
-
-def test_a_shard_that_unpacks_to_another_size_is_refused(tmp_path: Path) -> None:
-    folder = write_mds(tmp_path / "s", RAW, raw_samples(), compression="gz")
-    _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=400))
-    with pytest.raises(
-        ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes, but index.json lists 400"
-    ):
-        MdsFolder(folder).sample(0, ["domain"])
-
-
 ONLY_IDS = {"input_ids": "ndarray:uint32"}
 TWO_SAMPLES = [
     {"input_ids": np.arange(5, dtype=np.uint32)},
@@ -379,14 +348,6 @@ def test_shards_outside_their_folder_are_refused(tmp_path, name, which):
     with pytest.raises(ConfigError) as caught:
         MdsFolder(folder)
     assert str(caught.value).endswith(f"({name!r} is not in the folder)")
-
-
-def test_shards_in_subfolders_are_read(tmp_path):
-    folder = write_mds(tmp_path / "mds", ONLY_IDS, TWO_SAMPLES)
-    (folder / "part").mkdir()
-    (folder / "shard.00000.mds").rename(folder / "part" / "shard.00000.mds")
-    change_index(folder, lambda shard: shard["raw_data"].update(basename="part/shard.00000.mds"))
-    assert MdsFolder(folder).sample(1, ["input_ids"])["input_ids"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from test_mds import PACKED, RAW, write_mds
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data import mds_corpus as corpora
 from mtrain_cli.data import prepare
 from mtrain_cli.data.filters import EVERYTHING, Filters
-from mtrain_cli.data.mds_corpus import mds_corpus
+from mtrain_cli.data.mds_source import mds_corpus
+from mtrain_cli.data.mds_source import mds_corpus as corpora
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
@@ -63,22 +63,6 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
     assert TokenStore.open(tmp_path / "out").meta.left_out == {}
 
 
-def test_ids_outside_the_old_tokenizer_are_refused(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^--from-tokenizer: token \d+ is outside the 264 ids of bytes\. "
-        r"Give the tokenizer that made these tokens\.$",
-    ):
-        prepare_store(
-            mds_corpus(str(shards), ByteTokenizer()),
-            tmp_path / "out",
-            "bytes",
-            None,
-            silent,
-            EVERYTHING,
-        )
-
-
 @pytest.mark.parametrize(
     ("filters", "kept", "left_out"),
     [
@@ -114,26 +98,13 @@ def test_filters_select_documents_and_count_the_rejected_ones(
         prepare, "_BATCH_CHARACTERS", 50
     )  # Documents longer than a batch are removed from the file again.
     monkeypatch.setattr(
-        "mtrain_cli.data.mds_corpus.split_text",
+        "mtrain_cli.data.mds_source.split_text",
         lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20)),
     )
     store = prepared(shards, tmp_path / "out", bpe_file, filters)
     assert texts(store) == [TEXTS[number] for number in kept]
     assert store.meta.left_out == left_out
     store.verify()
-
-
-def test_truncated_documents_have_exactly_max_tokens(
-    shards: Path, tmp_path: Path, bpe_file: Path
-) -> None:
-    """For training on sequences of one length, every document then fills one sequence."""
-    store = prepared(
-        shards, tmp_path / "out", bpe_file, Filters(min_tokens=128, max_tokens=128, truncate=True)
-    )
-    long = [text for text in TEXTS if len(text.encode()) + 1 >= 128]
-    assert np.diff(store.offsets).tolist() == [128] * len(long)
-    assert texts(store) == [text.encode()[:128].decode() for text in long]
-    assert 0 < store.meta.cut == sum(len(text.encode()) + 1 > 128 for text in TEXTS)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

@@ -77,16 +77,6 @@ def test_no_sequence_repeats_before_its_corpus_is_used_up(
     )
 
 
-def test_an_overweighted_corpus_starts_its_second_epoch_when_used_up() -> None:
-    sizes = [26, 14, 22]
-    sampler = MixtureSampler(sizes, [0.5, 0.2, 0.3], 0)
-    order = [sampler.sequence(number) for number in range(400)]
-    assert _repeats(order, sizes) == []
-    first = next(number for number, index in enumerate(order) if index in order[:number])
-    assert {index for index in order[:first] if index < 26} == set(range(26))
-    assert first > 45, "half of the numbers belong to the first corpus"
-
-
 def _earlier(sampler: MixtureSampler, number: int) -> int:
     """Return sequence `number` in the order of earlier versions.
 
@@ -133,27 +123,6 @@ def test_a_checkpoint_of_an_earlier_version_finishes_its_block_in_the_old_order(
     assert [again.sequence(number) for number in range(consumed + 10, 400)] == order[
         consumed + 10 :
     ]
-
-
-def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
-    def corpora(seed: int) -> str:
-        sampler = MixtureSampler([10, 10], [0.5, 0.5], seed)
-        return "".join(str(sampler.locate(number)[0]) for number in range(128))
-
-    assert corpora(0) != corpora(1)
-    assert corpora(0)[:64] != corpora(0)[64:]
-    runs = sum(a != b for a, b in zip(corpora(0), corpora(0)[1:], strict=False))
-    assert 40 < runs < 88, "a fair coin changes 64 times on average"
-
-
-def test_each_epoch_of_a_corpus_has_its_own_order() -> None:
-    sampler = MixtureSampler([12], [1.0], 0)
-    # Sort by position in the corpus, since a block permutes its numbers again.
-    numbers = sorted(range(sampler.block), key=lambda number: sampler.locate(number)[1])
-    order = [sampler.sequence(number) for number in numbers]
-    passes = [order[12 * n : 12 * n + 12] for n in range(3)]
-    assert all(sorted(one) == list(range(12)) for one in passes)
-    assert len({tuple(one) for one in passes}) == 3
 
 
 def _folders(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
@@ -290,33 +259,6 @@ def test_wrong_weights_are_refused_in_one_line(tmp_path: Path, mix: str, expecte
     (line,) = caught.value.problems
     assert line.startswith("data.mix")
     assert expected in line
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("code: [1]", "the weight of code is [1]. It must be above 0"),
-        ("- code", "must be weights by name"),
-        ("a: 1e-9\nb: 1", "at least 1e-5 of the total"),
-        ("a: .nan", "It must be above 0"),
-        ("{", "cannot be read as YAML"),
-    ],
-)
-def test_a_file_of_wrong_weights_is_refused(tmp_path: Path, content: str, expected: str) -> None:
-    (tmp_path / "mix.yaml").write_text(content)
-    with pytest.raises(ConfigError) as caught:
-        parse_mix(str(tmp_path / "mix.yaml"))
-    assert str(caught.value).startswith(f"data.mix={tmp_path / 'mix.yaml'}: ")
-    assert expected in str(caught.value)
-
-
-def test_names_without_a_folder_are_resolved_against_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "code").mkdir()
-    monkeypatch.chdir(tmp_path)
-    config = compose(["data=mds", "data.mix={code: 1}"])
-    assert config.data.path == str(tmp_path)
 
 
 def test_stdlib_cannot_be_mixed() -> None:

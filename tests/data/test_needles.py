@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
-from mtrain_cli.data.mixture import MixedDataset
 from mtrain_cli.data.needles import (
-    NAMES,
     NeedleDocument,
     NeedleSettings,
     needle_documents,
-    reported,
 )
-from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 
 _TEXT = "".join(f"def f{n}(x):\n    return x + {n}  # {'long ' * (n % 12)}\n\n" for n in range(900))
@@ -103,13 +96,6 @@ def test_a_reader_answers_every_question(
         _check(document, settings_, ByteTokenizer())
 
 
-def test_repeated_questions_count_as_often_as_they_stand() -> None:
-    """Twenty pairs with three questions each need more than 3,000 characters."""
-    settings_ = NeedleSettings(3000, 20, 1.0, 0, 3)
-    with pytest.raises(ConfigError, match=r"^--pairs 20: 3,000 tokens of bytes have no room"):
-        next(needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, 2))
-
-
 @pytest.mark.parametrize("length", [2048, 4001, 8192])
 def test_documents_of_a_bpe_have_the_exact_length(bpe: Tokenizer, length: int) -> None:
     settings_ = NeedleSettings(length, 16, 0.25, 1)
@@ -143,14 +129,6 @@ def test_questions_far_from_the_end_stand_anywhere_behind_their_needle() -> None
     assert 0.2 < sum(gaps) / len(gaps) < 0.5
 
 
-def test_a_short_document_can_repeat_one_question() -> None:
-    """The first documents for a small model: the answers are more than a tenth of the text."""
-    settings_ = NeedleSettings(256, 1, 0, 1, questions=5)
-    for document in needle_documents(_corpus("pass\n"), ByteTokenizer(), settings_, 20):
-        _check(document, settings_, ByteTokenizer())
-        assert [question.in_tail for question in document.questions] == [False] * 4 + [True]
-
-
 def test_lines_that_could_disturb_are_left_out() -> None:
     corpus = _corpus('good\nmagic["calm-otter"] = 5\nné\n' + "x" * 161 + "\nno line break")
     settings_ = NeedleSettings(1000, 2, 0, 1)
@@ -172,54 +150,11 @@ def test_each_document_and_seed_has_its_own_numbers() -> None:
     assert len(set(numbers(1)) | set(numbers(2))) == 48
 
 
-def test_names_are_distinct() -> None:
-    assert len(set(NAMES)) == len(NAMES) == 4096
-
-
 @pytest.mark.parametrize(("length", "pairs"), [(1000, 20), (65536, 300)])
 def test_too_many_pairs_are_refused(length: int, pairs: int) -> None:
     settings_ = NeedleSettings(length, pairs, 0, 1)
     with pytest.raises(ConfigError, match=rf"^--pairs {pairs}: .*tokens of bytes have no room"):
         next(needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, 1))
-
-
-def test_a_corpus_without_lines_is_refused() -> None:
-    settings_ = NeedleSettings(999, 2, 0, 1)
-    with pytest.raises(ConfigError, match=r"^--haystack test: holds no line of text"):
-        next(needle_documents(_corpus("é" * 500), ByteTokenizer(), settings_, 1))
-
-
-def test_a_fifth_of_a_mixture_are_needles(tmp_path: Path) -> None:
-    for name, count in (("books", 0), ("needles", 12)):
-        (tmp_path / name).mkdir()
-        if not count:
-            (tmp_path / name / "a.txt").write_text(_TEXT)
-            continue
-        settings_ = NeedleSettings(1024, 4, 0.25, 1)
-        made = needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, count)
-        (tmp_path / name / "needles.jsonl").write_text(
-            "".join(document.line() for document in made)
-        )
-    config = compose(
-        [
-            "data=text",
-            f"data.path={tmp_path}",
-            "data.mix={books: 0.8, needles: 0.2}",
-            "data.tokenizer=bytes",
-            "seq=1024",
-        ]
-    )
-    dataset = open_dataset(config)
-    assert isinstance(dataset, MixedDataset)
-    sampler = dataset.sampler(1)
-    answered = 0
-    for number in range(64):
-        index = sampler.sequence(number)
-        text = ByteTokenizer().decode(dataset[index].tokens)
-        if "magic[" in text:
-            answered += 1
-            assert len(_answers(text)) == 4
-    assert answered in (12, 13)
 
 
 def test_a_line_is_a_record_with_a_text(bpe: Tokenizer) -> None:
@@ -228,14 +163,3 @@ def test_a_line_is_a_record_with_a_text(bpe: Tokenizer) -> None:
     record = json.loads(document.line())
     assert (record["text"], record["length"]) == (document.text, 2048)
     assert record["questions"][0].keys() == {"answer", "start", "needle", "links", "in_tail"}
-
-
-def test_progress_counts_documents_tokens_and_text():
-    two = NeedleSettings(512, 2, 0.0, 1)
-    seen: list[PreparationProgress] = []
-    documents = list(needle_documents(_corpus(_TEXT), ByteTokenizer(), two, 3))
-    assert list(reported(documents, 3, "writing", seen.append)) == documents
-    assert [(each.documents, each.tokens, each.read) for each in seen] == [
-        (1, 512, 511), (2, 1024, 1022), (3, 1536, 1533),
-    ]  # fmt: skip
-    assert {(each.stage, each.size) for each in seen} == {("writing", 1533)}

@@ -59,21 +59,6 @@ def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_numbers(
     )
 
 
-@pytest.mark.parametrize(
-    ("content", "left_out"),
-    [
-        ("", "1 empty or null"),
-        ("\n\n", "1 empty or null"),
-        ('{"text": ""}\n{"text": null}\n', "2 empty or null"),
-    ],
-)
-def test_an_empty_corpus_is_refused(make_config, tmp_path, content: str, left_out: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    line = _line(make_config(kind="text", path=str(path)))
-    assert line == f"data.path={path}: holds no text; left out: {left_out}"
-
-
 def test_a_vocabulary_larger_than_the_models_is_refused_with_both_sizes(
     make_config, tmp_path: Path, bpe_file: Path
 ) -> None:
@@ -122,16 +107,6 @@ def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_pa
     assert _line(make_config(kind="mds", path=None)).startswith("data.path is not set: data=mds")
 
 
-def test_a_file_that_is_no_array_of_tokens_is_refused_with_what_is_allowed(
-    make_config, tmp_path: Path
-) -> None:
-    (tmp_path / "a.md").write_text("a")
-    assert _line(make_config(kind="tokens", path=str(tmp_path / "a.md"))).endswith(
-        "is not a folder. Give a folder written by `mtrain data prepare`, or a .npy or .bin file "
-        "of token ids."
-    )
-
-
 def test_masks_and_positions_are_read_if_they_are_named(make_config, tmp_path: Path) -> None:
     path = str(masked_store(tmp_path))
     both = make_config(kind="tokens", path=path, mask_key="mask", positions_key="at")
@@ -169,14 +144,6 @@ def test_a_column_that_does_not_fit_is_refused(make_config, tmp_path, data, mess
     assert line == message.replace("PATH", path)
 
 
-def test_stores_and_arrays_without_columns_are_refused(make_config, tmp_path: Path) -> None:
-    _prepared(tmp_path / "s", [50, 60, 70])
-    np.save(tmp_path / "a.npy", np.arange(200))
-    for name in ("s", "a.npy"):
-        line = _line(make_config(kind="tokens", path=str(tmp_path / name), mask_key="mask"))
-        assert "has no such column. Its columns: none. `mtrain data prepare --mask-key`" in line
-
-
 def test_a_mixture_may_hold_corpora_without_columns(make_config, tmp_path: Path) -> None:
     masked_store(tmp_path)
     _prepared(tmp_path / "plain", [100, 100])
@@ -195,10 +162,6 @@ def test_a_mixture_may_hold_corpora_without_columns(make_config, tmp_path: Path)
     (tmp_path / "more" / "store").rename(tmp_path / "masks")
     mixed = {**given, "mix": {"masks": 0.5, "plain": 0.5}}
     assert "data.mix: masks: " in _line(make_config(**mixed, positions_key="at"))
-
-
-def test_a_plan_without_data_assumes_one_interval(make_config) -> None:
-    assert most_intervals(make_config(kind="tokens", path=None, mask_key="mask")) == 1
 
 
 def test_a_damaged_mask_of_the_first_sequence_fails_before_the_run(make_config, tmp_path) -> None:

@@ -207,13 +207,6 @@ def test_a_rerun_after_sigkill_gives_the_same_store(
     assert _contents(_prepare(source, tmp_path / "out", str(bpe_file)).folder) == expected
 
 
-def test_a_complete_store_is_not_changed(source: Path, tmp_path: Path) -> None:
-    _prepare(source, tmp_path / "out")
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert _prepare(source, tmp_path / "out").meta.num_documents == 35
-    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
 def _refused(*arguments, **keywords) -> str:
     with pytest.raises(ConfigError) as caught:
         _prepare(*arguments, **keywords)
@@ -265,22 +258,6 @@ def test_an_unfinished_store_without_documents_is_replaced_by_another_recipe(
     assert _contents(_prepare(source, tmp_path / "out").folder) == _contents(
         _prepare(source, tmp_path / "whole").folder
     )
-
-
-def test_a_user_folder_named_like_the_unfinished_store_is_not_touched(
-    source: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "mine.txt").write_text("x")
-    assert "out.partial: exists and is not an unfinished token store" in _refused(
-        source, tmp_path / "out"
-    )
-    assert (tmp_path / "out.partial" / "mine.txt").read_text() == "x"
-
-
-def test_an_empty_folder_can_become_a_store(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    assert _prepare(source, tmp_path / "out").meta.num_documents == 35
 
 
 def test_two_writers_of_one_folder_are_refused(source: Path, tmp_path: Path) -> None:
@@ -362,17 +339,6 @@ def test_a_trained_bpe_is_reused_after_an_interruption(
     assert store.meta.tokenizer == "bpe 300"
     text = store.open_tokenizer().decode(store.document(0))
     assert text == "text number 1\nwith two lines<|endoftext|>"
-
-
-def test_a_large_corpus_trains_its_bpe_on_an_even_sample(
-    jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = text_corpus(str(jsonl([f"document {number:06}" for number in range(3000)])), "text")
-    monkeypatch.setattr(prepare, "_BPE_CHARACTERS", corpus.size // 10)
-    numbers = [int(piece.split()[1]) for piece in prepare._sample_pieces(corpus, _silent)]
-    assert 200 < len(numbers) < 400
-    assert min(numbers) < 100
-    assert max(numbers) > 2900
 
 
 @pytest.mark.usefixtures("small_batches")

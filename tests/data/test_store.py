@@ -56,20 +56,6 @@ def test_documents_are_read_back_with_boundaries_and_end_tokens(tmp_path: Path) 
     assert store.open_tokenizer().decode(store.tokens) == "hellothe secondx"
 
 
-def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
-    on_disk = TokenStore.open(_write(tmp_path / "s"))
-    tokens, offsets = io.BytesIO(), io.BytesIO()
-    writer = StoreWriter(tokens, offsets, ByteTokenizer())
-    for document in DOCUMENTS:
-        writer.append(np.frombuffer(document, np.uint8))
-        writer.end_document()
-    writer.flush()
-    in_memory = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
-    assert in_memory.meta.sha256 == on_disk.meta.sha256
-    assert np.array_equal(in_memory.tokens, on_disk.tokens)
-    assert np.array_equal(in_memory.offsets, on_disk.offsets)
-
-
 def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
     tokenizer = open_tokenizer(str(bpe_file))
     tokenizer.vocab_size = 70_000
@@ -152,14 +138,6 @@ def test_a_damaged_store_is_one_clear_line(
         TokenStore.open(folder, f"data.path={folder}")
     assert str(caught.value).startswith(f"data.path={folder}: {message}")
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_folder_and_a_file_are_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such folder\. Give a folder written by"):
-        TokenStore.open(tmp_path / "none")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"is not a folder\. Give a folder written by"):
-        TokenStore.open(tmp_path / "file")
 
 
 @pytest.mark.parametrize("number", [*sorted(READ_FAILURES), errno.EACCES, errno.ENOENT])

@@ -6,7 +6,6 @@ import gzip
 import inspect
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,16 +142,6 @@ def test_missing_file_names_what_is_allowed(tmp_path: Path) -> None:
     )
 
 
-def test_unknown_kind_of_file_names_what_is_allowed(tmp_path: Path) -> None:
-    (tmp_path / "a.docx").write_text("x")
-    assert "cannot read a .docx file as text. Give a .txt, .md" in _error(tmp_path / "a.docx")
-
-
-def test_a_file_without_a_suffix_is_called_so(tmp_path: Path) -> None:
-    (tmp_path / "LICENSE").write_text("x")
-    assert "cannot read a file without a suffix as text. Give a" in _error(tmp_path / "LICENSE")
-
-
 def test_a_key_of_records_is_refused_for_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("x")
     (tmp_path / "more").mkdir()
@@ -166,10 +155,6 @@ def test_a_key_of_records_is_refused_for_plain_text(tmp_path: Path) -> None:
     )
     (tmp_path / "more/B.JSONL").write_text("{}")
     refuse_unread_key(text_corpus(str(tmp_path), "body"), "body")
-
-
-def test_folder_without_text_names_what_is_allowed(tmp_path: Path) -> None:
-    assert "the folder holds no .txt, .md, .py, .jsonl, .json or .parquet file" in _error(tmp_path)
 
 
 def test_text_in_another_encoding_is_reported_with_its_offset(tmp_path: Path) -> None:
@@ -201,33 +186,11 @@ def test_a_broken_line_is_reported_with_file_and_number(
     assert str(path) in error
 
 
-def test_missing_parquet_column_names_the_present_ones(tmp_path: Path) -> None:
-    path = _parquet(tmp_path / "a.parquet", ["x"], column="content")
-    assert _error(path) == f"data.text_key=text: {path} has no such key. Its keys: id, content"
-
-
-def test_parquet_column_of_another_type_is_named(tmp_path: Path) -> None:
-    path = _parquet(tmp_path / "a.parquet", [b"x"])
-    assert "a.parquet row 1 holds bytes, not text" in _error(path)
-
-
 @pytest.mark.parametrize("keep", [0, 4, 200])
 def test_corrupt_parquet_is_one_clear_line(tmp_path: Path, keep: int) -> None:
     path = _parquet(tmp_path / "a.parquet", ["some text"] * 50)
     path.write_bytes(path.read_bytes()[:keep])
     assert f"data.path={path}: not a readable parquet file" in _error(path)
-
-
-def test_corrupt_data_with_a_good_parquet_footer_is_one_clear_line(tmp_path: Path) -> None:
-    path = _parquet(
-        tmp_path / "a.parquet", [f"some text {number}" for number in range(500)], row_group_size=500
-    )
-    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(1)
-    begin = column.dictionary_page_offset or column.data_page_offset
-    content = bytearray(path.read_bytes())
-    content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
-    path.write_bytes(content)
-    assert f"data.path={path}: " in _error(path)
 
 
 def test_parquet_text_that_is_not_utf8_is_one_clear_line(tmp_path: Path) -> None:
@@ -356,13 +319,6 @@ def test_a_broken_json_file_is_one_line(tmp_path, content, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_huge_number_in_a_jsonl_line_is_one_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": ' + "9" * 5000 + "}\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl line 1: not JSON \(Exceeds the limit"):
-        _texts(text_corpus(str(path), "text"))
-
-
 def test_files_that_are_not_read_are_counted_by_kind_and_reason(tmp_path):
     for name in ("a.txt", "b.pdf", "c.html", "d.html", "LICENSE", ".git/x.txt", "__pycache__/p.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -415,29 +371,11 @@ def test_a_damaged_json_file_of_a_folder_is_no_file_of_settings(tmp_path, name, 
     assert message in _error(tmp_path)
 
 
-def test_a_packed_json_file_of_a_folder_needs_its_package(tmp_path, monkeypatch):
-    _packed(tmp_path / "a.json.zst", b'{"text": "a"}')
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    assert "needs the zstandard package" in _error(tmp_path)
-
-
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     os.mkfifo(tmp_path / "b.txt")
     assert "b.txt is not a regular file. Remove it." in _error(tmp_path)
     assert "b.txt is not a regular file. Remove it." in _error(tmp_path / "b.txt")
-
-
-def test_nul_bytes_are_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"a\0b\0")
-    assert _texts(text_corpus(str(tmp_path), "text")) == ["a\0b\0"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every folder")
-def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "closed").mkdir(mode=0)
-    assert "cannot be read (Permission denied)" in _error(tmp_path)
 
 
 def test_a_folder_that_fails_while_it_is_listed_is_one_line(tmp_path, monkeypatch):

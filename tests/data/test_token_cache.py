@@ -45,18 +45,6 @@ def test_the_error_of_an_empty_corpus_says_what_was_left_out(tmp_path: Path) -> 
         token_cache.cached_store(text_corpus(str(tmp_path), "text"), ByteTokenizer())
 
 
-def test_a_changed_corpus_or_tokenizer_is_another_entry(
-    make_config, jsonl: Callable[..., Path], bpe_file: Path, cache_root: Path
-) -> None:
-    path = str(jsonl(["x" * 100]))
-    config = make_config(kind="text", path=path)
-    before = open_dataset(config)
-    jsonl(["y" * 100])
-    assert open_dataset(config).fingerprint != before.fingerprint
-    open_dataset(make_config(kind="text", path=path, tokenizer=str(bpe_file), vocab_size=300))
-    assert len(_entries(cache_root)) == 3
-
-
 @pytest.mark.parametrize("damaged", ["tokens.bin", "documents.bin", "meta.json"])
 def test_a_damaged_entry_is_rebuilt(corpus: Corpus, cache_root: Path, damaged: str) -> None:
     first, _ = token_cache.cached_store(corpus, ByteTokenizer())
@@ -93,42 +81,12 @@ def test_a_cache_folder_that_cannot_be_written_falls_back_to_memory_and_says_so(
     assert np.array_equal(dataset[0].tokens, cached[0].tokens)
 
 
-def test_a_full_disk_falls_back_to_memory_and_leaves_nothing(
-    corpus: Corpus, cache_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("mtrain_cli.data.store.os.fsync", full)
-    store, where = token_cache.cached_store(corpus, ByteTokenizer())
-    assert store.meta.num_documents == 2
-    assert "No space left on device" in where
-    assert _entries(cache_root) == []
-
-
 BROKEN = {
     "empty.txt": b"",
     "binary.txt": b"\x00\xff\xfe" * 99,
     "broken.jsonl": b'{"text": "a',
     "other_key.jsonl": b'{"body": "a"}\n',
 }
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_corpus_leaves_nothing(tmp_path: Path, cache_root: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(BROKEN[name])
-    with pytest.raises(ConfigError):
-        token_cache.cached_store(text_corpus(str(tmp_path / name), "text"), ByteTokenizer())
-    assert not cache_root.exists() or list(cache_root.iterdir()) == []
-
-
-def test_an_array_that_cannot_be_made_leaves_nothing(cache_root: Path) -> None:
-    def broken() -> np.ndarray:
-        raise ConfigError("broken")
-
-    with pytest.raises(ConfigError):
-        token_cache.cached_array("key", broken)
-    assert list(cache_root.iterdir()) == []
 
 
 def test_waiting_for_a_removed_lock_file_still_excludes_later_processes(

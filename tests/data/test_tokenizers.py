@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 from data.framed_tokenizers import write_framed
@@ -25,7 +24,6 @@ from mtrain_cli.data.tokenizers import (
     choose_begin,
     documents_identity,
     open_tokenizer,
-    train_bpe,
 )
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -39,29 +37,12 @@ def test_bytes_round_trip_and_are_the_utf8_of_the_text(texts: list[str]) -> None
     assert [tokenizer.decode(ids) for ids in encoded] == texts
 
 
-def test_bytes_match_the_vocabulary_of_the_tiny_model(base_config: Any) -> None:
-    tokenizer = ByteTokenizer()
-    assert tokenizer.vocab_size == base_config.model.vocab_size == 264
-    assert sorted([tokenizer.bos, tokenizer.eos, tokenizer.pad]) == [256, 257, 258]
-
-
-def test_bytes_decode_drops_special_ids_and_marks_broken_characters() -> None:
-    assert ByteTokenizer().decode(np.array([104, 105, 257, 0xE2, 0x82])) == "hi\ufffd"
-
-
 @given(text=_TEXT)
 def test_a_trained_bpe_encodes_any_text_without_loss(bpe_file: Path, text: str) -> None:
     tokenizer = open_tokenizer(str(bpe_file))
     (ids,) = tokenizer.encode([text])
     assert tokenizer.decode(ids) == text
     assert ids.size == 0 or ids.max() < tokenizer.vocab_size
-
-
-def test_training_a_bpe_is_repeatable(tmp_path: Path) -> None:
-    text = [("def f(x):\n    return x + 1\n\n" * 30), "class A:\n    pass\n" * 30]
-    for name in ("a.json", "b.json"):
-        train_bpe(iter(text), 280, tmp_path / name)
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
 @pytest.fixture(scope="session")
@@ -234,15 +215,6 @@ def test_a_begin_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None
     assert str(caught.value).startswith(f"data.tokenizer={path}: ")
 
 
-@pytest.mark.parametrize(("letter", "begin"), [("a", (0,)), ("中", (0,)), ("xy", ())])
-def test_end_tokens_never_become_begin_tokens(
-    tmp_path: Path, letter: str, begin: tuple[int, ...]
-) -> None:
-    vocabulary = {"[CLS]": 0, "[SEP]": 1, letter: 2}
-    tokenizer = open_tokenizer(str(_with_vocabulary(tmp_path / "t.json", vocabulary, 0)))
-    assert tokenizer.begin.ids == begin
-
-
 def test_a_text_that_brings_its_begin_token_gets_no_second_one(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(write_framed(tmp_path / "t")))
     plain, framed = tokenizer.encode(["Here we go", "<begin>Here we go"])
@@ -271,13 +243,3 @@ def test_data_bos_adds_or_omits_the_begin_token(tmp_path: Path) -> None:
     choose_begin(raw, True)
     assert raw.begin.before(raw.encode(["a"])[0]).tolist() == [256, 97]
     assert ByteTokenizer().begin == NO_BEGIN
-
-
-def test_an_end_token_without_a_usual_name_ends_documents(tmp_path: Path) -> None:
-    path = write_framed(tmp_path / "t", "$A <end>")
-    usual = open_tokenizer(str(path))
-    assert usual.eos == usual.encode(["<|endoftext|>"])[0][0]
-    content = path.read_text().replace("<|endoftext|>", "<other>")
-    path.write_text(content)
-    tokenizer = open_tokenizer(str(path))
-    assert [tokenizer.eos] == tokenizer.encode(["<end>"])[0].tolist()

@@ -18,7 +18,7 @@ from model.test_expert_journey import EXPERTS, TOKENS, planned, travelled
 from model.test_expert_parallel import in_float64
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.model.expert_journey import FusedJourney, Journey
+from mtrain_cli.model.expert_parallel import FusedJourney, Journey
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.training.trainer import Trainer
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.model import expert_journey
-from mtrain_cli.model.expert_journey import FusedJourney, Journey, Tile, start_plan
+from mtrain_cli.model import expert_parallel as expert_journey
+from mtrain_cli.model.expert_parallel import FusedJourney, Journey, Tile, start_plan
 from mtrain_cli.model.routing import Decision, decide_alone
 
 TOKENS, EXPERTS, HIDDEN, WIDTH = 9, 6, 20, 12

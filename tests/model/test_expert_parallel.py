@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from model.moe_models import make_module, moe_model
 
-from mtrain_cli.model import expert_journey
+from mtrain_cli.model import expert_parallel as expert_journey
 from mtrain_cli.model.expert_parallel import ExpertSharing
 from mtrain_cli.model.expert_products import ExpertExecution, WeightGradients
 from mtrain_cli.parallel.expert_group import ExpertGroup

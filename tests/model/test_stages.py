@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.decoder import Decoder, StageDecoder, virtual_stages
 from mtrain_cli.model.init import initialize
-from mtrain_cli.model.stages import StageDecoder, virtual_stages
 
 WORDS = ["model.num_layers=5", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2"]
 

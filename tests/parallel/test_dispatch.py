@@ -211,7 +211,7 @@ def test_more_swaps_never_cost_more():
 
 def test_the_script_counts_every_layout_for_eleven_masks():
     script = [sys.executable, TESTS.parent / "profiles/dispatch_balance.py"]
-    run = [*script, "--seq", "32768", "--workers", "4", "--per-node", "2"]
+    run = [*script, "--seq", "16384", "--workers", "4", "--per-node", "2"]
     table = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(table) == 2 + 11
     widths = {line.count("|") for line in table}
@@ -259,11 +259,6 @@ def test_chunks_are_equal_and_need_little_padding(seq, workers, unit):
     if long and unit <= 128:
         assert per_worker >= 4
         assert 2 * chunk >= min(512, each // 8)
-
-
-def test_chunks_of_powers_of_two():
-    sizes = [(1 << 19, 8), (1 << 19, 32), (1 << 16, 8), (1 << 22, 32), (1 << 13, 8)]
-    assert [chunk_tokens(*size) for size in sizes] == [2048, 512, 512, 4096, 128]
 
 
 @pytest.mark.parametrize(("workers", "heads", "seq"), [(4, 1, 5000), (8, 2, 8000), (6, 3, 999)])
@@ -441,16 +436,6 @@ def test_the_best_swap_is_the_best_of_all_swaps(problem):
 
 @settings(max_examples=40, deadline=None)
 @given(problems)
-def test_the_bound_of_a_swap_is_at_most_its_cost(problem):
-    """Else the search would leave out swaps that it never counted."""
-    assignment = problem.assignment()
-    out, into = problem.swaps(assignment.owner)
-    bound = assignment._bound(out, into, assignment.cost)
-    assert (bound <= assignment.most_after(out, into, assignment.cost)).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(problems)
 def test_nodes_cost_at_most_the_best_seed_of_nodes(problem):
     """Pairs of a node, and a price for each block that enters it."""
     nodes, prices = problem.nodes, problem.prices
@@ -476,21 +461,6 @@ def test_the_result_costs_at_most_the_best_seed(problem):
     assert max(problem.counted(found.owner)) <= min(seeded)
     counts = np.bincount(found.owner, minlength=problem.nodes.workers)
     assert (counts == problem.chunks // problem.nodes.workers).all()
-
-
-def test_no_swap_is_made_beyond_the_limit():
-    problem = Problem(3, 4, 4)
-    found = best_assignment(problem.work, problem.nodes, problem.prices, 0)
-    assert found.swaps == 0
-
-
-@pytest.mark.parametrize(("chunks", "workers"), [(32, 2), (64, 4), (21, 3), (5, 5)])
-def test_seeds_give_every_rank_the_same_number_of_chunks(chunks, workers):
-    pairs = np.random.default_rng(0).integers(0, 100, chunks)
-    made = dict(seeds(pairs, workers))
-    assert {"contiguous", "striped"} <= made.keys()
-    for owner in made.values():
-        assert (np.bincount(owner, minlength=workers) == chunks // workers).all()
 
 
 def test_seeds_are_the_layouts_of_their_names():

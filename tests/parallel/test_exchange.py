@@ -17,7 +17,7 @@ from mtrain_cli.parallel.exchange import make_chosen_exchange, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.parallel.transport import Buffers
 
 SEQ = 48
@@ -128,21 +128,6 @@ def test_a_rank_that_holds_only_padding_takes_part():
 
 
 GROUP = ContextGroup(2, tuple(range(8)), per_node=4, heads=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("ring", {"prefetch": 2}),
-        ("ring", {"circulates": "queries"}),
-        ("all_gather", {"chunks": 2}),
-        ("hierarchical_ring", {}),
-    ],
-)
-def test_the_schedule_has_the_options_and_the_sizes_of_the_group(name, options):
-    made = make_exchange(name, make_layout("striped", 8, 256, 16), GROUP, **options)
-    assert made.schedule == make_schedule(name, ScheduleOptions(8, 4, heads=2, **options))
-    assert made.name == name
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,7 @@ def test_a_given_number_of_parts_is_used_in_the_choice():
         two.chunks,
         f"each of 2 parts of the heads; gathered KV and dKV take {of_two / 2**30:.1f} GiB"
         in two.reason,
-    ) == (
-        "all_gather",
-        2,
-        True,
-    )
+    ) == ("all_gather", 2, True)
 
 
 def test_parts_divide_the_heads_that_a_rank_has_left():
@@ -187,9 +183,7 @@ def test_the_smaller_payload_circulates(heads, kv_heads, needs_out, circulates):
 
 
 @pytest.mark.parametrize("kernel", [Flash4Kernel, SdpaKernel, TritonKernel, ReferenceKernel])
-def test_without_grouped_heads_circulating_queries_sends_a_third_less_in_backward(
-    kernel,
-):
+def test_without_grouped_heads_circulating_queries_sends_a_third_less_in_backward(kernel):
     """1M tokens, 32 heads of 128, 32 workers (BurstEngine, section 3.1); delta travels, not out."""
     sizes = ShardSizes((1 << 20) // 32, 32, 32, 128, 2)
     traits = Traits(kernel().needs_out)
@@ -248,17 +242,6 @@ def test_columns_are_gathered_once_if_they_are_smaller_than_the_keys():
     assert not choose_exchange(AUTO, replace(NEEDS, columns=None)).shared_columns
     assert choose_exchange(asked(columns="once"), replace(NEEDS, columns=None)).shared_columns
     assert not choose_exchange(asked(columns="in_steps"), replace(NEEDS, columns=1)).shared_columns
-
-
-def test_large_gathers_are_split_into_parts():
-    assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 17, device_memory=1 << 40)).chunks == 2
-    assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 12)).chunks == 1
-    assert (
-        choose_exchange(
-            AUTO, replace(NEEDS, tokens=1 << 17, kv_heads=1, device_memory=1 << 40)
-        ).chunks
-        == 1
-    )
 
 
 @pytest.mark.parametrize(

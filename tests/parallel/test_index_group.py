@@ -246,9 +246,7 @@ def test_shards_that_are_not_whole_blocks_are_refused():
     layout = make_layout("zigzag", 2, 72, BLOCK)
     with pytest.raises(ValueError, match="whole blocks"):
         MaskedPositions.make(
-            [SequenceMask.causal(72, 72)],
-            BLOCK,
-            [layout.positions(r) for r in range(2)],
+            [SequenceMask.causal(72, 72)], BLOCK, [layout.positions(r) for r in range(2)]
         )
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from parallel.programs import ARRANGEMENTS, SIZES, copies, play
+from parallel.programs import SIZES, copies, play
 from parallel.test_schedule import cases
 
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import AddHeads, Arrange, MergeBackward
+from mtrain_cli.parallel.operations import AddHeads, MergeBackward
 from mtrain_cli.parallel.program import Compute, Operation, Post, Shard, Stage, Whole
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions, make_schedule
@@ -114,14 +114,3 @@ def test_traded_tokens_live_until_their_views_are_copied(backward):
     (op,) = copies(program, AddHeads)
     assert op == program.operations[-1]
     assert Buffer(Kind.TRADED_TOKENS) in op.frees
-
-
-def test_programs_use_every_arrangement():
-    assert len(ARRANGEMENTS) > 20
-    used = set()
-    for (name, options), backward in product(cases(), (False, True)):
-        schedule = make_schedule(name, options)
-        traits = Traits(columns=not schedule.gathers)
-        operations = lower(schedule, 0, backward=backward, traits=traits).operations
-        used |= {type(op) for op in operations if isinstance(op, Arrange)}
-    assert used == ARRANGEMENTS

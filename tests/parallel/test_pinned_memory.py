@@ -87,14 +87,6 @@ def test_tensors_are_aligned_whatever_was_allocated_before(cuda):
     assert cuda[1] == [64 * MIB], "nothing takes no arena"
 
 
-def test_a_large_request_maps_no_more_than_it_needs(cuda):
-    _, asked = cuda
-    memory = PinnedMemory(GPU)
-    gradient = memory.tensor((3000, 4096), torch.float32)
-    assert gradient.shape == (3000, 4096)
-    assert asked == [48 * MIB], "46.9 MiB in whole huge pages; torch would take 64"
-
-
 def test_memory_is_unpinned_with_its_last_tensor(cuda):
     held, _ = cuda
     memory = PinnedMemory(GPU)
@@ -136,26 +128,6 @@ def test_pages_are_written_to_by_several_threads_before_they_are_registered(cuda
     )
     PinnedMemory(GPU).empty(1)
     assert told == [(64 * MIB, 7, 0)]
-
-
-@pytest.mark.parametrize(
-    ("cores", "gpus", "expected"), [(128, 8, 16), (16, 1, 16), (32, 4, 8), (2, 8, 1), (6, 0, 6)]
-)
-def test_gpus_share_the_cores(monkeypatch, cores, gpus, expected):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert pinned_memory.touching_threads() == expected
-
-
-def test_unsupported_advice_is_ignored(cuda, monkeypatch):
-    def unknown(self, advice):  # noqa: ARG001
-        raise OSError
-
-    monkeypatch.setattr(pinned_memory._Mapping, "madvise", unknown, raising=False)
-    memory = PinnedMemory(GPU)
-    memory.empty(1)
-    assert memory.registers
-    assert cuda[1] == [64 * MIB]
 
 
 @pytest.mark.parametrize("refused", ["registration", "memory"])

@@ -23,39 +23,6 @@ from mtrain_cli.parallel.pipeline_schedule import (
 )
 
 
-def order(pipeline: Pipeline, stage: int) -> str:
-    """Return a stage's passes, such as ``F0 F1 B0``, with the virtual stage after a dot if > 1."""
-    words = []
-    for action in pipeline.computations(stage):
-        part = f".{action.virtual_stage}" if pipeline.virtual_stages > 1 else ""
-        words.append(f"{action.kind[0].upper()}{action.micro_batch}{part}")
-    return " ".join(words)
-
-
-def test_gpipe_runs_all_forward_passes_first():
-    for stage in range(3):
-        assert order(Pipeline("gpipe", 3, 1, 3), stage) == "F0 F1 F2 B0 B1 B2"
-
-
-def test_1f1b_starts_with_a_forward_pass_for_each_later_stage():
-    pipeline = Pipeline("1f1b", 3, 1, 4)
-    assert order(pipeline, 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert order(pipeline, 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
-    assert order(pipeline, 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
-
-
-def test_1f1b_allows_fewer_micro_batches_than_stages():
-    assert order(Pipeline("1f1b", 4, 1, 2), 0) == "F0 F1 B0 B1"
-
-
-def test_interleaved_passes_groups_of_micro_batches_through_one_virtual_stage_after_another():
-    pipeline = Pipeline("interleaved", 2, 2, 4)
-    assert order(pipeline, 1) == (
-        "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3 B2.1 B3.1"
-    )
-    assert [list(pipeline.own(stage)) for stage in (0, 1)] == [[0, 2], [1, 3]]
-
-
 def stage_of_torch(number: int, stages: int, total: int) -> Any:
     return SimpleNamespace(
         stage_index=number,

@@ -11,14 +11,7 @@ from parallel.programs import FEW, SIZES
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.operations import (
-    Arrange,
-    FromHeads,
-    FromTokens,
-    Rename,
-    ToHeads,
-    ToTokens,
-)
+from mtrain_cli.parallel.operations import Arrange, FromHeads, FromTokens, Rename, ToHeads, ToTokens
 from mtrain_cli.parallel.program import (
     HIGH,
     LOW,

@@ -107,7 +107,4 @@ def rows_of_two(rank: int, world: int) -> tuple[bool, list[float], bool]:
 
 
 def test_rows_arrive_by_peer_and_are_kept_until_the_wait():
-    assert gloo.run(2, rows_of_two) == [
-        (True, [0.0, 1.0, 1.0], True),
-        (True, [0.0, 1.0], True),
-    ]
+    assert gloo.run(2, rows_of_two) == [(True, [0.0, 1.0, 1.0], True), (True, [0.0, 1.0], True)]

@@ -109,11 +109,6 @@ def test_parts_of_the_heads_are_views_that_join_in_order(parts, dim):
     assert whole.equal(numbers_of_head_parts(6, 6, 6) + 1)
 
 
-def test_a_single_part_is_not_copied():
-    whole = numbers_of_head_parts(2, 3)
-    assert part_of_heads(whole, (0, 1), 1) is concatenate([whole], 1) is whole
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_rank_gets_consecutive_heads(ranks):
     whole = numbers_of_head_parts(2, 3, 4, 5)
@@ -138,8 +133,3 @@ def test_repeated_heads_are_summed_in_float32():
     gradient = torch.tensor([1.0, tiny, tiny, tiny], dtype=torch.bfloat16).view(1, 1, 4, 1, 1)
     (found,) = sum_repeated_heads(gradient, 1).flatten().tolist()
     assert found == torch.tensor(1 + 3 * tiny).bfloat16().item() > 1
-
-
-def test_heads_that_no_rank_repeats_keep_their_gradients():
-    gradient = numbers_of_head_parts(2, 3, 2, 2, 5)
-    assert sum_repeated_heads(gradient, 4).equal(gradient.flatten(2, 3))

@@ -15,8 +15,8 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.profiling import attention_benchmark
-from mtrain_cli.profiling.attention_benchmark import _draw, _medians
+from mtrain_cli.profiling import imbalance_benchmark
+from mtrain_cli.profiling.imbalance_benchmark import _draw, _medians
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.records.record_files import open_records
@@ -78,9 +78,9 @@ def two_lengths(rank: int, world: int, folder: str) -> list[Any]:
             calls.append((number, samples))
             super().sampled(number, samples)
 
-    attention_benchmark.ProfileWriter = Watched
+    imbalance_benchmark.ProfileWriter = Watched
     environment = gloo.environment(rank, world)
-    assert not attention_benchmark.run(cases[0][1], run_dir, environment, False)
+    assert not imbalance_benchmark.record_attention(cases[0][1], run_dir, environment, False)
     return calls
 
 

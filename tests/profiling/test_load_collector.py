@@ -11,7 +11,7 @@ import torch
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.profiling import step_benchmark
+from mtrain_cli.profiling import imbalance_benchmark
 from mtrain_cli.profiling.measurement import TRAINING, MeasurementPlan
 from mtrain_cli.profiling.record_collector import own_loads
 from mtrain_cli.records.expert_loads import ROW, analyse_experts
@@ -46,7 +46,7 @@ def profiled(rank: int, world: int, folder: str) -> None:
     config = compose([*words.split(), "train.expert_capacity=1"])
     plan = MeasurementPlan(TRAINING, [("a", config)], samples=1, warmup=0, quiet=True)
     plan.save(RunDir(Path(folder)))
-    assert not step_benchmark.run(
+    assert not imbalance_benchmark.train_and_record(
         config, RunDir(Path(folder)), gloo.environment(rank, world), False
     )
 

@@ -7,17 +7,13 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling.pattern_quality import Place, _heads, profile_sparsity, sampled_rows
+from mtrain_cli.profiling.pattern_quality import Place, _heads, sampled_rows
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
-from mtrain_cli.training.trainer import Trainer
-from mtrain_studies.attention.analysis import AttentionAnalyzer
-from mtrain_studies.attention.request import AttentionRequest
 
 SEQ, BLOCK, HEADS = 100, 16, 4
 
@@ -76,30 +72,3 @@ def test_no_sampled_query_was_probed():
     assert few.tolist() != sampled_rows(probes, 97, 8, 20).tolist(), "another step samples others"
     with pytest.raises(ConfigError, match="the patterns probe all 97 queries of a sequence"):
         sampled_rows([probing(97, 1)], 97, 7, 20)
-
-
-def test_only_maps_need_the_backward_pass_of_the_last_step(monkeypatch, tmp_path):
-    trained = []
-    original = Trainer.train_step
-    monkeypatch.setattr(
-        Trainer, "train_step", lambda self, stop: trained.append(self.step) or original(self, stop)
-    )
-    config = compose(
-        ["seq=128", "data=text", f"data.path={tmp_path}",
-         "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1",
-         "model.head_dim=16",
-         "model.intermediate_size=32", "train.global_batch=2", "train.micro_batch=1",
-         "train.compile=false", "topology.device=cpu", "topology.workers=1"]
-    )  # fmt: skip
-    (tmp_path / "text.txt").write_text("A line of text.\n" * 200)
-    losses: list[list[float | None]] = []
-    for maps in ((), ((0, 0),)):
-        analyzer = AttentionAnalyzer(AttentionRequest(maps=maps))
-        losses.append([])
-        keep = losses[-1].append
-        rows = profile_sparsity(
-            config, [probing(8, 1)], [1, 2], 8, lambda _, loss, keep=keep: keep(loss), analyzer
-        )
-        assert [row.step for row in rows] == [1, 1, 2, 2]
-    assert trained == [0, 0, 1]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

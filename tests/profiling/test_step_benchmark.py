@@ -13,9 +13,9 @@ import gloo
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.profiling import step_benchmark
+from mtrain_cli.profiling import imbalance_benchmark
+from mtrain_cli.profiling.imbalance_benchmark import _Rehearsal
 from mtrain_cli.profiling.measurement import TRAINING, MeasurementPlan
-from mtrain_cli.profiling.step_benchmark import _Rehearsal
 from mtrain_cli.records.record_files import open_records
 from mtrain_cli.training.trainer import Trainer
 
@@ -99,8 +99,8 @@ def profiled_and_plain(rank: int, world: int, folder: str) -> tuple[list[Any], l
             seen.append((result.loss, result.grad_norm))
             return result
 
-    step_benchmark.Trainer = Watched
-    assert not step_benchmark.run(config, run_dir, environment, False)
+    imbalance_benchmark.Trainer = Watched
+    assert not imbalance_benchmark.train_and_record(config, run_dir, environment, False)
     trainer = Trainer(config, environment)
     results = [trainer.train_step(False) for _ in seen]
     return seen, [(result.loss, result.grad_norm) for result in results]

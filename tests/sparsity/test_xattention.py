@@ -41,10 +41,3 @@ def test_xattention_equals_its_definition(monkeypatch, documents, score_bytes):
             for i in range(blocks):
                 wanted = fewest_that_reach(mass[i, : i + 1].tolist(), threshold, {0, i}, 1, blocks)
                 assert set(index.bits[b, h, i].nonzero().flatten().tolist()) == wanted, (b, h, i)
-
-
-def test_the_description_shows_the_share_as_configured():
-    assert (
-        XAttentionPattern(BLOCK, 4, 0.995).describe()
-        == "blocks that hold 99.5% of antidiagonal scores, stride 4"
-    )

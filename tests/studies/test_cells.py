@@ -23,16 +23,7 @@ from mtrain_cli.launch.run_dir import RunLock
 from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_studies import cells
 from mtrain_studies.cells import DONE, EVALUATION, Done, Study, estimated_flop, training_words
-from mtrain_studies.tiers import (
-    AGAIN,
-    DENSE,
-    EQUAL_TIME,
-    FIXED,
-    TIERS,
-    UNTRAINED,
-    Cell,
-    digest,
-)
+from mtrain_studies.tiers import AGAIN, DENSE, EQUAL_TIME, FIXED, TIERS, UNTRAINED, Cell, digest
 
 TINY = TIERS["tiny"]
 SPARSE = "vertical_slash-0.6"
@@ -362,35 +353,6 @@ def test_two_processes_do_not_compute_a_cell_at_the_same_time(tmp_path):
     assert cells.compute(study, base, trained.append) == study.done(base), "finished meanwhile"
     assert trained == []
     RunLock(study.path(base)).release()
-
-
-def test_damage_of_a_run_is_named_with_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    study = Study(Path("it"), TINY, "texts")
-    run = study.path(Cell(0)) / "run"
-
-    def said(*problems: str) -> tuple[str, ...]:
-        def train(_: list[str]) -> None:
-            raise ConfigError(*problems)
-
-        with pytest.raises(ConfigError) as refused:
-            cells.compute(study, Cell(0), train)
-        return refused.value.problems
-
-    again = (
-        f". Delete {run} and run the same command again, which trains base/seed-0 from the "
-        "beginning"
-    )
-    first, second = (f"{run.resolve()}/checkpoints/step-{n}: is damaged" for n in (4, 8))
-    assert said(first) == (f"{first}{again}",)
-    assert said(first, second) == (first, f"{second}{again}")
-    moved = f"--resume {run.resolve()}: checkpoints is a file"
-    assert said(moved) == (f"{moved}{again}",)
-    for other in ("topology.device=cuda: no GPU", f"run.dir={run}: in use by process 7"):
-        assert said(other) == (other,)
-    run.mkdir()
-    (run / "resolved.yaml").write_text("nonsense")
-    assert said() == (f"{run}/resolved.yaml: holds no configuration{again}",)
 
 
 def test_a_base_that_is_gone_is_not_trained_again_if_cells_began_with_it(tmp_path):

@@ -12,13 +12,7 @@ from studies.test_outcomes import A, measured, three
 
 from mtrain_cli.evaluation.cost import format_flop
 from mtrain_studies import learning_tables
-from mtrain_studies.cells import (
-    DONE,
-    Done,
-    Study,
-    estimated_flop,
-    estimated_seconds,
-)
+from mtrain_studies.cells import DONE, Done, Study, estimated_flop, estimated_seconds
 from mtrain_studies.learning_tables import document, remarks, show_plan, show_summary, tables
 from mtrain_studies.outcomes import (
     FAILED,
@@ -71,39 +65,12 @@ def test_remarks_say_what_is_missing():
     ]
 
 
-def test_a_remark_says_that_noise_differs_by_seed_where_something_loses_nothing():
-    def uneven(found: Summary) -> list[str]:
-        return [line for line in remarks(found) if "wider than the spread" in line]
-
-    found = summary([0.002, 0.003, 0.004])  # dense-again differs by -0.01, 0.01 and 0.01
-    (line,) = uneven(found)
-    assert line.startswith("The difference of dense-again from dense varies by seed, in loss: the")
-    even = {**found.spread, "loss": 0.04}
-    assert not uneven(replace(found, spread=even))
-    assert not uneven(summary([0.2, 0.3, 0.4])), "nothing is said to lose nothing"
-    assert not uneven(summary([0.002])), "one seed has no interval"
-
-
 def test_a_toy_is_called_one_before_its_tables(capsys):
     found = summary([0.002, 0.003, 0.004])
     show_summary(Console(width=200), replace(found, tier=replace(found.tier, gate=None)))
     text = capsys.readouterr().out
     assert text.startswith(learning_tables.TOY[:60])
     assert text.count("Toy size") == 1
-
-
-def test_a_remark_names_cells_whose_base_is_not_known():
-    def done(base: str = "") -> Done:
-        return Done("d", "c", 1, 1.0, 1.0, 1.0, base=base)
-
-    known = {"base/seed-0": done(), "dense/seed-0": done("x"), "moba/seed-0": done("x")}
-    found = summary([0.0, 0.0, 0.0])
-    assert not any("did not note" in line for line in remarks(replace(found, done=known)))
-    cells = ("base/seed-1", "dense/seed-1", "moba/seed-1", "dense/seed-2", "moba/seed-2")
-    unknown = replace(found, done=known | {key: done() for key in cells})
-    (line,) = (line for line in remarks(unknown) if "did not note" in line)
-    assert line.startswith("moba of seeds 1, 2: an earlier version of mtrain did not note ")
-    assert line in document(unknown)["remarks"]
 
 
 def test_a_study_that_has_just_begun_has_no_remark_on_seeds_or_on_the_control():

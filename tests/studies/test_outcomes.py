@@ -35,7 +35,6 @@ from mtrain_studies.outcomes import (
     read_cell,
     spread_of,
     summarize,
-    unknown_bases,
     unlike_dense,
 )
 from mtrain_studies.t_interval import Interval, interval
@@ -528,9 +527,6 @@ def test_cells_with_another_base_than_dense_are_named():
         "moba/seed-3": done("z"),
     }  # fmt: skip
     assert unlike_dense(finished, "base") == {"seed-1": ["moba/seed-1", "fixed/seed-1"]}
-    assert unknown_bases(finished) == {("moba",): [2]}
-    more = {"fixed/seed-0": done(""), "fixed/seed-2": done("")}
-    assert unknown_bases(finished | more) == {("moba", "fixed"): [2], ("fixed",): [0]}
 
 
 def test_a_cell_with_another_base_or_other_texts_than_dense_does_not_count(tmp_path):

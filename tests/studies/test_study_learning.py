@@ -18,9 +18,7 @@ from studies.finished_cell import write_results
 from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands.app import app
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import local
-from mtrain_cli.launch.run_dir import RunDir
 from mtrain_studies import cells, package_corpus, study_learning
 from mtrain_studies.cells import Done, Study
 from mtrain_studies.tiers import TIERS, cells_of, digest
@@ -360,49 +358,12 @@ def test_a_study_keeps_the_steps_of_its_base(tmp_path, monkeypatch, dry_run):
         assert " 61 " in planned.stdout
 
 
-def test_a_long_base_does_not_end_a_sitting():
-    """The cells after it are expected to take what they should, as slow as the base was."""
-    tier = replace(TIERS["a"], machine=("topology.workers=1",))
-    base, dense, sparse = cells_of(tier, ["vertical_slash-0.6"], [0])
-    pace = study_learning.Pace(tier)
-    assert pace.expected(base) == 0
-    pace.add(base, 300.0)
-    assert 150 < pace.expected(dense) < 250  # 145 s on the machine of the estimate
-    pace.add(dense, 70.0)
-    assert pace.expected(sparse) == 70
-    assert pace.expected(base) == 300
-
-
 def test_a_sitting_says_what_is_left(computed):
     study, keys = computed
     console = Console()
-    study_learning._compute(study, cells_of(study.tier, ["dense"]), 2.5, console)
+    study_learning._compute(study, cells_of(study.tier, ["dense"]), 1.5, console)
     assert keys == ["base/seed-0", "dense/seed-0"]
     assert console.lines[-1].startswith("budget  2.0 minutes used; 2 cells are left.")
-
-
-def test_a_budget_in_which_nothing_could_begin_is_refused(tmp_path, monkeypatch):
-    result = run("--out", tmp_path / "new", "--budget-minutes", "0.3")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert " ".join(result.stderr.split()) == (
-        "mtrain: --budget-minutes 0.3: base/seed-0 is next and would take about 0.5 minutes or "
-        "more, so nothing would begin. Give more minutes, or leave it out"
-    )
-    assert list(tmp_path.iterdir()) == []
-    study, base = Study(tmp_path, TIERS["tiny"]), cells_of(TIERS["tiny"], ["base"], [0])
-    study_learning._refuse_small_budget(study, base, 0.5)
-    monkeypatch.setattr(RunDir, "last_step", lambda _: 54)
-    study_learning._refuse_small_budget(study, base, 0.3)  # few of the 60 steps are left
-
-
-def test_a_budget_need_only_suffice_for_the_next_cell(computed):
-    study, _ = computed
-    study_learning._compute(study, cells_of(study.tier, ["base"], [0]), 0.0, Console())
-    dense, base = cells.unfinished(study, cells_of(study.tier, ["dense"]))[:2]
-    assert (dense.key, base.key) == ("dense/seed-0", "base/seed-1")
-    study_learning._refuse_small_budget(study, [dense, base], 0.3)
-    with pytest.raises(ConfigError, match="base/seed-1 is next"):
-        study_learning._refuse_small_budget(study, [base, dense], 0.3)
 
 
 @pytest.mark.slow

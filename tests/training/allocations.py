@@ -21,12 +21,11 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model import tiling
-from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.decoder import Decoder, StageDecoder
 from mtrain_cli.model.expert_parallel import ExpertSharing
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import parallelize, set_execution
 from mtrain_cli.model.routing import Routing
-from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, make_exchange

@@ -60,7 +60,7 @@ def test_results_read_back_as_written(tmp_path):
     np.testing.assert_array_equal(mine.attention, theirs.attention)
     np.testing.assert_array_equal(mine.gradient, theirs.gradient)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("maps.npz", "overlap.parquet", "rope.parquet", "top_keys.parquet"),
+        *("maps.npz", "overlap.parquet", "rope.parquet", "top_keys.parquet")
     ]
 
 
@@ -77,7 +77,7 @@ def test_maps_sort_by_place():
     files = AttentionFiles(maps=maps)
     files.sort()
     assert [(m.step, m.sample, m.layer) for m in files.maps] == [
-        *((1, 0, 3), (1, 1, 0), (2, 0, 0), (2, 0, 1)),
+        *((1, 0, 3), (1, 1, 0), (2, 0, 0), (2, 0, 1))
     ]
 
 

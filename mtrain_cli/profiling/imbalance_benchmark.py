@@ -1,15 +1,16 @@
-"""`mtrain profile imbalance --attention-only`: one layer's attention on random Q, K and V."""
+"""`mtrain profile imbalance`: record every case, in steps of training or on random Q, K and V."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.dataset import Sample
@@ -25,23 +26,138 @@ from mtrain_cli.profiling.measurement import (
     rotated,
 )
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.profiling.record_collector import Estimated, estimated
-from mtrain_cli.training.batch import Batches, Layouts, MixedAttention, attention_setups
-from mtrain_cli.training.flops import causal_pairs
-
-HEADER = (
-    f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
+from mtrain_cli.profiling.record_collector import Estimated, estimated, expert_workers
+from mtrain_cli.training.batch import (
+    Batches,
+    Layouts,
+    MixedAttention,
+    PackedSample,
+    attention_setups,
 )
+from mtrain_cli.training.callback import Callback
+from mtrain_cli.training.flops import attention_kept, causal_pairs
+from mtrain_cli.training.router_batches import OwnLoads, RouterBatches
+from mtrain_cli.training.trainer import Trainer
+
+MicroBatches = Sequence[Sequence[PackedSample]]
 
 
 @entry_point(MeasurementPlan)
-def run(bench: Bench, plan: MeasurementPlan) -> bool:
+def train_and_record(bench: Bench, plan: MeasurementPlan) -> bool:
+    """Train with the first case and sample all cases. Return whether samples are missing.
+
+    Before the optimizer step, every case computes both passes of the batch with the same weights.
+    """
+    with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
+        progress.now("preparing")
+        trainer = Trainer(plan.cases[0][1], bench.environment)
+        bench.adopt(trainer.choices, trainer.exchange.group)
+        dealt = expert_workers(trainer)
+        cases = [replace(case, expert_parallel=dealt) for case in bench.cases(plan)]
+        writer = ProfileWriter(plan, bench, cases)
+        rehearsal = _Rehearsal(bench, trainer, writer, progress)
+        trainer.callbacks.append(rehearsal)
+        while writer.samples < plan.samples:
+            progress.now(f"training step {trainer.step + 1}")
+            after = trainer.step - plan.warmup
+            rehearsal.due = after >= 0 and after % plan.every == 0
+            if trainer.train_step(bench.stop.requested()).stop:
+                break
+    writer.finish()
+    if not plan.quiet:
+        writer.show()
+    return writer.samples < plan.samples
+
+
+class _Rehearsal(Callback):
+    """Runs every case on the sequences of a training step, without and with recording."""
+
+    needs_samples = True
+
+    def __init__(
+        self, bench: Bench, trainer: Trainer, writer: ProfileWriter, progress: MeasurementProgress
+    ) -> None:
+        self.bench, self.trainer, self.writer, self.progress = bench, trainer, writer, progress
+        self._make = [
+            Batches(
+                Layouts(case.exchange, case.choices.balancer),
+                attention_setups(
+                    case.config,
+                    case.choices,
+                    mask=MaskRule.of(trainer.config),
+                    keep=attention_kept(trainer.config.train),
+                ),
+                bench.device,
+                layers=trainer.config.model.num_layers,
+                offload=trainer.offload,
+                tensor=trainer.tensor,
+                router=RouterBatches.make(trainer.config, case.exchange.group, trainer.tensor),
+            )
+            for case in writer.cases
+        ]
+        self._warm = False
+        self.due = False
+
+    def on_samples(self, samples: MicroBatches) -> None:
+        if self.due:
+            self._sample(samples)
+
+    def _sample(self, micro_batches: MicroBatches) -> None:
+        writer, progress = self.writer, self.progress
+        if not self._warm:
+            # Compile kernels; create connections and events.
+            for case in writer.cases:
+                progress.now(f"{case.label}: warm-up")
+                self._compute(case, micro_batches, recorded=True)
+                self.bench.collector.recorder.read()
+            self._warm = True
+        sample = writer.samples
+        for case in rotated(writer.cases, sample):
+            progress.now(case.label)
+            seconds = {}
+            for recorded in rotated((False, True), sample):
+                passed = self._compute(case, micro_batches, recorded=recorded)
+                computed, loads, seconds[recorded] = passed
+                if recorded:
+                    writer.recorded(case, self.trainer.step + 1, computed, loads)
+            writer.timed(case, seconds[False], seconds[True])
+            progress.done()
+        writer.sampled(self.trainer.step + 1, sample + 1)
+        progress.sampled(sample + 1, writer.plan.samples)
+        if sample == 0:
+            # Save the indices now, so that `simulate` can replay them even if the run is killed.
+            writer.save_indices()
+
+    def _compute(
+        self, case: MeasurementCase, micro_batches: MicroBatches, *, recorded: bool
+    ) -> tuple[list[Estimated], OwnLoads | None, float]:
+        """Run both passes of a case. Return masks and indices, loads of experts, and seconds."""
+        trainer, bench = self.trainer, self.bench
+        recorder = bench.collector.recorder
+        trainer.record(recorder if recorded else None, case.exchange)
+        batches = [self._make[case.number](samples) for samples in micro_batches]
+        attends = [batch.attention.with_kept_indices() for batch in batches]
+        valid, _ = trainer.run_step.totals(batches)
+        bench.synchronize()
+        if recorded:
+            bench.collector.start()
+        began = recorder.now()
+        trainer.run_step.forward_backward(batches, attends, valid)
+        seconds = recorder.seconds(began, recorder.now())
+        trainer.states.drop_gradients()
+        trainer.record(None, case.exchange)
+        computed = [estimated(attend) for attend in attends]
+        loads = OwnLoads.of([b.routing for b in batches if b.routing is not None])
+        return computed, loads, seconds
+
+
+@entry_point(MeasurementPlan)
+def record_attention(bench: Bench, plan: MeasurementPlan) -> bool:
     """Measure every case of the plan on this worker. Return whether a stop was requested."""
     stopped = False
     with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
         cases = bench.cases(plan)
         writer = ProfileWriter(plan, bench, cases)
-        progress.say(HEADER, "bold")
         for seq in dict.fromkeys(case.config.seq for case in cases):
             mine = [case for case in cases if case.config.seq == seq]
             first_part = 1 + plan.samples * cases.index(mine[0])
@@ -98,10 +214,6 @@ def _measure(
                 # The density of the case is the mean of the two layers. Rank 0 knows it.
                 sparse["density"] = 2 * facts["density"] - dense["density"]
             facts["kinds"] = dict(zip(layer_kinds(attention.case.config), by_kind, strict=True))
-        if bench.first:
-            progress.say(_row(attention.case.label, facts["density"], facts))
-            for kind, times in facts.get("kinds", {}).items():
-                progress.say(_row(f"  {kind} layer", times["density"], times))
     del attentions, inputs
     bench.free_memory()
     return False
@@ -215,11 +327,3 @@ def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, fl
     both = ms.sum(1)
     spread = float((both.max() - both.min()) / np.median(both))
     return {"forward_ms": forward, "backward_ms": backward, "spread": spread}
-
-
-def _row(label: str, density: float, times: dict[str, Any]) -> str:
-    forward, backward = times["forward_ms"], times["backward_ms"]
-    return (
-        f"{label:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} "
-        f"{forward + backward:9.2f} {times['spread']:7.1%}"
-    )
