@@ -8,8 +8,8 @@ from typing import Any
 
 from records.test_expert_loads import loads, profile
 from reporting.test_evaluations import NIAH, ONE, SPARSE, TWO, ruler
-from reporting.test_experts import with_experts
 from reporting.test_pipeline_page import measured, simulated
+from reporting.test_reported_experts import with_experts
 from reporting.test_sweeps import ROWS
 from reporting.training_runs import trained
 from synthetic_records import Play, recorded_once, ring
