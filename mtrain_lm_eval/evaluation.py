@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.other_kinds import OtherKind
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from mtrain_lm_eval.tasks import HarnessTasks
 
 
-class LmEval(OtherKind):
+class LmEval:
     """The tasks of lm-eval."""
 
     def check(
@@ -37,7 +36,7 @@ class LmEval(OtherKind):
         from mtrain_lm_eval.runner import load_tasks
 
         codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
-        assert codec.required
+        _ = codec.required  # refuses a model without a tokenizer
         require_hidden_labels(source.config, "this evaluation")
         tasks = load_tasks(request)
         tasks.plan(codec, Plan.of(source, beyond=beyond))

@@ -26,8 +26,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, codec: TextCodec, positions: int, answers: Answers) -> None:
         """Prepare a model. Raises ConfigError if there is no tokenizer."""
         super().__init__()
-        if codec.tokenizer is None:
-            raise ConfigError(codec.missing)
+        _ = codec.required  # refuses a model without a tokenizer
         self._codec, self._positions, self._answers = codec, positions, answers
 
     @property

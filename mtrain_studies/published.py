@@ -12,7 +12,7 @@ from typing import Any
 
 from mtrain_cli import resource_dir
 from mtrain_cli.config.cluster import Cluster, load_cluster
-from mtrain_cli.config.documents import is_number, read_yaml, reason
+from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
@@ -29,13 +29,10 @@ QUANTITIES = (
     *(WORKER + LESS, STEP + LESS, REDUNDANT, MESSAGES, SPEED),
 )
 RING = exchange_name(gathers=False, hierarchical=False)
-FORMULAS = (RING, "double_ring", "burst")
 _SETTINGS = (
     *("words", "layout", "exchange", "index", "density", "columns"),
     *("nodes", "per_node", "attention_only"),
 )
-_OF_ROW = ("row", "values", "note", "counts", "measured", "redundancy", *_SETTINGS)
-_OF_TABLE = ("title", "paper", "where", "cluster", "rows", "remarks", *_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class PublishedValue:
 
     value: None if the paper has it in a figure only, or gives a formula.
     over: name of the row with which the number compares this row.
-    formula: the formula that gives the value, one of `FORMULAS`; "" if the paper gives a number.
+    formula: the formula that gives the value; "" if the paper gives a number.
     """
 
     quantity: str
@@ -146,62 +143,26 @@ def read_file(path: Path) -> PublishedTable:
         ConfigError: the file is damaged.
     """
     try:
-        content = read_yaml(path)
-        _known(content, _OF_TABLE, "the table")
-        shared = {key: content[key] for key in _SETTINGS if key in content}
-        rows = tuple(_row(each, shared) for each in content["rows"])
-        _check_references(rows)
-        texts = {key: str(content[key]) for key in ("title", "paper", "where", "cluster")}
-        remarks = tuple(content.get("remarks", ()))
-        if not all(isinstance(line, str) for line in remarks):
-            raise ValueError("a remark is not text")
-        return PublishedTable(path.stem, **texts, rows=rows, remarks=remarks)
+        content = dict(read_yaml(path))
+        shared = {key: content.pop(key) for key in _SETTINGS if key in content}
+        rows = tuple(_row(each, shared) for each in content.pop("rows"))
+        remarks = tuple(content.pop("remarks", ()))
+        return PublishedTable(path.stem, **content, rows=rows, remarks=remarks)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a published table ({reason(error)})") from None
 
 
 def _row(content: Mapping[str, Any], shared: Mapping[str, Any]) -> PublishedRow:
-    name = str(content["row"])
-    _known(content, _OF_ROW, name)
-    settings = {**shared, **{key: content[key] for key in _SETTINGS if key in content}}
+    given = {**shared, **content}
     words = [*shared.get("words", ()), *content.get("words", ())]
     # A row's own setting replaces that of the table.
-    by_key = {str(word).partition("=")[0]: str(word) for word in words}
-    return PublishedRow(
-        name,
-        tuple(_value(*item) for item in content["values"].items()),
-        **{**settings, "words": tuple(by_key.values())},
-        note=str(content.get("note", "")),
-        counts=bool(content.get("counts", True)),
-        redundancy=dict(content.get("redundancy", {})),
-        measured=dict(content.get("measured", {})),
-    )
+    given["words"] = tuple({str(word).partition("=")[0]: str(word) for word in words}.values())
+    name, values = str(given.pop("row")), given.pop("values")
+    return PublishedRow(name, tuple(_value(*item) for item in values.items()), **given)
 
 
 def _value(quantity: str, content: Any) -> PublishedValue:
     if quantity not in QUANTITIES:
         raise ValueError(f"{quantity}: no such quantity")
-    if not isinstance(content, Mapping):
-        content = {"value": content}
-    _known(content, ("value", "over", "formula"), quantity)
-    value, formula = content.get("value"), str(content.get("formula", ""))
-    if value is not None and not (is_number(value) and value > 0):
-        raise ValueError(f"{quantity}={value}: not a number above 0")
-    if formula and formula not in FORMULAS:
-        raise ValueError(f"{formula}: no such formula")
-    return PublishedValue(quantity, value, str(content.get("over", "")), formula)
-
-
-def _known(content: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    unknown = [str(key) for key in content if key not in keys]
-    if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]}")
-
-
-def _check_references(rows: Sequence[PublishedRow]) -> None:
-    known = {row.name for row in rows}
-    for row in rows:
-        for value in row.values:
-            compares = value.quantity == SPEED_UP or value.quantity.endswith(LESS)
-            if compares != bool(value.over) or (value.over and value.over not in known):
-                raise ValueError(f"{row.name}: {value.quantity} needs another row of the table")
+    content = content if isinstance(content, Mapping) else {"value": content}
+    return PublishedValue(quantity, **{"value": None, **content})

@@ -17,7 +17,6 @@ from mtrain_cli.simulation.scenario import (
     predict_attention_alone,
     predict_training,
 )
-from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.training.memory import GIB
 from mtrain_studies.published import (
@@ -59,18 +58,9 @@ class _PredictedRow:
     def attention(self) -> Prediction:
         if not self.row.attention_only:
             return self.step.attention
-        row, cluster, scenario = self.row, self.cluster, self.scenario
+        row, cluster = self.row, self.cluster
         return predict_attention_alone(
-            cluster,
-            scenario.problem,
-            scenario.config,
-            row.layout,
-            row.exchange,
-            workers=cluster.gpus,
-            per_node=None,
-            kernel=None,
-            conditions=Disturbances(),
-            calibration=scenario.calibration,
+            cluster, self.scenario, row.layout, row.exchange, workers=cluster.gpus
         )
 
     @property
@@ -158,7 +148,7 @@ def predict_table(table: PublishedTable, scenarios: Scenarios, measured: Measure
     """Predict all rows of a table.
 
     Raises:
-        InvalidSetup, ConfigError: the settings of a row are impossible.
+        ConfigError: the settings of a row are impossible.
     """
     rows: dict[str, _PredictedRow] = {}
     for row in table.rows:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from mtrain_studies.tiers import Cell, Tier
 
 _MOST_MINUTES = 10**6
-# Bytes for the longest path in the folder of a study, a file of an unfinished checkpoint:
-# /vertical_slash-0.6-dense-layers/seed-0/run/checkpoints/step-200.tmp-5/.metadata.tmp has 84.
-_LONGEST_FILE = 128
 
 
 def complete_tiers(incomplete: str) -> list[Candidate]:
@@ -153,18 +150,13 @@ def _command() -> list[str]:
 
 def _check_folder(folder: Path, tier: Tier) -> Tier | None:
     """Check that a folder is new or empty, or holds a study of this tier."""
-    from mtrain_cli.config.keys import PATH_MAX, path_problem
+    from mtrain_cli.config.keys import path_problem
     from mtrain_studies.cells import Study
 
     # Trainings get the path without symbolic links, which may be longer or hold other characters.
     for path in (str(folder.absolute()), os.path.realpath(folder)):
         if problem := path_problem(path):
             raise ConfigError(f"--out {folder}: {problem}")
-        if len(os.fsencode(path)) > PATH_MAX - _LONGEST_FILE:
-            raise ConfigError(
-                f"--out {folder}: is too long for the files of a study; give a folder whose whole "
-                f"path has at most {PATH_MAX - _LONGEST_FILE} bytes"
-            )
         if "${" in path:
             raise ConfigError(
                 f"--out {folder}: holds ${{, which begins the name of a setting; give another "

@@ -71,7 +71,6 @@ def compare(
     files: Annotated[bool, flag("--files/--no-files")] = True,
     calibration: Calibrations = None,
     as_json: Json = False,
-    as_csv: Annotated[bool, flag("--csv")] = False,
 ) -> None:
     """Compare published tables with predictions for the paper's cluster and with measurements.
 
@@ -94,11 +93,8 @@ def compare(
         names: Names of tables (`mtrain study list`), or burst, mtraining, magi or all.
         out: Folder for the files; by default measurements/study-NAME.
         files: Write summary.json and study.csv.
-        as_csv: Print comma-separated rows instead of tables.
     """
     chosen = [published.read(name) for name in published.chosen(names)]
-    if as_json and as_csv:
-        raise ConfigError("--csv: --json prints JSON; give one of the two")
     if not files and out is not None:
         raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
     folder = _folder(out, names) if files else None
@@ -114,27 +110,21 @@ def compare(
         _write(folder, content, tables)
     if as_json:
         typer.echo(json_text(content, indent=1))
-    elif as_csv:
-        _write_rows(sys.stdout, tables)
     else:
         _show(tables, folder)
 
 
 def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scenario:
     """Compose the training run of a row."""
-    from mtrain_cli.commands.simulate_request import SimulateRequest
+    from mtrain_cli.commands.simulate_request import Request
 
     drawn = row.index != _ALL_PAIRS
-    return SimulateRequest(
-        words=row.words,
+    return Request(
+        row.words,
         index=row.index if drawn else None,
         density=row.density if drawn else None,
         columns=row.columns if drawn else None,
-        layers=None,
-        kernel="auto",
         calibration=calibration,
-        slow="",
-        jitter=0.0,
         cluster=cluster,
     ).scenario()
 
@@ -195,23 +185,16 @@ def _document(tables: Sequence[StudyTable]) -> dict[str, Any]:
 
 def _write(folder: Path, content: dict[str, Any], tables: Sequence[StudyTable]) -> None:
     from mtrain_cli.records.record_files import write_summary
-    from mtrain_cli.records.study_rows import STUDY_ROWS
+    from mtrain_cli.records.study_rows import STUDY_ROWS, sheet_rows
 
+    rows = sheet_rows(tables)
     with writing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / STUDY_ROWS).open("w", newline="", encoding="utf-8") as file:
-            _write_rows(file, tables)
+            writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
         write_summary(folder, content)
-
-
-def _write_rows(file: Any, tables: Sequence[StudyTable]) -> None:
-    from mtrain_cli.records.study_rows import sheet_rows
-
-    rows = sheet_rows(tables)
-    if rows:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _show(tables: Sequence[StudyTable], folder: Path | None) -> None:

@@ -16,7 +16,7 @@ IMPORTED = {
     "mtrain_lm_eval": """
         attention.named_masks commands.evaluate commands.options config.documents
         config.mask_settings config.problem config.schema config.suggest data.tokenizers
-        evaluation.cost evaluation.other_kinds evaluation.request evaluation.results
+        evaluation.cost evaluation.request evaluation.results
         evaluation.runner inference.engine inference.limits inference.model_source
         inference.sampling inference.scorer inference.text inference.worker launch.environment
         parallel.collectives

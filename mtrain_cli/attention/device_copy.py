@@ -37,6 +37,7 @@ def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
 
 
 def _mapped(part: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
+    # A recursive inner function would keep the tensors alive until a garbage collection.
     if id(part) in done:
         return done[id(part)]
     new = part

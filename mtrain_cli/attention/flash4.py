@@ -118,6 +118,7 @@ class Flash4Kernel(TritonColumns):
 
 
 def _load_dense() -> ModuleType:
+    # FlashAttention-4 decides at import whether and where it caches compiled kernels.
     loaded = "mtrain_cli.kernels.flash4.dense" in sys.modules
     with nullcontext() if loaded else persistent_kernel_cache():
         from mtrain_cli.kernels.flash4 import dense
@@ -184,6 +185,8 @@ def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
 
 def _is_few_rectangles(tiles: Tiles) -> bool:
     """Return whether the mask consists of a few slices that are full or causal."""
+    # A band or an inverse slice goes to the block lists: FlashAttention-4's own windows were not
+    # checked with them. So do several intervals per query, whose slices would need a merge.
     few = tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
     return few and tiles.intervals == 1 and not any(s.inverse for s in tiles.slices[0])
 
@@ -267,6 +270,8 @@ def _version(package: str) -> str:
 @cache
 def _usable(path: Path) -> bool:
     """Return whether files can be created and locked in the folder."""
+    # FlashAttention-4 locks one file per kernel. The lock of the folder, until the process exits,
+    # keeps systemd-tmpfiles from cleaning it.
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = os.open(path / "probe.lock", os.O_WRONLY | os.O_CREAT, 0o600)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -105,8 +105,8 @@ class SlidingWindow(MaskSettings):
         is_nth = bool(self.full_every) and (layer + 1) % self.full_every == 0
         return is_nth or layer < self.full_first
 
-    def _described(self, name: str, value: Any) -> str:
-        return super()._described(name, value) if value else ""
+    def describe(self) -> str:
+        return ", ".join(part for part in super().describe().split(", ") if part[-2:] != " 0")
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,9 @@ def _merged_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float)
 
 def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta."""
+    # The element with the largest |dout| of a row becomes delta / dout, the others 0. In 16 bits,
+    # two more elements correct the rounding error to float32 precision. The first quotient cannot
+    # overflow: |delta| is at most head_dim * max |out| * max |dout|.
     high = accumulation_dtype(dout.dtype)
     out, size = torch.zeros_like(dout), dout.abs()
     remainder = delta.transpose(1, 2).unsqueeze(-1).to(high)
@@ -148,6 +151,7 @@ def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
 
 def _calls(tiles: Tiles, b: int, q: Tensor) -> Iterable[Call]:
     """Return the kernel calls that together compute sequence number b of the batch."""
+    # On the CPU, masks are made one by one: a long sequence's together take quadratic memory.
     dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
         return _cpu_index_calls(tiles, b, dtype)

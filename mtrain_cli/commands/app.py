@@ -166,6 +166,9 @@ def _describe(error: Any) -> str:
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
 
+        similar = message.partition("Possible options")[2]
+        # A command with a trained model takes few settings.
+        is_option = option in similar or (similar and any(p.name == "model" for p in parameters))
         if option in ("--config", "--config-file", "--config-name"):
             # Users of other tools expect an option for a file of settings.
             message = (
@@ -175,9 +178,7 @@ def _describe(error: Any) -> str:
             )
         elif here := counterpart(option):
             message = f"{message.rstrip('.')}; {here}"
-        elif "Possible options" not in message and (
-            key := nearest(option.lstrip("-").replace("-", "_"), all_keys())
-        ):
+        elif not is_option and (key := nearest(option[2:].replace("-", "_"), all_keys())):
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.groups import Groups, open_groups, summary
 from mtrain_cli.config.plugins import callback_names
@@ -146,11 +147,25 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
     words = [*key.choices, *_words_of(key)]
     if bool in key.types:
         words += ["true", "false"]
+    elif not key.choices and (default := _default(name, groups)):
+        words = [*dict.fromkeys([default, *words])]
     if name == "seq":
         words = ["4k", "32k", "128k", "512k", "1m"]
     if name == "train.callbacks":
         words = [f"[{callback}]" for callback in callback_names()]
     return [(word, key.help) for word in words]
+
+
+def _default(name: str, groups: Groups) -> str:
+    """Return a key's value in the default option of its group, or "" if the option lacks it."""
+    section = name.partition(".")[0]
+    file = groups.options.get(section, {}).get(groups.defaults.get(section, ""))
+    try:
+        content = read_yaml(file) if file else None
+    except (OSError, ValueError):
+        return ""
+    value = keys.flatten({section: content}).get(name) if isinstance(content, dict) else None
+    return "" if value is None else keys.show(value)
 
 
 def _path_words(name: str) -> list[Candidate]:

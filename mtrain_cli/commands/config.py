@@ -180,10 +180,9 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
         heads = header[:-1] if below else header
         lines = [[Text(name, style="dim") for name in heads]]
         for row in rows:
-            cells = [Text(cell) for cell in row[: len(heads)]]
+            lines.append([Text(cell) for cell in row[: len(heads)]])
             if below and "," in row[-1]:
-                cells[-1].append(f"\n{row[-1]}", style="dim")
-            lines.append(cells)
+                lines[-1][-1].append(f"\n{row[-1]}", style="dim")
         console.print(grid(lines, ["cyan", *[""] * (len(heads) - 1)], title))
     else:
         console.print(Text(title, style="bold"), overflow="fold")

@@ -75,7 +75,7 @@ def ruler(
                     f"OUT={out}: already holds {path}; delete it or give another folder"
                 )
             files[tokens, task] = path
-    sources = Sources(essays, squad, hotpotqa, words)
+    sources = Sources(*(str(path) if path else None for path in (essays, squad, hotpotqa, words)))
     for task in names:
         files_of(task, sources)
     opened = open_tokenizer(tokenizer, "--tokenizer")

@@ -131,8 +131,6 @@ def perplexity(
             f"--short {short}: no token of a sequence of {least:,} tokens has more context than "
             "that; give a smaller --short or a larger --length"
         )
-    if text is None and text_key != "text":
-        warn([f"--text-key {text_key}: has no effect without --text"])
     options = PerplexityOptions(text, text_key, tokens, _text(keys_from))
     run_evaluation(PERPLEXITY, common, model, overrides, samples or 8, perplexity=options)
 
@@ -237,20 +235,11 @@ def ruler(
     from mtrain_cli.evaluation.ruler_files import Sources
 
     names = ruler_tasks(tasks) if tasks or not file else []
-    sources = Sources(essays, squad, hotpotqa, words)
-    used = [path for name in names for path in files_of(name, sources)]
-    for source, path in vars(sources).items():
-        if path is not None and path not in used:
-            warn([f"--{source} {path}: has no effect, no task reads it"])
-    options = RulerOptions(
-        tuple(names),
-        essays=_text(essays),
-        squad=_text(squad),
-        hotpotqa=_text(hotpotqa),
-        words=_text(words),
-        files=tuple(str(path.expanduser().absolute()) for path in file or ()),
-        max_new=max_new,
-    )
+    sources = Sources(*map(_text, (essays, squad, hotpotqa, words)))
+    for name in names:
+        files_of(name, sources)
+    files = tuple(str(path.expanduser().absolute()) for path in file or ())
+    options = RulerOptions(tuple(names), sources, files, max_new)
     run_evaluation(RULER, common, model, overrides, samples, ruler=options)
 
 
@@ -433,25 +422,17 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
             require_prompts(source, prompts, most, beyond=beyond, names=names)
         else:
             require_whole_cache(config.mask, cell.length)
-            if not beyond:
-                require_room(source, cell.length, len(codec.begin))
+            # The last token of an answer takes no position, so one special token has room.
+            most = source.max_position - max(0, len(codec.begin) - 1)
+            if not beyond and cell.length > most:
+                raise ConfigError(
+                    f"--length {cell.length}: the model has {source.max_position:,} positions, and "
+                    f"the tokenizer adds {len(codec.begin)} tokens to a prompt; give at most "
+                    f"{most:,}, or add --beyond to go on anyway"
+                )
     if not isinstance(measurement, Perplexity):
         return []
     return [f"perplexity: {line}" for line in measurement.remarks.values()]
-
-
-def require_room(source: ModelSource, length: int, special: int) -> None:
-    """Raise ConfigError if a sample of RULER with special tokens exceeds the model's positions.
-
-    The last token of an answer takes no position, so one special token always has room.
-    """
-    used, most = length + special - 1, source.max_position
-    if special and used > most:
-        raise ConfigError(
-            f"--length {length}: the tokenizer adds {special} tokens to a prompt, so a sample "
-            f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
-            "or add --beyond to go on anyway"
-        )
 
 
 @contextlib.contextmanager

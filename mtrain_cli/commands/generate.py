@@ -100,10 +100,8 @@ def generate(
     ids = [codec.encode(one, n) if isinstance(one, str) else one for n, one in given.items()]
     require_prompts(source, ids, max_new, beyond=beyond, names=list(given))
     tokens = max(map(len, ids)) + max_new
-    lines = [sampling.without_effect()]
     if line := longer_than_trained(source, tokens):
-        lines.append(f"prompt and --max-new have up to {tokens:,} tokens; {line}")
-    warn([*filter(None, lines)])
+        warn([f"prompt and --max-new have up to {tokens:,} tokens; {line}"])
     request = GenerateRequest(
         path=str(source.path.absolute()),
         is_folder=source.is_folder,

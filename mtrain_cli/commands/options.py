@@ -202,23 +202,6 @@ def parse_items(option: str, text: str, parse: Callable[[str], T], example: str)
     return values
 
 
-def parse_share_option(option: str, text: str | None) -> float | None:
-    """Parse a share above 0 and at most 1. Return None if the option is not given."""
-    from mtrain_cli.config.sizes import parse_share
-
-    if text is None:
-        return None
-    try:
-        parsed = parse_share(text)
-    except ValueError:
-        parsed = 0.0
-    if not 0 < parsed <= 1:
-        raise ConfigError(
-            f"{option} {text}: must be a share above 0 and at most 1, such as 0.05 or 5%"
-        )
-    return parsed
-
-
 def parse_whole_number(text: str) -> int:
     """Parse a whole number of at least 0 written in plain digits, without signs and spaces."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):

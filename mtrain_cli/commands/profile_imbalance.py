@@ -23,7 +23,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
-from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
+from mtrain_cli.commands.train import require_data, require_resolvable
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import DenseSettings, VerticalSlashSettings
@@ -99,12 +99,11 @@ def imbalance(
     cases, remark = _cases(words, {name: parse_names(name, text) for name, text in typed.items()})
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
-    require_kernel(config, environment.device)
     for _, case in cases:
         if attention_only:
             for degree in ("tensor_parallel", "pipeline_parallel"):
                 require_degree_1(case, degree, "mtrain profile imbalance --attention-only")
-        require_exchange(case, environment)
+        require_resolvable(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
     if remark and not job_rank():

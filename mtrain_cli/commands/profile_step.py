@@ -17,7 +17,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app
-from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
+from mtrain_cli.commands.train import require_data, require_resolvable
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def step(
     warmup, dense = _warmup(config, warmup, steps)
     require_data(config)
     environment = resolve_environment(config)
-    require_kernel(config, environment.device)
-    require_exchange(config, environment)
+    require_resolvable(config, environment)
     warn_of_unused_settings(words, config, device=environment.device)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan

@@ -112,7 +112,7 @@ def what_if(
         replays = {name: replay(recorded, name, setups, numbers, machine) for name in patterns}
     except InvalidSetup as error:
         option = error.about.replace("_", "-")
-        raise ConfigError(f"--{option} {error.value}: {error}") from None
+        raise ConfigError(f"--{option} {error.value}: {error.reason}") from None
     if as_json:
         typer.echo(json_text(_document(recorded, replays), indent=1))
         return

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +16,6 @@ from mtrain_cli.commands.completion import (
     complete_measured,
 )
 from mtrain_cli.commands.options import (
-    MOST_TOKENS,
     MOST_WORKERS,
     Json,
     Overrides,
@@ -30,51 +26,22 @@ from mtrain_cli.commands.options import (
     option,
     with_options,
 )
-from mtrain_cli.commands.simulate_args import DEFAULT_CLUSTER, DEFAULT_LAYOUTS, parse_job
+from mtrain_cli.commands.simulate_request import DEFAULT_CLUSTER, Job, parse_job
 from mtrain_cli.config.schema import ConfigError
-
-# Options of an earlier version, each with the command that replaces it.
-_FORMER = {"--sweep": "sweep", "--recommend": "recommend", "--validate": "validate"}
-# Typer bundles its own click and does not export this class.
-_UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class _Group(TyperGroup):
     """A command group in which `mtrain simulate SETTINGS` means `mtrain simulate run SETTINGS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _refuse_former_options(args, self.commands)
         first = args[0] if args else "="
         is_setting = first.startswith("-") or "=" in first
         # In shell completion, a setting may be split at the equals sign, so it may have none.
         if ctx.resilient_parsing:
             is_setting = bool(args) and first not in self.commands
         if is_setting and first not in ctx.help_option_names:
-            for before, word in itertools.pairwise(args):
-                if word in self.commands and not before.startswith("-"):
-                    raise ConfigError(
-                        f"{word}: is a command; type it first: `mtrain simulate {word} ...`"
-                    )
             args = ["run", *args]
         return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except _UsageError as error:
-            self._name_owners(error)
-            raise
-
-    def _name_owners(self, error: Any) -> None:
-        option_name, ctx = getattr(error, "option_name", None), getattr(error, "ctx", None)
-        owners = [
-            name
-            for name, command in self.commands.items()
-            if any(option_name in (*p.opts, *p.secondary_opts) for p in command.params)
-        ]
-        if owners and ctx is not None and ctx.info_name not in owners:
-            commands = ", ".join(f"`mtrain simulate {name}`" for name in owners)
-            raise ConfigError(f"{option_name}: only an option of {commands}") from error
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         run = self.commands["run"]
@@ -85,22 +52,6 @@ class _Group(TyperGroup):
             *run.shell_complete(run_ctx, incomplete),
             *settings.shell_complete(run_ctx, incomplete),
         ]
-
-
-def _refuse_former_options(args: Sequence[str], commands: Container[str]) -> None:
-    typed = next((word for word in args if word.partition("=")[0] in _FORMER), None)
-    if typed is None:
-        return
-    name = typed.partition("=")[0]
-    # The settings were the value of --sweep. The new command replaces a command that was typed.
-    words = [
-        word.removeprefix(f"{name}=")
-        for before, word in itertools.pairwise(["", *args])
-        if word not in _FORMER
-        and not (word in commands and (before in _FORMER or not before.startswith("-")))
-    ]
-    line = " ".join(["mtrain simulate", _FORMER[name], *words])
-    raise ConfigError(f"{name}: is now a command; type `{line}`")
 
 
 app = typer.Typer(cls=_Group, rich_markup_mode="rich")
@@ -122,9 +73,6 @@ ClusterName = Annotated[
         f"of topology=, or {DEFAULT_CLUSTER}.",
     ),
 ]
-Nodes = Annotated[
-    int | None, bounded(1, MOST_WORKERS, "Number of nodes; by default the cluster's.")
-]
 Out = Annotated[
     Path | None, option("DIR", help="Folder for the files; by default a new one in measurements/.")
 ]
@@ -133,28 +81,29 @@ Files = Annotated[bool, flag("--files/--no-files", "Write records for `mtrain re
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """The options of `run`, `sweep` and `recommend`, as typed.
+    """The keys of a prediction besides the settings of `mtrain train`, each also an option.
 
-    overrides: As in `mtrain train`, such as model= and seq=.
+    overrides: As in `mtrain train`, such as model= and seq=. Options with a value are settings,
+        too: cluster=a100_4x8 means --cluster a100_4x8.
+    nodes: Number of nodes; by default the cluster's.
     workers: Number of GPUs in total; by default all of the cluster.
-    exchange: Exchanges to compare. By default ring and all_gather, and their hierarchical
-        forms between nodes; in a sweep, only hierarchical_ring between nodes. Under a mask other
-        than causal, group casts, too. Except in a sweep, also the exchange of a recipe.
+    layout: Layouts to compare; by default zigzag and striped, balanced under a mask other than
+        causal, and the layout of a recipe.
+    exchange: Exchanges to compare. By default ring and all_gather, between nodes also their
+        hierarchical forms, and group casts under a mask other than causal; for `recommend`, all.
     index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
         dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
-        sparsity=; with --density or --columns, the family clustered.
+        sparsity=; with density or columns, the family clustered.
     density: Share of the causal blocks that the slashes of a synthetic index cover, such as
         0.05 or 5%; columns add to this share. By default 5%, within sparsity.min_slashes and
         max_slashes.
     columns: Single key columns per head of a synthetic index; 2048 by default.
     layers: Number of layers to predict, each with its own index; by default 1, or all layers
         of a recorded index.
-    kernel: Attention kernel; auto = the kernel of train.kernel, or else the usual kernel of the
-        GPU.
+    kernel: Attention kernel, as train.kernel.
     expert_loads: Loads of experts: zipf:X, with which the expert of rank r gets a share ~ 1 / r^X,
-        a profile with loads of experts, or a run, whose largest loads are taken; zipf:0 (equal
-        loads) by default.
-    slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
+        or a profile with loads of experts; zipf:0 (equal loads) by default.
+    slow: Stragglers, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
     jitter: Spread of message times: standard deviation of their logarithm.
     tokens: Tokens to train on, such as 20b. Adds the days and dollars of the training run.
     price: Dollars per GPU-hour; by default the price of the cluster.
@@ -162,38 +111,24 @@ class SimulateOptions:
 
     overrides: Overrides = None
     cluster: ClusterName = None
-    nodes: Nodes = None
-    workers: Annotated[int | None, option("N")] = None
-    layout: Annotated[
-        str | None,
-        name_list(complete_layouts, f"Layouts to compare; {DEFAULT_LAYOUTS} by default."),
-    ] = None
+    nodes: Annotated[str | None, option("N")] = None
+    workers: Annotated[str | None, option("N")] = None
+    layout: Annotated[str | None, name_list(complete_layouts)] = None
     exchange: Annotated[str | None, name_list(complete_exchanges)] = None
     index: Annotated[str | None, option("FILE|NAME")] = None
     density: Annotated[str | None, option("X")] = None
-    columns: Annotated[int | None, bounded(0, MOST_TOKENS)] = None
-    layers: Annotated[int | None, bounded(1, MOST_WORKERS)] = None
-    kernel: Annotated[str, option("NAME")] = "auto"
+    columns: Annotated[str | None, option("N")] = None
+    layers: Annotated[str | None, option("N")] = None
+    kernel: Annotated[str | None, option("NAME")] = None
     calibration: Calibrations = None
     expert_loads: Annotated[str | None, option("zipf:X|DIR")] = None
-    slow: Annotated[str, option("RANK=X,...")] = ""
-    jitter: Annotated[float, option("X")] = 0.0
+    slow: Annotated[str | None, option("RANK=X,...")] = None
+    jitter: Annotated[str | None, option("X")] = None
     tokens: Annotated[str | None, option("N")] = None
-    price: Annotated[float | None, option("X")] = None
+    price: Annotated[str | None, option("X")] = None
     out: Out = None
     files: Files = True
     as_json: Json = False
-
-
-@dataclass(frozen=True)
-class RecommendOptions(SimulateOptions):
-    """The options of `recommend`, which compares more exchanges by default.
-
-    exchange: Exchanges to compare; by default all, but group casts only under a mask other than
-        causal.
-    """
-
-    exchange: Annotated[str | None, name_list(complete_exchanges)] = None
 
 
 @app.callback()
@@ -204,15 +139,13 @@ def simulate() -> None:
     kernels and from the constants of the cluster, each with its source. best and worst are the
     bounds of a predicted time.
 
-    `run` is the default command. Its options choose the cluster (--cluster, --nodes, --workers),
-    the pairs (--density, --columns, --index), what to compare (--layout, --exchange) and more:
-    type `mtrain simulate run --help`.
+    `run` is the default command; `mtrain simulate run --help` shows its options.
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
+      [cyan]mtrain simulate model=qwen3b seq=512k cluster=a100_4x8 density=5%[/cyan]
           Compare two layouts and four exchanges on 32 GPUs, with a sparse index
-      [cyan]mtrain simulate recommend model=qwen3b --cluster h100_4x8[/cyan]
+      [cyan]mtrain simulate recommend model=qwen3b cluster=h100_4x8[/cyan]
           Recommend a configuration
     """
 
@@ -226,17 +159,15 @@ def run(
 ) -> None:
     """Predict a training step for every layout and exchange.
 
+    If other settings have several values, `run` predicts every combination.
+
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate run model=qwen3b seq=512k --cluster a100_4x8[/cyan]
-          Compare two layouts and four exchanges on 32 GPUs, dense
-      [cyan]mtrain simulate run model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
-          Use a synthetic sparse index
-      [cyan]mtrain simulate run seq=256k train.global_batch=4 topology.context_parallel=8[/cyan]
-          Train four sequences at a time, each on the eight GPUs of a node
-      [cyan]mtrain simulate run --index measurements/imbalance-x --cluster h100_4x8[/cyan]
+      [cyan]mtrain simulate run model=qwen3b seq=512k cluster=a100_4x8 density=5%[/cyan]
+          Compare two layouts and four exchanges on 32 GPUs, with a synthetic sparse index
+      [cyan]mtrain simulate run index=measurements/imbalance-x cluster=h100_4x8[/cyan]
           Predict the attention of a profile on another cluster
-      [cyan]mtrain simulate run model=qwen3b seq=4m --cluster my.yaml --nodes 128[/cyan]
+      [cyan]mtrain simulate run model=qwen3b seq=4m cluster=my.yaml nodes=128[/cyan]
           Use 128 nodes of a cluster that you describe in my.yaml
 
     Args:
@@ -245,62 +176,62 @@ def run(
         recompute: With --attention-only: add the forward pass of full recomputation.
     """
     job = parse_job(typed)
-    if typed.price and job.tokens is None:
-        print(
-            f"mtrain: warning: --price {typed.price}: has no effect without --tokens",
-            file=sys.stderr,
-        )
-    job.request.check(job.workers)
     alone = attention_only or job.request.without_a_model
-    job.require_gpus(alone, "give --attention-only")
     if recompute and not alone:
         raise ConfigError(
             "--recompute: only with --attention-only; for whole steps, set "
             "train.activation_checkpoint"
         )
+    if not alone:
+        job.require_gpus()
+    elif job.axes:
+        raise ConfigError(f"{next(iter(job.axes))}: --attention-only takes one value")
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.commands.simulate_actions import predict_attention, predict_steps
+    from mtrain_cli.commands import simulate_actions as actions
 
     if alone:
-        predict_attention(job, recompute)
+        actions.predict_attention(job, recompute)
+    elif job.axes:
+        actions.predict_sweep(job)
     else:
-        predict_steps(job)
+        actions.predict_steps(job)
 
 
 @app.command()
-@with_options(SimulateOptions, "slow")
+@with_options(SimulateOptions)
 def sweep(typed: SimulateOptions) -> None:
     """Predict every combination of lengths, workers, nodes, densities or settings.
 
-    Give several values to settings, or to nodes=, workers=, density= and columns=. To continue an
-    interrupted sweep, repeat the command with the same --out DIR.
+    Give several values to settings, or to nodes=, workers=, density= and columns=.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate sweep model=qwen3b seq=512k,1m workers=2,4,8[/cyan]
           Predict how training scales; `mtrain report` plots the result
-      [cyan]mtrain simulate sweep model=qwen3b seq=512k density=2%,20% --columns 512[/cyan]
-          Predict how time depends on density
     """
-    from mtrain_cli.simulation.sweep_axes import OWN, axes, is_axis
-
-    words = typed.overrides or []
-    settings = [word for word in words if not is_axis(word)]
-    swept = [word for word in words if is_axis(word)]
-    values = axes(swept, settings)
-    job = parse_job(replace(typed, overrides=settings), swept)
-    job.require_gpus(False, "use `mtrain simulate run --attention-only`")
-    first = (f"{name}={points[0]}" for name, points in values.items() if name not in OWN)
-    job.request.compose([*job.request.words, *first])
-    # Imported late: it takes seconds, and mistakes are reported above.
+    job = parse_job(typed)
+    job.require_gpus()
+    if not job.axes:
+        raise ConfigError("nothing to sweep: give several values, such as seq=128k,512k nodes=1,2")
     from mtrain_cli.commands.simulate_actions import predict_sweep
 
-    predict_sweep(job, values, typed.workers)
+    predict_sweep(job)
+
+
+def _single(typed: SimulateOptions, **more: bool) -> Job:
+    """Return the job of a command that takes no sweep."""
+    job = parse_job(typed, **more)
+    job.require_gpus()
+    if job.axes:
+        name, values = next(iter(job.axes.items()))
+        why = "one value; `mtrain simulate sweep` takes several"
+        raise ConfigError(f"{name}={','.join(values)}: {why}")
+    return job
 
 
 @app.command()
-@with_options(RecommendOptions)
-def recommend(typed: RecommendOptions) -> None:
+@with_options(SimulateOptions)
+def recommend(typed: SimulateOptions) -> None:
     """Recommend the fastest configuration that fits, and explain why.
 
     Tries layouts, exchanges, context groups, tensor, pipeline and expert parallelism, recomputation
@@ -309,25 +240,23 @@ def recommend(typed: RecommendOptions) -> None:
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate recommend model=qwen3b seq=1m --cluster h100_4x8[/cyan]
+      [cyan]mtrain simulate recommend model=qwen3b seq=1m cluster=h100_4x8[/cyan]
           Recommend a configuration, with reasons
-      [cyan]mtrain simulate recommend model=qwen3b seq=1m --tokens 20b --price 2[/cyan]
+      [cyan]mtrain simulate recommend model=qwen3b seq=1m tokens=20b price=2[/cyan]
           Also predict training time and cost
     """
-    job = parse_job(typed, every_exchange=True)
-    job.request.check(job.workers)
-    job.require_gpus(False, "use `mtrain simulate run --attention-only`")
+    job = _single(typed, every_exchange=True)
     from mtrain_cli.commands.simulate_actions import recommend as search
 
     search(job)
 
 
+_OF_PAIRS = ("index", "density", "columns", "layers", "calibration", "slow", "jitter")
+_OF_STEPS = ("layout", "exchange", "expert_loads", "tokens", "price", "out", "files")
+
+
 @app.command()
-@with_options(
-    SimulateOptions,
-    *("layout", "exchange", "index", "density", "columns", "layers", "calibration", "slow"),
-    *("jitter", "tokens", "price", "out", "files"),
-)
+@with_options(SimulateOptions, *_OF_PAIRS, *_OF_STEPS)
 def methods(typed: SimulateOptions) -> None:
     """Compare methods of parallelism: memory, traffic, idle time and limits, each used alone.
 
@@ -336,16 +265,13 @@ def methods(typed: SimulateOptions) -> None:
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate methods model=qwen7b seq=32k --cluster h100_4x8 --nodes 1[/cyan]
+      [cyan]mtrain simulate methods model=qwen7b seq=32k cluster=h100_4x8 nodes=1[/cyan]
           Compare on the eight GPUs of a node
-      [cyan]mtrain simulate methods model=llama8b seq=128k --workers 4 --json[/cyan]
-          Print the numbers in bytes, for scripts
     """
-    job = parse_job(typed)
-    job.request.check(job.workers)
-    job.require_gpus(False, "give a cluster of GPUs")
-    # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.commands.simulate_methods import show_methods
+    job = _single(typed)
+    if unused := next((name for name in _OF_PAIRS if getattr(job.request, name)), None):
+        raise ConfigError(f"{unused}: has no effect on the methods; leave it out")
+    from mtrain_cli.commands.simulate_actions import show_methods
 
     show_methods(job)
 
@@ -355,7 +281,9 @@ def validate(
     runs: Annotated[list[Path], argument("RUN", complete_measured)],
     prediction: Annotated[list[Path] | None, option("DIR")] = None,
     cluster: ClusterName = None,
-    nodes: Nodes = None,
+    nodes: Annotated[
+        int | None, bounded(1, MOST_WORKERS, "Number of nodes; by default the cluster's.")
+    ] = None,
     calibration: Calibrations = None,
     out: Out = None,
     files: Files = True,
@@ -380,12 +308,6 @@ def validate(
     from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration_files import calibration_files
 
-    for word in map(str, runs):
-        if "=" in word and not Path(word).exists():
-            raise ConfigError(
-                f"{word}: validate takes no settings; give folders of profiles, and --cluster, "
-                "--nodes and --calibration"
-            )
     machine = load_cluster(cluster or DEFAULT_CLUSTER, nodes=nodes)
     if calibration is not None:
         calibration_files(calibration)

@@ -2,180 +2,165 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import itertools
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtrain_cli.commands import simulate_files as files
+from mtrain_cli import __version__
 from mtrain_cli.commands import simulate_output as output
 from mtrain_cli.commands.options import writing
-from mtrain_cli.commands.simulate_args import SimulateJob
+from mtrain_cli.commands.simulate_request import Job
+from mtrain_cli.config.cluster import Cluster, load_cluster
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.console import Console
+from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.records.record_files import SWEEP
+from mtrain_cli.records import record_files
+from mtrain_cli.records.analysis import analyse
+from mtrain_cli.records.pipeline_times import prediction_entry
 from mtrain_cli.reporting import sweeps
 from mtrain_cli.reporting.terminal_width import print_table
-from mtrain_cli.simulation.calibration import load_user_calibration
-from mtrain_cli.simulation.prediction import Prediction
+from mtrain_cli.simulation.calibration import Calibration, describe_source, load_user_calibration
+from mtrain_cli.simulation.constants import CONSTANTS
+from mtrain_cli.simulation.expert_cost import dealt_over
+from mtrain_cli.simulation.methods import compare, sequences_of
+from mtrain_cli.simulation.predicted_step import training_days, training_dollars
+from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import Recommendation, label
 from mtrain_cli.simulation.recommend import recommend as search
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
     Scenario,
     evaluate,
+    plan_on,
     predict_attention_alone,
     predict_training,
 )
-from mtrain_cli.simulation.sweep import Sweep, points, row_of, shared_remarks, with_cost
-from mtrain_cli.simulation.sweep_axes import NODES, OWN, WORKERS
+from mtrain_cli.simulation.validation import digest
+from mtrain_cli.simulation.workload import AttentionWorkload
+from mtrain_cli.training.run_plan import RunPlan
 
-_IDENTITY = ("point", "workers", "layout", "exchange")  # entries that tell rows of a sweep apart
 _SHOWN = 8  # configurations in the table of a recommendation
+_MOST_POINTS = 5000
 
 
-def predict_steps(job: SimulateJob) -> None:
+def predict_steps(job: Job) -> None:
     """Predict a training step for every layout and exchange."""
-    scenario = job.scenario()
-    folder = files.folder_of(job)
+    scenario, folder = job.request.scenario(), folder_of(job)
 
     def predict(number: int, layout: str, exchange: str) -> PredictedScenario:
-        return predict_training(
-            job.cluster,
-            scenario,
-            job.workers,
-            layout,
-            exchange,
-            number=number,
-            rows=job.typed.files,
-        )
+        run, rows = (job.workers, layout, exchange), job.typed.files
+        return predict_training(job.cluster, scenario, *run, number=number, rows=rows)
 
-    outcomes, automatic = job.each(predict, lambda outcome: outcome.plan.exchange.label)
+    outcomes = job.each(predict, lambda outcome: outcome.plan.exchange.label)
     predictions = [outcome.attention for outcome in outcomes]
     rows = [with_cost(row_of(outcome), job.tokens, job.price) for outcome in outcomes]
     pipelines = [outcome.step.pipeline for outcome in outcomes]
-    entries = files.prediction_entries(scenario.problem, predictions, rows, pipelines)
-    content = files.document(job.cluster, scenario.calibration, **entries)
+    entries = _entries(scenario.problem, predictions, rows, pipelines)
+    content = _document(job.cluster, scenario.calibration, **entries)
 
     def show(console: Console) -> None:
-        kernels = (outcome.plan.kernel for outcome in outcomes)
+        kernels = [outcome.plan.kernel for outcome in outcomes]
         output.print_assumed(console, job, scenario.problem.pattern, kernels)
-        table = output.step_table(job.cluster, scenario.problem, outcomes)
-        print_table(console, table)
+        print_table(console, output.step_table(job.cluster, scenario.problem, outcomes))
         if len(outcomes) > 1 or not outcomes[0].step.fits:
             output.print_lines(console, [output.best_line(outcomes)])
         main = output.main_outcome(outcomes)
         output.print_lines(console, output.step_lines(main, job.tokens, job.price))
-        output.print_notes(console, output.automatic_remarks(automatic))
         output.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
 
-    files.deliver(job, folder, content, predictions, show)
+    _deliver(job, folder, content, predictions, show)
 
 
-def predict_attention(job: SimulateJob, recompute: bool) -> None:
+def predict_attention(job: Job, recompute: bool) -> None:
     """Predict a layer's attention for every layout and exchange."""
-    request = job.request
-    own = load_user_calibration(request.calibration)
-    per_node = request.per_node(job.workers)
-    if request.without_a_model:
-        config, workload = None, request.load_without_model()
-        conditions = request.disturbances(job.workers)
-    else:
-        scenario = job.scenario()
-        config, workload, conditions = scenario.config, scenario.problem, scenario.conditions
-    folder = files.folder_of(job)
+    request, planned = job.request, not job.request.without_a_model
+    scenario = request.scenario() if planned else request.scenario_without_model()
+    problem, calibration, folder = scenario.problem, scenario.calibration, folder_of(job)
 
     def predict(number: int, layout: str, exchange: str) -> Prediction:
         return predict_attention_alone(
             job.cluster,
-            workload,
-            config,
+            scenario,
             layout,
             exchange,
             workers=job.workers,
-            per_node=per_node,
-            kernel=request.typed_kernel,
-            conditions=conditions,
-            calibration=own,
+            planned=planned,
             recompute=Recompute.EVERYTHING if recompute else Recompute.NOTHING,
             number=number,
             rows=job.typed.files,
         )
 
-    predictions, automatic = job.each(predict, lambda prediction: prediction.facts["exchange"])
-    content = files.document(job.cluster, own, **files.prediction_entries(workload, predictions))
+    predictions = job.each(predict, lambda prediction: prediction.facts["exchange"])
+    content = _document(job.cluster, calibration, **_entries(problem, predictions))
 
     def show(console: Console) -> None:
-        kernels = (p.kernel for p in predictions)
-        output.print_assumed(console, job, workload.pattern, kernels)
-        print_table(console, output.attention_table(job.cluster, workload, predictions))
-        output.print_notes(console, output.automatic_remarks(automatic))
+        output.print_assumed(console, job, problem.pattern, [p.kernel for p in predictions])
+        print_table(console, output.attention_table(job.cluster, problem, predictions))
         output.print_notes(console, (remark for p in predictions for remark in p.remarks))
 
-    files.deliver(job, folder, content, predictions, show)
+    _deliver(job, folder, content, predictions, show)
 
 
-def recommend(job: SimulateJob) -> None:
+def recommend(job: Job) -> None:
     """Search for the fastest configuration that fits. The exit code is 1 if nothing fits."""
-    scenario = job.scenario()
-    if job.request.slow and job.request.context_parallel(scenario.config) is None:
+    scenario = job.request.scenario()
+    if job.request.slow and scenario.config.topology.context_parallel == "auto":
         # The group of a rank depends on the size of groups, and several sizes are tried.
         raise ConfigError(
-            f"--slow {job.request.slow}: this command tries context groups of several sizes; add "
-            "topology.context_parallel=N, or leave --slow out"
+            "slow: this command tries context groups of several sizes; set "
+            "topology.context_parallel=N, or leave slow out"
         )
-    folder = files.folder_of(job)
+    folder = folder_of(job)
     # Settings that the user typed stay fixed.
     fixed = job.request.sets("train.activation_checkpoint")
     kinds = {"recomputations": (scenario.config.train.activation_checkpoint,)} if fixed else {}
-    with job.errors_by_option(job.exchanges[0]), _progress() as progress:
-        result = search(
-            job.cluster,
-            scenario,
-            job.workers,
-            job.layouts,
-            job.exchanges,
-            progress=progress,
-            **kinds,
-        )
+    with _progress() as progress:
+        compared = job.layouts, job.exchanges
+        result = search(job.cluster, scenario, job.workers, *compared, progress=progress, **kinds)
+    ranked = result.ranked
     content = _recommendation(job, scenario, result)
     predictions: list[Prediction] = []
-    if folder is not None and result.ranked:
-        with_rows = evaluate(job.cluster, scenario, result.best.plan, rows=True, bounds=False)
+    if folder is not None and ranked:
+        with_rows = evaluate(job.cluster, scenario, ranked[0].plan, rows=True, bounds=False)
         predictions = [with_rows.attention]
 
     def show(console: Console) -> None:
-        kernels = (outcome.plan.kernel for outcome in result.ranked)
+        kernels = [outcome.plan.kernel for outcome in ranked]
         output.print_assumed(console, job, scenario.problem.pattern, kernels)
-        if result.ranked:
-            by_time = sorted(result.ranked, key=lambda outcome: outcome.step.seconds.value)
+        if ranked:
+            by_time = sorted(ranked, key=lambda outcome: outcome.step.seconds.value)
             table = output.step_table(job.cluster, scenario.problem, by_time[:_SHOWN])
             print_table(console, table)
             if len(by_time) > _SHOWN:
                 console.print(f"and {len(by_time) - _SHOWN} slower ones that fit")
         output.print_lines(console, content["recommended"]["lines"])
-        if result.ranked:
-            output.print_lines(console, output.step_lines(result.best, job.tokens, job.price))
-            output.print_notes(console, result.best.remarks)
+        if ranked:
+            output.print_lines(console, output.step_lines(ranked[0], job.tokens, job.price))
+            output.print_notes(console, ranked[0].remarks)
 
-    files.deliver(job, folder if result.ranked else None, content, predictions, show)
-    if not result.ranked:
+    _deliver(job, folder if ranked else None, content, predictions, show)
+    if not ranked:
         raise typer.Exit(1)
 
 
-def _recommendation(job: SimulateJob, scenario: Scenario, result: Recommendation) -> dict[str, Any]:
+def _recommendation(job: Job, scenario: Scenario, result: Recommendation) -> dict[str, Any]:
     rows = [row_of(outcome) for outcome in result.ranked]
     entries: dict[str, Any] = {"workers": job.workers}
     if rows:
-        best = result.best
-        entries = files.prediction_entries(
-            scenario.problem, [best.attention], rows[:1], [best.step.pipeline]
-        )
+        best = result.ranked[0]
+        entries = _entries(scenario.problem, [best.attention], rows[:1], [best.step.pipeline])
     ranked = [
         with_cost({"configuration": label(outcome.plan), **row}, job.tokens, job.price)
         for outcome, row in zip(result.ranked, rows, strict=True)
@@ -183,81 +168,113 @@ def _recommendation(job: SimulateJob, scenario: Scenario, result: Recommendation
     recommended = {
         "ranked": ranked,
         "rejected": [{"what": r.what, "why": r.why} for r in result.rejected],
-        "needed": list(result.needed),
         "lines": list(output.recommendation_lines(job.cluster, result, scenario.words)),
     }
-    return files.document(job.cluster, scenario.calibration, **entries, recommended=recommended)
+    return _document(job.cluster, scenario.calibration, **entries, recommended=recommended)
 
 
-def predict_sweep(
-    job: SimulateJob, swept: Mapping[str, Sequence[str]], workers: int | None
-) -> None:
-    """Predict every combination of the axes, layouts and exchanges.
-
-    Args:
-        swept: values by axis.
-        workers: value of --workers; None if it was not typed.
-    """
-    _check_axes(job, swept)
-    todo = points(swept, job.layouts, job.exchanges)
-    folder = files.folder_of(job)
-    own = load_user_calibration(job.request.calibration)
-    # Identify the sweep by the contents of files: a calibration may be measured again.
-    about = json.dumps([repr(own), repr(job.request), repr(job.cluster), workers])
-    # Check all settings before anything is written.
-    pair_lines: dict[str, None] = {}
-    for inputs in dict.fromkeys(point.inputs for point in todo):
-        pairs = job.request.scenario(*inputs).problem.pattern
-        pair_lines[job.request.describe_pairs(pairs, inputs[0])] = None
-    journal = None if folder is None else folder / SWEEP
-    sweep = Sweep(todo, job.cluster_with, job.request.scenario, workers, about)
-    with writing(folder), _progress() as progress:
-        rows = list(sweep.rows(journal, lambda done: progress(done, len(todo))))
-    automatic = [
-        row["exchange"]
-        for point, row in zip(todo, rows, strict=True)
-        if point.exchange == "auto" and "cannot" not in row
+def predict_sweep(job: Job) -> None:
+    """Predict every combination of the swept values, layouts and exchanges."""
+    # Settings vary slowest, so that points with the same indices are adjacent.
+    names = sorted(job.axes, key=lambda name: name in ("nodes", "workers"))
+    points = [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(job.axes[name] for name in names))
     ]
-    rows = list({str([row[k] for k in _IDENTITY]): row for row in reversed(rows)}.values())[::-1]
+    if (count := len(points) * len(job.layouts) * len(job.exchanges)) > _MOST_POINTS:
+        raise ConfigError(f"{count} configurations to sweep; allowed: at most {_MOST_POINTS}")
+    folder = folder_of(job)
+    scenarios: dict[str, Scenario] = {}
+    pair_lines: dict[str, None] = {}
+    rows: list[dict[str, Any]] = []
+    # The scenarios come first: they check all settings before anything is predicted.
+    for keep, point in itertools.product((False, True), points):
+        settings = [f"{n}={v}" for n, v in point.items() if n not in _KEYS]
+        own = {name: parse(point[name]) for name, parse in _KEYS.items() if name in point and parse}
+        if (key := str((settings, own))) not in scenarios:
+            scenario = scenarios[key] = job.request.at(settings, **own).scenario()
+            pairs = job.request.at((), **own).describe_pairs(scenario.problem.pattern, settings)
+            pair_lines[pairs] = None
+        if keep:
+            rows += _point_rows(job, point, scenarios[key])
+    identity = ("point", "workers", "layout", "exchange")  # `auto` repeats another exchange
+    rows = list({str([row[k] for k in identity]): row for row in reversed(rows)}.values())[::-1]
     if all("cannot" in row for row in rows):
-        typed = " ".join(f"{name}={','.join(values)}" for name, values in swept.items())
-        raise ConfigError(f"{typed}: {rows[0]['cannot']}")
-    rows = [row if "cannot" in row else with_cost(row, job.tokens, job.price) for row in rows]
-    remarks, rows = shared_remarks(rows)
+        raise ConfigError(rows[0]["cannot"])
+    of_rows = [row["remarks"] for row in rows if "cannot" not in row]
+    remarks = [text for text in of_rows[0] if all(text in others for others in of_rows)]
+    for row in rows:
+        row["remarks"] = [text for text in row.get("remarks", ()) if text not in remarks]
     most = max(row["workers"] for row in rows)
-    content = files.document(job.cluster, own, workers=most, cases=[], remarks=remarks, sweep=rows)
+    own_times = load_user_calibration(job.request.calibration)
+    content = _document(job.cluster, own_times, workers=most, cases=[], remarks=remarks, sweep=rows)
     if folder is not None:
-        sweeps.sweep_table([(folder.name, rows)]).write(folder)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            sweeps.sweep_table([(folder.name, rows)]).write(folder)
 
     def show(console: Console) -> None:
         output.print_lines(console, (f"pairs  {line}" for line in pair_lines))
         output.print_lines(console, output.kernel_lines(row.get("kernel") for row in rows))
         print_table(console, sweeps.sweep_table([("", rows)]))
         output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(rows)))
-        of_rows = len({remark for row in rows for remark in row.get("remarks", ())})
-        more = [f"{of_rows} more remarks on single rows: see --json"] if of_rows else []
-        output.print_notes(console, [*output.automatic_remarks(automatic), *remarks, *more])
+        output.print_notes(console, remarks)
 
-    files.deliver(job, folder, content, [], show)
+    _deliver(job, folder, content, [], show)
 
 
-def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]]) -> None:
-    options = {name: getattr(job.typed, name) for name in OWN}
-    # --workers would give every number of nodes the same GPUs.
-    for axis, name in (*zip(OWN, OWN, strict=True), (NODES, WORKERS)):
-        if axis in swept and options[name] is not None:
-            raise ConfigError(
-                f"--{name} {options[name]}: {axis}={','.join(swept[axis])} already sweeps this "
-                "number; give only one of the two"
-            )
-    for value in swept.get(NODES, ()):
-        job.cluster_with(int(value))
-    for value in swept.get(WORKERS, ()):
-        if int(value) > job.cluster.gpus:
-            raise ConfigError(
-                f"workers={value}: {job.cluster.name} has {job.cluster.gpus} GPUs; "
-                f"allowed: 1 to {job.cluster.gpus}"
-            )
+# Keys of a sweep that are not settings, and how to parse them for a request.
+_KEYS: dict[str, Callable[[str], Any] | None] = {
+    "nodes": None,
+    "workers": None,
+    "density": parse_share,
+    "columns": int,
+}
+
+
+def _point_rows(job: Job, point: Mapping[str, str], scenario: Scenario) -> Iterator[dict[str, Any]]:
+    """Yield the row of each layout and exchange at a point of a sweep."""
+    cluster = job.cluster
+    if "nodes" in point:
+        cluster = load_cluster(job.request.cluster, nodes=int(point["nodes"]))
+    workers = int(point.get("workers", job.given_workers or cluster.gpus))
+    for layout, exchange in itertools.product(job.layouts, job.exchanges):
+        row: dict[str, Any] = {
+            "point": dict(point),
+            "workers": workers,
+            "layout": layout,
+            "exchange": exchange,
+        }
+        try:
+            outcome = predict_training(cluster, scenario, workers, layout, exchange)
+        except ConfigError as error:
+            yield {**row, "cannot": error.problems[0]}
+            continue
+        figures = with_cost(row_of(outcome), job.tokens, job.price)
+        yield {**row, **figures, "remarks": outcome.remarks}
+
+
+def show_methods(job: Job) -> None:
+    """Print what each method of parallelism costs a worker, as a table or as JSON."""
+    config, workers = job.request.compose(), job.workers
+
+    def plan(of: Any) -> RunPlan:
+        return plan_on(job.cluster, of, workers=workers)
+
+    methods = compare(config, workers, min(job.cluster.gpus_per_node, workers), plan)
+    if job.typed.as_json:
+        about = {
+            "kind": "methods",
+            "cluster": job.cluster.name,
+            "workers": workers,
+            "model": config.model.name,
+            "seq": config.seq,
+            "global_batch": sequences_of(config, workers),
+            "methods": [dataclasses.asdict(method) for method in methods],
+        }
+        typer.echo(json_text(about, indent=1))
+        return
+    output.print_methods(Console(highlight=False, soft_wrap=True), job, config, methods)
 
 
 @contextmanager
@@ -269,3 +286,217 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     ) as bar:
         task = bar.add_task("")
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _deliver(
+    job: Job,
+    folder: Path | None,
+    content: dict[str, Any],
+    predictions: Sequence[Prediction],
+    show: Callable[[Console], None],
+) -> None:
+    """Write the files unless ``folder`` is None, and print the result as JSON or as tables."""
+    if folder is not None:
+        _write_files(folder, content, predictions)
+    if job.typed.as_json:
+        typer.echo(json_text(content, indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    show(console)
+    console.print(f"took   {time.perf_counter() - job.started:.1f} s")
+    if folder is not None:
+        console.print(f"sha256 {digest(folder / 'summary.json')}  {folder}/summary.json")
+        console.print(f"files  {folder}\ndraw   mtrain report {folder}")
+
+
+def _document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
+    """Return the content of summary.json that all simulations share, with ``more`` added."""
+    constants = {**cluster.constants(), **CONSTANTS}
+    rows = [*(more.get("cases") or ()), *(more.get("sweep") or ())]
+    kernel = next((row["kernel"] for row in rows if row.get("kernel")), None)
+    return {
+        "kind": "simulation",
+        "mode": "attention",
+        "complete": True,
+        "samples_wanted": 1,
+        "samples": 1,
+        "command": ["mtrain", *sys.argv[1:]],
+        "environment": {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": {"mtrain": __version__},
+            "gpus": [],
+        },
+        "clock": {"uncertainty_us": 0.0},
+        "overhead": None,
+        "cluster": {
+            "name": cluster.name, "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
+            "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
+        },
+        "calibration": describe_source(cluster.gpu.name, calibration, kernel),
+        **more,
+    }  # fmt: skip
+
+
+def _range(time: BoundedTime) -> dict[str, float]:
+    return {name: round(value, 5) for name, value in dataclasses.asdict(time).items()}
+
+
+def _entries(
+    problem: AttentionWorkload,
+    predictions: Sequence[Prediction],
+    steps: Sequence[Mapping[str, Any]] = (),
+    pipelines: Sequence[TimedPipeline | None] = (),
+) -> dict[str, Any]:
+    """Return the entries of summary.json that describe predictions.
+
+    steps: rows of `row_of`, one per prediction, if whole steps were predicted.
+    pipelines: the pipelines of these steps.
+    """
+    predicted: list[dict[str, Any]] = [
+        {
+            "label": p.facts["label"],
+            "ms": _range(p.duration),
+            "remarks": list(p.remarks),
+            "passes": {
+                name: {
+                    "ms": _range(attention_pass.duration),
+                    "time": dataclasses.asdict(attention_pass.time),
+                    "work": dataclasses.asdict(attention_pass.work),
+                    "computed": attention_pass.computed,
+                    "late_ms": attention_pass.late,
+                    "exposed_ms": attention_pass.exposed,
+                }
+                for name, attention_pass in p.passes.items()
+            },
+        }
+        for p in predictions
+    ]
+    for entry, step, timed in zip(predicted, steps, pipelines, strict=False):
+        entry["step"] = dict(step)
+        if timed is not None:
+            entry["pipeline"] = prediction_entry(timed)
+    return {
+        "workers": predictions[0].setup.workers,
+        "layers": list(problem.layers),
+        "cases": [p.facts for p in predictions],
+        "predicted": predicted,
+        "results": [],
+    }
+
+
+def folder_of(job: Job) -> Path | None:
+    """Return the folder for the files, or None for --no-files.
+
+    Raises:
+        ConfigError: the folder holds a profile or simulation, or cannot be written; or --out and
+            --no-files are both given.
+    """
+    if not wants_files(job.typed.out, job.typed.files):
+        return None
+    return new_folder("simulation", job.typed.out, record_files.SUMMARY)
+
+
+def wants_files(out: Path | None, files: bool) -> bool:
+    """Return ``files``. Raise ConfigError if --out is given together with --no-files."""
+    if out is not None and not files:
+        raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
+    return files
+
+
+def new_folder(kind: str, out: Path | None, *files: str) -> Path:
+    """Return ``out``, or a folder in measurements/.
+
+    Raises:
+        ConfigError: the folder holds one of the files, or cannot be written.
+    """
+    folder = out or Path("measurements", f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if any((folder / name).exists() for name in files):
+        raise ConfigError(f"--out {folder}: already holds a profile or {kind}; give a new folder")
+    place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ConfigError(f"--out {folder}: cannot be written; give another folder, or --no-files")
+    return folder
+
+
+def _write_files(
+    folder: Path, content: dict[str, Any], predictions: Sequence[Prediction] = ()
+) -> None:
+    """Write summary.json and the records."""
+    rows = [p.rows for p in predictions if p.rows is not None]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, of_prediction in enumerate(rows):
+            record_files.write_part(of_prediction, folder, number)
+        record_files.join_parts(folder)
+        record_files.write_summary(folder, content)
+        if rows:
+            # With the digest of the records in the summary, the summary's digest covers both.
+            content["records_sha256"] = digest(folder / record_files.RECORDS)
+            record_files.write_summary(folder, content)
+            results = analyse(record_files.open_records(folder))
+            content["results"] = [result.to_json() for result in results]
+            record_files.write_summary(folder, content)
+
+
+def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) -> dict[str, Any]:
+    """Return a row with the time and the cost of training, in days and dollars.
+
+    tokens: number of tokens to train on; None leaves the row as it is.
+    price: dollars per GPU hour; None if unknown.
+    """
+    if tokens is None:
+        return row
+    workers = row["workers"]
+    days = training_days(BoundedTime(**row["tokens_per_second_per_gpu"]), workers, tokens)
+    dollars = None if price is None else vars(training_dollars(days, workers, price))
+    more = {"tokens": tokens, "days": vars(days), "dollars_per_gpu_hour": price, "dollars": dollars}
+    return {**row, **more}
+
+
+def row_of(outcome: PredictedScenario) -> dict[str, Any]:
+    """Return the predicted numbers of one training run.
+
+    ``mfu`` is None for sparse attention. ``mfu_as_dense`` also counts the pairs that sparse
+    attention skips, so it may exceed 1.
+    """
+    step, plan = outcome.step, outcome.plan
+    passes = [outcome.attention.passes[name] for name in ("forward", "backward")]
+    degrees = {
+        f"{name}_{of}": sum(getattr(getattr(one, of), name) for one in passes) / 2
+        for of in ("time", "work")
+        for name in ("worker", "step")
+    }
+    return {
+        "layout": outcome.layout,
+        "exchange": plan.exchange.label,
+        "kernel": plan.kernel,
+        "seq": plan.config.seq,
+        "nodes": -(-plan.dims.workers // max(1, plan.environment.workers_per_node)),
+        "workers": plan.dims.workers,
+        "cp": outcome.context,
+        "dp": plan.dims.dp,
+        "tp": plan.dims.tp,
+        "ep": dealt_over(plan),
+        "activation_checkpoint": plan.config.train.activation_checkpoint,
+        "density": outcome.attention.facts["density"],
+        "seconds": _six_digits(step.seconds),
+        "tokens_per_second_per_gpu": _six_digits(step.tokens_per_second_per_gpu),
+        "mfu": step.mfu if outcome.dense else None,
+        "mfu_as_dense": step.mfu,
+        "hfu": step.hfu,
+        "memory_bytes": plan.memory.total,
+        "memory_parts": plan.memory.peak.parts,
+        "memory_reserve_bytes": plan.memory.reserve,
+        "capacity_bytes": plan.hardware.memory,
+        "fits": step.fits,
+        "parts_s": {name: float(f"{value:.6g}") for name, value in step.parts.items()},
+        "hidden_weights_s": step.hidden,
+        "hidden_state_bytes": step.hidden_states,
+        "expert_rows": None if step.experts is None else dataclasses.asdict(step.experts),
+        "degrees": degrees,
+    }
+
+
+def _six_digits(time: BoundedTime) -> dict[str, float]:
+    return {name: float(f"{value:.6g}") for name, value in vars(time).items()}

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
-from mtrain_cli.commands.simulate_args import SimulateJob
-from mtrain_cli.commands.simulate_request import DENSE
+from mtrain_cli.commands.simulate_request import DENSE, Job
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
-from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.table import BEST, NOT, Column, Table, count, fixed, number, percent
-from mtrain_cli.reporting.terminal_width import say
-from mtrain_cli.simulation.expert_exchange import WAIT_FOR_NUMBERS
+from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.simulation.expert_cost import WAIT_FOR_NUMBERS
 from mtrain_cli.simulation.families import FAMILIES
+from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequences_of
 from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
@@ -45,32 +44,35 @@ LEGEND = (
 STEP_LEGEND = (
     "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "
     "the peak FLOP/s, by the model's FLOP and by all executed FLOP. waits: for slower workers, "
-    "for transfers of keys and values, and for transfers of weights and gradients. worker, step: "
-    "imbalance degrees of attention work, largest over mean. GiB: per GPU, as planned by "
-    "`mtrain train --dry-run`. all_gather in N: gathers N head groups, each while the previous one "
-    f"is computed. {_CASTS} {FITS}."
+    "for keys and values, for weights and gradients, and for hidden states, rows of experts or "
+    "other stages under these kinds of parallelism. worker, step: imbalance degrees of attention "
+    "work, largest over mean. rows: time of rows of experts without and with overlap. GiB: per "
+    "GPU, as planned by `mtrain train --dry-run`. all_gather in N: gathers N head groups, each "
+    f"while the previous one is computed. {_CASTS} {FITS}."
 )
-
-
-_ROWS = "rows s"
+_METHODS_LEGEND = (
+    "GiB of one worker. weights: float32 shards, and what is whole in the compute dtype at the "
+    "same time. activations: the most that layers keep for backward. received: weights, gradients, "
+    "keys, values and hidden states, per step. idle: share of the time in which a stage idles. "
+    "imbalance: attention work of the worker with the most, over the mean. Workers that a method "
+    "leaves over share the sequences of a step (data). *: a formula, because mtrain does not have "
+    "this method; the other rows are those of `mtrain train --dry-run`."
+)
+# Sizes of a method, by their rank among the columns that a narrow terminal drops.
+_SIZES = {"weights": 0, "gradients": 4, "optimizer": 5, "activations": 0, "received": 0}
 _WAITS = ("late", "links", "weights", TENSOR, EXPERTS, PIPELINE)
-# What the last waits of a row are for, if it has them.
-_FOR = {
-    TENSOR: ("tensor", "hidden states"),
-    EXPERTS: ("expert", "rows of experts"),
-    PIPELINE: ("pipeline", "other stages"),
-}
+# Parts of a step whose name could be read as work.
+_WAITED = {TENSOR: "hidden states", EXPERTS: "rows of experts", PIPELINE: "other stages"}
 _BOTH = ("forward", "backward")
-_NAMED = 3  # constants named in one line
 _LABEL = len("note   ")  # width of the label that begins each line
 
 
 def title(cluster: Cluster, problem: AttentionWorkload, density: float, workers: int) -> str:
     """Return the title of a table: cluster, number of workers, length, pattern and density."""
-    made, nodes = problem.made, f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    nodes = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
     shown += " with columns" * (problem.pattern in FAMILIES)
-    return f"{cluster.name} ({nodes}), {workers} workers, seq {made.seq:,}, {shown}"
+    return f"{cluster.name} ({nodes}), {workers} workers, seq {problem.made.seq:,}, {shown}"
 
 
 def attention_table(
@@ -78,7 +80,6 @@ def attention_table(
 ) -> Table:
     """Return the table of predictions of a layer's attention; the fastest is bold."""
     first = predictions[0]
-    layers = f"{len(problem.layers)} layer{'s' * (len(problem.layers) > 1)}"
     heading = title(cluster, problem, first.facts["density"], first.setup.workers)
 
     def degree(name: str, drop: int) -> Column:
@@ -106,7 +107,7 @@ def attention_table(
     ]
     fastest = min(predictions, key=lambda p: p.duration.value)
     return Table(
-        f"{heading}, {layers}: predicted",
+        f"{heading}, layers: {len(problem.layers)}, predicted",
         columns,
         predictions,
         LEGEND,
@@ -115,7 +116,6 @@ def attention_table(
 
 
 def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
-    """Return an imbalance degree, averaged over both passes."""
     passes = prediction.passes
     return sum(getattr(getattr(passes[d], of), name) for d in _BOTH) / 2
 
@@ -127,22 +127,10 @@ def _computed(prediction: Prediction) -> float:
 
 def _exposed(prediction: Prediction) -> str:
     links: dict[str, float] = {}
-    for one in prediction.passes.values():
-        for link, ms in one.exposed.items():
+    for attention_pass in prediction.passes.values():
+        for link, ms in attention_pass.exposed.items():
             links[link] = links.get(link, 0.0) + ms
     return ", ".join(f"{link} {ms:.2f}" for link, ms in links.items() if ms >= 0.005) or "none"
-
-
-def step_legend(outcomes: Sequence[PredictedScenario]) -> str:
-    """Return the legend of the table of steps."""
-    legend = STEP_LEGEND
-    for part, (kind, goods) in _FOR.items():
-        if any(part in o.step.parts for o in outcomes):
-            also = "another" if legend == STEP_LEGEND else "the next"
-            legend += f" With {kind} parallelism, {also} wait is for {goods}."
-    if any(o.step.experts for o in outcomes):
-        legend += f" {_ROWS}: time of these rows without and with overlap (exposed + hidden)."
-    return legend
 
 
 def step_table(
@@ -152,14 +140,16 @@ def step_table(
     first = outcomes[0]
     dims, batch = first.plan.dims, first.plan.config.train.global_batch
     heading = title(cluster, problem, first.attention.facts["density"], dims.workers)
-    groups = [name for name, get in _GROUPS.items() if any(get(o.plan.dims) > 1 for o in outcomes)]
     chosen = [column for column in _CHOICES if len({column.value(o) for o in outcomes}) > 1]
-    rows = [Column(_ROWS, _exposed_rows, drop=7)] if any(o.step.experts for o in outcomes) else []
+    if any(o.plan.dims.cp < dims.workers for o in outcomes):
+        chosen.insert(0, Column("dp x cp x tp x pp", _groups, words=True, drop=8))
+    rows = (
+        [Column("rows s", _exposed_rows, drop=7)] if any(o.step.experts for o in outcomes) else []
+    )
     mfu = [Column("MFU", lambda o: o.step.mfu, percent, drop=3)] if first.dense else []
     columns = [
         Column("layout", lambda o: o.layout, words=True),
         Column("exchange", lambda o: short_label(o.plan.exchange.label), words=True),
-        *([_groups_column(groups[0])] if groups else []),
         *chosen,
         Column("s / step", lambda o: o.step.seconds.value, partial(number, digits=4)),
         Column("best - worst", _bounds, drop=5),
@@ -173,37 +163,26 @@ def step_table(
         Column("GiB", lambda o: o.step.gib, fixed(1)),
         Column("fits", lambda o: "yes" if o.step.fits else "no", words=True),
     ]
-    fitting = [o for o in outcomes if o.step.fits]
-    fastest = min(fitting, key=lambda o: o.step.seconds.value, default=None)
+    fastest = main_outcome(outcomes)
 
     def state(outcome: PredictedScenario) -> str:
         if not outcome.step.fits:
             return NOT
         return BEST * (outcome is fastest and len(outcomes) > 1)
 
-    heading += f", {batch} sequence{'s' * (batch > 1)} per step: predicted"
-    return Table(heading, columns, outcomes, step_legend(outcomes), state=state)
+    heading += f", sequences per step: {batch}, predicted"
+    return Table(heading, columns, outcomes, STEP_LEGEND, state=state)
 
 
-# Kinds of groups besides context groups, and their degree. The first that is used names the column.
-_GROUPS: dict[str, Callable[[ParallelDims], int]] = {
-    "pipeline x data x context x tensor": lambda dims: dims.pp,
-    "data x context x tensor": lambda dims: dims.tp,
-    "data x context": lambda dims: dims.dp,
-}
 _CHOICES = (
     Column("recompute", lambda o: o.plan.config.train.activation_checkpoint, words=True),
     Column("keep_mlp", lambda o: _layers_with_products(o.plan)),
 )
 
 
-def _groups_column(name: str) -> Column:
-    def sizes(outcome: PredictedScenario) -> str:
-        dims = outcome.plan.dims
-        degree = {"pipeline": dims.pp, "data": dims.dp, "context": dims.cp, "tensor": dims.tp}
-        return " x ".join(str(degree[kind]) for kind in name.split(" x "))
-
-    return Column(name, sizes, words=True, drop=8)
+def _groups(outcome: PredictedScenario) -> str:
+    dims = outcome.plan.dims
+    return f"{dims.dp} x {dims.cp} x {dims.tp} x {dims.pp}"
 
 
 def _bounds(outcome: PredictedScenario) -> str:
@@ -263,34 +242,20 @@ def step_lines(
     step, plan = outcome.step, outcome.plan
     by_size = sorted(step.parts.items(), key=lambda item: -item[1])
     shares = [(name, seconds / step.seconds.value) for name, seconds in by_size]
-    # What is waited for, where the name of a part could be read as work.
-    waits = {name: f"waits for {what}" for name, (_, what) in _FOR.items()}
+    names = {name: f"waits for {what}" for name, what in _WAITED.items()}
     listed = ", ".join(
-        f"{waits.get(name, name)} {share:.1%}" for name, share in shares if share >= 5e-4
+        f"{names.get(name, name)} {share:.1%}" for name, share in shares if share >= 5e-4
     )
     yield (
         f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weight "
         "transfers hidden"
     )
-    if plan.dims.tp > 1:
-        yield (
-            f"tensor {step.hidden_states / GIB:.2f} GiB of hidden states reach each worker in a "
-            f"step, from {plan.dims.tp - 1} of its tensor group"
-        )
     if (rows := step.experts) is not None:
-        degree = plan.config.topology.expert_parallel
         yield (
-            f"experts dealt over {degree} workers: {rows.size / GIB:.2f} GiB of rows reach each "
-            f"worker in a step; {rows.exposed:.3g} s exposed, with "
-            f"{WAIT_FOR_NUMBERS.value / 1e3:g} ms per layer and micro-batch for the wait of the "
-            f"host and all that predictions lack; {rows.hidden:.3g} s hidden; "
-            f"{rows.late:.3g} s of waits for workers with popular experts"
-        )
-    if plan.pipeline is not None:
-        received = plan.pipeline.received / GIB
-        yield (
-            f"stages {plan.pipeline.stages_and_schedule}; a stage between others receives "
-            f"{received:.2f} GiB of hidden states in a step"
+            f"experts dealt over {plan.config.topology.expert_parallel} workers: "
+            f"{rows.size / GIB:.2f} GiB of rows reach each worker in a step; {rows.exposed:.3g} s "
+            f"exposed, with {WAIT_FOR_NUMBERS.value / 1e3:g} ms per layer and micro-batch for the "
+            f"wait of the host; {rows.hidden:.3g} s hidden; {rows.late:.3g} s late"
         )
     memory = plan.memory
     parts = {name.replace("_", " "): size for name, size in memory.peak.parts.items()}
@@ -312,7 +277,7 @@ def step_lines(
     text = f"train  {tokens:.3g} tokens on {plan.dims.workers} GPUs: "
     text += _days(step.days(tokens))
     if price is None:
-        yield f"{text}; cost unknown, give --price X in dollars per GPU-hour"
+        yield f"{text}; cost unknown, set price=X in dollars per GPU-hour"
         return
     cost = step.dollars(tokens, price)
     yield (
@@ -343,10 +308,9 @@ def recommendation_lines(
 ) -> Iterable[str]:
     """Yield lines on the two best configurations: reasons, a command, rejected configurations."""
     if not result.ranked:
-        yield f"nothing fits {cluster.name}{_smallest(result)}. What would fit:"
-        yield from (f"  {line}" for line in result.needed)
+        yield f"nothing fits {cluster.name}{_smallest(result)}; try more nodes or a shorter seq"
     else:
-        best, others = result.best, result.ranked[1:]
+        best, others = result.ranked[0], result.ranked[1:]
         config = best.plan.config
         yield f"best   {label(best.plan)}: {_figures(best)}"
         if others:
@@ -401,13 +365,35 @@ def _figures(outcome: PredictedScenario) -> str:
     )
 
 
-def print_assumed(
-    console: Console, job: SimulateJob, pairs: str, kernels: Iterable[str | None]
+def print_methods(
+    console: Console, job: Job, config: Config, methods: Sequence[MethodCost | ImpossibleMethod]
 ) -> None:
-    """Print which pairs and which kernels the prediction assumes.
+    """Print a table of what methods of parallelism cost, and why others are impossible."""
+    heading = (
+        f"{job.cluster.name}, {job.workers} workers, {config.model.name}, "
+        f"seq {format_size(config.seq)}, {sequences_of(config, job.workers)} sequences per step, "
+        f"train.activation_checkpoint={config.train.activation_checkpoint}: each method alone"
+    )
+    two_digits = "{:,.2f}".format
+    columns = (
+        Column("method", lambda cost: cost.name + "*" * cost.formula, words=True),
+        Column("workers", lambda cost: cost.workers, words=True),
+        *(
+            Column(name, lambda cost, name=name: getattr(cost, name) / GIB, two_digits, drop=rank)
+            for name, rank in _SIZES.items()
+        ),
+        Column("idle", lambda cost: f"{cost.idle:.0%}" if cost.idle else "", drop=3),
+        Column("imbalance", lambda cost: cost.imbalance, fixed(2), drop=1),
+        Column("degree is limited by", lambda cost: cost.limit, drop=2),
+    )
+    costs = [method for method in methods if isinstance(method, MethodCost)]
+    print_table(console, Table(heading, columns, costs, _METHODS_LEGEND))
+    impossible = [method for method in methods if isinstance(method, ImpossibleMethod)]
+    print_lines(console, (f"not    {method.name}: {method.why}" for method in impossible))
 
-    pairs: name of the pattern of the pairs.
-    """
+
+def print_assumed(console: Console, job: Job, pairs: str, kernels: Iterable[str | None]) -> None:
+    """Print which pairs and which kernels the prediction assumes. pairs: name of their pattern."""
     pair_line = f"pairs  {job.request.describe_pairs(pairs)}"
     print_lines(console, [pair_line, *kernel_lines(kernels)])
 
@@ -427,25 +413,7 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
             say(console, line, _LABEL)
 
 
-def automatic_remarks(chosen: Sequence[str]) -> list[str]:
-    """Return a remark on the exchanges that ``--exchange auto`` chose; none without ``auto``."""
-    labels = " or ".join(dict.fromkeys(chosen))
-    return [f"--exchange auto chooses {labels} here"] if labels else []
-
-
 def print_notes(console: Console, remarks: Iterable[str]) -> None:
     """Print each remark once."""
     for remark in dict.fromkeys(remarks):
-        say(console, f"note   {brief_remark(remark)}", _LABEL, style="yellow")
-
-
-def brief_remark(remark: str) -> str:
-    """Shorten the list of names in a remark on guessed constants. Keep any other remark."""
-    match = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
-    names = match[2].split(", ") if match else []
-    if match is None or len(names) <= _NAMED + 1:
-        return remark
-    return (
-        f"{match[1]} constants are guesses ({', '.join(names[:_NAMED])} and "
-        f"{len(names) - _NAMED} more; --json has all, with bounds)"
-    )
+        say(console, f"note   {remark}", _LABEL, style="yellow")

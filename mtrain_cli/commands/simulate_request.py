@@ -1,177 +1,149 @@
-"""What `mtrain simulate` predicts: a training run and the pairs that it computes."""
+"""What `mtrain simulate` predicts: training runs, their query-key pairs, and what to compare."""
 
 from __future__ import annotations
 
+import time
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mtrain_cli.config.mask_settings import FULL_LAYERS, mask_problems
-from mtrain_cli.config.pattern_settings import PatternSettings
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.commands.options import (
+    MOST_TOKENS,
+    MOST_WORKERS,
+    parse_names,
+    parse_whole_number,
+    warn,
+)
+from mtrain_cli.config.exchanges import (
+    COMPARED_EXCHANGES,
+    GROUP_CASTS,
+    HEAD_SHARING,
+    exchange_names,
+    flat_name,
+)
+from mtrain_cli.config.mask_settings import FULL_LAYERS
+from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
+from mtrain_cli.config.sizes import parse_share, parse_size
 
 if TYPE_CHECKING:
+    from mtrain_cli.commands.simulate import SimulateOptions
+    from mtrain_cli.config.cluster import Cluster
     from mtrain_cli.simulation.scenario import PairSource, Scenario
-    from mtrain_cli.simulation.timeline import Disturbances
     from mtrain_cli.simulation.workload import AttentionWorkload
 
 DENSE, FIXED = "dense", "fixed"
-_OF_SHAPE = ("seq", "topology.gpus_per_node")  # settings that need no model
+DEFAULT_CLUSTER, DEFAULT_LAYOUTS = "h200_1x8", ("zigzag", "striped")
+_SWEPT = 3  # exchanges that a sweep compares by default; each one more takes a third more time
+_MOST_WORKERS = 4096
+# Settings that have an effect if a recording gives the shape of attention, and no model= the rest.
+_OF_SHAPE = ("seq", "topology.gpus_per_node", "train.kernel")
+_UNITS = {"b": 10**9, "t": 10**12}
+# Settings that are the keys of `SimulateOptions` under another name.
+_ALIASES = {f"topology.{name}": name for name in ("cluster", "workers", "layout", "exchange")}
+_AXES = ("nodes", "workers", "density", "columns")  # keys that take several values in a sweep
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class SimulateRequest:
-    """The settings and options as typed. None: the option was not given.
+class Request:
+    """A training run and the pairs that its attention computes.
 
-    words: settings, such as model=qwen3b.
-    slow: RANK=X,..., the factors by which computation on these ranks takes longer.
-    expert_loads: zipf:X, or a run whose loads to take.
-    swept: which of density and columns come from a sweep instead of an option.
+    words: settings, such as ``model=qwen3b``.
+    slow: factor by which computation takes longer, by rank.
+    cluster: name or file of the cluster; "auto" for the one that the settings name.
+    Other fields: see `SimulateOptions`; None if not given.
     """
 
     words: tuple[str, ...]
-    index: str | None
-    density: float | None
-    columns: int | None
-    layers: int | None
-    kernel: str
-    calibration: str | None
-    slow: str
-    jitter: float
-    cluster: str = ""
-    swept: tuple[str, ...] = ()
+    index: str | None = None
+    density: float | None = None
+    columns: int | None = None
+    layers: int | None = None
+    calibration: str | None = None
+    slow: dict[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
     expert_loads: str | None = None
+    cluster: str = "auto"
 
-    def scenario(
-        self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None
+    def at(self, settings: Iterable[str], **pairs: Any) -> Request:
+        """Return the request at a point of a sweep. pairs: density and columns."""
+        return replace(self, words=(*self.words, *settings), **pairs)
+
+    def scenario(self) -> Scenario:
+        """Compose the training run to predict. ConfigError: keys contradict each other."""
+        if self.recorded_file() is not None:
+            return self._scenario(*self._recorded())
+        config = self.compose()
+        pairs = self.pair_source(config)
+        more = [] if self._has_pattern(config) else pairs.sparsity()
+        config = self.compose(more) if more else config
+        return self._scenario(config, pairs.problem(config), more)
+
+    def _scenario(
+        self, config: Config, problem: AttentionWorkload, more: Sequence[str] = ()
     ) -> Scenario:
-        """Compose the training run to predict.
-
-        Args:
-            extra: settings of one point of a sweep, added to the typed settings.
-            density, columns: values of one point of a sweep, which replace the typed values.
-
-        Raises:
-            ConfigError: a setting or an option is wrong.
-        """
         from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.router_loads import parse_loads
-        from mtrain_cli.simulation.scenario import Scenario, pattern_words
+        from mtrain_cli.simulation.scenario import Scenario
+        from mtrain_cli.simulation.timeline import Disturbances
 
-        point = {"density": density, "columns": columns}
-        given: dict[str, Any] = {name: value for name, value in point.items() if value is not None}
-        if given:
-            return replace(self, **given, swept=tuple(given)).scenario(extra)
-        words = [*self.words, *extra]
-        if file := self.recorded_file():
-            problem = self.load_recorded(file, words)
-            more = _recorded_settings(problem, words, pattern_words(problem.pattern))
-            config = self.compose([*words, *more])
-            if len(problem.masks) != config.train.micro_batch:
-                raise ConfigError(
-                    f"train.micro_batch={config.train.micro_batch}: --index {file} holds "
-                    f"{len(problem.masks)} sequences"
-                )
-            made = replace(problem.made, chunk=config.topology.chunk)
-            problem = _with_dense_layers(replace(problem, made=made), config, file)
-            if problem.layers[-1] >= config.model.num_layers:
-                raise ConfigError(
-                    f"model.num_layers={config.model.num_layers}: --index {file} holds layer "
-                    f"{problem.layers[-1]}, so it is from another model"
-                )
-        else:
-            config = self.compose(words)
-            pairs = self.pair_source(words, config)
-            more = [] if _own_sparsity(words, config) else pairs.sparsity()
-            config = self.compose([*words, *more]) if more else config
-            problem = pairs.problem(config)
-        return Scenario(
-            config,
-            problem,
-            self.typed_kernel,
-            load_user_calibration(self.calibration),
-            self.disturbances(),
-            (*words, *more),
-            parse_loads(self.expert_loads, config.model),
-        )
+        calibration = load_user_calibration(self.calibration)
+        conditions = Disturbances(slow=self.slow, jitter=self.jitter)
+        loads = parse_loads(self.expert_loads, config.model)
+        return Scenario(config, problem, calibration, conditions, (*self.words, *more), loads)
 
-    @property
-    def typed_kernel(self) -> str | None:
-        return None if self.kernel == "auto" else self.kernel
+    def scenario_without_model(self) -> Scenario:
+        """Return recorded attention, whose configuration has only topology and kernel.
+
+        Raises:
+            ConfigError: a setting has no effect, since only the shape of attention is known.
+        """
+        for word in self.words:
+            key = word.partition("=")[0]
+            if key not in _OF_SHAPE and not key.startswith("model."):
+                raise ConfigError(f"{word}: has no effect on a recorded index without model=")
+        problem = self._load_recorded()
+        if (full := problem.full) is not None:
+            problem = problem.with_dense(full.layers, full.of)
+        return self._scenario(self.compose(), problem)
 
     @property
     def without_a_model(self) -> bool:
-        """Whether the user gave a recorded index but no model.
-
-        The index gives the shape of the attention, and nothing about the rest of a layer.
-        """
+        """Whether a recorded index gives the shape of attention, and no model the rest."""
         return self.recorded_file() is not None and not self.sets("model")
 
     def sets(self, key: str) -> bool:
-        """Return whether the user typed a setting for this key."""
-        return setting_of(self.words, key) is not None
+        return any(word.startswith(f"{key}=") for word in self.words)
 
-    def check(self, workers: int) -> None:
-        """Check settings and slow ranks, before slow imports.
-
-        Raises:
-            ConfigError: a setting or a slow rank is wrong.
-        """
-        self._check_mask(self.compose(self.words))
-        self.slow_ranks(workers)
-
-    def compose(self, words: Sequence[str]) -> Config:
-        """Compose settings. The cluster replaces the numbers of GPUs that ``topology=`` sets.
-
-        ``topology.cluster`` of the result names the cluster, so that choices of layout, exchange
-        and stages compare times on the cluster of the prediction.
-
-        Raises:
-            ConfigError: a setting is wrong, or describes another cluster.
-        """
+    def compose(self, more: Sequence[str] = ()) -> Config:
+        """Compose the settings for the cluster, whose numbers of GPUs replace those of topology."""
         from mtrain_cli.composition.compose import compose
 
-        for word in words:
-            key, _, value = word.partition("=")
-            if key == "topology.workers" and value != "auto":
-                raise ConfigError(
-                    f"{word}: give --workers {value} instead, or several numbers with `mtrain "
-                    "simulate sweep workers=2,4,8`"
-                )
-        config = compose(["topology.workers=auto", "topology.gpus_per_node=auto", *words])
-        named = config.topology.cluster  # a file has its absolute path
-        if named not in ("auto", self.cluster, str(Path(self.cluster).expanduser().absolute())):
-            raise ConfigError(
-                f"topology.cluster={named}: this command predicts for {self.cluster}; start a "
-                "command for each cluster"
-            )
-        return config.changed(topology={"cluster": self.cluster}) if self.cluster else config
+        on = [] if self.cluster == "auto" else [f"topology.cluster={self.cluster}"]
+        free = ["topology.workers=auto", "topology.gpus_per_node=auto"]
+        return compose([*free, *self.words, *more, *on])
 
-    def context_parallel(self, config: Config) -> int | None:
-        """Return ``topology.context_parallel``, or None for auto."""
-        given = config.topology.context_parallel
-        return given if isinstance(given, int) else None
+    def _has_pattern(self, config: Config) -> bool:
+        return self.sets("sparsity") or config.sparsity.pattern != DENSE
 
-    def pair_source(self, words: Sequence[str], config: Config) -> PairSource:
-        """Return how to draw the pairs: by the family of --index, else by the sparsity settings.
-
-        With neither, --density or --columns choose the default family.
-
-
-        Raises:
-            ConfigError: options and settings contradict each other.
-        """
+    def pair_source(self, config: Config) -> PairSource:
+        """Return how to draw the pairs: by ``index``, else by the sparsity settings."""
         from mtrain_cli.simulation.scenario import PairSource
 
-        self._check_mask(config)
-        index, density, columns = self.index, self.density, self.columns
-        pattern = config.sparsity.pattern if _own_sparsity(words, config) else None
-        if pattern is None and index is None and density is None and columns is None:
+        index, density, columns, settings = self.index, self.density, self.columns, config.sparsity
+        pattern = settings.pattern if self._has_pattern(config) else None
+        if pattern is index is density is columns is None:
             pattern = DENSE  # the default of mtrain train
         layers = self._layers(config)
-        _check_index(index, pattern)
+        kinds = (DENSE, FIXED) if pattern is not None else (FIXED,)
+        if index is not None and any((index == kind) != (pattern == kind) for kind in kinds):
+            wrong = f"contradicts sparsity={pattern or DENSE}; give only one of the two"
+            raise ConfigError(f"index={index}: {wrong}")
         if DENSE in (index, pattern):
             self._refuse("has no effect on dense attention; leave it out")
             return PairSource(DENSE, layers=layers)
@@ -180,252 +152,150 @@ class SimulateRequest:
                 "sparsity=fixed has its own keys: sparsity.density, sparsity.slashes and "
                 "sparsity.columns"
             )
-        source = PairSource.of(
-            config if pattern is not None else None, layers, index, density, columns
-        )
-        if pattern not in (None, FIXED):
-            self._check_pairs(config, words, source)
+        source = PairSource.of(config if pattern else None, layers, index, density, columns)
+        if pattern in (None, FIXED):
+            return source
+        if limit := next((k for k in ("min", "max") if self.sets(f"sparsity.{k}_slashes")), None):
+            self._refuse(f"contradicts sparsity.{limit}_slashes; give only one", "density")
+        bound = settings.column_bound
+        if columns is not None and bound is not None and columns > bound:
+            self._refuse(f"sparsity={pattern} allows at most {bound} per head", "columns")
+        if (known := settings.known_density(config.seq)) is not None:
+            self._refuse(f"sparsity={pattern} always computes {known:.3%} of the pairs", "density")
+        if density is not None and density > (covered := source.most_covered(config)):
+            self._refuse(f"sparsity={pattern} covers at most {covered:.3%} of the blocks")
         return source
 
-    def _check_pairs(self, config: Config, words: Sequence[str], source: PairSource) -> None:
-        """Raise ConfigError if an option is beyond the bounds of the pattern."""
-        settings, density = config.sparsity, self.density
-        limits = ("sparsity.min_slashes=", "sparsity.max_slashes=")
-        if limit := next((word for word in words if word.startswith(limits)), None):
-            self._refuse(f"contradicts {limit}; give only one of the two", "density")
-        self._check_columns(settings)
-        if (known := settings.known_density(config.seq)) is not None:
-            self._refuse(
-                f"sparsity={settings.pattern} always computes {known * 100:.3g}% of the pairs; "
-                "leave it out",
-                "density",
-            )
-        if density is not None and density > (covered := source.most_covered(config)):
-            self._refuse(
-                f"sparsity={settings.pattern} chooses at most {source.most} slashes per head, "
-                f"which cover at most {covered * 100:.3g}% of the blocks; give at most that",
-                "density",
-            )
+    def _refuse(self, reason: str, *names: str) -> None:
+        """Raise ConfigError if a key in ``names`` is given. Default: density and columns."""
+        for name in names or ("density", "columns"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(f"{name}={value:g}: {reason}")
 
-    def _check_columns(self, settings: PatternSettings) -> None:
-        bound = settings.column_bound
-        if self.columns is None or bound is None or self.columns <= bound:
-            return
-        if "max_columns" in settings.own_keys():
-            raise ConfigError(
-                f"{self._typed('columns')}: sparsity.max_columns={bound} allows at most {bound}; "
-                f"give fewer, or set sparsity.max_columns={self.columns}"
-            )
-        raise ConfigError(
-            f"{self._typed('columns')}: sparsity={settings.pattern} allows at most {bound} per "
-            "head; give fewer"
-        )
-
-    def _check_mask(self, config: Config) -> None:
-        mixed = next((name for name in FULL_LAYERS if getattr(config.mask, name)), None)
-        if self.layers is not None and mixed is not None:
-            raise ConfigError(
-                f"--layers {self.layers}: with mask.{mixed}={getattr(config.mask, mixed)}, all "
-                f"{config.model.num_layers} layers are predicted; leave --layers out"
-            )
-        given = {
-            "index": None if self.index == DENSE else self.index,
-            "density": self.density,
-            "columns": self.columns,
-        }
-        name = next((name for name, value in given.items() if value is not None), None)
-        if name is None or config.sparsity.pattern != DENSE:
-            return
-        typed = f"--index {self.index}" if name == "index" else self._typed(name)
-        lines = [
-            line.replace("sparsity.pattern=index", typed).replace(
-                "sparsity=dense", f"leave {typed.partition('=')[0].partition(' ')[0]} out"
-            )
-            for line in mask_problems(config.mask, config.seq, "index")
-        ]
-        if lines:
-            raise ConfigError(*lines)
-
-    def describe_pairs(self, pairs: str, swept: Sequence[str] | None = None) -> str:
+    def describe_pairs(self, pairs: str, point: Iterable[str] | None = None) -> str:
         """Describe in a line which pairs the prediction assumes, and how to change them.
 
         Args:
             pairs: name of the pattern of the pairs.
-            swept: settings of one point of a sweep. The line leaves out the density, which the
-                table of the sweep shows. None without a sweep.
+            point: settings of a point of a sweep, whose table shows the density.
         """
         if (file := self.recorded_file()) is not None:
             return f"recorded in {file} ({pairs})"
-        words = [*self.words, *(swept or ())]
+        request = self.at(point or ())
+        config = request.compose()
+        one = "each sequence one document"
         if pairs == DENSE:
-            config = self.compose(words)
             line = f"dense: all {_allowed(config)}"
-            if config.data.mask_key is not None:
-                return line  # sparse patterns refuse such data
-            if self.index is not None or _sparsity(words):
+            if self.index is not None or request.sets("sparsity") or config.data.mask_key:
                 return line
-            return (
-                f"{line}, the default of mtrain train; use sparsity=, --density or --index for "
-                "fewer"
-            )
+            return f"{line}, the default of mtrain train; set sparsity, density or index for fewer"
         if pairs == FIXED:
-            return "as drawn by sparsity=fixed, each sequence one document"
-        config = self.compose(words)
-        purpose, parts = "", ""
-        if config.sparsity.pattern != DENSE:
-            purpose = f" for sparsity={config.sparsity.pattern}"
-        if swept is None:
-            parts = f": {self.pair_source(words, config).describe(config)}"
-        return (
-            f"synthetic ({pairs}){purpose}{parts}, each sequence one document; use --index for "
-            "the pairs of a profile"
-        )
+            return f"as drawn by sparsity=fixed, {one}"
+        pattern = config.sparsity.pattern
+        purpose = f" for sparsity={pattern}" if pattern != DENSE else ""
+        if point is None:
+            purpose += f": {request.pair_source(config).describe(config)}"
+        return f"synthetic ({pairs}){purpose}, {one}; set index for the pairs of a profile"
 
     def _layers(self, config: Config) -> int:
-        dense = config.sparsity.dense_layers or 0
-        most = config.model.num_layers - dense
-        if self.layers is not None and self.layers > most:
-            kind = f" sparse ones with sparsity.dense_layers={dense}" if dense else ""
-            raise ConfigError(
-                f"--layers {self.layers}: {config.model.name} has {most}{kind}; "
-                f"allowed: 1 to {most}"
-            )
+        mixed = next((name for name in FULL_LAYERS if getattr(config.mask, name)), None)
+        if self.layers is not None and mixed is not None:
+            value = getattr(config.mask, mixed)
+            raise ConfigError(f"layers={self.layers}: mask.{mixed}={value} needs all; leave it out")
+        most = config.model.num_layers - (config.sparsity.dense_layers or 0)
+        if (self.layers or 1) > most:
+            why = f"{config.model.name} has {most} that are not in sparsity.dense_layers"
+            raise ConfigError(f"layers={self.layers}: {why}; allowed: 1 to {most}")
         return self.layers or 1
 
     def recorded_file(self) -> Path | None:
-        """Return the index.npz that --index gives, or None for dense or a synthetic index."""
-        if self.index is None or self.index in (DENSE, FIXED):
+        """Return the index.npz that ``index`` names, or None for dense or a synthetic index."""
+        from mtrain_cli.simulation.families import FAMILIES
+
+        if self.index is None or self.index in (DENSE, FIXED, *FAMILIES):
             return None
         from mtrain_cli.config.suggest import no_such
         from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
-        from mtrain_cli.simulation.families import FAMILIES
 
-        if self.index in FAMILIES:
-            return None
         path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
             names = [DENSE, *FAMILIES, FIXED, *shipped_with("*/index.npz")]
             why = no_such("index", self.index, names, "a profile's folder or index.npz")
-            raise ConfigError(f"--index {self.index}: {why}")
+            raise ConfigError(f"index={self.index}: {why}")
         if not zipfile.is_zipfile(file):  # `load_indices` would refuse it after slow imports
             raise ConfigError(f"{file}: not an index file of mtrain, or damaged")
         return file
 
-    def load_without_model(self) -> AttentionWorkload:
-        """Load the recorded indices, without a model.
-
-        Raises:
-            ConfigError: a setting has no effect, since only the shape of attention is known.
-        """
-        for word in self.words:
-            key = word.partition("=")[0]
-            if key not in _OF_SHAPE and not key.startswith("model."):
-                raise ConfigError(
-                    f"{word}: has no effect without model=, because --index {self.index} gives "
-                    "only the shape of attention; add model=NAME"
-                )
-        file = self.recorded_file()
-        assert file is not None
-        problem = self.load_recorded(file, self.words)
-        full = problem.full
-        return problem if full is None else problem.with_dense(full.layers, full.of)
-
-    def load_recorded(self, file: Path, words: Sequence[str]) -> AttentionWorkload:
-        """Load recorded indices.
-
-        Args:
-            file: an index.npz.
-            words: settings to compare with the shape in the file.
-
-        Raises:
-            ConfigError: the shape or the layers of the file contradict the settings and options.
-        """
+    def _load_recorded(self) -> AttentionWorkload:
+        """Load recorded indices. ConfigError: their shape or layers contradict the keys."""
         from mtrain_cli.records.index_file import load_indices
         from mtrain_cli.simulation.what_if import index_of
         from mtrain_cli.simulation.workload import AttentionWorkload
 
-        self._refuse(f"--index {file} has its own pairs; give only one of the two")
+        file = self.recorded_file()
+        assert file is not None
+        self._refuse(f"index={file} has its own pairs; give only one of the two")
         recorded = load_indices(file)
         setup = recorded.setup
-        if words:
-            _compare(self.compose(words), file, setup)
+        config = self.compose()
+        model = config.model
+        shapes = {
+            "seq": (config.seq, setup.seq),
+            "model.num_heads": (model.num_heads, setup.heads),
+            "model.num_kv_heads": (model.num_kv_heads, setup.kv_heads),
+            "model.head_dim": (model.head_dim, setup.head_dim),
+        }
+        wrong = [
+            f"{key}={ours}: index={file} was recorded with {theirs}; leave it out"
+            for key, (ours, theirs) in shapes.items()
+            if ours != theirs and (self.sets(key) or self.sets("model"))
+        ]
+        if wrong:
+            raise ConfigError(*wrong)
         pattern = recorded.patterns[0]
         available, dense = recorded.layers(pattern), None
         if recorded.full is not None and pattern != DENSE:
             dense = recorded.full
             available = tuple(layer for layer in available if layer not in dense.layers)
-        if self.layers is not None and self.layers > len(available):
-            raise ConfigError(
-                f"--layers {self.layers}: {file} holds {len(available)} layers of {pattern}; "
-                f"allowed: 1 to {len(available)}"
-            )
-        return AttentionWorkload(
-            setup,
-            recorded.masks,
-            available[: self.layers or len(available)],
-            lambda layer: index_of(recorded, pattern, layer),
-            pattern,
-            setup.columns.get(pattern, -1),
-            full=dense,
-        )
+        count = len(available)
+        if (self.layers or 1) > count:
+            why = f"{file} holds {count} layers of {pattern}; allowed: 1 to {count}"
+            raise ConfigError(f"layers={self.layers}: {why}")
+        layers, columns = available[: self.layers or count], setup.columns.get(pattern, -1)
+        index = partial(index_of, recorded, pattern)
+        return AttentionWorkload(setup, recorded.masks, layers, index, pattern, columns, full=dense)
 
-    def _typed(self, name: str) -> str:
-        value = getattr(self, name)
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        return f"{name}={text}" if name in self.swept else f"--{name} {text}"
+    def _recorded(self) -> tuple[Config, AttentionWorkload, list[str]]:
+        """Return a training run with recorded indices, and the settings that follow from them."""
+        from mtrain_cli.config.pattern_settings import PATTERNS
 
-    def _refuse(self, reason: str, *names: str) -> None:
-        """Raise ConfigError if an option in ``names`` is given. Default: density and columns."""
-        for name in names or ("density", "columns"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"{self._typed(name)}: {reason}")
-
-    def per_node(self, workers: int) -> int | None:
-        """Return ``topology.gpus_per_node``, or None for auto.
-
-        Raises:
-            ConfigError: the number does not divide the workers.
-        """
-        given = setting_of(self.words, "topology.gpus_per_node")
-        if given in (None, "auto"):
-            return None
-        if not given.isdigit() or not int(given) or workers % int(given):
-            divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-            raise ConfigError(
-                f"topology.gpus_per_node={given}: must divide the {workers} workers; "
-                f"allowed: auto, {divisors}"
-            )
-        return int(given)
-
-    def disturbances(self, workers: int | None = None) -> Disturbances:
-        """Return the slow ranks and the jitter. workers: number of workers, None if unknown."""
-        from mtrain_cli.simulation.timeline import Disturbances
-
-        return Disturbances(slow=self.slow_ranks(workers), jitter=self.jitter)
-
-    def slow_ranks(self, workers: int | None) -> dict[int, float]:
-        """Return the factor of each slow rank.
-
-        Raises:
-            ConfigError: a rank or a factor is out of range.
-        """
-        if not 0 <= self.jitter <= 2:
-            raise ConfigError(f"--jitter {self.jitter:g}: must be between 0 and 2")
-        ranks: dict[int, float] = {}
-        for word in filter(None, (w.strip() for w in self.slow.split(","))):
-            rank, _, factor = word.partition("=")
-            try:
-                ranks[int(rank)] = float(factor)
-            except ValueError:
-                raise ConfigError(f"--slow {word}: expected RANK=X, such as 3=1.5") from None
-            if int(rank) < 0 or (workers is not None and int(rank) >= workers):
-                allowed = f"0 to {workers - 1}" if workers is not None else "0 and above"
-                raise ConfigError(f"--slow {word}: there is no rank {rank}; allowed: {allowed}")
-            if not 0.1 <= ranks[int(rank)] <= 100:
-                raise ConfigError(f"--slow {word}: the factor must be between 0.1 and 100")
-        return ranks
+        problem, file = self._load_recorded(), self.recorded_file()
+        index, name = problem.index(problem.layers[0]), problem.pattern.partition(" ")[0]
+        recorded = 0 if problem.full is None else len(problem.full.layers)
+        follow: dict[str, Any] = {"topology.block_size": problem.made.block_size}
+        if name in PATTERNS and name != DENSE and index is not None and not self.sets("sparsity"):
+            dense = {"sparsity.dense_layers": recorded} if recorded else {}
+            follow = {"sparsity": name, "sparsity.block": index.block, **dense, **follow}
+        more = [f"{key}={value}" for key, value in follow.items() if not self.sets(key)]
+        config = self.compose(more)
+        count, given = config.model.num_layers, config.sparsity.dense_layers or 0
+        numbers = config.sparsity.dense_of(count)
+        batch, sequences = config.train.micro_batch, len(problem.masks)
+        last, at = problem.layers[-1], f"index={file}"
+        wrong = {
+            f"train.micro_batch={batch}: {at} holds {sequences} sequences": sequences != batch,
+            f"sparsity.dense_layers={given}: {at} was recorded with {recorded}": given < recorded,
+            f"sparsity.dense_layers={given}: {at} has an index of these layers only": (
+                numbers.issuperset(problem.layers)
+            ),
+            f"model.num_layers={count}: {at} holds layer {last}, of another model": last >= count,
+        }
+        if problems := [line for line, is_wrong in wrong.items() if is_wrong]:
+            raise ConfigError(problems[0])
+        problem = replace(problem, made=replace(problem.made, chunk=config.topology.chunk))
+        return config, problem.with_dense(numbers, count), more
 
 
 def _allowed(config: Config) -> str:
@@ -439,82 +309,230 @@ def _allowed(config: Config) -> str:
     return f"{pairs}, each sequence one document"
 
 
-def _check_index(index: str | None, pattern: str | None) -> None:
-    """Raise ConfigError if a synthetic index contradicts the settings' pattern."""
-    if index is None:
-        return
-    if pattern is not None and (index == DENSE) != (pattern == DENSE):
-        raise ConfigError(
-            f"--index {index}: contradicts sparsity={pattern}; give only one of the two"
-        )
-    if index == FIXED and pattern != FIXED:
-        raise ConfigError(
-            "--index fixed: only with sparsity=fixed; add sparsity=fixed, or leave --index out"
-        )
-    if pattern == FIXED != index:
-        raise ConfigError(
-            f"--index {index}: contradicts sparsity=fixed, which draws its own index; give only "
-            "one of the two"
-        )
+@dataclass(frozen=True)
+class Job:
+    """What to predict and compare, and where the results go.
+
+    cluster: with the number of nodes that is not swept.
+    axes: values of each swept key or setting.
+    workers: number of GPUs; None for all of the cluster.
+    tokens: tokens to train on, to predict days and dollars; None to predict neither.
+    price: dollars per GPU-hour; None if unknown.
+    """
+
+    request: Request
+    cluster: Cluster
+    layouts: list[str]
+    exchanges: list[str]
+    given_workers: int | None
+    axes: dict[str, list[str]]
+    tokens: float | None
+    price: float | None
+    typed: SimulateOptions
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def workers(self) -> int:
+        return self.given_workers or self.cluster.gpus
+
+    def require_gpus(self) -> None:
+        if self.cluster.gpu.is_cpu:
+            raise ConfigError(
+                f"cluster={self.request.cluster}: {self.cluster.gpu.name} is a CPU, and steps are "
+                "predicted for GPUs only; use `mtrain simulate run --attention-only`"
+            )
+
+    def each(self, predict: Callable[[int, str, str], T], label: Callable[[T], str]) -> list[T]:
+        """Call ``predict(number, layout, exchange)`` for every layout and exchange to compare.
+
+        Keep one of the predictions that are equal because ``auto`` chose the exchange of another.
+        label: returns the label of the exchange that a prediction is for.
+        """
+        predicted: dict[tuple[str, str], T] = {}
+        for layout, exchange in product(self.layouts, self.exchanges):
+            outcome = predict(len(predicted), layout, exchange)
+            predicted.setdefault((layout, label(outcome)), outcome)
+        return list(predicted.values())
 
 
-def _sparsity(words: Sequence[str]) -> bool:
-    return any(word.startswith("sparsity=") for word in words)
+def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
+    """Parse the keys of `mtrain simulate`, and load the cluster.
 
+    every_exchange: compare all exchanges if none is given.
 
-def _own_sparsity(words: Sequence[str], config: Config) -> bool:
-    return _sparsity(words) or config.sparsity.pattern != DENSE
+    Raises:
+        ConfigError: a key or a setting is wrong.
+    """
+    from mtrain_cli.config.cluster import load_cluster
+    from mtrain_cli.simulation.calibration_files import calibration_files
 
-
-def _recorded_settings(
-    problem: AttentionWorkload, words: Sequence[str], pattern: Sequence[str]
-) -> list[str]:
-    """Return the settings that follow from a recording, except settings that the user typed."""
-    index = problem.index(problem.layers[0])
-    typed = {word.partition("=")[0] for word in words}
-    settings = [] if "sparsity" in typed else list(pattern)
-    if settings and index is not None:
-        settings.append(f"sparsity.block={index.block}")
-        if problem.full is not None:
-            settings.append(f"sparsity.dense_layers={len(problem.full.layers)}")
-    settings.append(f"topology.block_size={problem.made.block_size}")
-    return [word for word in settings if word.partition("=")[0] not in typed]
-
-
-def _with_dense_layers(problem: AttentionWorkload, config: Config, file: Path) -> AttentionWorkload:
-    """Return recorded attention with the dense layers of the settings."""
-    given = config.sparsity.dense_layers or 0
-    recorded = 0 if problem.full is None else len(problem.full.layers)
-    if given < recorded:
-        raise ConfigError(
-            f"sparsity.dense_layers={given}: --index {file} was recorded with {recorded} dense "
-            f"layers; give at least {recorded}"
-        )
-    dense = config.sparsity.dense_of(config.model.num_layers)
-    if dense.issuperset(problem.layers):
-        raise ConfigError(
-            f"sparsity.dense_layers={given}: --index {file} has an index of these layers only; "
-            "give fewer"
-        )
-    return problem.with_dense(dense, config.model.num_layers)
-
-
-def _compare(config: Config, file: Path, setup: Any) -> None:
-    shapes = {
-        "seq": (config.seq, setup.seq),
-        "model.num_heads": (config.model.num_heads, setup.heads),
-        "model.num_kv_heads": (config.model.num_kv_heads, setup.kv_heads),
-        "model.head_dim": (config.model.head_dim, setup.head_dim),
-    }
-    wrong = [
-        f"{key}={ours}: --index {file} was recorded with {theirs}; leave it out"
-        for key, (ours, theirs) in shapes.items()
-        if ours != theirs
+    given, words = _split(typed)
+    axes = {name: values for word in words for name, values in _axis(word).items()}
+    words = [word for word in words if not _axis(word)]
+    first = [f"{name}={values[0]}" for name, values in axes.items()]
+    axes |= {name: given.pop(name).split(",") for name in _AXES if "," in given.get(name, "")}
+    sizes = [
+        name for name in ("nodes", "workers", "slow") if name in axes or name == "slow" in given
     ]
-    if wrong:
-        raise ConfigError(*wrong)
+    if len(sizes) > 1:
+        raise ConfigError(f"{sizes[1]}: cannot be combined with several values of {sizes[0]}")
+    for name, value in ((n, v) for n, values in axes.items() if n in _AXES for v in values):
+        _parse(name, value)
+    keys = {name: _parse(name, value) for name, value in given.items()}
+    layout, exchange = keys.pop("layout", None), keys.pop("exchange", None)
+    workers, nodes, cluster = (keys.pop(name, None) for name in ("workers", "nodes", "cluster"))
+    tokens, price = keys.pop("tokens", None), keys.pop("price", None)
+    request = Request(tuple(words), cluster=cluster or "auto", **keys)
+    # Check the files before anything slow is imported.
+    request.recorded_file()
+    if request.calibration is not None:
+        calibration_files(request.calibration)
+    config = None if request.without_a_model else request.compose(first)
+    if config is not None and cluster is None:
+        cluster = config.topology.cluster if config.topology.cluster != "auto" else None
+    name = cluster or DEFAULT_CLUSTER
+    machine = load_cluster(name, f"cluster={name}", nodes=nodes, typed_nodes=f"nodes={nodes}")
+    for value in axes.get("nodes", ()):
+        load_cluster(name, nodes=int(value), typed_nodes=f"nodes={value}")
+    virtual = request.sets("topology.gpus_per_node")
+    for count in map(int, axes.get("workers", [workers or machine.gpus])):
+        _check_workers(machine, count, virtual)
+    if (worst := max(request.slow, default=-1)) >= (workers or machine.gpus):
+        allowed = f"there is no such rank; allowed: 0 to {(workers or machine.gpus) - 1}"
+        raise ConfigError(f"slow={worst}={request.slow[worst]:g}: {allowed}")
+    if price is not None and tokens is None:
+        warn([f"price={price:g}: has no effect without tokens"])
+    elif price is None and machine.dollars_per_gpu_hour is not None:
+        price = machine.dollars_per_gpu_hour.value
+    if machine.gpu.is_cpu and config is not None and not request.sets("topology.device"):
+        # CPU workers compute in another dtype and with other kernels.
+        request = request.at(["topology.device=cpu"])
+    several = machine.nodes > 1 or "nodes" in axes or virtual
+    layouts, exchanges = _compared(config, bool(axes), several, every_exchange)
+    return Job(
+        replace(request, cluster=name), machine, layout or layouts, exchange or exchanges, workers,
+        axes, tokens, price, typed,
+    )  # fmt: skip
 
 
-def setting_of(words: Sequence[str], key: str) -> str | None:
-    """Return the value of the first ``key=value`` among the words, or None."""
-    return next((w.partition("=")[2] for w in words if w.startswith(f"{key}=")), None)
+def _compared(
+    config: Config | None, sweeps: bool, several: bool, every_exchange: bool
+) -> tuple[list[str], list[str]]:
+    """Return the layouts and exchanges to compare if none are given.
+
+    Those of a recipe are among them. Group casts are, under a mask other than causal.
+    """
+    layouts, exchanges = [*DEFAULT_LAYOUTS], [*COMPARED_EXCHANGES[: _SWEPT if sweeps else None]]
+    casts = config is not None and config.mask.kind != "causal"
+    if casts and not sweeps:
+        layouts.append("balanced")
+    exchanges += GROUP_CASTS if casts else ()
+    if every_exchange:
+        names = (*COMPARED_EXCHANGES, *(GROUP_CASTS if casts else ()), *HEAD_SHARING)
+        exchanges = [name for name in exchange_names() if name in names]
+    if not several:  # within a node, hierarchical exchanges equal the plain ones
+        exchanges = [name for name in exchanges if flat_name(name) == name]
+    if config is not None and not sweeps:
+        chosen = config.topology.exchange
+        exchanges.append(chosen if several else flat_name(chosen))
+        layouts.append(config.topology.layout)
+    found = ([n for n in dict.fromkeys(names) if n != "auto"] for names in (layouts, exchanges))
+    return next(found), next(found)
+
+
+def _split(typed: SimulateOptions) -> tuple[dict[str, str], list[str]]:
+    own = [option.name for option in fields(typed)]
+    names = own[own.index("overrides") + 1 : own.index("out")]
+    given = {name: value for name in names if (value := getattr(typed, name)) is not None}
+    words = []
+    for word in typed.overrides or ():
+        setting, equals, value = word.partition("=")
+        name = _ALIASES.get(setting, setting)
+        if name not in names or not equals:
+            words.append(word)
+        elif not value or given.setdefault(name, value) != value:
+            why = f"{name}={given[name]} is given, too; give one" if value else "the value is empty"
+            raise ConfigError(f"{word}: {why}")
+    if kernel := given.pop("kernel", ""):
+        words.append(f"train.kernel={kernel}")
+    return given, words
+
+
+def _axis(word: str) -> dict[str, list[str]]:
+    """Return the values of a setting with several, such as ``seq=128k,512k``, by its name."""
+    from mtrain_cli.config.keys import all_keys
+
+    name, _, listed = word.partition("=")
+    key = all_keys().get(name)
+    is_text = key is not None and (key.is_mapping or (key.is_text and not key.choices))
+    if "," not in listed or listed[0] in "[{(" or is_text:
+        return {}
+    if name == "topology":
+        raise ConfigError(f"{word}: a command predicts for one cluster; start one for each")
+    return {name: list(dict.fromkeys(filter(None, listed.split(","))))}
+
+
+def _parse(name: str, text: str) -> Any:
+    if name in ("layout", "exchange"):
+        allowed = ("auto", *LAYOUTS) if name == "layout" else exchange_names()
+        return parse_names(f"topology.{name}=", text, allowed)
+    parser, expected = _PARSERS.get(name, (str, ""))
+    with suppress(ValueError):
+        return parser(text)
+    raise ConfigError(f"{name}={text}: expected {expected}")
+
+
+def _within(value: T, least: float, most: float) -> T:
+    if not least <= value <= most:  # type: ignore[operator]
+        raise ValueError
+    return value
+
+
+def _whole(least: int, most: int) -> tuple[Callable[[str], int], str]:
+    expected = f"a whole number of at least {least} and at most {most:,}"
+    return lambda text: _within(parse_whole_number(text), least, most), expected
+
+
+def _tokens(text: str) -> float:
+    """Parse tokens to train on: 500m, 20b (10^9) or 1t (10^12); k = 1024 and m = 1024^2."""
+    if unit := _UNITS.get(text[-1:].lower()):
+        return _within(float(text[:-1]) * unit, 1, 1e18)
+    return _within(float(text) if "e" in text.lower() else float(parse_size(text)), 1, 1e18)
+
+
+def _slow(text: str) -> dict[int, float]:
+    pairs = (word.partition("=") for word in filter(None, text.split(",")))
+    return {
+        parse_whole_number(rank.strip()): _within(float(factor), 0.1, 100)
+        for rank, _, factor in pairs
+    }
+
+
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "nodes": _whole(1, MOST_WORKERS),
+    "workers": _whole(1, MOST_WORKERS),
+    "layers": _whole(1, MOST_WORKERS),
+    "columns": _whole(0, MOST_TOKENS),
+    "density": (
+        lambda text: _within(parse_share(text), 1e-9, 1),
+        "a share above 0 and at most 1, such as 0.05 or 5%",
+    ),
+    "slow": (_slow, "RANK=X,..., such as 3=1.5, with factors from 0.1 to 100"),
+    "jitter": (lambda text: _within(float(text), 0, 2), "a number from 0 to 2"),
+    "tokens": (_tokens, "a number of tokens such as 20b (b = 10^9, t = 10^12) or 512m"),
+    "price": (lambda text: _within(float(text), 0, 1e6), "dollars per GPU-hour, at least 0"),
+}
+
+
+def _check_workers(cluster: Cluster, count: int, virtual: bool) -> None:
+    from mtrain_cli.config.cluster import uneven_nodes
+
+    most = min(cluster.gpus, _MOST_WORKERS)
+    if count > most:
+        more = f"; for more, set nodes={-(-count // cluster.gpus_per_node)}"
+        more = more if cluster.outer is not None and count <= _MOST_WORKERS else ""
+        raise ConfigError(
+            f"workers={count}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}"
+        )
+    if not virtual and (why := uneven_nodes(cluster, count)):
+        raise ConfigError(f"workers={count}: {why}")

@@ -15,8 +15,7 @@ import typer
 
 from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
-from mtrain_cli.commands.simulate_files import require_no_out, require_writable
-from mtrain_cli.commands.simulate_output import brief_remark
+from mtrain_cli.commands.simulate_actions import new_folder, wants_files
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
@@ -26,13 +25,13 @@ from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.reporting.table import Column, Table
 from mtrain_cli.reporting.terminal_width import print_table, say
 from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
-from mtrain_cli.simulation.prediction_accuracy import PredictionAccuracy, accuracy
 from mtrain_cli.simulation.validation import (
     CaseComparison,
     MeasuredRun,
     MismatchedPrediction,
     PassComparison,
     PredictedCase,
+    agreement,
     compare,
     digest,
     key_of,
@@ -79,17 +78,32 @@ def validate(
                 f"{options or f'RUN {runs[0]}'}: no prediction matches the {len(missing)} measured "
                 f"cases, such as {missing[0]}"
             )
-        overall = accuracy(compared)
-        document = _document(
-            measured, predictions, cluster, calibration, compared, overall, missing
-        )
+        document = {
+            "schema": 1,
+            "kind": "validation",
+            "command": ["mtrain", *sys.argv[1:]],
+            "versions": {"mtrain": __version__},
+            "runs": [
+                {"folder": str(run.folder), "started": run.started, "devices": _devices(run)}
+                for run in measured
+            ],
+            "predictions": [
+                {"folder": str(path), "sha256": digest(path.expanduser() / record_files.SUMMARY)}
+                for path in predictions
+            ],
+            **_origin(measured, predictions, cluster, calibration),
+            "assumed": ASSUMED,
+            "agreement": agreement(compared),
+            "cases": [case.to_json() for case in compared],
+            "not_predicted": missing,
+        }
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / FILE).write_text(json_text(document, indent=1) + "\n")
     if as_json:
         typer.echo(json_text(document, indent=1))
         return
-    _show(Console(highlight=False, soft_wrap=True), document, compared, overall)
+    _show(Console(highlight=False, soft_wrap=True), document, compared)
     if files:
         typer.echo(f"files  {folder}")
 
@@ -97,18 +111,11 @@ def validate(
 @contextmanager
 def _folder(out: Path | None, files: bool) -> Iterator[Path]:
     """Yield a folder for the files, or a temporary folder if ``files`` is false."""
-    if not files:
-        require_no_out(out)
-        with tempfile.TemporaryDirectory() as place:
-            yield Path(place, "validation")
+    if wants_files(out, files):
+        yield new_folder("validation", out, FILE, record_files.SUMMARY)
         return
-    folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (folder / FILE).exists() or (folder / record_files.SUMMARY).exists():
-        raise ConfigError(
-            f"--out {folder}: already holds a validation, profile or simulation; give a new folder"
-        )
-    require_writable(folder)
-    yield folder
+    with tempfile.TemporaryDirectory() as place:
+        yield Path(place, "validation")
 
 
 def _predictions_in(path: Path) -> list[Path]:
@@ -124,6 +131,7 @@ def _compare(
     calibration: Calibration | None,
     folder: Path,
 ) -> tuple[list[CaseComparison], list[str]]:
+    """Return the comparisons, and the labels of measured cases without a prediction."""
     given: dict[Any, PredictedCase] = {}
     for path in predictions:
         given |= open_prediction(path)
@@ -132,7 +140,9 @@ def _compare(
     for number, run in enumerate(runs):
         by_case, replayed = given, {}
         if not predictions:
-            by_case = _replay(run, cluster, calibration, folder / f"predicted-{number}")
+            now = [replay(run, case, cluster, calibration, n) for n, case in enumerate(run.cases)]
+            write_predictions(folder / f"predicted-{number}", now, "attention")
+            by_case = open_prediction(folder / f"predicted-{number}")
             replayed = replayed_work(run, by_case)
         for case in run.cases:
             label, predicted = f"{run.folder.name}: {case.label}", by_case.get(key_of(case.facts))
@@ -146,74 +156,40 @@ def _compare(
     return compared, missing
 
 
-def _replay(
-    run: MeasuredRun, cluster: Cluster, calibration: Calibration | None, folder: Path
-) -> dict[Any, PredictedCase]:
-    predicted = [
-        replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)
-    ]
-    write_predictions(folder, predicted, "attention")
-    return open_prediction(folder)
-
-
-def _document(
+def _origin(
     runs: Sequence[MeasuredRun],
     predictions: Sequence[Path],
     cluster: Cluster,
     calibration: Calibration | None,
-    compared: Sequence[CaseComparison],
-    accuracy: PredictionAccuracy,
-    missing: Sequence[str],
 ) -> dict[str, Any]:
+    """Return where the predicted times come from.
+
+    ``elsewhere`` has a line for each run that was measured on another device than was predicted.
+    """
     if predictions:
         first = record_files.open_records(predictions[0].expanduser()).summary
         described = first.get("cluster") or {}
-        by_source = sources((described.get("constants") or {}).items())
-        named, files = described.get("name"), first.get("calibration")
-        gpu = described.get("gpu")
+        constants, named = described.get("constants") or {}, described.get("name")
+        files, gpu = first.get("calibration"), described.get("gpu")
         on_cpu = gpu is not None and peak_flops(gpu) is None  # it does not record the device type
     else:
-        by_source, named = sources(cluster.constants().items()), cluster.name
+        constants, named = cluster.constants(), cluster.name
         files = describe_source(cluster.gpu.name, calibration)
         gpu, on_cpu = cluster.gpu.name, cluster.gpu.is_cpu
-    return {
-        "schema": 1,
-        "kind": "validation",
-        "command": ["mtrain", *sys.argv[1:]],
-        "versions": {"mtrain": __version__},
-        "runs": [
-            {"folder": str(run.folder), "started": run.started, "devices": _devices(run)}
-            for run in runs
-        ],
-        "predictions": [
-            {"folder": str(path), "sha256": digest(path.expanduser() / record_files.SUMMARY)}
-            for path in predictions
-        ],
-        "cluster": named,
-        "constants": by_source,
-        "assumed": ASSUMED,
-        "elsewhere": _device_mismatches(runs, gpu, on_cpu, named),
-        "calibration": files,
-        "agreement": accuracy.to_json(),
-        "cases": [case.to_json() for case in compared],
-        "not_predicted": list(missing),
-    }
-
-
-def _device_mismatches(
-    runs: Sequence[MeasuredRun], gpu: str | None, on_cpu: bool, cluster: str | None
-) -> list[str]:
-    """Return a line for each run that was measured on another device than was predicted."""
-    if gpu is None:
-        return []
-    return [
-        f"{run.folder} ran on {name}, but the prediction is for {cluster}, which has {gpu}. The "
+    elsewhere = [
+        f"{run.folder} ran on {name}, but the prediction is for {named}, which has {gpu}. The "
         "errors compare different hardware; give --cluster FILE that describes the machine of the "
         "profile"
         for run in runs
         for name in dict.fromkeys(_devices(run))
-        if not (on_cpu if name == _CPU else same_device(name, gpu))
+        if gpu is not None and not (on_cpu if name == _CPU else same_device(name, gpu))
     ]
+    return {
+        "cluster": named,
+        "constants": sources(constants.items()),
+        "elsewhere": elsewhere,
+        "calibration": files,
+    }
 
 
 def _devices(run: MeasuredRun) -> list[str]:
@@ -222,60 +198,45 @@ def _devices(run: MeasuredRun) -> list[str]:
     return [str(gpu.get("name", gpu) if isinstance(gpu, dict) else gpu) for gpu in gpus]
 
 
-def _show(
-    console: Console,
-    document: dict[str, Any],
-    compared: Sequence[CaseComparison],
-    accuracy: PredictionAccuracy,
-) -> None:
+def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]) -> None:
     for line in document["elsewhere"]:
         say(console, f"warning: {line}", style="yellow")
     print_table(console, _table(compared))
-    for line in (*_accuracy_lines(accuracy), *_ranking_lines(document), *_source_lines(document)):
+    for line in (*_agreement_lines(document), *_source_lines(document)):
         say(console, line, _LABEL)
     for entry in document["predictions"]:
         console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
     for line in _order_lines(document, compared):
         say(console, line, _LABEL)
     notes = [
-        *dict.fromkeys(brief_remark(remark) for case in compared for remark in case.remarks),
+        *dict.fromkeys(remark for case in compared for remark in case.remarks),
         *(f"measured, but not predicted: {label}" for label in document["not_predicted"]),
     ]
     for note in notes:
         say(console, f"note       {note}", _LABEL, style="yellow")
 
 
-def _accuracy_lines(accuracy: PredictionAccuracy) -> Iterator[str]:
-    passes = "".join(f", {name} {error:.1%}" for name, error in accuracy.passes.items())
+def _agreement_lines(document: dict[str, Any]) -> Iterator[str]:
+    errors = document["agreement"]
+    passes = "".join(f", {name} {error:.1%}" for name, error in errors["mape_of_passes"].items())
     yield (
-        f"time       mean absolute error {accuracy.mape:.1%}, largest of a whole case "
-        f"{accuracy.worst:+.1%}{passes}"
+        f"time       mean absolute error {errors['mape']:.1%}, largest of a whole case "
+        f"{errors['worst_error']:+.1%}{passes}"
     )
     yield (
-        f"common     predicted / measured is {accuracy.common:.2f} in the median; without this "
-        f"factor, mean absolute error {accuracy.mape_without_common:.1%}"
+        f"common     predicted / measured is {errors['common_factor']:.2f} in the median; without "
+        f"this factor, mean absolute error {errors['mape_beside_common_factor']:.1%}"
     )
-    yield f"bounds     hold for {accuracy.covered:.0%} of the passes"
+    yield f"bounds     hold for {errors['inside_bounds']:.0%} of the passes"
     yield (
-        f"imbalance  degrees off by {accuracy.degree:.3f} on average, "
-        f"{accuracy.worst_degree:.3f} at most"
+        f"imbalance  degrees off by {errors['degree_mean_error']:.3f} on average, "
+        f"{errors['degree_worst_error']:.3f} at most"
     )
-    yield f"work       {accuracy.equal} of {accuracy.cells} counts equal"
-
-
-def _ranking_lines(document: dict[str, Any]) -> Iterator[str]:
-    results = document["agreement"]
-    for name, value in results["spearman"].items():
-        found = results["fastest_found"][name]
-        fastest = "the fastest was found" if found else "another one was the fastest"
-        folder, _, group = name.rpartition(": ")
-        pattern, seq, workers = group.rsplit(" ", 2)
-        run = f"{Path(folder).name}, " if len(document["runs"]) > 1 else ""
-        yield (
-            f"ranking    {run}{pattern}, {int(seq):,} tokens, {workers} workers: Spearman "
-            f"{value:+.2f}, {fastest}"
-        )
-    if not results["spearman"]:
+    yield f"work       {errors['work_cells_equal']} of {errors['work_cells']} counts equal"
+    for group, value in errors["spearman"].items():
+        fastest = "was found" if errors["fastest_found"][group] else "was another one"
+        yield f"ranking    {Path(group).name}: Spearman {value:+.2f}, the fastest {fastest}"
+    if not errors["spearman"]:
         yield "ranking    fewer than three comparable layouts and exchanges"
 
 
@@ -313,12 +274,12 @@ def _seconds(text: str) -> float | None:
 
 def _table(compared: Sequence[CaseComparison]) -> Table:
     several = len({case.run for case in compared}) > 1
+
+    def label(case: CaseComparison) -> str:
+        return f"{Path(case.run).name}: {case.label}" if several else case.label
+
     columns = [
-        Column(
-            "case",
-            lambda case: f"{Path(case.run).name}: {case.label}" if several else case.label,
-            words=True,
-        ),
+        Column("case", label, words=True),
         Column("pass", lambda case: "\n".join([*case.passes, "all"]), words=True),
         _column(
             "measured", lambda p: f"{p.measured:.2f} ±{p.std:.2f}", lambda c: f"{c.measured:.2f}"
@@ -332,8 +293,15 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
         _column("worker ID", lambda p: _degree(p, "worker"), drop=3),
         _column("step ID", lambda p: _degree(p, "step"), drop=1),
     ]
+    bare = any(p.bare is not None for case in compared for p in case.passes.values())
+    definition = (
+        "without recording, the median (`mtrain report`: bare), or, for several layers, while "
+        "recording, the mean"
+        if bare
+        else "while recording, the mean (`mtrain report`: pass ms)"
+    )
     note = (
-        f"ms: of a layer on the slowest worker, measured {_definition(compared)}. ±: spread of the "
+        f"ms: of a layer on the slowest worker, measured {definition}. ±: spread of the "
         "recorded iterations. error: predicted / measured - 1. in: measured is within the "
         "predicted bounds. steps: mean absolute error of attention over workers and steps. "
         "ranks: largest error of a rank's time. ID: predicted imbalance degree of time, and its "
@@ -365,12 +333,3 @@ def _rank_error(p: PassComparison) -> str:
 def _degree(p: PassComparison, name: str) -> str:
     measured, predicted = p.degrees[name]
     return f"{predicted:.2f} {predicted - measured:+.3f}"
-
-
-def _definition(compared: Sequence[CaseComparison]) -> str:
-    kinds = {p.bare is not None for case in compared for p in case.passes.values()}
-    bare = "without recording, the median (`mtrain report`: bare)"
-    recorded = "while recording, the mean (`mtrain report`: pass ms)"
-    if len(kinds) == 2:
-        return f"{bare}, or, for several layers, {recorded}"
-    return bare if kinds == {True} else recorded

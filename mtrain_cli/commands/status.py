@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import time
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.console import RenderableType
 
@@ -83,7 +84,15 @@ def status(
         return [run_status.read_status(run_dir) for run_dir in chosen]
 
     if as_json:
-        _print_json(read, watch)
+        while True:
+            runs = read()
+            for status_of_run in runs:
+                values = dataclasses.asdict(status_of_run) | {"alive": status_of_run.alive}
+                del values["losses"]
+                print(json_text((values.pop("written") or {}) | values), flush=True)
+            if not watch or not any(status_of_run.alive for status_of_run in runs):
+                return
+            time.sleep(WATCH_S)
     elif watch:
         _watch(read, every)
     else:
@@ -94,27 +103,6 @@ def status(
         if limit(console) is None:
             console.width = _PIPED  # unknown width: cut nothing
         console.print(_render(read(), every, console))
-
-
-def _print_json(read: Any, watch: bool) -> None:
-    while True:
-        runs = read()
-        for run in runs:
-            print(json_text(_plain(run)), flush=True)
-        if not watch or not any(run.alive for run in runs):
-            return
-        time.sleep(WATCH_S)
-
-
-def _plain(run: RunStatus) -> dict[str, Any]:
-    values = dataclasses.asdict(run)
-    written = values.pop("written") or {}
-    values.pop("losses")
-    return {
-        **{name: value for name, value in written.items() if name not in ("step", "steps")},
-        **values,
-        "alive": run.alive,
-    }
 
 
 def _watch(read: Any, every: bool) -> None:
@@ -155,35 +143,22 @@ def _run_table(runs: list[RunStatus]) -> Table:
 
     from mtrain_cli.reporting.table import Column, Table, count, fixed
 
+    def now(name: str) -> Callable[[RunStatus], float | None]:
+        return lambda run: getattr(run.written, name, None) if run.alive else None
+
+    def color(what: str) -> Text:
+        return Text(what, style=_COLORS.get(what, ""))
+
     columns = [
         Column("run", lambda run: Path(run.folder).name, words=True),
-        Column(
-            "state",
-            lambda run: run.what,
-            lambda what: Text(what, style=_COLORS.get(what, "")),
-            words=True,
-        ),
+        Column("state", lambda run: run.what, color, words=True),
         Column("step", lambda run: f"{run.step}/{run.steps}"),
-        Column("loss", _loss, fixed(4), missing=""),
-        Column("tokens/s/worker", _speed, count, missing=""),
-        Column("left", _left, _duration, missing=""),
+        Column("loss", lambda run: run.losses[-1] if run.losses else None, fixed(4), missing=""),
+        Column("tokens/s/worker", now("tokens_per_second_per_gpu"), count, missing=""),
+        Column("left", now("seconds_left"), _duration, missing=""),
         Column("saved", lambda run: run.checkpoint and run.checkpoint.step, missing="none"),
     ]
     return Table("", columns, runs)
-
-
-def _loss(run: RunStatus) -> float | None:
-    if run.written and run.written.loss is not None:
-        return run.written.loss
-    return run.losses[-1] if run.losses else None
-
-
-def _speed(run: RunStatus) -> float | None:
-    return run.written.tokens_per_second_per_gpu or None if run.written and run.alive else None
-
-
-def _left(run: RunStatus) -> float | None:
-    return run.written.seconds_left if run.written and run.alive else None
 
 
 def _sheet(run: RunStatus) -> RenderableType:
@@ -193,20 +168,16 @@ def _sheet(run: RunStatus) -> RenderableType:
 
     folder, here = Path(run.folder), Path.cwd()
     shown = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
-    state = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
-    state.append("".join(f"; {part}" for part in _state_parts(run)), style="not bold default")
-    return grid([("run", shown), ("state", state), *_rows(run)])
-
-
-def _state_parts(run: RunStatus) -> list[str]:
-    parts = [run.detail] if run.detail else []
+    parts = [run.detail]
     if run.alive and run.since_step is not None and run.step:
         parts.append(f"last step {_duration(run.since_step)} ago")
-    if run.alive and run.holder:
+    if run.alive:
         parts.append(run.holder)
-    if not run.alive and run.written is not None:
+    elif run.written is not None:
         parts.append(_ago(run.written.time))
-    return parts
+    state = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
+    state.append("".join(f"; {part}" for part in parts if part), style="not bold default")
+    return grid([("run", shown), ("state", state), *_rows(run)])
 
 
 def _rows(run: RunStatus) -> list[tuple[str, str]]:
@@ -216,14 +187,9 @@ def _rows(run: RunStatus) -> list[tuple[str, str]]:
         rows += _labeled("workers", _workers(written.workers))
     if run.restarts:
         last = run.restarts[-1]
-        rows += [
-            ("restarts", f"{len(run.restarts)}, the last one {_ago(last.time)}: {last.reason}"),
-            (
-                "",
-                f"stopped after step {last.reached}; resumed from step {last.step}, on "
-                f"{last.workers} workers",
-            ),
-        ]
+        resumed = f"resumed from step {last.step}, on {last.workers} workers"
+        lines = [f"{len(run.restarts)}, the last one {_ago(last.time)}: {last.reason}"]
+        rows += _labeled("restarts", [*lines, f"stopped after step {last.reached}; {resumed}"])
     if written and written.warnings:
         when, text = written.warnings[-1]
         rows.append(("warnings", f"{len(written.warnings)}, the last one {_ago(when)}: {text}"))
@@ -282,14 +248,10 @@ def _workers(places: tuple[str, ...]) -> list[str]:
     for host, members in groupby(places, key=lambda place: place.partition(", ")[0]):
         devices = [place.partition(", ")[2] for place in members]
         last = first + len(devices) - 1
-        parts = [device.partition(" (") for device in devices]
-        models = {model.rstrip(")") for _, _, model in parts}
-        shown = devices[0]
-        if len(models) == 1 and (model := models.pop()):
-            numbers = ", ".join(name.removeprefix("GPU ") for name, _, _ in parts)
-            shown = f"{len(devices)} x {model} ({numbers})"
         ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        lines.append(f"{ranks} on {host}: {shown}")
+        models = Counter(device.partition("(")[2].rstrip(")") or device for device in devices)
+        counts = ", ".join(f"{number} x {model}" for model, number in models.items())
+        lines.append(f"{ranks} on {host}: {counts}")
         first = last + 1
     return lines
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,11 +13,9 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
-    from mtrain_cli.config.problem import Problem
     from mtrain_cli.config.schema import Config
     from mtrain_cli.launch.environment import Environment
 
-RUNS = Path("runs")
 RESOLVED = "resolved.yaml"
 AUTO = "auto"
 SHOWN = 5  # run names in a message
@@ -70,13 +67,8 @@ def train(
     if no_data and not dry_run:
         raise ConfigError("--no-data: a run needs its data; give it with --dry-run")
     run_path = _run_to_resume(resume, words, config_dir)
-    try:
-        plan = cfg or dry_run
-        config = _configuration(words, config_dir, run_path, plan=plan, data_elsewhere=no_data)
-    except ConfigError as error:
-        if dry_run:
-            raise ConfigError(*map(_with_no_data, error.problems)) from None
-        raise
+    plan = cfg or dry_run
+    config = _configuration(words, config_dir, run_path, plan=plan, data_elsewhere=no_data)
     if cfg:
         warn_of_unused_settings(words, config, config_dir)
         _print_configuration(config)
@@ -86,18 +78,15 @@ def train(
             from mtrain_cli.launch.run_dir import require_folder
 
             require_folder(config)
-            require_weights(config)
+            if config.train.init_from is not None:
+                from mtrain_cli.model.huggingface import HuggingFaceFolder, has_weights
+
+                folder = Path(config.train.init_from)
+                if has_weights(folder):  # its config.json is enough to plan a run
+                    HuggingFaceFolder(folder).verify()
         _print_plan(config, words, config_dir, [] if no_data else _data_rows(config))
         return
     raise typer.Exit(_launch(config, words, run_path, config_dir))
-
-
-def _with_no_data(problem: Problem) -> str:
-    """Return a line, with ``--no-data`` as a way out if it says that data are missing here."""
-    names_path = problem.key in ("data.path", "data.mix") and isinstance(problem.value, str)
-    if names_path and not Path(problem.value).expanduser().exists():
-        return f"{problem}. Add --no-data to plan for a machine that has the data"
-    return problem
 
 
 def _configuration(
@@ -154,12 +143,12 @@ def find_run(run: str, option: str = "") -> Path:
         ConfigError: neither the path nor the folder under runs/ has a resolved.yaml.
     """
     from mtrain_cli.config.suggest import no_such
+    from mtrain_cli.launch.run_dir import RUNS, list_runs
 
     for folder in (Path(run).expanduser(), RUNS / run):
         if (folder / RESOLVED).is_file():
             return folder
-    files = sorted(RUNS.glob(f"*/{RESOLVED}"), key=lambda file: file.stat().st_mtime, reverse=True)
-    names = [file.parent.name for file in files if not file.parent.is_symlink()]
+    names = [run_dir.path.name for run_dir in list_runs()]
     place = f"a folder with a {RESOLVED}" + ("" if names else "; there are no runs in runs/")
     raise ConfigError(f"{option}{run}: {no_such('run', run, names, place, SHOWN)}")
 
@@ -199,7 +188,7 @@ def _print_plan(
 ) -> None:
     from mtrain_cli.console import Console
     from mtrain_cli.launch.run_dir import free_disk
-    from mtrain_cli.simulation.estimate import estimate_step
+    from mtrain_cli.simulation.scenario import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
 
@@ -225,54 +214,17 @@ def require_data(config: Config) -> None:
         open_corpus(config.data)
 
 
-def require_weights(config: Config) -> None:
-    """Raise ConfigError if weights of ``train.init_from`` do not fit its config.json or checksums.
+def require_resolvable(config: Config, environment: Environment) -> None:
+    """Raise ConfigError if CPUs cannot run the given kernel or exchange, before workers start.
 
-    A folder without weights passes: its config.json is enough to plan a run.
+    On GPUs, the workers check this, because it depends on the GPU.
     """
-    if config.train.init_from is not None:
-        from mtrain_cli.model.huggingface import HuggingFaceFolder, has_weights
+    topology = config.topology
+    exchange = topology.exchange, topology.ulysses, topology.chunks, topology.circulates
+    if environment.device == "cpu" and {config.train.kernel, *exchange} != {"auto"}:
+        from mtrain_cli.training.resolution import resolve_run
 
-        folder = Path(config.train.init_from)
-        if has_weights(folder):
-            HuggingFaceFolder(folder).verify()
-
-
-def require_kernel(config: Config, device: str) -> None:
-    """Raise ConfigError if a CPU cannot run ``train.kernel``, before workers start.
-
-    On GPUs, the workers check the kernel, because its support depends on the GPU.
-    """
-    if device == "cpu" and config.train.kernel != "auto":
-        from mtrain_cli.training.resolution import require_cpu_kernel
-
-        require_cpu_kernel(config)
-
-
-def require_exchange(config: Config, environment: Environment) -> None:
-    """Raise ConfigError if settings of the exchange contradict each other, before workers start.
-
-    If ``topology.exchange=auto`` depends on the memory of a GPU, the workers check the rest.
-    """
-    topology, chosen_here = config.topology, environment.device == "cpu"
-    if topology.exchange == "auto" and not chosen_here:
-        topology = replace(topology, circulates="auto")
-    given = (topology.exchange, topology.ulysses, topology.chunks, topology.circulates)
-    if given == ("auto",) * len(given):
-        return
-    from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange
-
-    model, workers = config.of_worker.model, environment.dims.cp
-    needs = ExchangeNeeds(
-        workers=workers,
-        per_node=environment.context_per_node,
-        tokens=config.seq * config.train.micro_batch,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype_bytes=2 if config.train.dtype == "bfloat16" else 4,
-    )
-    choose_exchange(topology, needs)
+        resolve_run(config, environment)
 
 
 def require_labels(config: Config) -> None:
@@ -316,19 +268,9 @@ def _launch(
 
     require_runnable(config)
     from mtrain_cli.launch import run_dir
-    from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import WARNED, launch
-    from mtrain_cli.launch.run_status import nothing_left
 
     steps = config.train.steps
-    if run_path is not None and nothing_left(finished := run_dir.RunDir(run_path), steps):
-        if not job_rank():
-            line = f"nothing left to train: step {steps} has reached train.steps={steps}"
-            if not run_dir.study_command(run_path):
-                longer = f"{finished.resume_command} train.steps={2 * steps}"
-                line += f". Set a larger train.steps to continue: {longer}"
-            print(line)
-        return 0
     environment = checked_environment(config)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
@@ -344,18 +286,14 @@ def _launch(
 
 
 def checked_environment(config: Config) -> Environment:
-    """Return the environment of a run, after checking kernel and exchange.
+    """Return the environment of a run whose kernel and exchange this machine can run.
 
     Call this before the run folder is created: a mistake must leave no folder behind.
-
-    Raises:
-        ConfigError: this machine cannot run the configuration.
     """
     from mtrain_cli.launch.environment import resolve_environment
 
     environment = resolve_environment(config)
-    require_kernel(config, environment.device)
-    require_exchange(config, environment)
+    require_resolvable(config, environment)
     return environment
 
 

@@ -13,22 +13,14 @@ from mtrain_cli.training.step_estimate import StepEstimate
 
 
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
-    """Train as `training.loop.train` does, with the callbacks that the settings ask for.
-
-    With `profile.every`, also record every N-th step. With `train.eval_tasks`, evaluate tasks. With
-    `train.callbacks`, add those of other packages.
-    """
+    """Train as `training.loop.train` does, with the callbacks that the settings ask for."""
     on_gpu = environment.device == "cuda"
     callbacks = load_callbacks(config)
     return loop.train(config, run_dir, environment, resume, callbacks, estimate if on_gpu else None)
 
 
 def load_callbacks(config: Config) -> list[loop.MakeCallback]:
-    """Load the callbacks that the settings ask for.
-
-    Raises:
-        ConfigError: a callback of another package cannot be loaded.
-    """
+    """Load the callbacks that the settings ask for. Raise ConfigError if one cannot be loaded."""
     callbacks: list[loop.MakeCallback] = []
     if config.profile.every:
         # Imports pandas and pyarrow, which other runs do not need.
@@ -54,7 +46,7 @@ def load_callbacks(config: Config) -> list[loop.MakeCallback]:
 
 def estimate(plan: RunPlan) -> StepEstimate:
     """Estimate a step for banner and status. A failure of the prediction must not stop a run."""
-    from mtrain_cli.simulation.estimate import estimate_step
+    from mtrain_cli.simulation.scenario import estimate_step
 
     try:
         return estimate_step(plan)

@@ -110,17 +110,19 @@ def reason(error: BaseException) -> str:
 
 
 def damaged_lines(file: Path, numbers: Sequence[int]) -> str:
-    """Return ``FILE: damaged lines: 2, 5``. numbers: count from 1."""
-    more = " and more" * (len(numbers) > _MOST_SHOWN)
-    return f"{file}: damaged lines: {', '.join(map(str, numbers[:_MOST_SHOWN]))}{more}"
+    """Return ``FILE: lines 2, 5 are damaged``. numbers: count from 1."""
+    shown = ", ".join(map(str, numbers[:_MOST_SHOWN])) + " and more" * (len(numbers) > _MOST_SHOWN)
+    what = f"lines {shown} are" if len(numbers) > 1 else f"line {shown} is"
+    return f"{file}: {what} damaged"
 
 
 def lines_not_shown(file: Path, numbers: Sequence[int], thing: str) -> str:
-    """Return ``FILE: damaged lines: 2; a step each is not shown``; "" without numbers.
+    """Return ``FILE: line 2 is damaged; this step is not shown``; "" without numbers.
 
     thing: what a line holds, such as "step".
     """
-    return f"{damaged_lines(file, numbers)}; a {thing} each is not shown" if numbers else ""
+    lost = f"these {thing}s are" if len(numbers) > 1 else f"this {thing} is"
+    return f"{damaged_lines(file, numbers)}; {lost} not shown" if numbers else ""
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:

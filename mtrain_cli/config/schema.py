@@ -217,37 +217,34 @@ class TopologyConfig:
     """The workers, and how they share a sequence.
 
     device: device type of the workers; auto = cuda if a GPU is usable, else cpu
-    cluster: cluster that plans assume if this machine has no GPU, and for which `mtrain simulate`
-        predicts: a name in conf/cluster, or the path of such a YAML file; auto = one host of H200s
+    cluster: cluster that plans and `mtrain simulate` assume without a GPU: a name in conf/cluster,
+        or the path of such a YAML file; auto = one host of H200s
     workers: number of workers; auto = all GPUs of the job, or 2 on a CPU
     context_parallel: number of workers that share one sequence; auto = all workers, divided by
         tensor_parallel and pipeline_parallel
-    tensor_parallel: number of workers that share each layer's heads and MLP (tensor parallelism
-        with sequence parallelism); must divide model.num_heads, model.num_kv_heads,
-        model.intermediate_size and the workers of a node
+    tensor_parallel: number of workers that share each layer's heads and MLP, with sequence
+        parallelism; must divide model.num_heads, model.num_kv_heads, model.intermediate_size and
+        the workers of a node
     tensor_chunks: tensor_parallel: number of chunks of tokens in which a layer computes its part
         after attention; the messages of a chunk overlap with other chunks; auto = up to 4, by size
-    expert_parallel: number of workers over which the experts of each layer are dealt; rows of
-        tokens travel to their experts; must divide model.moe.experts and the workers of a stage;
-        auto = the degree with the shortest predicted time; with train.memory=auto, the fastest
-        together with the memory keys
+    expert_parallel: number of workers over which the experts of each layer are dealt; must divide
+        model.moe.experts and the workers of a stage; auto = the degree with the shortest predicted
+        time; with train.memory=auto, the fastest together with the memory keys
     expert_chunks: number of chunks of tokens in which experts are computed; more chunks need less
         memory, but more passes over the weights; auto = what train.tile_mib needs, and with
         expert_parallel up to 4 if a worker holds too few experts to compute them in parts
-    pipeline_parallel: number of stages, which hold different layers (pipeline parallelism);
-        micro-batches of a step pass through the stages one after another
+    pipeline_parallel: number of stages, which hold different layers
     schedule: pipeline_parallel: order of forward and backward passes; gpipe = all forward passes
-        first; 1f1b = forward and backward passes in turn; interleaved = as 1f1b, with several
-        virtual stages per worker; auto = interleaved with virtual_stages above 1, else 1f1b
+        first; 1f1b = in turn; interleaved = as 1f1b, with several virtual stages per worker; auto =
+        interleaved with virtual_stages above 1, else 1f1b
     virtual_stages: pipeline_parallel: number of separate parts of the model that each stage holds
         (schedule=interleaved); more parts idle less and send more messages
-    stage_layers: pipeline_parallel: number of layers of each stage, such as [9,9,9,8]; with
-        virtual_stages, of each virtual stage in the order of the layers; auto = by the cost of the
-        layers and of the LM head
-    gpu_memory_gib: memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the
-        GPU, or an H200's if there is no GPU
-    host_memory_gib: host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal
-        share of this machine's memory, or 128 if there is no GPU
+    stage_layers: pipeline_parallel: number of layers of each (virtual) stage, such as [9,9,9,8];
+        auto = by the cost of the layers and of the LM head
+    gpu_memory_gib: memory of each GPU, for plans and train.memory=auto; auto = read from the GPU,
+        or an H200's if there is no GPU
+    host_memory_gib: host memory per GPU, for plans and train.memory=auto; auto = an equal share of
+        this machine's memory, or 128 if there is no GPU
     gpus_per_node: number of workers per node; if a host has more workers, this number divides the
         host into virtual nodes; auto = as launched
     layout: which worker holds which tokens; balanced = assigned per batch from its masks; auto =
@@ -257,12 +254,10 @@ class TopologyConfig:
     ulysses: number of workers in a group that trades tokens for heads (all-to-all); the groups then
         exchange keys and values; auto = all workers with exchange=ulysses, else 1
     chunks: all_gather and group_cast: number of groups of heads; each group is gathered while the
-        previous group is computed (a single worker computes the groups in turn, to save memory);
-        auto = chosen by size and memory
-    stages: group_cast: 1 = compute when all keys have arrived; 2 = compute a worker's own keys
-        while other keys travel, then the received keys; 3 = hierarchical_group_cast: own keys, keys
-        of the node, then keys of other nodes; auto = for dense attention the fastest by more than
-        2 %, by predicted times of a sequence that is one document; else 1
+        previous one is computed; auto = chosen by size and memory
+    stages: group_cast: 1 = compute when all keys have arrived; 2 = a worker's own keys while others
+        travel; 3 = hierarchical_group_cast: own keys, keys of the node, then the others; auto = for
+        dense attention the fastest by more than 2 %, by predicted times; else 1
     prefetch: ring: number of hops that run ahead of the computation
     circulates: ring: what circulates in the backward pass: keys and values, or queries; auto =
         whichever needs fewer bytes
@@ -349,9 +344,9 @@ class DataConfig:
     text_key: text: key or column that holds the text in .jsonl, .json and .parquet files
     token_dtype: tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else
         uint32
-    mask_key: tokens: name of the column with the mask of each document as a list of slices, which
-        `mtrain data prepare --mask-key` keeps; null = the documents bring no masks
-    positions_key: tokens: name of the column with the rotary position of each token, which
+    mask_key: tokens: column with the mask of each document as a list of slices, which
+        `mtrain data prepare --mask-key` keeps; null = none
+    positions_key: tokens: column with the rotary position of each token, which
         `mtrain data prepare --positions-key` keeps; null = the positions in the sequence
     verify: bytes to compare with their checksums: sampled = a sample of each file, in milliseconds;
         full = all; auto = all when you resume a run or the data have less than 256m tokens, else
@@ -391,15 +386,14 @@ class OptimConfig:
     warmup_steps: number of steps of linear warm-up; 0 = none
     schedule: shape of the learning rate after warm-up; wsd = constant, then linear decay at the end
     min_lr_ratio: final learning rate of cosine, linear and wsd, as a fraction of lr
-    decay_steps: number of steps over which the learning rate falls, after warm-up or (wsd) at the
-        end of the schedule; auto = all steps after warm-up, or (wsd) the last 20 %
-    schedule_steps: length of the schedule in steps; auto = up to train.steps. A resumed run keeps
-        its length unless you set this key, optim.schedule or optim.decay_steps
+    decay_steps: number of steps over which the learning rate falls; auto = all steps after warm-up,
+        or (wsd) the last 20 %
+    schedule_steps: length of the schedule; auto = up to train.steps. A resumed run keeps its length
+        unless you set this key, optim.schedule or optim.decay_steps
     rewarm: with --resume only: true = restart the schedule at the checkpoint, with a new warm-up,
-        and end the schedule at train.steps. The run then stores the step of the restart in this key
+        and end it at train.steps. The run then stores the step of the restart in this key
     clip_norm: maximum global gradient norm; 0 = no clipping
-    skip_spikes: skip the update of a step whose loss or gradient norm is a spike; run.spike_sigma
-        defines a spike
+    skip_spikes: skip the update of a step whose loss or gradient norm is a spike (run.spike_sigma)
     offload: keep float32 weights and AdamW states in host memory, and run AdamW on the host; the
         GPU keeps bfloat16 weights
     offload_gradients: with optim.offload: copy each gradient to host memory as soon as it is
@@ -433,27 +427,24 @@ class TrainConfig:
         float32 on CPUs
     kernel: local attention kernel; auto = the fastest kernel that supports the run
     activation_checkpoint: what a layer keeps for its backward pass; the rest is recomputed. none =
-        everything; selective = its input and the attention output; sequence_selective = its input,
-        and the attention output of only the last tokens of each worker (their share is
-        train.checkpoint_keep); full = its input only
-    memory: manual = use the memory keys as they are; auto = choose the fastest combination of the
-        memory keys that fits, and change only memory keys with their default value. The memory
-        keys: activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib,
+        everything; selective = its input and the attention output; sequence_selective = the
+        attention output of only the last train.checkpoint_keep of each worker's tokens; full = its
+        input only
+    memory: manual = use the memory keys as they are; auto = choose the fastest combination that
+        fits, and change only memory keys with their default value. The memory keys:
+        activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib,
         loss_chunk_mib, shard, optim.offload and optim.offload_gradients
     shard: what each micro-batch communicates: full = gathers weights and reduces gradients
-        (ZeRO-3); gradients = reduces gradients, while weights stay whole for the step (ZeRO-2);
-        optimizer = nothing before the last micro-batch, while gradients accumulate whole in float32
-        (ZeRO-1)
+        (ZeRO-3); gradients = reduces gradients, while weights stay whole (ZeRO-2); optimizer =
+        nothing before the last micro-batch, while gradients accumulate whole in float32 (ZeRO-1)
     reduce_dtype: dtype in which gradients are summed over workers. Over micro-batches, they are
         always summed in float32
     checkpoint_keep: with activation_checkpoint=sequence_selective: fraction of each worker's
         tokens, counted from the last token, whose attention output is kept
     offload_activations: move the activations that layers keep to pinned host memory: true = of all
-        layers; N = of the first N layers, which need their activations last; not with
-        train.activation_checkpoint=none
+        layers; N = of the first N layers; not with train.activation_checkpoint=none
     keep_mlp: keep the MLP's gate and up outputs instead of recomputing them: true = in all layers;
-        N = in the last N layers. In bfloat16 this costs 4 model.intermediate_size + 2
-        model.hidden_size bytes per token and layer
+        N = in the last N layers
     tile_mib: maximum MiB of temporary tensors in the parts of a layer after attention (norm, MLP).
         A part that needs more is computed in tiles of the sequence; 0 = no limit
     compile: apply torch.compile to the loss and to the parts of a layer around attention; auto = on
@@ -464,19 +455,17 @@ class TrainConfig:
     z_loss: coefficient of logsumexp^2, added to the gradient but not to the reported loss; 0 = none
         (PaLM uses 1e-4)
     balance_loss: experts: coefficient of the loss that balances the experts of a layer within each
-        sequence, added to the gradient but not to the reported loss; auto = 0.001; 0 = none
+        sequence, added to the gradient only; auto = 0.001; 0 = none
     router_z_loss: experts: coefficient of the mean logsumexp^2 of a router's scores, added to the
-        gradient but not to the reported loss; 0 = none (ST-MoE uses 0.001)
-    balance_bias: experts: step by which each update changes a bias per expert that only affects
-        the router's choice, up for experts with few tokens and down for experts with many; 0 = none
-        (DeepSeek-V3 uses 0.001)
+        gradient only; 0 = none (ST-MoE uses 0.001)
+    balance_bias: experts: step by which each update changes a bias per expert that only affects the
+        router's choice, up for experts with few tokens, else down; 0 = none (DeepSeek-V3: 0.001)
     expert_capacity: experts: most tokens of a sequence that an expert computes, as a multiple of
         the mean; the tokens with the lowest scores are dropped; 0 = compute all tokens
     init_from: Hugging Face folder (config.json and safetensors) with the initial weights, which
         also gives the model if no model=... is set; null = random weights
-    eval_every: number of steps between evaluations on the held-out sequences (data.eval_sequences)
-        and of train.eval_tasks, in addition to evaluations at the start and end of the run; 0 = no
-        additional evaluations
+    eval_every: number of steps between evaluations on the held-out sequences and of
+        train.eval_tasks, besides those at the start and end of the run; 0 = none
     eval_tasks: tasks of `mtrain eval` to measure during training: perplexity, niah
     callbacks: callbacks of other installed packages that follow the run (docs/extending.md)
     checkpoint_every: number of steps between checkpoints; 0 = only at the end

@@ -39,11 +39,7 @@ class Sequence:
 
 
 def store_of_files(path: str, text_key: str, tokenizer: Tokenizer) -> TokenStore:
-    """Return the tokens of a file or folder of text.
-
-    text_key: name of the key or column that holds the text. Raises ConfigError if the path cannot
-    be read.
-    """
+    """Return the tokens of a file or folder of text. Raises ConfigError if it cannot be read."""
     corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
     refuse_unread_key(corpus, text_key)
     return cached_store(corpus, tokenizer)[0]

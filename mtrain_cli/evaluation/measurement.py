@@ -71,12 +71,9 @@ class Measurement(ABC):
         return wanted
 
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:  # noqa: B027
-        """Take what the first model and attention decide for all others.
+        """Take what the first model and attention decide for all others, from their rows.
 
-        Args:
-            origin: hash of the model and its attention.
-            label: their name for the user.
-            rows: the rows of all their cells.
+        origin, label: their hash, and their name for the user.
         """
 
     def after(self, origin: str) -> Measurement:  # noqa: ARG002 - most learn nothing

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 from mtrain_cli.config import plugins
 
 
-class Evaluator(Protocol):
-    """Evaluates on this worker. All workers call `run` together."""
-
-    def run(self) -> None: ...
-
-
-class OtherKind(Protocol):
-    """An evaluation of another package. The name of the entry point is its ``kind``."""
-
-    def check(self, request: Any, source: Any, *, beyond: bool) -> Any:
-        """Check before any work what `EvaluationRequest` asks of a `ModelSource`.
-
-        Return what `runner` gets as ``tasks``.
-        """
-
-    def runner(self, *arguments: Any, **more: Any) -> Evaluator:
-        """Return the evaluator, from the arguments of `runner.Runner` and ``tasks``."""
-
-
 @functools.cache
 def find(kind: str) -> Any | None:
-    """Return the `OtherKind` of this name; None if no package has one."""
+    """Return the object of the entry point with this name; None if no package has one.
+
+    Before any work, ``check(request, source, beyond=)`` checks what an `EvaluationRequest` asks of
+    a `ModelSource`, and returns what ``runner`` gets as ``tasks``. ``runner`` takes the arguments
+    of `runner.Runner` and ``tasks``, and returns an object whose ``run`` all workers call together.
+    """
     return plugins.load_by_name("mtrain.evaluations").get(kind)

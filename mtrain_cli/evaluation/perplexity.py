@@ -275,10 +275,9 @@ def short_losses(
 
 
 def key_places(long: np.ndarray, short: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Return the places of the key tokens (LongPPL, section 3).
+    """Return the places of the key tokens (LongPPL, section 3) among those that count.
 
-    long, short: losses with the long and with the short context, in nats. counted: tokens that may
-    be key.
+    long, short: losses with the long and with the short context, in nats.
     """
     return np.flatnonzero(counted & (short - long > LEAST_GAIN) & (-long > LEAST_LOG_P))
 

@@ -15,7 +15,7 @@ from mtrain_cli.evaluation.measurement import Measurement
 from mtrain_cli.evaluation.perplexity import open_perplexity
 from mtrain_cli.evaluation.results import key_of
 from mtrain_cli.evaluation.retrieval import STDLIB, open_retrieval
-from mtrain_cli.evaluation.ruler_files import Sources
+from mtrain_cli.evaluation.ruler_files import NO_SOURCES, Sources
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.text import TextCodec
 from mtrain_cli.launch.manifest import Manifest, ManifestError
@@ -48,21 +48,12 @@ class NeedleOptions:
 
 @dataclass(frozen=True)
 class RulerOptions:
-    """Tasks of RULER, paths of the user's files, and files of samples."""
+    """Tasks of RULER with the user's files, and files of samples."""
 
     tasks: tuple[str, ...] = ()
-    essays: str | None = None
-    squad: str | None = None
-    hotpotqa: str | None = None
-    words: str | None = None
+    sources: Sources = NO_SOURCES
     files: tuple[str, ...] = ()
     max_new: int = 128
-
-    @property
-    def sources(self) -> Sources:
-        names = ("essays", "squad", "hotpotqa", "words")
-        paths = (getattr(self, name) for name in names)
-        return Sources(*(None if path is None else Path(path) for path in paths))
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ class EvaluationRequest:
     weights: in the order in which to evaluate them. The first finds the key tokens.
     """
 
-    kind: str  # `PERPLEXITY`, `NIAH`, `RULER` or the name of an `OtherKind`
+    kind: str  # `PERPLEXITY`, `NIAH`, `RULER` or one of `other_kinds`
     out: str  # folder of the results
     model: str  # name of the model in the results (`results.model_name`)
     weights: tuple[Weights, ...]
@@ -163,15 +154,15 @@ def open_measurement(
     """
     if request.kind == PERPLEXITY:
         return open_perplexity(request, source, codec)
+    tokenizer = codec.required
     if request.kind == NIAH:
-        return open_retrieval(request, codec.required)
+        return open_retrieval(request, tokenizer)
     options = request.ruler
     files = tuple(map(Path, options.files))
     names = [path.stem for path in files]
     for path in files:
         if names.count(path.stem) > 1:
             raise ConfigError(f"--file {path}: another file has this name; rename one")
-    assert codec.required
     return Generated(
         codec, options.tasks, request.lengths, request.samples, options.sources, files,
         options.max_new,

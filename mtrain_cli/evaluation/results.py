@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,7 @@ class Result:
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean of independent values and its standard error, sd / sqrt(n).
 
-    The mean is None for no values or a mean that is not finite. The error is None for fewer than
-    two values.
+    None for a mean that is not finite or of no values, and for an error of fewer than two.
     """
     return weighted_mean_and_error(values, [1.0] * len(values))
 
@@ -135,22 +134,20 @@ class ResultsFolder:
 
     @staticmethod
     def open(path: Path, model: str) -> ResultsFolder:
-        """Open or create a folder. Remove damaged lines, and lines that a crash cut short.
+        """Open or create a folder, without damaged lines and lines that a crash cut short.
 
-        model: name of the model that `model_name` returns. Raises ConfigError if the folder holds
-        results of another model, or something else.
+        model: from `model_name`. Raises ConfigError if the folder holds something else.
         """
         require_own(path, model)
         path.mkdir(parents=True, exist_ok=True)
         replace_text(path / ABOUT, json.dumps({"model": model}) + "\n")
-        opened = ResultsFolder(path)
         samples, lost_samples = kept_rows(path / SAMPLES, _is_sample)
+        results, lost = kept_rows(path / RESULTS, _is_result)
+        by_key: dict[str, dict[int, dict[str, Any]]] = {}
         for row in samples:
-            opened.samples.setdefault(row["key"], {})[row["index"]] = row
-        results, lost = kept_rows(path / RESULTS, lambda row: _result(row) is not None)
-        opened.results = {row["key"]: documents.checked(Result, row) for row in results}
-        opened.damage = tuple(filter(None, (lost_samples, lost)))
-        return opened
+            by_key.setdefault(row["key"], {})[row["index"]] = row
+        own = {row["key"]: documents.checked(Result, row) for row in results}
+        return ResultsFolder(path, by_key, own, tuple(filter(None, (lost_samples, lost))))
 
     def drop_training(self, after: int) -> None:
         """Drop what a run measured during training after step ``after``: it trains these again."""
@@ -204,7 +201,8 @@ def require_own(path: Path, model: str) -> None:
     about = path / ABOUT
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path}: is a file; give a folder")
-    if not about.is_file() and not _has_rows(path):
+    rows = _read(path / SAMPLES, _is_sample)[0] or _read(path / RESULTS, _is_result)[0]
+    if not about.is_file() and not rows:
         if path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
             raise ConfigError(
                 f"--out {path}: is not empty and holds no results of `mtrain eval`; give a new "
@@ -224,19 +222,8 @@ def require_own(path: Path, model: str) -> None:
         )
 
 
-def _has_rows(folder: Path) -> bool:
-    """Return whether a folder has a sample or result of `mtrain eval`, also without `ABOUT`."""
-    samples, results = folder / SAMPLES, folder / RESULTS
-    return (samples.is_file() and any(map(_is_sample, _rows(samples)))) or (
-        results.is_file() and any(map(_result, _rows(results)))
-    )
-
-
 def remove_unused(created: Sequence[Path]) -> None:
-    """Remove a folder without samples, and its parents.
-
-    created: the folder and its parents that an evaluation created, the folder first.
-    """
+    """Remove a folder without samples, the first of these new folders, and its parents."""
     if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
         return
     for name in (ABOUT, LOCK):
@@ -254,37 +241,20 @@ def read_results(folder: Path) -> list[Result]:
 def read_whole_results(folder: Path) -> tuple[list[Result], str]:
     """Do as `read_results`. Also return a line on what cannot be read, or ""."""
     for file in (folder / FOLDER / RESULTS, folder / RESULTS):
-        if not file.is_file():
-            continue
-        by_key: dict[str, Result] = {}
-        damaged = []
-        for number, row in _numbered_rows(file):
-            if row is not None and (result := _result(row)) is not None:
-                by_key[result.key] = result
-            else:
-                damaged.append(number)
-        if by_key or (file.parent / ABOUT).is_file():
+        rows, damaged = _read(file, _is_result)
+        if rows or (damaged and (file.parent / ABOUT).is_file()):
+            by_key = {row["key"]: documents.checked(Result, row) for row in rows}
             lost = documents.lines_not_shown(file, damaged, "result")
             return list(by_key.values()), lost and f"{lost}. Give the same `mtrain eval` again"
     return [], ""
 
 
 def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of the samples in a folder of results.
-
-    Raises ConfigError if the folder has no samples.
-    """
-    for place in (folder / FOLDER, folder):
-        if (place / SAMPLES).is_file():
-            return list(_rows(place / SAMPLES))
+    """Return the rows of the samples in a folder of results. Raises ConfigError without them."""
+    for file in (folder / FOLDER / SAMPLES, folder / SAMPLES):
+        if file.is_file():
+            return _read(file, _is_sample)[0]
     raise ConfigError(f"{folder}: holds no {SAMPLES} of `mtrain eval`")
-
-
-def _result(row: Mapping[str, Any]) -> Result | None:
-    try:
-        return documents.checked(Result, row)
-    except documents.UnreadableError:
-        return None
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
@@ -300,29 +270,31 @@ def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def kept_rows(
     file: Path, is_whole: Callable[[dict[str, Any]], bool]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return the whole rows of a file, and remove its other lines. A missing file has none.
-
-    Args:
-        is_whole: whether a JSON object is a row of this file.
-
-    Returns:
-        The rows, and a line on damaged lines or "". A last line that a crash cut short is none.
-    """
-    if not file.exists():
-        return [], ""
-    rows, damaged = [], []
-    for number, row in _numbered_rows(file):
-        if row is not None and is_whole(row):
-            rows.append(row)
-        else:
-            damaged.append(number)
-    text = file.read_bytes()
-    if damaged or not text.endswith(b"\n"):
+    """Return the rows of `_read` and a line on damaged ones or "". Remove all other lines."""
+    rows, damaged = _read(file, is_whole)
+    if damaged or (file.exists() and not file.read_bytes().endswith(b"\n")):
         _rewrite(file, rows)
-    if damaged and damaged[-1] == text.count(b"\n") + 1:  # the last line has no newline
-        damaged.pop()
     again = "removed, and the `mtrain eval` that wrote it measures again"
     return rows, f"{documents.damaged_lines(file, damaged)}; {again}" if damaged else ""
+
+
+def _read(
+    file: Path, is_whole: Callable[[dict[str, Any]], bool]
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the whole rows of a file, and the numbers of damaged lines. A missing file has none.
+
+    A last line that a crash cut short is neither.
+    """
+    rows, damaged = [], []
+    # Only "\n" ends a line: with other ends, one damaged line would count as several.
+    lines = file.read_bytes().split(b"\n") if file.is_file() else []
+    for number, line in enumerate(lines, 1):
+        row = documents.json_object(line.decode(errors="replace"))
+        if row is not None and is_whole(row):
+            rows.append(row)
+        elif line.strip() and number < len(lines):
+            damaged.append(number)
+    return rows, damaged
 
 
 def _is_sample(row: Mapping[str, Any]) -> bool:
@@ -331,15 +303,7 @@ def _is_sample(row: Mapping[str, Any]) -> bool:
     return isinstance(key, str) and isinstance(index, int) and index >= 0
 
 
-def _rows(file: Path) -> Iterable[dict[str, Any]]:
-    """Yield the JSON objects of a file. Skip other lines, such as one that a crash cut short."""
-    return (row for _, row in _numbered_rows(file) if row is not None)
-
-
-def _numbered_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number, from 1, of each line that is not blank, and its JSON object or None."""
-    # Only "\n" ends a line: with other ends, one damaged line would count as several.
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield number, documents.json_object(line)
+def _is_result(row: Mapping[str, Any]) -> bool:
+    with contextlib.suppress(documents.UnreadableError):
+        return bool(documents.checked(Result, row))
+    return False

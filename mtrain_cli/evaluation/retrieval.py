@@ -46,27 +46,6 @@ _BREAK = re.compile(r"(?<=[.!?]\s)|(?<=\n)")  # behind a sentence or a line
 _LEAST_TEXT = 16  # tokens of haystack in the shortest sample
 
 
-@dataclass(frozen=True)
-class DepthProbe:
-    """One needle and the question about it. Positions count tokens of the sample.
-
-    needle, answer: their first and last position, the last excluded.
-    """
-
-    depth: float  # share of the haystack before the needle, from 0 to 1
-    text: str  # the answer
-    needle: tuple[int, int]
-    answer: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class DepthSample:
-    """A sequence of tokens with its probes. ids: int64[length]."""
-
-    ids: np.ndarray
-    probes: tuple[DepthProbe, ...]
-
-
 class DepthGrid:
     """Samples from one haystack, with needles at given depths and their questions at the end.
 
@@ -90,8 +69,8 @@ class DepthGrid:
 
     def samples(
         self, length: int, depths: Sequence[float], count: int = 1, *, seed: int = 1
-    ) -> Iterator[DepthSample]:
-        """Yield samples with a needle at each depth.
+    ) -> Iterator[Item]:
+        """Yield samples with a needle at each depth: ids, and spans of needles and answers.
 
         The questions come in random order, so that no answer is always the last. Raises ConfigError
         if the length is too short, or a depth is not from 0 to 1.
@@ -108,7 +87,7 @@ class DepthGrid:
         for number in range(count):
             yield self._sample(length, depths, Random(f"{seed} {length} {depths} {number}"))
 
-    def _sample(self, length: int, depths: Sequence[float], random: Random) -> DepthSample:
+    def _sample(self, length: int, depths: Sequence[float], random: Random) -> Item:
         names = random.sample(NAMES, len(depths))
         answers = list(map(str, random.sample(range(1_000_000, 10_000_000), len(depths))))
         needles, questions, replies = (
@@ -123,19 +102,24 @@ class DepthGrid:
             )
         start = int(self._ends[random.randrange(len(self._ends) - 1)])
         parts: list[np.ndarray] = [self._begin]
-        spans: dict[int, tuple[int, int]] = {}
+        spans: dict[int, list[int]] = {}
         passed = 0
         for number in sorted(range(len(depths)), key=lambda number: depths[number]):
             place = max(passed, self._place(start, round(depths[number] * room)))
             parts += [self._text(start + passed, place - passed), needles[number]]
             spans[number], passed = _span(parts), place
         parts.append(self._text(start + passed, room - passed))
-        probes = []
-        for number in random.sample(range(len(depths)), len(depths)):
+        order = random.sample(range(len(depths)), len(depths))
+        asked = []
+        for number in order:
             parts += [questions[number], replies[number]]
-            probe = DepthProbe(depths[number], answers[number], spans[number], _span(parts))
-            probes.append(probe)
-        return DepthSample(np.concatenate(parts), tuple(probes))
+            asked.append(_span(parts))
+        return {
+            "ids": np.concatenate(parts).tolist(),
+            "depths": [depths[number] for number in order],
+            "needles": [spans[number] for number in order],
+            "answers": asked,
+        }
 
     def _longest(self, needles: int) -> int:
         """Return a length that is enough for every draw of names."""
@@ -162,10 +146,10 @@ class DepthGrid:
         return self._ids.take(np.arange(start, start + tokens), mode="wrap")
 
 
-def _span(parts: Sequence[np.ndarray]) -> tuple[int, int]:
-    """Return the first and last position of the last part."""
+def _span(parts: Sequence[np.ndarray]) -> list[int]:
+    """Return the first and last position of the last part, the last excluded."""
     end = sum(map(len, parts))
-    return end - len(parts[-1]), end
+    return [end - len(parts[-1]), end]
 
 
 @dataclass
@@ -256,12 +240,7 @@ def open_retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieva
         depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
 
         def make(length: int) -> Iterator[Item]:
-            for sample in grid.samples(length, depths, request.samples, seed=options.seed):
-                yield {
-                    "ids": sample.ids.tolist(),
-                    "answers": [list(probe.answer) for probe in sample.probes],
-                    "depths": [probe.depth for probe in sample.probes],
-                }
+            return grid.samples(length, depths, request.samples, seed=options.seed)
 
     identity = documents_identity(tokenizer)
     origin = {**asdict(options), "corpus": corpus.signature, "tokenizer": identity}

@@ -34,9 +34,9 @@ from mtrain_cli.evaluation.ruler_prompts import (
     QuestionPrompts,
     Stream,
     TooShortError,
+    TrackingPrompts,
     fitting,
     frequent_words,
-    tracking_prompts,
 )
 from mtrain_cli.evaluation.ruler_templates import (
     COMMON_WORDS,
@@ -132,13 +132,11 @@ def files_of(name: str, sources: Sources) -> list[Path]:
     Raises ConfigError if there is no such task, or it lacks a file.
     """
     source, (_, _, given) = find_task(name).source, name.partition("@")
-    if given:
-        return [Path(given).expanduser()]
-    own = getattr(sources, "words" if name == "cwe" else source or "words")
-    if source and own is None:
+    if source and not given and not (given := getattr(sources, source) or ""):
         other = f", or name the task {name}@FILE for another text" if source == "essays" else ""
         raise ConfigError(f"--tasks {name}: give --{source} FILE{other}")
-    return [own] if own is not None and (source or name == "cwe") else []
+    given = given or (sources.words or "" if name == "cwe" else "")
+    return [Path(given).expanduser()] if given else []
 
 
 def generate(
@@ -223,7 +221,7 @@ def _drafts(
 
     prompts: Prompts
     if task.template is TRACKING:
-        prompts = tracking_prompts(length, stream, tokens)
+        prompts = TrackingPrompts(length, stream, tokens)
     elif task.template is COMMON_WORDS:
         prompts = CommonWordPrompts(length, seed, *read(read_words))
     elif task.needles is not None:

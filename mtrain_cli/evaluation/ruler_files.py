@@ -87,15 +87,15 @@ def read_samples(path: Path) -> Iterator[Sample]:
 
 @dataclass(frozen=True)
 class Sources:
-    """Files that the user gives.
+    """Paths of files that the user gives."""
 
-    words: RULER's english_words.json, for lists of more words than wonderwords has.
-    """
+    essays: str | None = None  # text, or RULER's PaulGrahamEssays.json
+    squad: str | None = None  # RULER's squad.json (SQuAD 2.0)
+    hotpotqa: str | None = None  # RULER's hotpotqa.json (HotpotQA, distractor setting)
+    words: str | None = None  # RULER's english_words.json, for more words than wonderwords has
 
-    essays: Path | None = None  # text, or RULER's PaulGrahamEssays.json
-    squad: Path | None = None  # RULER's squad.json (SQuAD 2.0)
-    hotpotqa: Path | None = None  # RULER's hotpotqa.json (HotpotQA, distractor setting)
-    words: Path | None = None
+
+NO_SOURCES = Sources()
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,10 @@ def fitting(
 
 @dataclass(frozen=True)
 class NeedleKinds:
-    """What a task hides and asks.
+    """What a task hides and asks: number of keys, of keys to ask for, and of values of each.
 
     haystack: ``noise`` repeats one sentence, ``needle`` repeats other needles, ``essay`` is text.
     key, value: ``words``, ``numbers`` or ``uuids``.
-    keys, queries: number of keys in the text, and of those to ask for.
     """
 
     haystack: str
@@ -282,10 +281,17 @@ class TrackingPrompts(ChainPrompts):
     """A chain of assignments to follow, after a solved example with other names and values."""
 
     def __init__(self, length: int, stream: Stream, count: Count) -> None:
-        """Draw the solved example. Raises TooShortError if the example has too many tokens."""
+        """Draw the solved example. Raises ConfigError if it has too many tokens."""
         super().__init__(10 if length >= 4096 else 5, letters=5, value=_five_digits)
         solved = ChainPrompts(5, letters=3, value=lambda _: _EXAMPLE_VALUE)
-        (draft,) = fitting(solved, stream, _EXAMPLE_TOKENS, count, 1)
+        try:
+            (draft,) = fitting(solved, stream, _EXAMPLE_TOKENS, count, 1)
+        except TooShortError as error:
+            raise ConfigError(
+                f"--tasks vt: the solved example has {error.shortest:,} tokens of this tokenizer "
+                f"and may have {_EXAMPLE_TOKENS}; name the other tasks, or use a tokenizer with "
+                "longer tokens"
+            ) from None
         self._example = f"{draft.prompt} {' '.join(draft.outputs)}\n"
         self.reserved = TRACKING.tokens
         self.reserved_in_search = TRACKING.tokens + count(self._example)
@@ -297,18 +303,6 @@ class TrackingPrompts(ChainPrompts):
             example = example.replace(name, _letters(stream, len(name)))
         example = example.replace(_EXAMPLE_VALUE, _five_digits(stream))
         return Draft(f"{example}\n{draft.prompt}", draft.outputs)
-
-
-def tracking_prompts(length: int, stream: Stream, count: Count) -> TrackingPrompts:
-    """Return the prompts of vt. Raises ConfigError if the solved example has too many tokens."""
-    try:
-        return TrackingPrompts(length, stream, count)
-    except TooShortError as error:
-        raise ConfigError(
-            f"--tasks vt: the solved example has {error.shortest:,} tokens of this tokenizer and "
-            f"may have {_EXAMPLE_TOKENS}; name the other tasks, or use a tokenizer with longer "
-            "tokens"
-        ) from None
 
 
 def _letters(stream: Stream, count: int, alphabet: str = string.ascii_uppercase) -> str:

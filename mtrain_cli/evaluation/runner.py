@@ -21,7 +21,7 @@ from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
-from mtrain_cli.evaluation.other_kinds import Evaluator, find
+from mtrain_cli.evaluation.other_kinds import find
 from mtrain_cli.evaluation.request import RULER, EvaluationRequest, Weights, open_measurement
 from mtrain_cli.evaluation.results import (
     IN_TRAINING,
@@ -411,14 +411,14 @@ def make_runner(
     *,
     stop: Callable[[], bool] = lambda: False,
     tasks: Any = None,
-) -> Evaluator:
-    """Return what evaluates a request. tasks: see `OtherKind.check`."""
+) -> Any:
+    """Return what evaluates a request. tasks: see `other_kinds.find`."""
     if (other := find(request.kind)) is not None:
         return other.runner(request, configs, environment, stop, tasks=tasks)
     return Runner(request, configs, environment, stop)
 
 
-def evaluate(runner: Evaluator, environment: Environment) -> None:
+def evaluate(runner: Any, environment: Environment) -> None:
     """Run an evaluation.
 
     Raises ConfigError as in `Runner.run`. Raises RunError if the GPU ran out of memory.

@@ -7,43 +7,33 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any, TypeVar
 
 from mtrain_cli.config.problem import ConfigError, Names
 
+T = TypeVar("T")
 ARGUMENTS = Names(options=False, lacks=("prompt_file",))
 
 
-def whole_number(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise _wrong(name, value, "a whole number")
-    return int(value)
+def _check(
+    kind: type | tuple[type, ...], convert: Callable[[Any], T], expected: str
+) -> Callable[[str, object], T]:
+    def check(name: str, value: object) -> T:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise _wrong(name, value, expected)
+        return convert(value)
+
+    return check
 
 
-def number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise _wrong(name, value, "a number")
-    return float(value)
-
-
-def truth(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "True or False")
-    return value
-
-
-def text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _wrong(name, value, "a text")
-    return value
-
-
-def path(name: str, value: object) -> Path:
-    if not isinstance(value, str | os.PathLike):
-        raise _wrong(name, value, "a path")
-    return Path(os.fsdecode(value))
+whole_number = _check(Integral, int, "a whole number")
+number = _check(Real, float, "a number")
+truth = _check(bool, bool, "True or False")
+text = _check(str, str, "a text")
+path = _check((str, os.PathLike), lambda value: Path(os.fsdecode(value)), "a path")
 
 
 def token_ids(name: str, value: object) -> list[int]:

@@ -149,10 +149,9 @@ class DecodeStep:
             self._compute()
 
     def copy_tokens(self) -> Callable[[], list[int]]:
-        """Start to copy the tokens to the host. Return a function that waits for the copy.
+        """Start to copy the tokens to the host, and return a function that waits for the copy.
 
-        A step that starts in between does not change the copy. So a GPU can compute the next step
-        while the host reads these tokens.
+        A later step does not change it, so a GPU computes that while the host reads these tokens.
         """
         if not self.tokens.is_cuda:
             tokens = self.tokens[:, 0].tolist()
@@ -210,8 +209,7 @@ class DecodeStep:
     def capture(self) -> None:
         """Record the step as a CUDA graph, which `run` then replays. Call this before `begin`.
 
-        A replay launches all kernels of a step at once. The steps that this method runs leave the
-        cache empty.
+        The steps that this method runs leave the cache empty.
         """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

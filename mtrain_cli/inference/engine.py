@@ -64,10 +64,7 @@ class _Decoding:
     def suffices(
         self, batch: int, most: int, capacity: int, max_new: int, sampling: Sampling
     ) -> bool:
-        """Return whether prompts of these sizes can be generated, without much idle memory.
-
-        most: largest number of prompts for which the cache may have room.
-        """
+        """Return whether prompts of these sizes fit. most: largest batch worth its memory."""
         return (
             batch <= self.cache.batch <= most
             and capacity <= self.cache.capacity <= 2 * capacity
@@ -120,8 +117,7 @@ class Engine(Scorer):
     ) -> tuple[Tensor, Layout]:
         """Compute a prompt. Return this place's hidden states [1, tokens, hidden], and the layout.
 
-        Workers of a tensor group share a place in the layout. store: takes layer, keys and values
-        of this worker's tokens, padding included.
+        Workers of a tensor group share a place. ``store`` takes layer, k and v, padding included.
         """
         batch, layout = self._batch(ids)
         own_1RC = self.decoder.hidden(batch.tokens, batch.positions, attention_of(batch, store))
@@ -129,10 +125,7 @@ class Engine(Scorer):
 
     @torch.no_grad()
     def prefill(self, ids: Ids, cache: KvCache, row: int) -> Tensor:
-        """Compute a prompt, store its keys and values, and return the last logits [1, vocabulary].
-
-        row: row of the cache.
-        """
+        """Compute a prompt into a row of the cache, and return the last logits [1, vocabulary]."""
         held = self.held(ids)[self.group.rank]
 
         def store(layer: int, k: Tensor, v: Tensor) -> None:
@@ -226,11 +219,9 @@ class Engine(Scorer):
         if problem is not None:
             raise problem
         if not own:
-            raise ConfigError(
-                f"a prompt of {longest:,} tokens with {cli_option('max_new', max_new)} does not "
-                "fit the memory of another worker. Give a shorter prompt, a smaller "
-                f"{cli_option('max_new')} or more topology.workers"
-            )
+            given = cli_option("max_new", max_new)
+            what = f"a prompt of {longest:,} tokens with {given}"
+            raise ConfigError(f"{what} does not fit the memory of another worker; give less")
         return own
 
     def _decoding(

@@ -90,14 +90,9 @@ def longer_than_trained(source: ModelSource, tokens: int) -> str:
 def require_known_ids(
     ids: Sequence[int] | np.ndarray, vocabulary: int, where: str, tokenizer: str
 ) -> None:
-    """Check the ids of a text that a tokenizer made, perhaps that of another model.
+    """Raise ConfigError if an id of a text is not among the model's ``vocabulary`` ids.
 
-    Raises ConfigError if an id is outside the vocabulary.
-
-    Args:
-        vocabulary: number of the model's ids.
-        where: what needs the text.
-        tokenizer: subject of the message.
+    where, tokenizer: what needs the text, and the subject of the message.
     """
     array = np.asarray(ids)
     outside = array[(array < 0) | (array >= vocabulary)]
@@ -109,10 +104,9 @@ def require_known_ids(
 
 
 def require_whole_cache(mask: MaskSettings, tokens: int) -> None:
-    """Raise ConfigError unless a query after the prompt sees all earlier keys, and no later ones.
+    """Raise ConfigError unless new tokens see all earlier keys and no later ones, up to ``tokens``.
 
-    Under a prefix-LM, this is so for all queries after the prefix. tokens: tokens of the longest
-    prompt with its new tokens.
+    Under a prefix-LM, this is so for all queries after the prefix.
     """
     if mask.caches_whole >= tokens:
         return
@@ -131,10 +125,7 @@ def require_whole_cache(mask: MaskSettings, tokens: int) -> None:
 
 
 def require_hidden_labels(config: Config, what: str) -> None:
-    """Raise ConfigError if the losses of a text say nothing, because queries see later tokens.
-
-    what: what needs the losses.
-    """
+    """Raise ConfigError if ``what`` needs losses, but queries see later tokens."""
     if config.mask.shows_later_keys:
         raise ConfigError(
             f"mask {config.mask.describe()}: {what} needs the loss of each token, but under this "
@@ -161,11 +152,7 @@ class MemoryNeed:
     def of(
         config: Config, environment: Environment, choices: ResolvedRun | None = None
     ) -> MemoryNeed:
-        """Return the needs of a model on the workers of a context group.
-
-        choices: kernel and pattern; None to choose them. Raises ConfigError if no kernel supports
-        the settings.
-        """
+        """Return the needs on a context group. ``choices``: by default as in a run."""
         from mtrain_cli.inference.attention_need import AttentionNeed
         from mtrain_cli.model.huggingface import parameter_shapes
         from mtrain_cli.training.resolution import resolve_run

@@ -1,8 +1,4 @@
-"""Find the model that a path names, and load it on one device: whole, or a part of each layer.
-
-A path names a Hugging Face folder, a run, or a checkpoint of a run. `open_source` does not import
-torch.
-"""
+"""Find the model that a path names, without torch, and load it: whole, or a part of each layer."""
 
 from __future__ import annotations
 

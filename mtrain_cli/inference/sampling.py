@@ -44,20 +44,6 @@ class Sampling:
         if problems:
             raise ConfigError(*problems)
 
-    def without_effect(self) -> str:
-        """Return a line on the options that temperature 0 ignores, or ""."""
-        names = [
-            cli_option(name, getattr(self, name))
-            for name in ("top_k", "top_p", "seed")
-            if getattr(self, name) != getattr(Sampling, name)
-        ]
-        if self.temperature or not names:
-            return ""
-        return (
-            f"{', '.join(names)}: without effect, --temperature 0 takes the most likely token; "
-            "give --temperature 1 to sample"
-        )
-
     def uniforms(self, prompt: int, tokens: int) -> np.ndarray:
         """Return a random number in [0, 1) for each token of a prompt, float64 [tokens]."""
         return np.random.default_rng([self.seed, prompt]).random(tokens)

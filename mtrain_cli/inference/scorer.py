@@ -1,8 +1,7 @@
 """Score texts in a forward pass: the loss of each token, and whether it is the most likely one.
 
-A text that holds its answer is scored without a cache: greedy decoding begins with the answer
-exactly if each of its tokens has the largest logit. Under a sparse pattern the rows of the answer
-are sparse, too; when a model generates, they are dense.
+Greedy decoding begins with an answer exactly if each of its tokens has the largest logit. Under a
+sparse pattern the rows of the answer are sparse, too; when a model generates, they are dense.
 """
 
 from __future__ import annotations
@@ -175,14 +174,10 @@ class Scorer:
         return losses, hits > 0.5
 
     def score_together(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Score texts in one sequence, kept apart by a document mask.
+        """Score continuations of contexts in one sequence, kept apart by a document mask.
 
-        Args:
-            pairs: contexts and continuations, none of them empty.
-
-        Returns:
-            For each text, the sum of log p over the continuation, in nats, and whether each of its
-            tokens is the most likely one.
+        Return for each text the sum of log p over the continuation, in nats, and whether each of
+        its tokens is the most likely one. No context or continuation is empty.
         """
         ids: list[int] = []
         places: list[int] = []
@@ -201,10 +196,7 @@ class Scorer:
 def attention_of(
     batch: Batch, store: Callable[[int, Tensor, Tensor], None] | None = None
 ) -> Attend:
-    """Return the attention of a batch without a backward pass: it keeps nothing of a layer.
-
-    store: takes layer, keys and values before a layer is computed.
-    """
+    """Return the attention of a batch without a backward pass. store: takes layer, k and v."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         if store is not None:
@@ -217,16 +209,10 @@ def attention_of(
 
 
 def packs(config: Config, device: str, lengths: Sequence[int]) -> list[list[int]]:
-    """Divide texts among sequences: first fit, the longest text first.
+    """Divide texts among sequences: first fit, the longest text first. Return their numbers.
 
-    Under dense attention, each text of a sequence gets the scores that it would get alone. A sparse
-    pattern chooses keys for a sequence as a whole, so there each sequence holds one text.
-
-    Args:
-        lengths: tokens of each text.
-
-    Returns:
-        The numbers of the texts of each sequence.
+    Under dense attention, each text gets the scores that it would get alone. A sparse pattern
+    chooses keys for a sequence as a whole, so there each sequence holds one text.
     """
     mask = config.mask
     alike = mask.keeps_causal_intervals and not (mask.counts_from_start or mask.is_mixed)

@@ -66,10 +66,9 @@ class TextCodec:
         return self.tokenizer
 
     def encode(self, text: str, name: str = "the prompt") -> list[int]:
-        """Return the ids of a prompt.
+        """Return the ids of a prompt. ``name`` is for messages.
 
-        name: name of the prompt, for messages. Raises ConfigError if the model has no tokenizer, or
-        the prompt is not Unicode text.
+        Raises ConfigError if the model has no tokenizer, or the prompt is not Unicode text.
         """
         if self.tokenizer is None:
             how = if_has("prompt_file", ': --prompt-file FILE.jsonl with lines {"ids": [1, 2]}')
@@ -167,11 +166,7 @@ def _ids(values: Iterable[object]) -> frozenset[int]:
 
 
 class TextStream:
-    """Turns ids into text as they come.
-
-    A piece of text appears when its characters are complete. The pieces add up to the text of all
-    ids, apart from an incomplete character at the end.
-    """
+    """Turns ids into text as they come; a piece appears when its characters are complete."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str | None]) -> None:
         self._decode = decode

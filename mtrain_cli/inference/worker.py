@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config import documents
 from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
@@ -47,11 +48,6 @@ class GenerateRequest:
     ignore_end: bool = False  # generate ``max_new`` tokens, whatever they are
     tokenizer: str | None = None  # folder of a tokenizer to use instead of the model's
     as_json: bool = False  # print JSON instead of text
-
-    @staticmethod
-    def of(document: dict) -> GenerateRequest:
-        """Return the request in the JSON object that `save` wrote."""
-        return GenerateRequest(**{**document, "sampling": Sampling(**document["sampling"])})
 
     def save(self, run_dir: RunDir) -> None:
         (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
@@ -134,7 +130,7 @@ def warn(line: str) -> None:
 def run(config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
     """Generate on one worker. Return whether a stop request ended it early."""
     text = (run_dir.path / PLAN).read_text() if environment.rank == 0 else "null"
-    request = GenerateRequest.of(share(json.loads(text))[0])
+    request = documents.checked(GenerateRequest, share(json.loads(text))[0])
     try:
         answer(request, config, environment, StopFlag(run_dir))
     except _StoppedError:

@@ -68,13 +68,11 @@ def resolve_environment(
     """Resolve every ``auto`` of ``config.topology``.
 
     Args:
-        planning: whether the run is only planned, perhaps for other machines, so that neither the
-            GPUs of this machine nor the job of this process limit it.
+        planning: whether the run is only planned, so that this machine and job do not limit it.
         job: the job of this process; None to read it from the environment variables.
 
     Raises:
-        ConfigError: a size contradicts another size, this machine or the job. The message has a
-            line for each problem.
+        ConfigError: with a line for each size that contradicts another, this machine or the job.
     """
     topology = config.topology
     if job is None and not planning:
@@ -207,11 +205,8 @@ def describe_host_memory() -> str:
 def memory_limits(root: Path = Path("/")) -> list[int]:
     """Return the memory limits in bytes of the cgroups of this process and of their ancestors.
 
-    docker, Kubernetes and SLURM set them, with cgroups v1 or v2. The root group is read, too: in a
-    container it may be the container's own, while /proc names the group by its path on the host.
-
-    Args:
-        root: root of the file system.
+    Both versions of cgroups, and the root group: in a container it may be the container's own,
+    while /proc names the group by its path on the host.
     """
     limits = []
     for line in _read_text(root / "proc/self/cgroup").splitlines():
@@ -237,11 +232,7 @@ def _read_text(path: Path) -> str:
 
 
 def gpu_index(environment: Environment) -> int:
-    """Return the index of this worker's GPU among those it sees: the local rank, 0 for a lone GPU.
-
-    Raises:
-        ConfigError: this machine has fewer visible GPUs than workers.
-    """
+    """Return the index of this worker's GPU among those it sees. Raise ConfigError without one."""
     gpus = _visible_gpus()
     if gpus == 1 and environment.launcher == "slurm":
         return 0
@@ -256,12 +247,8 @@ def gpu_index(environment: Environment) -> int:
 def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
     """Return environment variables with which NCCL ends a hang soon after the timeout.
 
-    By default the watchdog may itself hang for 8 minutes in a call to a device that does not
-    respond, and it waits 4 x 15 seconds while all ranks write a dump of their last collectives, for
-    which 4 x 2.5 seconds are enough. Set them before the process group is created.
-
-    Args:
-        logs: folder for the dumps.
+    By default the watchdog may hang for 8 minutes in a call to a device that does not respond, and
+    waits 4 x 15 s, here 4 x 2.5 s, while all ranks dump their last collectives to ``logs``.
     """
     trace = str(logs / "nccl-rank-")
     return {
@@ -274,10 +261,9 @@ def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return environment variables with which gloo and NCCL listen only on the loopback interface.
+    """Return environment variables with which gloo and NCCL listen only on loopback.
 
-    For workers on one machine. Otherwise gloo looks up the address of the host name, which fails on
-    many laptops and in many containers.
+    Otherwise gloo looks up the host name, which fails on many laptops and in many containers.
     """
     interfaces = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)  # Linux, macOS

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -240,26 +240,20 @@ class _Hub:
             # Anyone can connect to this port. Only workers of this job have the token.
             if not lines and len(peer.received) <= _GREETING_BYTES:
                 return
-            peer.rank = self._rank_of(lines.pop(0)) if lines else None
-            if peer.rank is None:
+            token, _, rank = (lines.pop(0) if lines else b"").partition(b" ")
+            # Check the token before anything else is parsed.
+            if not secrets.compare_digest(token, self.token.encode()) or not rank.isdigit():
                 self._drop(peer)
                 return
+            peer.rank = int(rank)
             self._greeted.add(peer.rank)
         for line in lines:
-            self._handle_message(peer.rank, line)
-
-    def _rank_of(self, greeting: bytes) -> int | None:
-        """Return the rank in a greeting, None for a wrong token, which is checked first."""
-        token, _, rank = greeting.partition(b" ")
-        is_ours = secrets.compare_digest(token, self.token.encode())
-        return int(rank) if is_ours and rank.isdigit() else None
-
-    def _handle_message(self, rank: int, line: bytes) -> None:
-        message = json.loads(line)
-        if "done" in message:
-            self._expected.discard(rank)
-        else:
-            self._failures.append(Failure(rank=rank, exit_code=1, **message["failure"]))
+            message = json.loads(line)
+            if "done" in message:
+                self._expected.discard(peer.rank)
+            else:
+                failure = Failure(rank=peer.rank, exit_code=1, **message["failure"])
+                self._failures.append(failure)
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.socket)
@@ -269,7 +263,11 @@ class _Hub:
     def _end_job(self) -> NoReturn:
         """Print the cause and end all ranks, rank 0 last."""
         records = _records(self._logs, self._world_size)
-        cause = self._cause(records)
+        # The cause may be a rank that reported no failure but kept the others waiting.
+        reported = {failure.rank for failure in self._failures}
+        not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
+        silent = failures.find_silent_rank(self._failures, [], not_waiting)
+        cause = failures.find_cause([*self._failures, silent] if silent else self._failures)
         print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
         code = 2 if cause.kind == "config" else 1
         if code == 1 and (line := self._duties.on_failure(cause)):
@@ -311,13 +309,6 @@ class _Hub:
                 told.append(peer)
                 with contextlib.suppress(OSError):
                     peer.socket.sendall(bytes([code]))
-
-    def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
-        """Return the failure that explains the others, perhaps of a rank that reported none."""
-        reported = {failure.rank for failure in self._failures}
-        not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
-        silent = failures.find_silent_rank(self._failures, [], not_waiting)
-        return failures.find_cause([*self._failures, silent] if silent else self._failures)
 
 
 def _server(job: Job) -> socket.socket:

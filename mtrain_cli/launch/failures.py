@@ -64,12 +64,9 @@ def not_written(error: OSError, place: object) -> str:
     """
     text, file = str(place), error.filename
     name = os.fsdecode(file) if isinstance(file, str | bytes) else ""
-    if not name or text.endswith(name):
-        named = f"{text}:"
-    elif isinstance(place, Path):
+    named = f"{text}:" if not name or text.endswith(name) else f"{text}: {name}"
+    if name and isinstance(place, Path):
         named = f"{name}:"
-    else:
-        named = f"{text}: {name}"
     return f"{named} could not be written ({error.strerror or error})"
 
 
@@ -165,11 +162,9 @@ def find_silent_rank(
     """Return a failure for ranks that reported no failure but kept the others waiting.
 
     Args:
-        failed: the failures so far.
         stopped: ranks whose process was stopped by a signal.
         running: ranks that still run and, as far as is known, do not wait for another rank.
-        waited: such as ``topology.timeout_s=60``, if a worker without a failure record is known to
-            have waited that long.
+        waited: such as ``topology.timeout_s=60``, if some worker is known to have waited that long.
 
     Returns:
         None if the failures so far explain the wait or no rank can be blamed.
@@ -232,11 +227,7 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
 def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
     """Return the report for the user on the failure that ended the run.
 
-    The first line names the rank and the reason. The traceback or the end of the log follows.
-
-    Args:
-        log: log file of the worker.
-        where: what each worker was doing, for failures other than exceptions.
+    log: of the worker. where: what each worker was doing, for failures other than exceptions.
     """
     died, lost_peer = failure.kind == "died", failure.kind == "peer lost"
     explained = not died and not failure.trace

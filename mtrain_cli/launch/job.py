@@ -69,11 +69,8 @@ class Job:
 def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process belongs to, or None.
 
-    A single srun task is no job: in `srun --ntasks=1 --gpus=8 mtrain train`, mtrain starts the
-    workers. Nor is a batch script outside srun, which has SLURM_PROCID but no SLURM step.
-
-    Args:
-        variables: environment variables. The default is the environment of this process.
+    A single srun task is no job: mtrain starts the workers. Nor is a batch script outside srun,
+    which has SLURM_PROCID but no SLURM step. variables: by default, those of this process.
 
     Raises:
         ConfigError: a variable of torchrun or srun is missing or contradicts another one.
@@ -172,9 +169,7 @@ def first_host(nodes: str) -> str:
 
 @functools.cache
 def job_store(job: Job) -> Store:
-    """Return the key-value store that all processes of ``job`` share, always the same one.
-
-    torchrun serves the store, or rank 0 if torchrun does not.
+    """Return the key-value store of all processes of ``job``, served by torchrun or else by rank 0.
 
     Raises:
         ConfigError: the address of the store does not answer, or its port is in use.
@@ -205,16 +200,10 @@ def job_store(job: Job) -> Store:
 
 
 def listen(job: Job, port: int) -> socket.socket:
-    """Open a listening socket of rank 0 at ``job.address``, or on all interfaces if that fails.
+    """Open a listening socket of rank 0 at ``job.address``, or else on all interfaces.
 
-    It fails for the address of a proxy, and for several machines where the host name resolves to
-    loopback, as some systems configure in /etc/hosts.
-
-    Args:
-        port: 0 for any free port.
-
-    Raises:
-        OSError: the port is in use.
+    Else: the address is that of a proxy, or several machines connect but the host name resolves to
+    loopback here, as some systems configure in /etc/hosts. port: 0 for any free port.
     """
     several, backlog = job.local_world_size != job.world_size, max(128, job.world_size)
     with contextlib.suppress(socket.gaierror):

@@ -18,12 +18,7 @@ from types import FrameType
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, restart, run_status, stop_request
-from mtrain_cli.launch.environment import (
-    Environment,
-    cpu_cores,
-    loopback_variables,
-    nccl_variables,
-)
+from mtrain_cli.launch.environment import Environment, cpu_cores, loopback_variables, nccl_variables
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP
@@ -183,9 +178,7 @@ def _wait(
         thread.join(2.0)
         _restore_terminal()
         run_status.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
-        hint = f"killed, nothing was saved; {_resume_hint(run_dir) or NO_CHECKPOINT}"
-        if study_command(run_dir.path):
-            hint = f"killed; finished cells and checkpoints are kept; {_resume_hint(run_dir)}"
+        hint = f"killed; {_resume_hint(run_dir) or NO_CHECKPOINT}"
         _print_line(hint if requests.saves else "killed")
         return KILLED_CODE, None
     if supervisor.failures:

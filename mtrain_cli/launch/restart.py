@@ -45,6 +45,7 @@ _PROGRAM = re.compile(
     r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image"
     r"|NotImplementedError"
 )
+_WITHOUT = "without GPU {}, which does not respond"
 _TAIL_BYTES = 1 << 16  # bytes to read at the end of metrics.jsonl
 _DEVICE_PROBE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
 
@@ -163,12 +164,8 @@ class RestartPolicy:
             return before, None, ""
         lost = ", ".join(device for device in listed if device not in answering)
         if len(answering) >= before.dims.workers:
-            return before, tuple(answering[: before.dims.workers]), _without(lost)
+            return before, tuple(answering[: before.dims.workers]), _WITHOUT.format(lost)
         return shrink_environment(self._config, before, answering, lost)
-
-
-def _without(lost: str) -> str:
-    return f"without GPU {lost}, which does not respond"
 
 
 def is_machine_failure(failure: Failure) -> bool:
@@ -185,9 +182,6 @@ def shrink_environment(
     """Choose the largest number of workers that fits the GPUs that still respond.
 
     The global batch does not change, so every step computes the same as before.
-
-    Args:
-        answering, lost: the GPUs that respond, and for messages those that do not.
 
     Returns:
         Environment, devices and remark of a `RestartDecision`, or a line that says why none fits.
@@ -206,7 +200,7 @@ def shrink_environment(
             conflicts = [one for one in validate.problems(tried) if one.is_about(["topology."])]
             if not conflicts:
                 environment = replace(resolve_environment(tried), launcher=before.launcher)
-                return environment, tuple(answering[:workers]), _without(lost)
+                return environment, tuple(answering[:workers]), _WITHOUT.format(lost)
         except ConfigError as error:
             conflicts = [*error.problems]
         problem = conflicts[0] if workers == left else problem
@@ -248,12 +242,12 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
 
 def read_restarts(run: RunDir) -> list[Restart]:
     """Return the restarts of a run, oldest first. Lines that cannot be read are skipped."""
-    return _parse_lines(_read_text(run.restarts), Restart)
+    return _entries(run.restarts, Restart)[0]
 
 
 def count_unreadable_lines(run: RunDir) -> int:
     """Return the number of lines of restarts.jsonl that `read_restarts` skips."""
-    return len(_lines(_read_text(run.restarts))) - len(read_restarts(run))
+    return _entries(run.restarts, Restart)[1]
 
 
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
@@ -261,8 +255,22 @@ def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
 
     Only the last 64 KiB are read. The loss is None if the step's batch has no labels.
     """
-    rows = _parse_lines(_read_text(run.metrics, _TAIL_BYTES), _LoggedStep)
-    return [(row.step, row.loss) for row in rows]
+    return [(row.step, row.loss) for row in _entries(run.metrics, _LoggedStep, _TAIL_BYTES)[0]]
+
+
+def _entries(path: Path, kind: type[T], last_bytes: int | None = None) -> tuple[list[T], int]:
+    """Return a dataclass for each line of JSON, and the number of lines that cannot be read."""
+    entries, skipped, text = [], 0, ""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        text = file.read().decode(errors="replace").removesuffix("\n")
+    for line in text.split("\n") if text else ():  # only a newline ends a line of JSON
+        try:
+            entries.append(documents.checked(kind, json.loads(line)))
+        except (ValueError, RecursionError):
+            skipped += 1
+    return entries, skipped
 
 
 def failure_summary(failure: Failure) -> str:
@@ -284,26 +292,3 @@ def describe_restart(decision: RestartDecision, number: int) -> str:
     if entry.reached >= first:
         repeated = f"; repeats step {first}" + f" to {entry.reached}" * (entry.reached > first)
     return f"restart {number}: {start} on {workers} in {decision.wait_s:g} s{repeated}"
-
-
-def _parse_lines(text: str, kind: type[T]) -> list[T]:
-    """Return a dataclass for each line of JSON. Skip lines that cannot be read."""
-    entries = []
-    for line in _lines(text):
-        with contextlib.suppress(ValueError, RecursionError):
-            entries.append(documents.checked(kind, json.loads(line)))
-    return entries
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines of a text. Only a newline ends a line of JSON."""
-    return text.removesuffix("\n").split("\n") if text else []
-
-
-def _read_text(path: Path, last_bytes: int | None = None) -> str:
-    """Return the text of a file or of its last bytes, empty if the file cannot be read."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        if last_bytes is not None:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
-        return file.read().decode(errors="replace")
-    return ""

@@ -163,11 +163,7 @@ class RunDir:
     def rewrite(self, config: Config, overrides: Sequence[str]) -> RunDir:
         """Replace the configuration of an opened run, and append to its overrides.
 
-        Returns:
-            The run. Its method `discard` restores the previous files.
-
-        Raises:
-            ConfigError: the folder cannot be written. The previous files are unchanged.
+        `discard` of the result restores the files. Raises ConfigError if they cannot be written.
         """
 
         def write() -> RunDir:
@@ -180,7 +176,13 @@ class RunDir:
                     # their number tells nothing. But a new last line shows that a step has run.
                     if {*_whole_lines(self.metrics)[-1:]} <= lines and self.last_commit() <= commit:
                         for file, content in files:
-                            _restore_file(file, content)
+                            # Ignore errors, so that the user sees the original mistake.
+                            with contextlib.suppress(OSError):
+                                if content is None:
+                                    file.unlink(missing_ok=True)
+                                elif file.read_bytes() != content:
+                                    with replacing(file) as draft:
+                                        draft.write_bytes(content)
                     return False
 
                 try:
@@ -230,9 +232,7 @@ def study_command(run: Path) -> str:
 
 
 def create(config: Config, overrides: Sequence[str]) -> RunDir:
-    """Create and lock the folder of a new run, with configuration, overrides and environment.
-
-    In a torchrun or srun job only global rank 0 does this. The other ranks get the path from it.
+    """Create and lock the folder of a new run, in a torchrun or srun job on rank 0 only.
 
     Raises:
         ConfigError: the folder is not empty, is in use, or cannot be written.
@@ -241,14 +241,9 @@ def create(config: Config, overrides: Sequence[str]) -> RunDir:
 
 
 def open(path: str | os.PathLike[str]) -> RunDir:
-    """Open and lock the folder of an earlier run; in a torchrun or srun job only on rank 0.
+    """Open and lock the folder of an earlier run; in a torchrun or srun job on rank 0 only.
 
-    Args:
-        path: the folder, or its name in ``runs/``, such as ``latest``.
-
-    Raises:
-        ConfigError: the folder has no run, or the run is in use or its configuration cannot be
-            read.
+    Raises ConfigError if the run is in use, or its configuration cannot be read.
     """
     return _share_run(lambda: _open_here(Path(path).expanduser()))
 
@@ -275,11 +270,9 @@ def list_runs() -> list[RunDir]:
 def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
     """Return the run that an earlier start of this command created, unlocked. None without a run.
 
-    If ``config`` sets the folder or the name of the run, check only that run. Otherwise find the
-    latest run of this torchrun or SLURM job.
+    That is the run of the folder or name in ``config``, or else the latest of this job.
 
-    Args:
-        this_job: whether to ignore a run that another job created.
+    this_job: whether to ignore a run that another job created.
     """
 
     def find() -> str:
@@ -475,15 +468,8 @@ def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
 
 
 def _open_here(path: Path) -> RunDir:
-    if not path.exists() and (RUNS / path).is_dir():
-        path = RUNS / path
-    path, advice = path.resolve(), "Give the folder of a run, such as runs/latest."
-    if not path.is_dir():
-        raise ConfigError(f"--resume {path}: no such folder. {advice}")
+    path = path.resolve()
     run = RunDir(path)
-    if not run.resolved.is_file():
-        problem = "holds no run (resolved.yaml is missing)"
-        raise ConfigError(f"--resume {path}: {problem}. {advice}")
     resolved_file.load(run.resolved)
     files = run.overrides, run.environment, run.metrics, run.log, run.state, run.restarts
     for place in (*files, run.logs, run.checkpoints):
@@ -502,16 +488,6 @@ def _whole_lines(file: Path) -> list[bytes]:
         return file.read_bytes().split(b"\n")[:-1]
     except OSError:
         return []
-
-
-def _restore_file(file: Path, content: bytes | None) -> None:
-    """Restore a file, or remove it. Ignore errors, so that the user sees the original mistake."""
-    with contextlib.suppress(OSError):
-        if content is None:
-            file.unlink(missing_ok=True)
-        elif file.read_bytes() != content:
-            with replacing(file) as draft:
-                draft.write_bytes(content)
 
 
 def _latest_target(runs: Path) -> str | None:

@@ -13,7 +13,6 @@ import fcntl
 import math
 import os
 import re
-import shlex
 import socket
 import time
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
-from mtrain_cli.launch.run_dir import LOCK, RUNS, RunDir, list_runs
+from mtrain_cli.launch.run_dir import LOCK, RunDir, list_runs
 from mtrain_cli.printable import one_line
 
 HEARTBEAT_S = 10.0  # seconds between two renewals of the lock's time stamp
@@ -95,18 +94,9 @@ def read_state(run: RunDir) -> RunState | None:
 def read_state_file(file: Path) -> RunState:
     """Return the state in a file, without unknown keys. NaN of earlier versions counts as null.
 
-    Raises:
-        UnreadableError: the file is damaged.
-        OSError: the file cannot be read.
+    Raises UnreadableError if the file is damaged, and OSError.
     """
     return documents.checked(RunState, documents.finite(documents.read_json(file)))
-
-
-def nothing_left(run: RunDir, steps: int) -> bool:
-    """Return whether a run finished after ``steps`` steps and still has the last checkpoint."""
-    state = read_state(run)
-    finished = state is not None and (state.phase, state.step) == ("finished", steps)
-    return finished and run.last_step() == steps
 
 
 def write_state(run: RunDir, state: RunState) -> None:
@@ -139,12 +129,6 @@ class StateReporter:
             last = {name: getattr(before, name) for name in _OF_LAST_STEP}
             self._state = dataclasses.replace(self._state, **last)
         self._update()
-
-    @property
-    def name(self) -> str:
-        """Argument with which `mtrain status` shows this run, in the folder where it started."""
-        path = self._run.path
-        return path.name if path.parent == RUNS.absolute() else shlex.quote(str(path))
 
     def step(self, *, last: bool, **values: Any) -> None:
         """Record that a step has finished, with new values of fields of `RunState`.

@@ -35,13 +35,7 @@ from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, ex
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
-from mtrain_cli.launch.stop_request import (
-    SAVE,
-    SAVE_AND_STOP,
-    STACK_DUMP,
-    mark_stopped,
-    remember,
-)
+from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP, mark_stopped, remember
 from mtrain_cli.launch.temporary_folders import is_private, private_folder
 
 if TYPE_CHECKING:
@@ -66,8 +60,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     remember(SAVE, SAVE_AND_STOP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (SAVE, SAVE_AND_STOP))  # see `Supervisor`
-    if arguments.launcher_pid is not None:
-        _die_with_parent(arguments.launcher_pid)
+    if arguments.launcher_pid is not None:  # die with the parent, or now if it has ended
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != arguments.launcher_pid:
+            os._exit(1)
     run_dir = RunDir(arguments.run_dir)
     rank = int(os.environ["RANK"])
     log = _open_log(run_dir, rank)
@@ -93,11 +90,7 @@ def main() -> None:
 def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
     """Open the file in which the workers of one machine meet, in the launcher's private folder.
 
-    Args:
-        timeout: how long a worker waits for an entry of the store.
-
-    Raises:
-        OSError: other users can open the folder.
+    Raises OSError if other users can open the folder.
     """
     from torch.distributed import FileStore
 
@@ -115,12 +108,9 @@ def run_in_job(
     target: str,
     config: Config | None = None,
 ) -> NoReturn:
-    """Run the target of `local.launch` in this process, a rank of a torchrun or srun job, and exit.
+    """Run the target of `local.launch` in this rank of a torchrun or srun job, and exit.
 
     The exit code is 0, 1 after a failure, or 2 after a user's mistake; rank 0 prints the cause.
-
-    Raises:
-        ConfigError: the ranks cannot reach each other.
     """
     guarded_streams.guard_streams(output_required=False)
     plugins.on_broken = lambda _: None  # the command has printed the line
@@ -139,7 +129,12 @@ def run_in_job(
     channel = FailureChannel(job, duties, run_dir.logs)
     record = progress_record.job_record_path(run_dir.logs, job.rank)
     try:
-        agreed = _rank_zero_config(run_dir)
+        # Other machines may not have the disk of rank 0.
+        text = decide_on_rank_zero(run_dir.resolved.read_text)
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        with private_folder() as folder:
+            (folder / "resolved.yaml").write_text(text)
+            agreed = resolved_file.load(folder / "resolved.yaml")
         _require_same_config(config, agreed, job.rank)
         with contextlib.suppress(OSError):
             run_dir.logs.mkdir(exist_ok=True)
@@ -233,38 +228,18 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
         ) from error
 
 
-def _rank_zero_config(run_dir: RunDir) -> Config:
-    """Return the configuration on rank 0's disk. Other machines may not have the same disk."""
-    text = decide_on_rank_zero(run_dir.resolved.read_text)
-    run_dir.path.mkdir(parents=True, exist_ok=True)
-    with private_folder() as folder:
-        copy = folder / "resolved.yaml"
-        copy.write_text(text)
-        return resolved_file.load(copy)
-
-
-def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None:
+def _require_same_config(own: Config | None, agreed: Config, rank: int) -> None:
     """Raise ConfigError, with a line for each key, if this rank's keys differ from rank 0's."""
     # Ranks would wait for each other in different collectives. Keys of run. may differ.
-    if mine is None:
-        return
-    theirs = keys.values(agreed)
+    expected = keys.values(agreed)
     problems = [
         f"{name}={keys.show(value)}: rank {rank} was started with this value, rank 0 with "
-        f"{keys.show(theirs[name])}. Start all ranks with the same settings."
-        for name, value in keys.values(mine).items()
-        if not name.startswith("run.") and value != theirs[name]
+        f"{keys.show(expected[name])}. Start all ranks with the same settings."
+        for name, value in (keys.values(own).items() if own else ())
+        if not name.startswith("run.") and value != expected[name]
     ]
     if problems:
         raise ConfigError(*problems)
-
-
-def _die_with_parent(launcher: int) -> None:
-    """Let Linux kill this process when its parent ends. Exit if it has already ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(1)
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:

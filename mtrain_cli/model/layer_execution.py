@@ -97,9 +97,10 @@ class ExecutedLayer(DecoderLayer):
         routing: Routing | None,
     ) -> Tensor:  # fmt: skip
         execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
-        before: Any = staged(project, execution.compile, execution.any_length)
+        before = staged(project, execution.compile, execution.any_length)
         if tensor is not None:
-            before = partial(project_shared, tensor=tensor, compile=execution.compile)
+            bind: Any = partial
+            before = bind(project_shared, tensor=tensor, compile=execution.compile)
         # No variable refers to q, k and v, so their memory is free after attention.
         out_BNHD = attend(*before(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
         if isinstance(mlp, MixtureOfExperts):

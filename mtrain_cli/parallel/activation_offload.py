@@ -144,6 +144,7 @@ class ActivationOffload:
             self.moved += kept.device.nbytes
 
     def _release_blocks(self, kept: OffloadedTensor) -> None:
+        # Safe at once: later copies are queued behind the copies of this tensor.
         for block in kept.host or ():
             self._free.setdefault(block.nbytes, []).append(block)
         kept.device = kept.host = None

@@ -196,6 +196,8 @@ class Assignment:
 
     def _bound(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
         """Return a lower bound of `most_after`, [out, into]."""
+        # One chunk leaves or the other joins, each alone. Both together can only cost more: the
+        # chunk that joins may need blocks that the chunk that leaves needed or held.
         return self._most(
             out,
             into,
@@ -447,12 +449,9 @@ def balance(
         np.repeat(holds[:, None], len(masks), axis=1),
         times,
     )
-    found = best_assignment(
-        work,
-        nodes,
-        RowPrices(*(block * price for price in prices)),
-        max(100, 8 * workers) if most_swaps is None else most_swaps,
-    )
+    most_swaps = max(100, 8 * workers) if most_swaps is None else most_swaps
+    by_block = RowPrices(*(block * price for price in prices))
+    found = best_assignment(work, nodes, by_block, most_swaps)
     blocks = padded // block
     held = block * from_bits(found.held()[:, 0], blocks)
     traffic = Traffic(found.pairs, *rows_moved(from_bits(found.needs, blocks), held, nodes, times))

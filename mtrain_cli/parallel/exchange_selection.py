@@ -71,15 +71,8 @@ class ExchangeChoice:
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> ScheduleOptions:
-        return ScheduleOptions(
-            workers,
-            self.per_node,
-            self.chunks,
-            self.prefetch,
-            self.circulates,
-            self.heads,
-            self.stages,
-        )
+        sizes = workers, self.per_node, self.chunks, self.prefetch
+        return ScheduleOptions(*sizes, self.circulates, self.heads, self.stages)
 
     @property
     def label(self) -> str:
@@ -298,6 +291,8 @@ def _divisors(heads: int) -> list[int]:
 
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     """Return the number of equal parts of the heads to gather one after the other."""
+    # More than two parts only save memory: they mean more and smaller kernel calls, and hide little
+    # more communication.
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
     divisors = _divisors(kv_heads)
@@ -339,6 +334,7 @@ def _chunks(
 
 
 def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
+    # With ``auto``, `training.stage_choice` decides later, because it depends on the mask.
     if topology.stages == "auto":
         return 1
     assert isinstance(topology.stages, int)

@@ -8,6 +8,7 @@ operation must not keep a tensor, because the tensor would add to the next kerne
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,30 +27,27 @@ if TYPE_CHECKING:
     from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
     widths: heads of the tensors that Ulysses trades together.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        program: Program,
-        transport: Transport,
-        tiles: ShardTiles,
-        columns: SharedColumns | None,
-        kernel: Kernel,
-        scale: float,
-        tensors: dict[Buffer, Any],
-    ) -> None:
-        self.exchange, self.program, self.transport = exchange, program, transport
-        self.tiles, self.columns, self.kernel, self.scale = tiles, columns, kernel, scale
-        self.tensors = tensors
-        self.buffers = exchange.buffers
-        self.high = accumulation_dtype(next(iter(tensors.values())).dtype)
-        self.message: QueryMessage | None = None
-        self.widths: list[int] = []
+    exchange: Exchange
+    program: Program
+    transport: Transport
+    tiles: ShardTiles
+    columns: SharedColumns | None
+    kernel: Kernel
+    scale: float
+    tensors: dict[Buffer, Any]
+    message: QueryMessage | None = None
+    widths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buffers = self.exchange.buffers
+        self.high = accumulation_dtype(next(iter(self.tensors.values())).dtype)
 
     def run(self, operations: Iterable[Operation]) -> None:
         tensors, pooled = self.tensors, self.program.pooled

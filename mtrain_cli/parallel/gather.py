@@ -367,6 +367,9 @@ def _scatter_gradients(
 
 def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
     """Return the memory of the copies that cut a rank's share of gradients into shards."""
+    # dk and dv are cut in turn. Shards in node order are a copy of those in rank order. Ranks that
+    # share heads copy a gradient into rank order. A zigzag layout copies the half of the pieces
+    # that it reverses. Other layouts write shards directly.
     if among:
         return high(KEYS)
     if b.sharing > 1:

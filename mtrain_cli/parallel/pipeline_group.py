@@ -105,6 +105,8 @@ def _send_first(
     device: torch.device,
 ) -> None:
     """Send one number through each channel of a pipeline, channel by channel."""
+    # With NCCL, both ends' hosts wait in a communicator's first message until the other end takes
+    # part. Stages post their first messages in different orders, so they would wait for each other.
     number = torch.zeros(1, device=device)
     for (_, sender, receiver), group in channels.items():
         sends = ranks[sender] == rank

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,25 +111,19 @@ class Plan:
     def pinned(self) -> Plan:
         """Return the plan with its tables in one pinned buffer, for one asynchronous copy."""
         parts, buffer = packed(self._parts, pin=True)
-        return self._with(parts, buffer)
+        return replace(self, **parts, buffer=buffer)
 
     def to(self, device: torch.device | str) -> Plan:
         """Return the plan with its tables on a device, without waiting for the copies."""
         if self.buffer is None:
-            return self._with(map_tensors(self._parts, lambda tensor: to_device(tensor, device)))
-        return self._with(unpacked(self._parts, self.buffer, device))
+            parts = map_tensors(self._parts, lambda tensor: to_device(tensor, device))
+        else:
+            parts = unpacked(self._parts, self.buffer, device)
+        return replace(self, **parts, buffer=None)
 
     @property
-    def _parts(self) -> tuple[ShardTiles, ShardTiles | None, MaskedPositions | None]:
-        return self.tiles, self.early_tiles, self.masked
-
-    def _with(
-        self,
-        parts: tuple[ShardTiles, ShardTiles | None, MaskedPositions | None],
-        buffer: Tensor | None = None,
-    ) -> Plan:
-        tiles, early_tiles, masked = parts
-        return replace(self, tiles=tiles, early_tiles=early_tiles, masked=masked, buffer=buffer)
+    def _parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("tiles", "early_tiles", "masked")}
 
     def __repr__(self) -> str:
         """Describe layout and masks, and give the number of pairs in each step of forward."""

@@ -352,6 +352,7 @@ class Program:
 
     def _alive(self, buffers: Iterable[Buffer]) -> Iterator[tuple[Operation, list[Size]]]:
         """Yield operations with the sizes of those of `buffers` that exist while they run."""
+        # Leave out repetitions: the steps of a long ring differ only in their buffers.
         kinds: dict[Size, int] = {}
         kind = {buffer: kinds.setdefault(self.sizes[buffer], len(kinds)) for buffer in buffers}
         sizes, seen = list(kinds), set()

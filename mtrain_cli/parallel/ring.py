@@ -63,11 +63,8 @@ def hierarchical_ring(options: ScheduleOptions) -> Schedule:
 
 
 def _rings(name: str, options: ScheduleOptions) -> Schedule:
-    queries, workers, traits = (
-        options.circulates == QUERY_PAYLOAD,
-        options.workers,
-        EXCHANGE_TRAITS[name],
-    )
+    workers, traits = options.workers, EXCHANGE_TRAITS[name]
+    queries = options.circulates == QUERY_PAYLOAD
     nodes = -(-workers // options.per_node) if traits.hierarchical else 1
     inner = INNER if traits.hierarchical else CONTEXT
     rings = _Rings(nodes, workers // nodes, options.prefetch, inner)
@@ -99,6 +96,10 @@ class _Rings:
 
     def backward_of_keys(self, rank: int) -> Steps:
         """Send KV back the way it came. The gradient of a shard follows one step behind."""
+        # A pass starts with the shard that arrived last in forward, and ends with every shard and
+        # its whole gradient on its owner. At the end of a phase, the counterpart of the shard's
+        # owner has the sum of its node, adds the sum of the previous nodes, and sends the total to
+        # the next node.
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, KV, direction=-1, first=1))
         inner, outer = self._gradient_hops(rank, DKV, -1, _numbers_after(steps))
@@ -120,6 +121,10 @@ class _Rings:
 
     def backward_of_queries(self, rank: int) -> Steps:
         """Keep KV on its rank. Circulate queries, with their gradients one hop behind."""
+        # See BurstEngine, section 3.1. At the start of a phase, this rank keeps its part of a
+        # gradient until the rest has gone round the inner ring. In later phases than the first, the
+        # queries belong to a counterpart, so the node's sum travels from node to node until it
+        # reaches their owner.
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, QUERY_PAYLOAD, direction=1, first=0))
         inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))

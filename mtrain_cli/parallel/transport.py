@@ -247,6 +247,8 @@ class Transport:
     @contextmanager
     def _after_earlier(self, transfer: Transfer) -> Iterator[None]:
         """Order a transfer that the ``with`` block posts after `transfer.after`."""
+        # On one NCCL communicator the order of posting is enough. Otherwise a side stream waits for
+        # the earlier transfer, not the compute stream. gloo has no streams, so the host waits.
         works = [] if transfer.after is None else self._works.get(transfer.after, [])
         if transfer.after is None or not works:
             yield

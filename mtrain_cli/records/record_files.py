@@ -43,7 +43,7 @@ SCHEMA = 2
 RECORDS, PARTS, SUMMARY = "records.parquet", "records", "summary.json"
 INDEX, TRACE = "index.npz", "trace.json"
 # Three commands write other files instead of records.
-SWEEP = "sweep.jsonl"  # `simulate` with a sweep: one line per simulation
+SWEEP = "sweep.csv"  # `simulate` with a sweep: one line per simulation
 STEP, KERNELS = "step", "kernels.csv"  # `profile step`: kind in the summary, and its file
 SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # `profile sparsity`: kind, and its file
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)  # of the messages of attention

@@ -1,11 +1,12 @@
 """Curves of attention kernels, fitted to measurements, and the curves to take for a GPU.
 
-Forward and backward are fitted separately (`simulation.curve_fit`). A kernel's efficiency grows
+Forward and backward are fitted separately. A kernel's efficiency grows
 with the work w of a call as w / (w + w0). At full speed, the work w0 takes the fixed time.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtrain_cli.config.documents import is_number, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.recording import INDEX
-from mtrain_cli.simulation.actions import FloatArray
 from mtrain_cli.simulation.calibration_files import (
     NON_ATTENTION_FILE,
     calibration_files,
     read_calibration,
     shipped_files,
 )
-from mtrain_cli.simulation.curve_fit import CalibrationPoint, fit_together, held_out_errors
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
+FloatArray = NDArray[np.float64]
 # Forms of a kernel call:
 # - DENSE: the mask allows whole intervals of keys.
 # - LISTS: a list of blocks, for a striped layout without an index.
@@ -60,11 +61,10 @@ class Curve:
 
     error: mean absolute relative leave-one-out error.
     low, high: factors that turn the time into its lower and upper bound.
-    fixed_bounds: values that replace fixed_ms in the (lower, upper) bound; None to keep fixed_ms.
-    scaled: name of the measured device if the curve is scaled to another device; else None.
-    skips: whether the kernel skips the pairs that an index leaves out. If not, it computes all
-        pairs that the mask allows.
-    peak: FLOP/s of the GPU, which the lower bound of the time does not exceed.
+    fixed_bounds: fixed_ms in the (lower, upper) bound; None to keep fixed_ms.
+        scaled: name of the measured device if the curve is scaled to another one.
+    skips: whether the kernel skips the pairs that an index leaves out.
+    peak: FLOP/s of the GPU, which no lower bound exceeds.
     """
 
     kernel: str
@@ -85,10 +85,9 @@ class Curve:
     def us(
         self, flop: np.ndarray, column_flop: np.ndarray | float = 0.0, bound: str = VALUE
     ) -> FloatArray:
-        """Return the time of each call in microseconds; 0 for a call without work.
+        """Return the microseconds of each call; 0 for a call without work.
 
-        flop: FLOP of each call, without single columns.
-        column_flop: FLOP of each call's single columns.
+        flop, column_flop: FLOP of each call without, and of, its single columns.
         """
         fixed = self.fixed_ms
         if self.fixed_bounds is not None and bound != VALUE:
@@ -104,11 +103,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class NonAttentionPoint:
-    """The measured time of one part of a step. Attention is not a part.
+    """The measured time of one part of a step.
 
     part: FORWARD, BACKWARD, INDEX or LOSS.
-    size: number of tokens. For a layer (FORWARD, BACKWARD), number of rows in a tile of its MLP.
-    flop, moved: number of FLOP and of bytes, as `simulation.non_attention_cost` counts them.
+    size: number of tokens; for a layer (FORWARD, BACKWARD), rows in a tile of its MLP.
+    flop, moved: FLOP and bytes, as `simulation.non_attention_cost` counts them.
     """
 
     part: str
@@ -121,10 +120,7 @@ class NonAttentionPoint:
 
 @dataclass(frozen=True)
 class NonAttentionTimes:
-    """Measured times of the parts of a step except attention, on one device.
-
-    dtype: the dtype of matrix products.
-    """
+    """Measured times of the parts of a step except attention, on one device."""
 
     points: tuple[NonAttentionPoint, ...]
     dtype: str = "bfloat16"
@@ -139,17 +135,14 @@ class NonAttentionTimes:
         at: Callable[[NonAttentionPoint], float],
         of: Callable[[NonAttentionPoint], float],
     ) -> dict[float, float]:
-        """Return the median of ``of(point)`` for each value of ``at(point)``, ascending.
-
-        Only points of ``part`` count.
-        """
+        """Return the median of ``of(point)`` for each value of ``at(point)``, ascending."""
         found = grouped((point for point in self.points if point.part == part), at)
         return {place: statistics.median(map(of, found[place])) for place in sorted(found)}
 
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
     ) -> tuple[float, bool]:
-        """Return a part's measured time / expected time, and whether it lies near measured sizes.
+        """Return a part's measured / expected time, and whether it lies near measured sizes.
 
         The ratio is interpolated over the logarithm of the expected time. If the smallest measured
         size is launch-bound, smaller sizes take the same time.
@@ -167,10 +160,9 @@ class NonAttentionTimes:
         return share, least * (1 - _NEAR) <= expected <= most * (1 + _NEAR)
 
     def index(self, tokens: float, heads: int, each: float) -> float | None:
-        """Return the time to estimate an index, in microseconds; None if it was not measured.
+        """Return the microseconds to estimate an index; None if not measured.
 
-        each: time for each token beyond the largest measured size, in microseconds. The measured
-            sizes are launch-bound, so they do not show this time.
+        each: microseconds per token beyond the largest measured size, which is launch-bound.
         """
         by_size = self._medians(INDEX, lambda point: point.size, lambda point: point.us)
         if not by_size:
@@ -184,11 +176,7 @@ class NonAttentionTimes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Everything measured on one device.
-
-    non_attention: times of the other parts of a step, if measured.
-    published: whether the times are published figures and no measurements of mtrain.
-    """
+    """Everything measured on one device. published: whether others measured and published it."""
 
     device: str
     curves: tuple[Curve, ...]
@@ -202,7 +190,6 @@ class Calibration:
         return next(same, None)
 
     def times(self, kernel: str) -> bool:
-        """Return whether there are times of this kernel."""
         return any(curve.kernel == kernel for curve in self.curves)
 
 
@@ -253,13 +240,7 @@ def load_calibration(*paths: Path) -> Calibration:
 
 
 def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
-    """Yield (form, direction, point) for both passes of one entry of a kernel file.
-
-    time: a `profiling.kernel_benchmark.KernelTime` as a dictionary.
-
-    Raises:
-        ValueError: a number is not positive.
-    """
+    """Yield (form, direction, point) for both passes of a `kernel_benchmark.KernelTime`."""
     form = str(time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE))
     pairs, column_pairs = int(time["pairs"]), int(time.get("column_pairs") or 0)
     if not time.get("skips", True) and form in (SPARSE, DIAGONALS):
@@ -274,9 +255,7 @@ def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]
 
 
 def load_user_calibration(files: str | None) -> Calibration | None:
-    """Load the user's files, ``FILE,...`` as typed; None if there are none.
-
-    A file that ships with mtrain may be given by its name, such as kernels-h200.
+    """Load the files or shipped names in ``FILE,...``; None if there are none.
 
     Raises:
         ConfigError: see `load_calibration`.
@@ -285,7 +264,6 @@ def load_user_calibration(files: str | None) -> Calibration | None:
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
-    """Append a file's GPU or dtype to ``values``. Refuse it if the first file has another one."""
     values.append(value)
     if value != values[0]:
         raise ConfigError(
@@ -321,10 +299,9 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
 def _group_by_kernels(
     measured: Iterable[tuple[str, str, str]],
 ) -> list[tuple[tuple[str, str], list[str]]]:
-    """Group the measured forms of kernel calls: `fit_together` fits each group.
+    """Return ((kernel, direction), forms) groups that `fit_together` fits.
 
-    Return a list of ((kernel, direction), forms). The three forms of calls with an index (SPARSE,
-    DIAGONALS, ALONE_COLUMNS) are one group. Each other form is a group of its own.
+    The three forms of calls with an index are one group.
     """
     groups: dict[tuple[str, str, str], list[str]] = {}
     for kernel, form, direction in measured:
@@ -357,12 +334,9 @@ class KernelCurves:
     by_stripes: bool = False
 
     def part(self, direction: str, form: str) -> Curve:
-        """Return the curve of calls with only slashes or only columns.
+        """Return the curve of calls with only slashes (`DIAGONALS`) or only `ALONE_COLUMNS`.
 
-        If such calls were not measured, each form gets half of the fixed time of a call with both.
-        The bounds are then 0 and the whole fixed time.
-
-        form: `DIAGONALS` or `ALONE_COLUMNS`.
+        If they were not measured, each form gets half of the fixed time of a call with both.
         """
         if (form, direction) in self.alone:
             return self.alone[form, direction]
@@ -417,17 +391,9 @@ def kernels_for(
 
 
 def _scale(
-    gpu: str,
-    peak: float,
-    kernel: str,
-    source: Calibration,
-    measured: bool,
-    peaks: dict[str, float],
+    gpu: str, peak: float, kernel: str, source: Calibration, measured: bool, peaks: dict[str, float]
 ) -> tuple[float, float, float, list[str]]:
-    """Return the factor on a calibration's times, their bounds, and remarks about the source.
-
-    measured: whether the calibration is of this GPU model.
-    """
+    """Return the factor on a calibration's times, their bounds, and remarks about the source."""
     remarks: list[str] = []
     factor, low, high = 1.0, 1.0, 1.0
     if measured and source.published:
@@ -453,10 +419,7 @@ def _scale(
 
 
 def _takes_call_per_stripe(source: Calibration, kernel: str, form: str) -> bool:
-    """Return whether the calls of a striped layout are priced from those of whole intervals.
-
-    `attention.sdpa` computes each stripe with a call of its own.
-    """
+    """Return whether stripes, each a call of `attention.sdpa`, were not measured."""
     missing = source.find(kernel, LISTS, FORWARD) is None
     return kernel == "sdpa" and form == LISTS and missing and source.times(kernel)
 
@@ -464,10 +427,7 @@ def _takes_call_per_stripe(source: Calibration, kernel: str, form: str) -> bool:
 def _scaled(
     curve: Curve, factor: float, low: float, high: float, device: str | None, peak: float
 ) -> Curve:
-    """Scale a curve's times and widen its bounds.
-
-    device: name of the measured device; None if predictions are for this device.
-    """
+    """Scale a curve's times and widen its bounds. device: the measured device, if another."""
     # The fixed time is mostly launch overhead: a slower GPU need not make it longer.
     fixed_bounds = min(1.0, factor) * curve.fixed_ms, max(1.0, factor) * curve.fixed_ms
     return replace(
@@ -485,9 +445,9 @@ def _scaled(
 def _source(
     gpu: str, calibration: Calibration | None, kernel: str | None = None
 ) -> tuple[Calibration, bool]:
-    """Return the calibration for a GPU's kernels, and whether it was measured on this GPU model.
+    """Return the calibration for a GPU, and whether it was measured on this model.
 
-    kernel: the kernel whose times a shipped calibration must have; None for any kernel.
+    kernel: the kernel whose times a shipped calibration must have; None for any.
     """
     if calibration is not None and calibration.curves:
         known: tuple[Calibration, ...] = (calibration,)
@@ -501,10 +461,7 @@ def _source(
 
 
 def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
-    """Return a GPU's times of the parts of a step except attention; None if not measured.
-
-    The user's times come before those that ship with mtrain.
-    """
+    """Return a GPU's times except attention, the user's first; None if not measured."""
     for known in (*([calibration] if calibration is not None else []), *shipped()):
         if known.non_attention is not None and same_device(known.device, gpu):
             return known.non_attention
@@ -514,10 +471,7 @@ def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttention
 def describe_source(
     gpu: str, calibration: Calibration | None, kernel: str | None = None
 ) -> dict[str, Any]:
-    """Describe the calibration in use, for a summary file.
-
-    ``scaled`` says whether the times are scaled from another device.
-    """
+    """Describe the calibration in use, for a summary file."""
     source, measured = _source(gpu, calibration, kernel)
     # The user's file may hold other times of this GPU but no kernel times.
     own: tuple[str, ...] = ()
@@ -532,11 +486,7 @@ def describe_source(
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
-    """Return the curve of a kernel and form, and None.
-
-    If the calibration lacks this curve, return a similar curve, and the name of its kernel and
-    form.
-    """
+    """Return the curve of a kernel and form, or another one and its kernel and form."""
     curve = source.find(kernel, form, direction)
     if curve is not None:
         return curve, None
@@ -552,8 +502,7 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
 def same_device(device: str, gpu: str) -> bool:
     """Return whether compute-bound kernels take equally long on both devices.
 
-    Chip (H200, A100, ...), form factor (SXM, NVL, PCIe) and peak FLOP/s must be the same. Memory
-    may differ (A100 with 40 or 80 GB). The A800 is an A100 with slower NVLink.
+    Chip, form factor (SXM, NVL, PCIe) and peak FLOP/s must be the same; memory may differ.
     """
     device, gpu = (name.replace("A800", "A100") for name in (device, gpu))
     if device == gpu:
@@ -563,3 +512,60 @@ def same_device(device: str, gpu: str) -> bool:
     forms = [re.findall(form, name.upper())[:1] for name in (device, gpu)]
     same = chips[0] == chips[1] != [] and forms[0] == forms[1]
     return same and peak_flops(device) == peak_flops(gpu)
+
+
+@dataclass(frozen=True)
+class CalibrationPoint:
+    """One measured call. flop, column_flop: 1e12 FLOP without, and of, single columns."""
+
+    flop: float
+    column_flop: float
+    ms: float
+
+
+def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
+    """Fit the calls of one form: minimize the sum of squared relative errors.
+
+    Return the fixed ms, and the ms per 1e12 FLOP without, and of, single columns; none is negative.
+    """
+    return fit_together([points])[0]
+
+
+def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
+    """Fit several forms of calls to one kernel; see `fit`.
+
+    Each form has its own fixed time; all share the two rates, because the calls of one form may all
+    have the same ratio of slashes to columns, or be small.
+    """
+    rows = [(number, point) for number, points in enumerate(forms) for point in points]
+    table = np.zeros((len(rows), len(forms) + 2))
+    for row, (number, point) in zip(table, rows, strict=True):
+        row[[number, -2, -1]] = np.array([1.0, point.flop, point.column_flop]) / point.ms
+    # Fewer than three points of a form cannot determine a fixed time.
+    lengths = [*map(len, forms), 3, 3]
+    used = [i for i, length in enumerate(lengths) if table[:, i].any() and length > 2]
+    best, least = np.zeros(table.shape[1]), np.inf
+    ones = np.ones(len(rows))
+    for count in range(1, len(used) + 1):
+        for chosen in itertools.combinations(used, count):
+            solution = np.zeros(table.shape[1])
+            solution[list(chosen)] = np.linalg.lstsq(table[:, chosen], ones, rcond=None)[0]
+            error = float(((table @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and error < least * (1 - 1e-9):
+                best, least = solution, error
+    return [(float(fixed), float(best[-2]), float(best[-1])) for fixed in best[:-2]]
+
+
+def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
+    """Return the mean absolute relative leave-one-out error of each form."""
+    means = []
+    for number, points in enumerate(forms):
+        errors = []
+        for i, left_out in enumerate(points):
+            others = [list(p) for p in forms]
+            del others[number][i]
+            fixed, rate, column_rate = fit_together(others)[number]
+            ms = fixed + left_out.flop * rate + left_out.column_flop * column_rate
+            errors.append(abs(ms / left_out.ms - 1))
+        means.append(float(np.mean(errors)) if len(points) > 2 else float("nan"))
+    return means

@@ -16,9 +16,7 @@ KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)
 
 
 def calibration_files(files: str) -> list[Path]:
-    """Return the paths that --calibration names, ``FILE,...`` as typed.
-
-    A file that ships with mtrain may be given by its name, such as kernels-h200.
+    """Return the paths of ``FILE,...``, files or names of shipped ones such as kernels-h200.
 
     Raises:
         ConfigError: an item is empty, or see `read_calibration`.
@@ -33,7 +31,7 @@ def calibration_files(files: str) -> list[Path]:
 
 
 def read_calibration(path: Path) -> dict[str, Any]:
-    """Read a calibration file. Its times are not checked.
+    """Read a calibration file, without checking its times.
 
     Raises:
         ConfigError: the file is missing, not JSON or of another kind.

@@ -16,19 +16,15 @@ AT_ONCE = 1 << 21  # most entries of a temporary table
 class ColumnCounter:
     """Counts the pairs that single columns add to the slashes, by query group and key group.
 
-    All queries from a column to the end of its document see the column. Pairs in blocks on a slash
-    do not count again. The columns of one block and one document form a segment. Within a segment,
-    columns differ only in which rows of their own block see them.
-
-    The blocks of a group consist of pieces. A piece is a run of adjacent blocks (stride 1) or, in a
-    striped layout, the blocks ``start, start + stride, ...``. A difference of two prefix sums over
-    every stride-th diagonal gives the number of blocks of a piece that lie on no slash.
+    All queries from a column to the end of its document see the column; pairs in blocks on a slash
+    do not count again. The columns of one block and document form a segment: they differ only in
+    which rows of their own block see them. The blocks of a group are cut into pieces, runs of
+    adjacent blocks (stride 1) or, in a striped layout, ``start, start + stride, ...``. A difference
+    of prefix sums over every stride-th diagonal counts a piece's blocks that lie on no slash.
 
     owner: int64 [blocks], the group that holds each block.
-    segment: [length], the segment that contains each position. Padding has no segment.
-    key_block: [segments], the block that contains the segment.
-    last: [segments], the last query that sees the columns of the segment.
-    stride: distance between consecutive blocks of a piece, in blocks.
+    segment: [length], the segment of each position.
+    key_block, last: [segments], the block of the segment, and the last query that sees it.
     start: [pieces], first block of each piece.
     """
 
@@ -50,7 +46,7 @@ class ColumnCounter:
         return ColumnCounter(mask.length, block, groups, owner, *segments, *_pieces(owner))
 
     def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """Return (number of columns without padding, number of pairs in them [groups, groups]).
+        """Return the number of columns without padding, and of their pairs [groups, groups].
 
         slashes: [rows, blocks], with one row per head and sequence.
         columns: [rows, width], positions.
@@ -94,21 +90,14 @@ class ColumnCounter:
         return int(real.sum()), pairs
 
     def _sums(self, off: NDArray[np.bool_]) -> IntArray:
-        """Return prefix sums over diagonals, [rows, blocks].
-
-        Entry d counts the diagonals d, d - stride, d - 2 * stride, ... (above 0) that are not
-        slashes.
-        """
+        """Return [rows, blocks]: how many of the diagonals d, d - stride, ... are no slash."""
         rows, blocks = off.shape
         table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
         table[:, 1:blocks] = off[:, 1:]
         return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
 
     def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
-        """Count the blocks of each piece that lie on no slash, [segments, pieces].
-
-        Only blocks after ``own`` and before ``end`` count.
-        """
+        """Count each piece's blocks between ``own`` and ``end`` on no slash, [segments, pieces]."""
         base = (row * below.shape[1])[:, None]
         before_end, own = end[:, None] - 1, own[:, None]
         if self.stride > 1:
@@ -121,10 +110,7 @@ class ColumnCounter:
 
 
 def _pieces(owner: IntArray) -> tuple[int, IntArray]:
-    """Return the stride and the starts of the pieces [pieces]; see `ColumnCounter`.
-
-    Choose the stride with the fewest pieces.
-    """
+    """Return the stride with the fewest pieces, and the first block of each piece."""
     start = np.flatnonzero(np.diff(owner, prepend=-1))
     repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
     for period in repeats[:4]:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from mtrain_cli.config.cluster import Constant
-from mtrain_cli.simulation import (
-    costs,
-    expert_cost,
-    expert_exchange,
-    non_attention_cost,
-    timeline,
-)
+from mtrain_cli.simulation import costs, expert_cost, non_attention_cost, timeline
 from mtrain_cli.simulation.calibration import HIGH, LOW, PUBLISHED, UNKNOWN
 
 
@@ -37,7 +31,7 @@ CONSTANTS: dict[str, Constant] = {
     "expert_cost.router": expert_cost.ROUTER,
     "expert_cost.float32": expert_cost.FLOAT32,
     "expert_cost.expert_launches": expert_cost.EXPERT_LAUNCHES,
-    "expert_exchange.wait_for_numbers": expert_exchange.WAIT_FOR_NUMBERS,
+    "expert_cost.wait_for_numbers": expert_cost.WAIT_FOR_NUMBERS,
     "non_attention.measured": _factor(
         _MEASURED[LOW],
         _MEASURED[HIGH],

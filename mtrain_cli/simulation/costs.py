@@ -1,33 +1,54 @@
-"""Price the operations of one layer's pass on a cluster.
+"""Turn the program of an attention pass into actions with prices on a cluster.
 
-Each price has an expected value (`VALUE`), a best case (`LOW`) and a worst case (`HIGH`). These
-three are the bounds.
+All ranks run the same program, so one action stands for the same operation on every rank, with
+times of shape [workers].
 
-- Kernels: calibrated curves (`simulation.calibration`).
-- Copies: bytes / memory bandwidth.
+Prices have an expected value (`VALUE`), a best case (`LOW`) and a worst case (`HIGH`).
+
+- Kernels: calibrated curves (`simulation.calibration`). Copies: bytes / memory bandwidth.
 - A message between two GPUs: latency + bytes / bandwidth (BurstEngine, table 1).
 - A collective: like a ring. Each link carries the bytes that one rank receives. Between nodes, the
-  network cards of a node divide these bytes among themselves. Several GPUs may share a card.
+  network cards of a node, which GPUs may share, divide these bytes.
 
 "Node" means a node of the cluster, not a virtual node of a schedule (`topology.gpus_per_node`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.cluster import Cluster, Constant, Gpu, Link
-from mtrain_cli.parallel.program import Copy, Post, ShardSizes, Size
-from mtrain_cli.parallel.recording import BACKWARD, FORWARD
+from mtrain_cli.parallel.operations import AddColumns, Arrange, Merge
+from mtrain_cli.parallel.program import (
+    Begin,
+    Compute,
+    ComputeColumns,
+    Copy,
+    Post,
+    Program,
+    ShardSizes,
+    Size,
+    Wait,
+)
+from mtrain_cli.parallel.recording import (
+    ARRANGE,
+    ATTENTION,
+    BACKWARD,
+    COLUMNS,
+    FORWARD,
+    GAP,
+    INDEX,
+    MERGE,
+)
 from mtrain_cli.parallel.schedule import HEADS, SUM
 from mtrain_cli.simulation import calibration
-from mtrain_cli.simulation.actions import FloatArray, PricedMessage, Prices
-from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE, KernelCurves
+from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE, FloatArray, KernelCurves
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 
@@ -56,11 +77,73 @@ _STRIPE_LAUNCHES = {FORWARD: 3, BACKWARD: 8}
 LinkPrice = tuple[FloatArray, FloatArray, np.ndarray, FloatArray]
 
 
+@dataclass(frozen=True, eq=False)
+class Spend:
+    """Work that keeps the compute stream busy.
+
+    kind: kind of the work, as in profiles (`recording.COMPUTING`).
+    us: [workers], in microseconds; 0 for an idle rank.
+    slowed: whether messages in flight slow this work down.
+    pairs, blocks, columns: [workers], counts for records.
+    """
+
+    kind: str
+    step: int
+    us: FloatArray
+    slowed: bool = False
+    pairs: IntArray | None = None
+    blocks: IntArray | None = None
+    columns: IntArray | None = None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Kernel launches, which keep the host busy for ``us`` microseconds before later actions."""
+
+    step: int
+    us: float
+
+
+@dataclass(frozen=True, eq=False)
+class PricedMessage:
+    """One transfer as every rank performs it. Arrays are [workers], times in microseconds.
+
+    busy: time for which the message occupies the link into the receiving rank.
+    latency: time between the end of ``busy`` and the arrival of the message.
+    outer: whether the message that a rank receives crosses nodes.
+    share: share of a rank's computing power that is lost while the message is in flight.
+    size: number of bytes that a rank sends, and receives.
+    """
+
+    transfer: SpmdTransfer
+    latency: FloatArray
+    busy: FloatArray
+    outer: NDArray[np.bool_]
+    share: FloatArray
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class PostMessage:
+    step: int
+    message: PricedMessage
+
+
+@dataclass(frozen=True)
+class AwaitMessage:
+    """The compute stream waits for a message."""
+
+    step: int
+    number: int
+
+
+Action = Spend | Dispatch | PostMessage | AwaitMessage
+
+
 def index_scale(gpu: Gpu, heads: int) -> float:
     """Return the factor on `INDEX_PER_TOKEN_US` for this GPU and number of heads.
 
-    Every head reads the scores of all keys a few times, so time grows with the number of heads and
-    with 1 / memory bandwidth. Launch overhead does not depend on the length and is not scaled.
+    Every head reads the scores of all keys a few times.
     """
     known = calibration.same_device(INDEX_DEVICE, gpu.name)
     return heads / INDEX_HEADS * (1.0 if known else INDEX_HBM_GBPS / gpu.hbm_gbps.value)
@@ -70,13 +153,10 @@ def index_scale(gpu: Gpu, heads: int) -> float:
 class Costs:
     """Prices of operations on one cluster, for one bound.
 
-    sizes: the numbers that determine the size of a shard in bytes.
     sparse: whether there is an index.
-    estimated: number of tokens over which an index is estimated; 0 if there is no index or if
-        the prediction leaves out the time of the estimate.
+    estimated: number of tokens over which an index is estimated; 0 if that takes no time.
     measured: whether estimating this kind of index was measured on this GPU model.
     stripe: number of tokens per stripe, if a kernel takes one call per stripe; else 0.
-    bound: `LOW` (the shortest time), `VALUE` or `HIGH` (the longest time).
     """
 
     cluster: Cluster
@@ -103,10 +183,7 @@ class Costs:
         return int(size.of(self.sizes, self.spmd.grid.heads))
 
     def copied(self, size: float) -> float:
-        """Return the time to read and write ``size`` bytes in memory, in microseconds.
-
-        This time is at least `LEAST_COPY_US`, or 0 if ``size`` is 0.
-        """
+        """Return the us to read and write ``size`` bytes: 0, or at least `LEAST_COPY_US`."""
         if not size:
             return 0.0
         return max(size / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
@@ -167,8 +244,7 @@ class Costs:
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
         """Return how many messages between nodes use each rank's network card, [workers].
 
-        ranks: for each message, its sender or its receiver.
-        crossing: for each message, whether it crosses nodes.
+        ranks: the sender or the receiver of each message. crossing: whether it crosses nodes.
         """
         cards = self._cards[ranks]
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
@@ -187,10 +263,10 @@ class Costs:
         return int(nodes.max())
 
     def collective(self, to_all: bool, ranks: int, members: int, size: int) -> tuple[float, float]:
-        """Return the duration of a collective and the time for which links are busy, in us.
+        """Return the microseconds of a collective, and those for which links are busy.
 
         Args:
-            to_all: whether the collective is an all-to-all. Other collectives count as a ring.
+            to_all: whether it is an all-to-all. Other collectives count as a ring.
             members: largest number of these ranks on one node.
             size: number of bytes that each rank sends.
         """
@@ -221,18 +297,17 @@ class Costs:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
 
     def host(self, what: str) -> float:
-        """Return the time that the host spends on launches; see `Prices.dispatch`."""
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
         return LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
 
     def stripes_us(self, pairs: IntArray, direction: str) -> FloatArray:
-        """Return the time of a step that its kernel calls do not have alone, in microseconds.
+        """Return the time of a step that its kernel calls alone do not have, in microseconds.
 
-        A kernel that takes one call per stripe launches each call, and in backward adds the key
-        gradients of each call. The time is 0 if one call computes a step.
+        A kernel that takes one call per stripe launches each call, and in backward adds its key
+        gradients.
 
-        pairs: number of pairs of each step, summed over heads. Each of the stripe's queries sees
-            about the same keys, so ``pairs / stripe`` is the sum over calls and heads of the keys.
+        pairs: number of pairs of each step, summed over heads. A stripe's queries see about the
+            same keys, so ``pairs / stripe`` is the sum over calls and heads of the keys.
         """
         if not self.stripe:
             return np.zeros(pairs.shape)
@@ -261,11 +336,11 @@ class Costs:
 
 
 def _longer(link: Link, ranks: int) -> float:
-    """Return the factor, at least 1, from the measured latency of a ring to that of more ranks."""
+    """Return the factor, at least 1, from the measured latency of a ring to more ranks."""
     return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 
-class LayerPrices(Prices):
+class LayerPrices:
     """Prices of one layer's operations in one pass."""
 
     def __init__(
@@ -277,8 +352,7 @@ class LayerPrices(Prices):
     ) -> None:
         """Price the kernel calls of all steps.
 
-        masked: the work of all pairs that the mask allows, for kernels that do not skip the pairs
-            that an index leaves out; None if all kernels skip them.
+        masked: work of all pairs of the mask, for kernels that do not skip those without index.
         """
         self.costs, self.direction = costs, direction
         self._copies: dict[Size, float] = {}
@@ -328,3 +402,42 @@ class LayerPrices(Prices):
 
     def column_times(self) -> tuple[FloatArray, IntArray, IntArray]:
         return self._columns, self.counts.columns, self.counts.column_pairs
+
+
+def actions(program: Program, spmd: SpmdSchedule, prices: LayerPrices) -> Iterator[Action]:
+    """Yield the priced actions of a pass. program: rank 0's program."""
+    everyone = np.ones(spmd.grid.workers)
+    transfers = spmd.transfers(prices.direction)
+    yield Dispatch(-1, prices.dispatch("begin"))
+    if prices.direction == FORWARD:
+        yield Spend(INDEX, -1, everyone * prices.index())
+    computing: dict[int, NDArray[np.bool_]] = {}
+    for op in program.operations:
+        match op:
+            case Begin():
+                yield Dispatch(op.step, prices.dispatch("step" if op.computes else "moves"))
+            case Post():
+                transfer = transfers.get(op.transfer.number) or spmd.column_sum(op.transfer)
+                yield PostMessage(op.step, prices.message(transfer, op))
+            case Wait():
+                yield AwaitMessage(op.step, op.number)
+            case Compute():
+                us = prices.attention(op.step)
+                computing[op.step] = us > 0
+                yield Spend(ATTENTION, op.step, us, True, *prices.work(op.step))
+            case ComputeColumns():
+                us, columns, pairs = prices.column_times()
+                yield Spend(COLUMNS, op.step, us, True, pairs, None, columns)
+            case Merge():
+                us = np.where(computing[op.step], prices.copy(op), 0.0)
+                yield Spend(MERGE, op.step, us)
+            case Copy():
+                yield Spend(_kind(op), op.step, everyone * prices.copy(op))
+            case _:
+                raise AssertionError(op)
+
+
+def _kind(op: Copy) -> str:
+    if isinstance(op, AddColumns):
+        return COLUMNS
+    return ARRANGE if isinstance(op, Arrange) and op.timed else GAP

@@ -1,7 +1,7 @@
 """Fit latency and bandwidth of links to measured messages, and describe the measured cluster.
 
-The model is that of `simulation.costs`: a message or a collective takes
-``latency + bytes / bandwidth``. For a collective, count the bytes that one rank receives.
+As in `simulation.costs`, a message takes ``latency + bytes / bandwidth``; for a collective, the
+bytes that one rank receives.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ _LARGE = 1 << 20  # bytes from which on bandwidth dominates a message's time
 
 @dataclass(frozen=True)
 class LinkTime:
-    """The measured time of one operation at one size on one class of links.
+    """The measured time of one operation at one size on one class of links, in microseconds.
 
     link: `INNER` or `OUTER`.
-    size: number of bytes that each rank sends. Each rank receives as many bytes.
-    us: time of the slowest rank in microseconds, median over repeats.
-    low, high: the 10th and the 90th percentile of this time over repeats.
-    loaded_us: median time in microseconds while a matrix product runs; None if not measured.
-    slowdown: time of this matrix product with messages, divided by its time without messages; None
-        if not measured.
+    size: number of bytes that each rank sends and receives.
+    us: of the slowest rank, median over repeats; low, high: the 10th and the 90th percentile.
+    loaded_us: median while a matrix product runs; None if not measured.
+    slowdown: time of this matrix product with messages / without; None if not measured.
     """
 
     derived: ClassVar = ("gbps",)
@@ -62,9 +60,8 @@ class LinkFit:
     """The constants of ``us = latency_us + size / bandwidth``, fitted to measurements.
 
     error, worst: mean and largest relative error of the fit.
-    latency, bandwidth: (low, high) bounds of the constants, in microseconds and GB/s. The bounds
-        cover all measurements, including repeats and messages during a computation. Small messages
-        bound the latency, large messages the bandwidth.
+    latency, bandwidth: (low, high) bounds, in microseconds and GB/s, that cover all repeats and
+        messages during a computation; small messages bound the latency, large ones the bandwidth.
     """
 
     latency_us: float
@@ -80,9 +77,7 @@ class LinkFit:
 
 
 def fit_link(times: Sequence[LinkTime]) -> LinkFit:
-    """Fit latency and bandwidth, neither of them negative.
-
-    Minimize the sum of absolute relative errors by iteratively reweighted least squares.
+    """Fit latency and bandwidth, neither negative, to minimize absolute relative errors.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -124,8 +119,7 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
 def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Solve table @ [latency, microseconds per byte] = 1 by weighted least squares.
 
-    A negative latency becomes 0. If large messages are not slower than small messages, latency
-    becomes 0, and bandwidth alone gives the time of the largest message.
+    If large messages are not slower, bandwidth alone gives the time of the largest message.
     """
     root = np.sqrt(weights)
     constants = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
@@ -141,11 +135,9 @@ def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 class MeasuredMachine:
     """The measured properties of a machine, except its links.
 
-    peak_tflops, peak_source: dense peak in 1e12 FLOP/s, and the source of this number.
-    matmul_tflops: rate of a large matrix product in 1e12 FLOP/s.
-    copy_gbps, added_gbps: bandwidth of a copy and of an addition, reads plus writes, in GB/s.
-    launch_us: the host's time for one small operation in microseconds, as the 10th, 50th and 90th
-        percentile.
+    peak_tflops, matmul_tflops: dense peak and rate of a large matrix product, in 1e12 FLOP/s.
+    copy_gbps, added_gbps: of a copy and of an addition, reads plus writes, in GB/s.
+    launch_us: host's microseconds for a small operation: 10th, 50th and 90th percentile.
     """
 
     gpu: str
@@ -160,10 +152,7 @@ class MeasuredMachine:
 
 
 def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
-    """Fit each operation of each link class, and all `COLLECTIVES` together as ``collectives``.
-
-    Stages of a pipeline have no collectives.
-    """
+    """Fit each operation of each link class, and `COLLECTIVES` together as ``collectives``."""
     by_link: dict[str, dict[str, LinkFit]] = {}
     for link in dict.fromkeys(t.link for t in times):
         link_times = [t for t in times if t.link == link]
@@ -175,7 +164,7 @@ def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
 
 
 def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float]:
-    """Return the lowest, median and highest share of computing power lost to messages, 0 to 1."""
+    """Return the lowest, median and highest share of computing power lost to messages."""
     known = [(t, t.slowdown) for t in times if t.link == link and t.slowdown is not None]
     large = [(t, slowdown) for t, slowdown in known if t.what == HOP and t.size >= _LARGE]
     shares = [min(max(1 - 1 / slowdown, 0.0), 0.95) for _, slowdown in large or known]
@@ -185,12 +174,9 @@ def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float
 
 
 def gpus_per_card(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float]:
-    """Return how many GPUs share a network card, and how much longer a hop takes with all rings.
+    """Return how many GPUs share a network card, and how much slower all rings are than one.
 
-    The number of GPUs is the divisor of ``per_node`` that is closest to this factor.
-
-    alone: fit of hops while only one ring runs.
-    at_once: fit of hops while all rings run.
+    alone, at_once: fits of hops while one ring runs, and all rings.
     """
     slower = alone.gbps / at_once.gbps
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]

@@ -1,12 +1,12 @@
 """Compare methods of parallelism: what one worker holds, receives and waits for, each used alone.
 
-Rows of methods that mtrain has come from its plans. Rows that mtrain does not have are formulas:
+Rows of methods that mtrain has come from its plans. The others are formulas:
 
-- DP (all-reduce of gradients): every worker holds all weights, gradients and AdamW states. A ring
-  all-reduce brings 2 (W - 1) / W of the gradients.
+- DP: every worker holds all weights, gradients and AdamW states. A ring all-reduce brings
+  2 (W - 1) / W of the gradients.
 - TP without sequence parallelism (arXiv:1909.08053, section 3): two all-reduces of hidden states
-  per layer and pass. Each brings as many bytes as a gather and a scatter. Hidden states between
-  the matrices are whole on every worker.
+  per layer and pass, each as many bytes as a gather and a scatter. Hidden states between the
+  matrices are whole on every worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Method:
     """A method of parallelism.
 
     degree: key in ``topology`` that takes the degree; empty for data parallelism.
-    topology, train: settings that select the method.
     formula_of: name of the method from whose plan a formula starts; empty if mtrain has the method.
     """
 
@@ -69,15 +68,12 @@ class MethodCost:
     """What a method costs one worker. Sizes are in bytes.
 
     workers: the degrees of all dimensions, such as ``2 data x 4 context``.
-    limit: what limits the degree of the method.
+    limit: what limits the degree.
     weights: float32 shards, and weights in the compute dtype that are whole at the same time.
-    gradients: gradients at the end of the backward pass.
-    optimizer: both AdamW states.
     activations: most bytes that layers keep for the backward pass.
     received: bytes of weights, gradients, keys, values and hidden states in a step.
     idle: share of the time in which a pipeline stage idles.
     imbalance: query-key pairs of the worker with the most, divided by the mean.
-    formula: whether the row is a formula only, because mtrain does not have the method.
     """
 
     name: str
@@ -95,8 +91,6 @@ class MethodCost:
 
 @dataclass(frozen=True)
 class ImpossibleMethod:
-    """A method that cannot run with these settings, and why."""
-
     name: str
     why: str
 
@@ -104,10 +98,10 @@ class ImpossibleMethod:
 def compare(
     config: Config, workers: int, per_node: int, plan: Planner
 ) -> list[MethodCost | ImpossibleMethod]:
-    """Return the costs of all methods, in the order of `METHODS`.
+    """Return the costs of all methods, each with the largest degree that it allows.
 
-    Each method gets the largest degree that it allows. Data parallelism with the same sharding uses
-    the other workers. All methods train on the same sequences per step.
+    Data parallelism with the same sharding uses the other workers. All methods train on the same
+    sequences per step.
     """
     costs: list[MethodCost | ImpossibleMethod] = []
     by_name = {method.name: method for method in METHODS}
@@ -121,7 +115,7 @@ def compare(
         except ConfigError as error:
             costs.append(ImpossibleMethod(method.name, error.problems[0]))
             continue
-        limit = _limit(method, config, per_node)
+        limit, _ = _limit(method, config, per_node)
         if method.name == "DP":
             costs.append(_replicated(planned, limit))
         elif method.formula_of:
@@ -137,60 +131,49 @@ def configured(config: Config, method: Method, workers: int, per_node: int) -> C
     Raises:
         ConfigError: the method allows no degree above 1.
     """
-    degree = 1
-    if method.degree:
-        allowed = (n for n in range(workers, 0, -1) if workers % n == 0)
-        degree = next(n for n in allowed if _allows(method, config, n, per_node))
-        if degree == 1 < workers:
-            limit = _limit(method, config, per_node)
-            raise ConfigError(f"no degree above 1 fits {limit} with these settings")
+    limit, allows = _limit(method, config, per_node)
+    degree = next(n for n in range(workers, 0, -1) if workers % n == 0 and (n == 1 or allows(n)))
+    if method.degree and degree == 1 < workers:
+        raise ConfigError(f"no degree above 1 fits {limit} with these settings")
     degrees = {_CONTEXT: 1, _TENSOR: 1, _PIPELINE: 1}
     if method.degree:
         degrees[method.degree] = degree
     return config.changed(
         topology={"workers": workers, **degrees, **method.topology},
-        train={
-            "global_batch": sequences_of(config, workers),
-            "memory": "manual",
-            **method.train,
-        },
+        train={"global_batch": sequences_of(config, workers), "memory": "manual", **method.train},
     )
 
 
 def sequences_of(config: Config, workers: int) -> int:
     """Return the sequences per step of all methods.
 
-    At least two micro-batches for each worker of data parallelism: with one, ZeRO-1 and ZeRO-2 hold
-    and send the same.
+    With one micro-batch per worker, ZeRO-1 and ZeRO-2 would hold and send the same.
     """
     each = workers * config.train.micro_batch
     return max(2, -(-config.train.global_batch // each)) * each
 
 
-def _allows(method: Method, config: Config, degree: int, per_node: int) -> bool:
-    model, block = config.model, config.topology.block_size
-    if method.degree == _TENSOR:
+def _limit(method: Method, config: Config, per_node: int) -> tuple[str, Callable[[int], bool]]:
+    """Return what limits the degree of a method, and whether it allows a degree."""
+    model = config.model
+    heads = f"{model.num_heads} heads, {model.num_kv_heads} KV heads"
+    blocks = config.seq // config.topology.block_size // (2 if "zigzag" in method.name else 1)
+
+    def splits_products(degree: int) -> bool:
         changed = config.changed(topology={_TENSOR: degree})
         return per_node % degree == 0 and not any(parallel_checks.tensor_problems(changed))
-    if method.degree == _PIPELINE:
-        return degree <= model.num_layers
-    if method.name == "Ulysses":
-        return gcd(model.num_heads, model.num_kv_heads) % degree == 0
-    return config.seq >= block * degree * (2 if "zigzag" in method.name else 1)
 
-
-def _limit(method: Method, config: Config, per_node: int) -> str:
-    model, blocks = config.model, config.seq // config.topology.block_size
     if not method.degree:
-        return "sequences per step"
+        return "sequences per step", lambda degree: degree == 1
     if method.degree == _TENSOR:
-        heads = f"{model.num_heads} heads, {model.num_kv_heads} KV heads"
-        return f"{heads}, MLP of {model.intermediate_size:,}, {per_node} GPUs of a node"
+        mlp = f"MLP of {model.intermediate_size:,}, {per_node} GPUs of a node"
+        return f"{heads}, {mlp}", splits_products
     if method.degree == _PIPELINE:
-        return f"{model.num_layers} layers"
+        return f"{model.num_layers} layers", lambda degree: degree <= model.num_layers
     if method.name == "Ulysses":
-        return f"{model.num_heads} heads, {model.num_kv_heads} KV heads"
-    return f"{blocks // 2 if 'zigzag' in method.name else blocks:,} blocks of the sequence"
+        common = gcd(model.num_heads, model.num_kv_heads)
+        return heads, lambda degree: common % degree == 0
+    return f"{blocks:,} blocks of the sequence", lambda degree: degree <= blocks
 
 
 def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
@@ -214,7 +197,6 @@ def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
 
 
 def _imbalance(plan: RunPlan) -> float:
-    """Return the pairs of the place with the most, divided by the mean, for one document."""
     joined, seq = Joined.of(plan.layout, plan.exchange.heads), plan.layout.seq
     rules = MaskRule.of(plan.config).by_layers(plan.config.model.num_layers)
     pairs = np.zeros(joined.workers)
@@ -244,8 +226,7 @@ def _replicated(plan: RunPlan, limit: str) -> MethodCost:
 def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
     """Return the cost of tensor parallelism alone, from a plan with sequence parallelism.
 
-    The weights are those of the plan. With activation checkpointing, a layer keeps its whole input
-    and repeats the all-reduce behind attention.
+    With activation checkpointing, a layer keeps its whole input and repeats an all-reduce.
     """
     base, config = cost_of(plan, "TP", limit), plan.config
     message = message_bytes(config, plan.layout, plan.dtype_bytes)

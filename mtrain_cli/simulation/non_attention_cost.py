@@ -1,8 +1,7 @@
 """Count a rank's work except attention: FLOP of matrix products, and bytes of other kernels.
 
-`training.flops` counts the FLOP. Element-wise kernels read and write the bytes, counted line by
-line in `model.decoder`, `model.loss` and FSDP2's copies. Norms, rotary embedding and gates count as
-fused kernels, as with ``torch.compile``.
+The bytes are counted line by line in `model.decoder`, `model.loss` and FSDP2's copies; norms,
+rotary embedding and gates count as fused kernels, as with ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -18,17 +17,12 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.expert_cost import ComputeCost, LayerExperts
-from mtrain_cli.simulation.expert_exchange import dealt_over, layer_experts
+from mtrain_cli.simulation.expert_cost import ComputeCost, LayerExperts, dealt_over, layer_experts
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.step.interpreters import work
 from mtrain_cli.step.layer import layers
 from mtrain_cli.step.program import Message, Repeat
-from mtrain_cli.training.flops import (
-    layer_kinds,
-    layer_shapes,
-    own_tiles,
-)
+from mtrain_cli.training.flops import layer_kinds, layer_shapes, own_tiles
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.model_part import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
@@ -59,15 +53,13 @@ _ADAMW = 28
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """The traffic between one rank and its host. Sizes are in bytes.
+    """The traffic between one rank and its host, in bytes.
 
     layers: number of layers that offload activations.
-    kept: size of the activations that one such layer sends to the host, and later fetches.
-    down: size of the gradients that go to the host in a step; 0 if the optimizer runs on the GPU.
-    up: size of the weights that return to the GPU in a step; 0 if the optimizer runs on the GPU.
-    stepped: number of bytes that AdamW reads and writes in host memory in a step.
-    unit: size of the first gradients and the last weights together. Their transfer overlaps with
-        no optimizer work.
+    kept: activations that one such layer sends to the host, and later fetches.
+    down, up: gradients to the host and weights back, in a step; 0 if the optimizer runs on the GPU.
+    stepped: what AdamW reads and writes in host memory in a step.
+    unit: the first gradients and the last weights, whose transfer overlaps with nothing.
     leave: whether gradients go to the host during the backward pass.
     """
 
@@ -119,11 +111,10 @@ def _loss_cost(plan: RunPlan, tokens: int) -> ComputeCost:
 
 
 class Collective(NamedTuple):
-    """A gather of weights or a reduction of gradients. Sizes are in bytes.
+    """A gather of weights or a reduction of gradients, in bytes.
 
     copied: what copies before and after it read and write.
-    received: what a rank receives.
-    dealt: what a rank receives of experts with expert parallelism, not in ``received``.
+    received, dealt: what a rank receives, and of dealt experts.
     """
 
     copied: float
@@ -135,12 +126,12 @@ class Collective(NamedTuple):
 class NonAttentionCost:
     """The work of one rank, by part of a step.
 
-    forward, recomputed, backward: work of a layer per micro-batch.
-    loss: work of LM head, loss, embedding and last norm per micro-batch, in both directions.
+    forward, recomputed, backward: of a layer per micro-batch.
+    loss: of LM head, loss, embedding and last norm per micro-batch, in both directions.
     added: accumulation of a layer's unsharded gradients.
-    optimizer: work of gradient norm, clipping and AdamW per step.
+    optimizer: gradient norm, clipping and AdamW per step.
     of_layer, of_root: collectives of a layer, and of the weights outside the layers.
-    tokens: number of tokens in a micro-batch with which the worker's layers compute, with padding.
+    tokens: tokens of a micro-batch with which the worker's layers compute, with padding.
     rows: number of these tokens in a tile of the MLP.
     """
 
@@ -159,9 +150,8 @@ class NonAttentionCost:
     def size(self, part: str) -> int:
         """Return the number of tokens at which to look up the measured time of a part.
 
-        For a layer with a tiled MLP, return the number of rows in a tile, but at least
-        `DEVICE_ROWS`. A smaller tile is launch-bound if it is measured alone, but not if many tiles
-        follow each other.
+        A small tile is launch-bound if it is measured alone, but not if many tiles follow each
+        other.
         """
         if part == LOSS or self.rows == self.tokens:
             return self.tokens
@@ -171,11 +161,10 @@ class NonAttentionCost:
     def of(
         plan: RunPlan, part: ModelPart | None = None, loads: ExpertLoads | None = None
     ) -> NonAttentionCost:
-        """Count the work of a worker. The work of a layer is the mean over its layers.
+        """Count the work of a worker, that of a layer in the mean over its layers.
 
         Args:
-            part: the worker's part of the model, on a stage of a pipeline; None for the whole
-                model.
+            part: the worker's part of the model; None for the whole model.
             loads: the loads of experts; None if they are equal.
         """
         config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
@@ -245,10 +234,8 @@ class NonAttentionCost:
 def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[ComputeCost]:
     """Yield the forward, the recomputed and the backward work of a layer.
 
-    With tensor parallelism, the worker's part of attention and of the MLP has the tokens of its
-    tensor group. Its residual stream, router, experts and shared MLP have its own tokens.
-
-    experts: those of the layer; None if it has an MLP.
+    With tensor parallelism, attention and MLP have the tokens of the tensor group; residual stream,
+    router, experts and shared MLP have the worker's own.
     """
     config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
     e, tokens = plan.dtype_bytes, plan.layout.tokens_per_worker * train.micro_batch
@@ -295,10 +282,7 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """The expected times of one part's work, in microseconds. They add up to `us`.
-
-    host: launch overhead that does not overlap with these kernels.
-    """
+    """The expected microseconds of one part's work. host: launches that do not overlap."""
 
     matrices: float
     elements: float
@@ -310,17 +294,15 @@ class ExpectedTime:
 
 
 def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
-    """Return the time of this work from a GPU's expected constants, in microseconds."""
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
 def longer_than_expected(
     non_attention: NonAttentionCost, costs: Costs, dtype: str
 ) -> dict[str, float]:
-    """Return measured / expected time of each part of `profiling.non_attention_benchmark`.
+    """Return measured / expected time (`expected_us`) of each part that was measured.
 
-    The expected time is `expected_us`. The ratios are for the bound of ``costs``. The result lacks
-    parts that were not measured on this GPU model in this dtype, and layers with experts.
+    The ratios are for the bound of ``costs``. Layers with experts have none.
     """
     gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
     if measured is None or measured.dtype != dtype:
@@ -343,10 +325,7 @@ def longer_than_expected(
 
 
 def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
-    """Return the predicted time of the work, for the bound of ``costs``.
-
-    longer: measured / expected time from `longer_than_expected`; None if not measured.
-    """
+    """Return the predicted time of the work. longer: see `longer_than_expected`."""
     gpu = costs.cluster.gpu
     if longer is None:
         matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)

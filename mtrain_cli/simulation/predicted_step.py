@@ -1,15 +1,11 @@
 """Predict a training step: simulated attention, the rest of a layer, weights and the optimizer.
 
-Order and overlap follow FSDP2. While one layer computes, FSDP2 gathers the next layer's weights. In
-backward, it then reduce-scatters the gradients of the layer that has just ended. A layer takes the
-larger of computation time and communication time, both in the mean over the layers of a worker. The
-first gather and the last reduce-scatter are exposed.
-
-``train.shard`` determines what each micro-batch communicates. If a run recomputes a share of
-attention's pairs, recomputation takes this share of the forward pass's attention time, but sends
-all messages of the forward pass. While a layer's activations move to or from the host, one layer
-computes. An optimizer on the host takes the largest of three times: its memory traffic, the
-transfer of gradients to the host, and the transfer of weights to the GPU.
+Order and overlap follow FSDP2. While one layer computes, FSDP2 gathers the next layer's weights
+and, in backward, reduce-scatters the gradients of the layer that has just ended. A layer takes the
+larger of computation and communication; the first gather and the last reduce-scatter are exposed.
+If a run recomputes a share of attention's pairs, recomputation takes this share of the forward
+time, but sends all messages. An optimizer on the host takes the largest of its memory traffic and
+the transfers of gradients and of weights.
 """
 
 from __future__ import annotations
@@ -25,9 +21,8 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
+from mtrain_cli.simulation.expert_cost import RowExchange, dealt_over
 from mtrain_cli.simulation.non_attention_cost import Collective, ComputeCost, NonAttentionCost
-from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
@@ -45,8 +40,12 @@ from mtrain_cli.training.flops import (
     recomputed_pair_share,
 )
 from mtrain_cli.training.model_part import ModelPart, model_parts
+from mtrain_cli.training.pipeline_plan import PipelinePlan
 from mtrain_cli.training.run_plan import RunPlan
 
+# Share of the time of the loss that the forward pass takes if backward computes the logits again:
+# one of four matrix products (`model.loss`).
+_LOSS_IN_FORWARD = 0.25
 TENSOR, PIPELINE, EXPERTS = "tensor", "pipeline", "experts"
 # The parts of a step, in display order. These parts are waits:
 # - late: for slower workers, in attention and in experts.
@@ -65,13 +64,12 @@ PARTS = (
 
 @dataclass
 class ExpertRows:
-    """The rows that travel to experts and back in a step. Times are in seconds.
+    """The rows that travel to experts and back in a step, in seconds and bytes.
 
-    exposed: time for which the worker with the most popular experts waits for rows, in the part
-        `EXPERTS`.
-    hidden: time of messages that overlaps with computation.
-    late: time for which a worker waits for workers with popular experts, in the mean.
-    size: number of bytes that a worker receives, in the mean.
+    exposed: wait of the worker with the most popular experts, in the part `EXPERTS`.
+    hidden: messages that overlap with computation.
+    late: mean wait for workers with popular experts.
+    size: bytes that a worker receives, in the mean.
     """
 
     exposed: float = 0.0
@@ -84,20 +82,16 @@ class ExpertRows:
 class PredictedStep:
     """The prediction of one optimizer step.
 
-    parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR`,
-        `EXPERTS` and `PIPELINE` are absent without these kinds of parallelism. With a pipeline, the
-        parts are those of its busiest stage.
-    hidden: time in which gathers of weights and reduce-scatters of gradients overlap with
-        computation, in seconds.
-    mfu: model FLOP per second, divided by peak FLOP/s. Model FLOP contain all pairs of dense
-        attention, even if the step is sparse.
-    hfu: executed FLOP per second, divided by peak FLOP/s.
+    parts: seconds of each of `PARTS`, which add up to the expected time; with a pipeline, those of
+        its busiest stage. `TENSOR`, `EXPERTS` and `PIPELINE` only with these kinds of parallelism.
+    hidden: seconds in which collectives of weights and gradients overlap with computation.
+    mfu: model FLOP/s (with all pairs of dense attention) / peak FLOP/s.
+    hfu: executed FLOP/s / peak FLOP/s.
     flop: number of FLOP that one worker executes.
-    sent: number of bytes of weights and gradients that one worker receives.
-    over_host: number of bytes that move between one worker and its host.
-    hidden_states: number of bytes that one worker receives from its tensor group.
-    pipeline: the schedule with the times of its passes in microseconds; None without a pipeline.
-    experts: the rows that travel to experts; None without expert parallelism.
+    sent: bytes of weights and gradients that one worker receives.
+    over_host: bytes that move between one worker and its host.
+    hidden_states: bytes that one worker receives from its tensor group.
+    pipeline: the schedule with the times of its passes in microseconds.
     """
 
     plan: RunPlan
@@ -115,11 +109,6 @@ class PredictedStep:
     experts: ExpertRows | None = None
 
     @property
-    def exposed(self) -> float:
-        waits = (self.parts.get(name, 0.0) for name in ("links", "weights", TENSOR, EXPERTS))
-        return sum(waits) / self.seconds.value
-
-    @property
     def gib(self) -> float:
         return self.plan.memory.total / 2**30
 
@@ -128,21 +117,19 @@ class PredictedStep:
         return bool(self.plan.fits)
 
     def days(self, tokens: float) -> BoundedTime:
-        """Return how many days it takes to train on this many tokens."""
         return training_days(self.tokens_per_second_per_gpu, self.plan.dims.workers, tokens)
 
     def dollars(self, tokens: float, price: float) -> BoundedTime:
-        """Return the cost of training on this many tokens. price: dollars per GPU hour."""
         return training_dollars(self.days(tokens), self.plan.dims.workers, price)
 
 
 def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
-    """Return how many days it takes to train on ``tokens``. rate: tokens per second and GPU."""
+    """Return the days of training on ``tokens``. rate: tokens per second and GPU."""
     return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
 
 
 def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
-    """Return the cost of ``days`` of training in dollars. price: dollars per GPU hour."""
+    """Return the cost of ``days`` of training. price: dollars per GPU hour."""
     return days.map(lambda each: each * 24 * workers * price)
 
 
@@ -235,10 +222,7 @@ def _estimate(
 
 
 class _StepEstimate:
-    """The times of a step for one bound (`costs.Costs.bound`), in microseconds.
-
-    passes: times of the passes through the layers, and of the loss, as in `StageTime`.
-    """
+    """The microseconds of a step for one bound. passes: as in `StageTime`."""
 
     def __init__(
         self,
@@ -283,7 +267,6 @@ class _StepEstimate:
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
     def _micro_batch(self, messages: set[Message]) -> None:
-        """Add a micro-batch. messages: the collectives of each layer (`step.weights`)."""
         non_attention, layers, began = self.non_attention, self.layers, self.total
         in_forward = {Message.GATHER} & messages
         gathers, again, reduces = (
@@ -328,10 +311,7 @@ class _StepEstimate:
         self._activations(forward / layers, backward / layers)
 
     def _activations(self, forward: float, backward: float) -> None:
-        """Add the waits for offloaded activations.
-
-        forward, backward: compute time of a layer in each pass, in microseconds.
-        """
+        """Add waits for offloaded activations. forward, backward: us of a layer's computation."""
         host = self.non_attention.host
         us = host.kept / self._host_link
         waiting = max(0.0, us - forward) + max(0.0, us - backward)
@@ -340,15 +320,13 @@ class _StepEstimate:
 
     @property
     def _host_link(self) -> float:
-        """Bandwidth between GPU and host in one direction, in bytes per microsecond."""
         return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
 
     def _optimizer_on_host(self) -> float:
-        """Return the optimizer's time on the host in microseconds; 0 if it runs on the GPU.
+        """Return the optimizer's microseconds on the host; 0 if it runs on the GPU.
 
-        Gradients arrive and weights leave while the optimizer updates other weights. Only the
-        transfer of the first gradients and of the last weights overlaps with nothing. If gradients
-        leave the GPU during backward, their transfer overlaps with the last backward pass.
+        Only the transfer of the first gradients and of the last weights overlaps with nothing. If
+        gradients leave during backward, their transfer overlaps with the last backward pass.
         """
         host = self.non_attention.host
         self.over_host += host.down + host.up
@@ -364,7 +342,6 @@ class _StepEstimate:
 
     @property
     def total(self) -> float:
-        """The sum of all parts so far, in microseconds."""
         return sum(self.us.values())
 
     @property
@@ -372,7 +349,7 @@ class _StepEstimate:
         return self.total / 1e6
 
     def _carried(self, *directions: str) -> tuple[float, float]:
-        """Return the microseconds for which messages of a layer occupy the (inner, outer) link."""
+        """Return the us for which a layer's messages occupy the (inner, outer) link."""
         found = [0.0, 0.0]
         for direction in directions:
             for link, ms in enumerate(self.attention.passes[direction].carried):
@@ -383,12 +360,10 @@ class _StepEstimate:
         return found[0], found[1]
 
     def _behind_rows(self, rows: PassTime) -> tuple[float, tuple[float, float]]:
-        """Return what a forward pass hides gathers of weights behind, if rows travel.
+        """Return the experts' time, and that of their rows on each link.
 
-        The host waits for the numbers of rows before it starts the experts of a layer. So the
-        gather of the next layer starts only with them.
-
-        Returns: time of the experts, and the time for which their rows occupy each link.
+        The host waits for the numbers of rows before it starts the experts, so the gather of the
+        next layer starts only with them.
         """
         assert self.exchange is not None
         busy = rows.busy * self.with_experts
@@ -404,11 +379,7 @@ class _StepEstimate:
         *,
         copied: ComputeCost,
     ) -> float:
-        """Add the computation of all layers. Return its time per micro-batch, in microseconds.
-
-        Args:
-            again: work that a layer recomputes; None if the pass recomputes nothing.
-        """
+        """Add the computation of all layers. Return its microseconds per micro-batch."""
         before = sum(self.us.values())
         for name in passes:
             self._attention(name, layers)
@@ -423,7 +394,6 @@ class _StepEstimate:
         return (sum(self.us.values()) - before) / self.times
 
     def _tensor_waits(self, computing: float, layers: int, *, forward: bool) -> None:
-        """Add the waits for messages of tensor parallelism."""
         if self.messages is not None:
             of_pass = self.messages.forward if forward else self.messages.backward
             found = of_pass(computing, self._tensor_message)
@@ -443,7 +413,7 @@ class _StepEstimate:
         rows.size += times * found.size
 
     def _wait(self, part: str, found: PassTime, times: float, *, outer: bool) -> float:
-        """Add the waits of a pass. Hidden messages take a share of the GPU. Return their time."""
+        """Add the waits of a pass. Hidden messages take a share of the GPU."""
         share = self.costs.burden(self.cluster.link(outer=outer).gpu_share)
         exposed = times * (found.exposed + share * found.hidden)
         self.us[part] += exposed
@@ -451,7 +421,7 @@ class _StepEstimate:
         return exposed
 
     def _summed_copies(self, kinds: Mapping[bool, int]) -> float:
-        """Return the time to add up gradients that all workers of a tensor group hold, in us."""
+        """Return the us to add up gradients that all workers of a tensor group hold."""
         plan, dealt = self.plan, self.exchange is not None
         elements = sum(
             copied_elements(plan.config.model, experts=experts, dealt=dealt) * number
@@ -504,14 +474,9 @@ class _StepEstimate:
     def _add(
         self, work: ComputeCost, times: int, matrices: str, elements: str, part: str | None = None
     ) -> None:
-        """Add work to the parts of a step.
+        """Add work to the parts ``matrices`` and ``elements``.
 
-        Args:
-            times: how often a micro-batch does this work.
-            matrices: the part of the step that gets the time of matrix products.
-            elements: the part of the step that gets the time of element-wise kernels.
-            part: name of the work in `profiling.non_attention_benchmark`; None if the benchmark
-                does not measure this work.
+        times: how often a micro-batch does it. part: its name in the benchmark, None if unmeasured.
         """
         spent = non_attention_cost.priced(
             work, self.costs, None if part is None else self.longer.get(part)
@@ -523,7 +488,6 @@ class _StepEstimate:
         self.us["host"] += spent.host * times
 
     def _transfers(self, message: Message) -> list[MessageCost]:
-        """Return the collectives of a layer: of the weights, and of dealt experts."""
         of_layer, degree = self.non_attention.of_layer[message], dealt_over(self.plan)
         found = [self._transfer(of_layer.received, self.plan.dims.tp)]
         if degree > 1 and of_layer.dealt:
@@ -531,7 +495,7 @@ class _StepEstimate:
         return found
 
     def _transfer(self, size: float, degree: int = 1) -> MessageCost:
-        """Return a collective among the workers of a stage that share the same weights.
+        """Return a collective among the workers of a stage with the same weights.
 
         degree: number of consecutive workers that hold different weights.
         """
@@ -549,13 +513,7 @@ class _StepEstimate:
         transfers: Sequence[MessageCost],
         times: int,
     ) -> None:
-        """Add the exposed time of the collectives that run while layers compute.
-
-        Args:
-            times: number of layers. Each layer runs all ``transfers``.
-            computing: compute time of a layer, in microseconds.
-            carried: see `overlapped_us`.
-        """
+        """Add the exposed time of collectives while ``times`` layers compute (`overlapped_us`)."""
         if not times or not transfers:
             return
         times *= self.times
@@ -571,7 +529,6 @@ class _StepEstimate:
 
 
 def copies(collectives: Mapping[Message, Collective], messages: set[Message]) -> ComputeCost:
-    """Return the copies before and after those collectives whose messages are sent."""
     sent = (found for message, found in collectives.items() if message in messages)
     return ComputeCost(moved=sum(found.copied for found in sent))
 
@@ -579,11 +536,10 @@ def copies(collectives: Mapping[Message, Collective], messages: set[Message]) ->
 def overlapped_us(
     transfers: Sequence[MessageCost], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
-    """Return the total time of successive collectives that start with a computation.
+    """Return the microseconds of successive collectives that start with a computation.
 
-    All times are in microseconds. Attention's messages use the same links. During the computation,
-    the collectives get the bandwidth that these messages leave; afterwards they get the whole link.
-    The low bound assumes that the collectives never meet attention's messages.
+    During the computation, the collectives get the bandwidth that attention's messages leave. The
+    low bound assumes that they never meet.
 
     Args:
         computing: time of the computation.
@@ -595,3 +551,72 @@ def overlapped_us(
     left = max(0.0, 1.0 - carried[transfers[0].outer] / computing)
     speed = min(1.0, left * alone / busy) if busy else 1.0
     return alone / speed if alone <= speed * computing else computing + alone - speed * computing
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Times of a stage in a step, over all micro-batches. The unit is any.
+
+    forward, backward: passes through the layers of each virtual stage.
+    loss: LM head and loss; 0 on all stages but the last.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    loss: float
+
+    @staticmethod
+    def of(whole: Mapping[str, float], parts: Sequence[Mapping[str, float]]) -> StageTime:
+        """Deal the times of a stage out to its virtual stages, in proportion to their own times.
+
+        Args:
+            whole: time of each pass of the stage, and of the loss.
+            parts: times of each virtual stage as if it were alone, by pass.
+        """
+
+        def dealt(name: str) -> tuple[float, ...]:
+            total = sum(part[name] for part in parts)
+            return tuple(whole[name] * part[name] / total for part in parts)
+
+        return StageTime(dealt("forward"), dealt("backward"), whole["loss"])
+
+
+def timed_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> TimedPipeline:
+    """Return the pipeline of a plan with the times of its passes.
+
+    Args:
+        stages: times of each stage.
+        hop: duration of a message between stages.
+    """
+    planned = plan.pipeline
+    assert planned is not None
+    in_forward = 1.0 if plan.config.train.loss_gradients == "forward" else _LOSS_IN_FORWARD
+    last = planned.pipeline.last
+
+    def cost(number: int, *, forward: bool) -> float:
+        virtual, stage = divmod(number, planned.pipeline.stages)
+        own = stages[stage]
+        passing = (own.forward if forward else own.backward)[virtual]
+        loss = own.loss * (in_forward if forward else 1 - in_forward) * (number == last)
+        return (passing + loss) / planned.pipeline.micro_batches
+
+    forward, backward = (
+        tuple(cost(number, forward=way) for number in range(last + 1)) for way in (True, False)
+    )
+    return TimedPipeline(planned.pipeline, forward, backward, hop)
+
+
+def hop_us(cluster: Cluster, costs: Costs, plan: RunPlan, pipeline: PipelinePlan) -> float:
+    """Return the time of a message between stages, in microseconds.
+
+    If some hops cross nodes, return their time.
+    """
+    workers = plan.dims.workers // plan.dims.pp
+    nodes = [stage * workers // cluster.gpus_per_node for stage in range(plan.dims.pp)]
+    outer = len(set(nodes)) > 1
+    link = cluster.link(outer=outer)
+    per_us = costs.rate(link.bandwidth_gbps) * 1e3
+    capacity = max(costs.rate(link.capacity_gbps) * 1e3, per_us)
+    # All workers of a node send at once, and share its network cards.
+    sharing = int(costs.burden(link.shared_by)) if outer else 1
+    return costs.burden(link.latency_us) + pipeline.hidden * max(1 / per_us, sharing / capacity)

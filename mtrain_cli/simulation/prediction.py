@@ -1,8 +1,7 @@
 """Predict attention on a cluster: count the work, price it, simulate it, summarize it.
 
-A prediction covers the attention, the index estimates and the messages of each layer. All ranks
-begin a pass at the same time, as in `mtrain profile imbalance --attention-only`. `predicted_step`
-adds the rest of a training step.
+All ranks begin a pass at the same time, as in `mtrain profile imbalance --attention-only`.
+`predicted_step` adds the rest of a training step.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.records.imbalance import Imbalance, degrees
-from mtrain_cli.simulation.actions import actions
 from mtrain_cli.simulation.calibration import (
     DENSE,
     HIGH,
@@ -42,6 +40,7 @@ from mtrain_cli.simulation.costs import (
     INDEX_HEADS,
     Costs,
     LayerPrices,
+    actions,
     index_scale,
 )
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
@@ -52,6 +51,7 @@ from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
 MOST_ROWS = 20_000_000  # per case; a larger case gets tables but no rows
+_NAMED = 3  # guessed constants that a remark names
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 
@@ -65,11 +65,7 @@ class BoundedTime:
 
     @staticmethod
     def around(value: float, low: float | None = None, high: float | None = None) -> BoundedTime:
-        """Make a bounded value.
-
-        The value replaces a bound that is missing, a lower bound above it, and an upper bound below
-        it.
-        """
+        """Make a bounded value. The value replaces a missing or crossed bound."""
         least, most = (value if bound is None else bound for bound in (low, high))
         return BoundedTime(min(least, value), value, max(most, value))
 
@@ -81,17 +77,14 @@ class BoundedTime:
 
 @dataclass(frozen=True)
 class PredictedPass:
-    """One pass of a layer. Times are in ms, averaged over layers.
+    """One pass of a layer, in ms, averaged over layers.
 
     duration: time of the slowest worker.
-    time: imbalance degrees of attention time.
-    work: imbalance degrees of the number of pairs.
+    time, work: imbalance degrees of attention time, and of the number of pairs.
     computed: share of attention in the time of a pass (`records.analysis.Ratios.total`).
-    late: time waiting for slower workers, averaged over workers.
-    exposed: time of exposed communication by link, averaged over workers.
-    spent: time by kind (`recording.COMPUTING`), averaged over workers.
-    carried: times for which messages occupy the (inner, outer) link of the rank with the longest
-        time.
+    late, exposed: mean wait for slower workers, and exposed communication by link.
+    spent: mean time by kind (`recording.COMPUTING`).
+    carried: times for which messages occupy the (inner, outer) link of the slowest rank.
     """
 
     duration: BoundedTime
@@ -109,7 +102,6 @@ class Prediction:
     """The prediction of one configuration.
 
     exchange: label of the exchange, with the options that ``auto`` chose.
-    passes: the passes by name (`recording.FORWARD`, ...).
     facts: description of the case for summary.json.
     rows: records of one iteration, of dtype `record_files.ROW`; None if not requested.
     costs: prices by bound, those of sparse layers if there are dense layers, too.
@@ -184,19 +176,16 @@ def predict(
     """Predict the attention of one configuration.
 
     Args:
+        kernel, dense_kernel: kernels, also of dense layers in a sparse model; None for the default.
         recompute: the part of the forward pass that backward runs again, as a pass of its own.
-        kernel: name of the kernel; None for the default of the cluster's GPU.
-        dense_kernel: name of the kernel of dense layers in a sparse model; None for ``kernel``, or
-            for the default.
         conditions: slow ranks and jitter.
-        bounds: also predict the best and the worst case. The prediction then takes three times as
-            long.
+        bounds: also predict the best and the worst case, in three times the time.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: prices of rows for which a balanced layout is made; None for those on ``cluster``.
 
     Raises:
-        InvalidSetup: the configuration is impossible.
-        ConfigError: the kernel has no times, or the index is damaged.
+        ConfigError: the configuration is impossible, the kernel has no times, or the index is
+            damaged.
     """
     first = problem.index(problem.layers[0])
     name = kernel or default_kernel(cluster.gpu, first is None)
@@ -274,40 +263,26 @@ def _kernels(
 
 
 def _uncertain(cluster: Cluster) -> list[str]:
-    own = {name: c.source for name, c in CONSTANTS.items()}
-    clusters = {name: c.source for name, c in cluster.constants().items()}
-    sources = {cluster.name: clusters, "the simulator": own}
-    guesses = {
-        whose: [name for name, source in of.items() if source == "guess"]
-        for whose, of in sources.items()
-    }
-    counts = {1: "one constant is a guess"}
-    return [
-        f"{whose}: {counts.get(len(of), f'{len(of)} constants are guesses')} ({', '.join(of)})"
-        for whose, of in guesses.items()
-        if of
-    ]
+    remarks = []
+    for whose, constants in ((cluster.name, cluster.constants()), ("the simulator", CONSTANTS)):
+        guesses = [name for name, constant in constants.items() if constant.source == "guess"]
+        more = f" and {len(guesses) - _NAMED} more; --json has all" if len(guesses) > _NAMED else ""
+        if guesses:
+            named = ", ".join(guesses[:_NAMED])
+            remarks.append(f"{whose}: guessed constants: {len(guesses)} ({named}{more})")
+    return remarks
 
 
 def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
-    """Return a remark if the time to estimate an index was measured for other conditions.
-
-    The conditions are the kind of index, the number of heads and the GPU model.
-    """
-    heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
-    if first is None or not problem.estimated:
+    """Return a remark if the time to estimate an index was measured for other conditions."""
+    heads = problem.made.heads
+    measured = first is None or _measured(cluster, first)
+    if first is None or not problem.estimated or (measured and heads == INDEX_HEADS):
         return []
-    measured = _measured(cluster, first)
-    if measured and heads == INDEX_HEADS:
-        return []
-    kind = "" if isinstance(first, VerticalSlash) else " and a bitmap of blocks"
-    by = f"number of heads{'' if here else ' and the memory bandwidth'}"
-    measured_for = f"{VerticalSlashSettings.name} with {INDEX_HEADS} heads"
     return [
-        f"estimating an index was measured for {measured_for} on "
-        f"{INDEX_DEVICE}, not for {heads} heads{kind} on {cluster.gpu.name}: the time per token is "
-        f"scaled by {index_scale(cluster.gpu, heads):.3g} for the {by}"
-        f"{'' if measured else ', and bounds are wider'}"
+        f"estimating an index was measured for {VerticalSlashSettings.name} with {INDEX_HEADS} "
+        f"heads on {INDEX_DEVICE}; here the time per token is scaled by "
+        f"{index_scale(cluster.gpu, heads):.3g}{'' if measured else ', and bounds are wider'}"
     ]
 
 
@@ -460,11 +435,7 @@ def _mean(layers: Sequence[np.ndarray]) -> Imbalance:
 
 
 def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:
-    """Make the records of one iteration.
-
-    The forward passes of all layers come first, then the other passes from the last layer to the
-    first. Each pass begins when the pass before it has ended.
-    """
+    """Make the records of an iteration: forward passes, then the others from the last layer."""
     first = [entry for entry in played if entry[1] == FORWARD]
     others = [
         entry
@@ -488,10 +459,7 @@ def _facts(
     works: Sequence[dict[str, StepWork]],
     column_width: int,
 ) -> dict[str, Any]:
-    """Return the case's entry in summary.json.
-
-    `profiling.measurement.MeasurementCase.facts` has the same keys.
-    """
+    """Return the case's entry in summary.json, as `MeasurementCase.facts` does."""
     made, setup, schedule = problem.made, case.setup, case.schedule
     pairs = {
         name: np.mean([work[name].total_pairs.sum() for work in works])

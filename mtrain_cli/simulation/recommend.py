@@ -1,35 +1,26 @@
 """Recommend the fastest configuration that fits: layout, exchange, groups, recomputation.
 
-Groups are context groups, tensor groups and the stages of a pipeline. The search tries all degrees
-of tensor parallelism that divide the heads, the MLP and a node, unless the user set
-``topology.tensor_parallel``. It tries up to 16 stages, with and without virtual stages, unless the
-user set ``topology.pipeline_parallel``. For a model with experts, it tries to deal them over as
-many workers as ``topology.expert_parallel=auto`` does, and not to deal them, unless the user set
-``topology.expert_parallel``. ``gpipe`` is never faster than ``1f1b`` and keeps more activations, so
-the search leaves it out. If a step has several micro-batches, the search also tries
-``train.shard=gradients``, which gathers the weights once per step.
-
-For each configuration that fits, the search also tries ``train.keep_mlp`` with the largest number
-of layers that memory allows. If no kind of recomputation fits, the search tries the memory settings
-that ``train.memory=auto`` chooses.
+The search tries every size of context groups, every degree of tensor parallelism within a node,
+up to 16 stages with one or two virtual stages, and experts dealt as ``auto`` does or not; keys that
+the user set stay fixed. ``gpipe`` is never faster than ``1f1b`` and keeps more, so it is left out.
+Of the memory settings, it tries kinds of recomputation, ``train.keep_mlp`` with the most layers
+that fit, ``train.shard=gradients`` for several micro-batches, and, if nothing fits, those of
+``train.memory=auto``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import ceil, floor
-from typing import Any
+from typing import Any, NamedTuple
 
-from mtrain_cli.config.cluster import Cluster, Constant
+from mtrain_cli.config import parallel_checks
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
-from mtrain_cli.config.mask_settings import mask_problems
+from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS, NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
-from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.simulation.expert_exchange import dealt_over
+from mtrain_cli.simulation.expert_cost import dealt_over
 from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR
 from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
@@ -40,19 +31,18 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     with_step,
 )
-from mtrain_cli.simulation.search_groups import Groups, groupings
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import CHOICES, KEPT, SHORTEST_SEQ, format_value, get_setting
+from mtrain_cli.training.memory_search import CHOICES, KEPT, format_value, get_setting
 from mtrain_cli.training.run_plan import USABLE, RunPlan
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
 CLOSE = 0.02  # predictions cannot resolve differences below this share of a step's time
 _SHOWN = 3
-_MOST_NODES = 512
-_LARGEST_GPU = 512  # if nothing fits, try GPUs of up to this many GiB, or more if needed
+_MOST_STAGES = 16
+_ANY_SCHEDULE = ("auto", 1, "auto")  # defaults of schedule, virtual_stages and stage_layers
 # How explanations name the parts of a step.
 _WORDS = {
     "attention": "attention",
@@ -73,10 +63,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class RejectedSetup:
-    """A configuration that is impossible or does not fit in memory."""
-
+class RejectedSetup(NamedTuple):
     what: str
     why: str
 
@@ -86,19 +73,40 @@ class Recommendation:
     """The result of a search.
 
     ranked: configurations that fit, fastest first. Only the first two have bounds.
-    rejected: configurations that are impossible or do not fit.
-    needed: changes to cluster or settings, each enough to fit; empty if something fits.
     least: the plan that needs the least memory with ``train.memory=auto``; None if something fits.
     """
 
     ranked: tuple[PredictedScenario, ...]
     rejected: tuple[RejectedSetup, ...]
-    needed: tuple[str, ...] = ()
     least: RunPlan | None = None
 
     @property
     def best(self) -> PredictedScenario:
         return self.ranked[0]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How workers share the work of a sequence.
+
+    context: number of workers of a context group, or of its tensor groups.
+    stages, virtual: number of stages, and of virtual stages on each.
+    experts: value of ``topology.expert_parallel``.
+    """
+
+    context: int
+    tensor: int = 1
+    stages: int = 1
+    virtual: int = 1
+    experts: int | str = 1
+
+    @property
+    def sharing(self) -> int:
+        return self.context * self.tensor * self.stages
+
+    def __str__(self) -> str:
+        degrees = {name: value for name, value in vars(self).items() if value != 1}
+        return " ".join(f"{name}={value}" for name, value in degrees.items()) or "one worker"
 
 
 def label(plan: RunPlan) -> str:
@@ -119,7 +127,7 @@ def label(plan: RunPlan) -> str:
 
 
 def memory_settings(config: Config) -> dict[str, str]:
-    """Return the memory settings that differ from their defaults, except for recomputation."""
+    """Return the memory settings that differ from their defaults, except recomputation."""
     keys = [key for key in CHOICES if key != "train.activation_checkpoint"]
     settings = {key: get_setting(config, key) for key in keys}
     if config.train.activation_checkpoint != "sequence_selective":
@@ -139,28 +147,25 @@ def recommend(
 ) -> Recommendation:
     """Search all configurations for the fastest one that fits.
 
-    progress: called with two counts: combinations of layout, exchange and context size predicted so
-        far, and such combinations in total.
+    progress: called with the number of combinations predicted so far, and in total.
 
     Raises:
-        InvalidSetup, ConfigError: no configuration is possible, even with unlimited memory.
+        ConfigError: no configuration is possible, even with unlimited memory.
     """
-    space = _Space(cluster, scenario, workers, layouts, exchanges, recomputations)
-    found = _Candidates()
-    for groups in groupings(scenario, workers, space.per_node):
-        found.add(space, groups)
+    search = _Search(cluster, scenario, workers, layouts, exchanges, recomputations)
+    for groups in groupings(scenario, workers, search.per_node):
+        search.add(groups)
     # The plan that needs the least memory comes first.
-    unfit = sorted(found.unfit, key=lambda plan: plan.memory.total)
-    rejected = (*found.rejected, *map(_too_large, unfit))
-    if found.mistakes and not found.fitting and not unfit:
-        raise found.mistakes[0]
+    unfit = sorted(search.unfit, key=lambda plan: plan.memory.total)
+    rejected = (*search.rejected, *map(_too_large, unfit))
+    if search.mistakes and not search.fitting and not unfit:
+        raise search.mistakes[0]
     outcomes: list[PredictedScenario] = []
-    for done, plans in enumerate(found.fitting):
-        progress(done, len(found.fitting))
+    for done, plans in enumerate(search.fitting):
+        progress(done, len(search.fitting))
         outcomes.extend(_outcomes(cluster, scenario, plans))
     if not outcomes:
-        needed = tuple(_needed(replace(space, recomputations=("full",))))
-        return Recommendation((), rejected, needed, _least(found.tight))
+        return Recommendation((), rejected, _least(search.tight))
     outcomes.sort(key=lambda outcome: outcome.step.seconds.value)
     best, *others = outcomes
     runner = next((o for o in others if place(o) != place(best)), next(iter(others), None))
@@ -169,39 +174,78 @@ def recommend(
 
 
 @dataclass(frozen=True)
-class _Space:
+class _Search:
+    """The space of a search, and its plans so far.
+
+    fitting: the plans that fit, by layout, exchange, groups of workers and ``train.shard``.
+    tight: the plan that recomputes the most, for each of these without a plan that fits.
+    seen: these places; ``auto`` may choose an exchange that is also compared by its name.
+    """
+
     cluster: Cluster
     scenario: Scenario
     workers: int
     layouts: Sequence[str]
     exchanges: Sequence[str]
-    recomputations: Sequence[str] = RECOMPUTATIONS
+    recomputations: Sequence[str]
+    fitting: list[list[RunPlan]] = field(default_factory=list)
+    unfit: list[RunPlan] = field(default_factory=list)
+    tight: list[RunPlan] = field(default_factory=list)
+    rejected: list[RejectedSetup] = field(default_factory=list)
+    mistakes: list[ConfigError] = field(default_factory=list)
+    seen: set[tuple[str, str, Groups, str]] = field(default_factory=set)
 
     @property
     def per_node(self) -> int:
-        """Number of workers of a node."""
         return min(self.cluster.gpus_per_node, self.workers)
 
-    def places(self, groups: Groups) -> list[tuple[str, str]]:
-        """Return the (layout, exchange) pairs to try with these groups."""
-        per_node = self.per_node // groups.tensor
-        return _distinct(self.layouts, self.exchanges, groups.context, per_node)
-
-    def shards(self, groups: Groups) -> list[str]:
-        """Return the values of ``train.shard`` to try."""
+    def add(self, groups: Groups) -> None:
+        """Add the plans with these groups of workers."""
         train = self.scenario.config.train
-        replicas = self.workers // groups.sharing
-        several = train.global_batch > replicas * train.micro_batch
-        if train.shard != "full" or self.scenario.sets("train.shard") or not several:
-            return [train.shard]
+        each = self.workers // groups.sharing * train.micro_batch
+        if train.global_batch % each:
+            why = f"train.global_batch={train.global_batch}: must be a multiple of {each}"
+            self._reject(f"groups of {groups}", why, ConfigError(why))
+            return
+        per_node = self.per_node // groups.tensor
+        for layout, exchange in _distinct(self.layouts, self.exchanges, groups.context, per_node):
+            try:
+                for shard in self._shards(groups, train.global_batch > each):
+                    plans = list(self.plans(groups, layout, exchange, shard))
+                    if self._keep(plans, groups) and groups.stages > 1:
+                        break
+            except ConfigError as error:
+                why = error.reason if isinstance(error, InvalidSetup) else error.problems[0]
+                self._reject(f"{layout} {exchange} over groups of {groups}", why, error)
+
+    def _reject(self, what: str, why: str, mistake: ConfigError) -> None:
+        self.rejected.append(RejectedSetup(what, why))
+        self.mistakes.append(mistake)
+
+    def _keep(self, plans: Sequence[RunPlan], groups: Groups) -> bool:
+        """Keep plans of other memory settings. Return whether one fits."""
+        first, good = plans[0], [plan for plan in plans if plan.fits]
+        groups = replace(groups, experts=dealt_over(first))
+        where = first.exchange.label, first.layout.name, groups, first.config.train.shard
+        if where not in self.seen:
+            self.seen.add(where)
+            self.unfit.extend(plan for plan in plans if not plan.fits)
+            if good:
+                self.fitting.append(good)
+            else:
+                self.tight.append(plans[-1])
+        return bool(good)
+
+    def _shards(self, groups: Groups, several: bool) -> list[str]:
+        """Return the values of ``train.shard`` to try. several: whether there are micro-batches."""
+        shard = self.scenario.config.train.shard
+        if shard != "full" or self.scenario.sets("train.shard") or not several:
+            return [shard]
         # With stages, `full` gathers the weights once per micro-batch, and holds fewer of them.
         return ["full", "gradients"] if groups.stages == 1 else ["gradients", "full"]
 
     def plans(self, groups: Groups, layout: str, exchange: str, shard: str) -> Iterator[RunPlan]:
-        """Yield plans with these groups, layout and exchange, but other memory settings.
-
-        If no plan fits, the last plan recomputes the most.
-        """
+        """Yield plans of other memory settings. If none fits, the last recomputes the most."""
         scenario, anything = self.scenario, self.recomputations is RECOMPUTATIONS
         check_enough_blocks(scenario.config, layout, self.workers, groups.context)
 
@@ -210,7 +254,6 @@ class _Space:
                 self.cluster,
                 scenario.config.changed(train={"memory": "manual", "shard": shard, **changes}),
                 workers=self.workers,
-                kernel=scenario.kernel,
                 layout=layout,
                 exchange=exchange,
                 context_parallel=groups.context,
@@ -243,11 +286,10 @@ class _Space:
 def _outcomes(
     cluster: Cluster, scenario: Scenario, plans: Sequence[RunPlan]
 ) -> Iterator[PredictedScenario]:
-    """Predict plans that differ only in their memory settings. The predictions have no bounds.
+    """Predict plans that differ only in their memory settings, without bounds.
 
-    Plans that recompute the same part of attention share one prediction of attention. A plan
-    without recomputation uses any of these predictions, because forward and backward are the same
-    in each.
+    Plans that recompute the same part of attention share its prediction; forward and backward are
+    the same in each.
     """
     parts = [plan.recompute for plan in plans]
     first = next((part for part in parts if part is not Recompute.NOTHING), Recompute.NOTHING)
@@ -257,70 +299,9 @@ def _outcomes(
         if key in attention:
             yield with_step(cluster, scenario, plan, attention[key], bounds=False)
         else:
-            found = evaluate(cluster, scenario, plan, bounds=False, recompute=key)
-            attention[key] = found.attention
-            yield found
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """The plans of a search, by layout, exchange, groups of workers and ``train.shard``.
-
-    fitting: the plans that fit in memory, one list for each group with such a plan.
-    unfit: all plans that do not fit.
-    tight: the plan that recomputes the most, for each group without a plan that fits.
-    seen: exchange, layout, groups of workers and ``train.shard`` of each group.
-    """
-
-    fitting: list[list[RunPlan]] = field(default_factory=list)
-    unfit: list[RunPlan] = field(default_factory=list)
-    tight: list[RunPlan] = field(default_factory=list)
-    rejected: list[RejectedSetup] = field(default_factory=list)
-    mistakes: list[Exception] = field(default_factory=list)
-    seen: set[tuple[str, str, Groups, str]] = field(default_factory=set)
-
-    def add(self, space: _Space, groups: Groups) -> None:
-        """Add the plans with these groups of workers."""
-        train, context = space.scenario.config.train, groups.context
-        replicas, shared = space.workers // groups.sharing, groups.describe()
-        if train.global_batch % (replicas * train.micro_batch):
-            why = (
-                f"train.global_batch={train.global_batch} cannot be divided among {replicas} groups"
-            )
-            if train.micro_batch > 1:
-                why += f" with train.micro_batch={train.micro_batch} each"
-            what = f"{replicas} groups of {context} worker{'s' * (context > 1)}{shared}"
-            allowed = f"allowed: multiples of {replicas * train.micro_batch}"
-            self._reject(what, why, ConfigError(f"{why}; {allowed}"))
-            return
-        for layout, exchange in space.places(groups):
-            try:
-                for shard in space.shards(groups):
-                    fits = self._add(list(space.plans(groups, layout, exchange, shard)), groups)
-                    if fits and groups.stages > 1:
-                        break
-            except (InvalidSetup, ConfigError) as error:
-                what = f"{layout} {exchange} over {context} workers{shared}"
-                self._reject(what, _why(error, exchange), error)
-
-    def _add(self, plans: Sequence[RunPlan], groups: Groups) -> bool:
-        first = plans[0]
-        groups = replace(groups, experts=dealt_over(first))
-        where = first.exchange.label, first.layout.name, groups, first.config.train.shard
-        good = [plan for plan in plans if plan.fits]
-        if where in self.seen:
-            return bool(good)  # `auto` chose an exchange that is also compared by its name
-        self.seen.add(where)
-        if good:
-            self.fitting.append(good)
-        else:
-            self.tight.append(plans[-1])
-        self.unfit.extend(plan for plan in plans if not plan.fits)
-        return bool(good)
-
-    def _reject(self, what: str, why: str, mistake: Exception) -> None:
-        self.rejected.append(RejectedSetup(what, why))
-        self.mistakes.append(mistake)
+            outcome = evaluate(cluster, scenario, plan, bounds=False, recompute=key)
+            attention[key] = outcome.attention
+            yield outcome
 
 
 def _too_large(plan: RunPlan) -> RejectedSetup:
@@ -331,18 +312,15 @@ def _too_large(plan: RunPlan) -> RejectedSetup:
 def _distinct(
     layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
 ) -> list[tuple[str, str]]:
-    """Return (layout, exchange) pairs. If several pairs are equivalent, return only the first.
+    """Return (layout, exchange) pairs, and of equivalent ones only the first.
 
-    - One worker exchanges nothing, so all pairs are equivalent.
-    - Inside one node, a hierarchical exchange is equivalent to its flat counterpart.
-    - With ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
+    One worker exchanges nothing. Inside one node, hierarchical exchanges equal the flat ones. With
+    ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
     """
     if context == 1:
         return [(layouts[0], exchanges[0])]
-    plain = {e: flat_name(e) for e in exchanges}
-    flat = [
-        e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges
-    ]
+    crosses = context > per_node
+    flat = [e for e in exchanges if crosses or flat_name(e) == e or flat_name(e) not in exchanges]
     return [
         (layout, e)
         for layout in layouts
@@ -352,15 +330,9 @@ def _distinct(
 
 
 def place(outcome: PredictedScenario) -> tuple[str, str, Groups]:
-    """Return a configuration's layout, exchange and groups of workers."""
     dims, virtual = outcome.plan.dims, outcome.plan.config.topology.virtual_stages
     groups = Groups(dims.cp, dims.tp, dims.pp, virtual, dealt_over(outcome.plan))
     return outcome.layout, outcome.plan.exchange.label, groups
-
-
-def _why(error: Exception, exchange: str) -> str:
-    line = str(error).splitlines()[0].partition("; allowed")[0]
-    return line.removeprefix(f"topology.exchange={exchange}: ")
 
 
 def usable(plan: RunPlan) -> float:
@@ -369,10 +341,7 @@ def usable(plan: RunPlan) -> float:
 
 
 def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
-    """Return the plan that needs the least memory with ``train.memory=auto``.
-
-    plans: the plan that recomputes the most, for each layout, exchange and context size.
-    """
+    """Return the plan that needs the least memory with ``train.memory=auto``."""
     saving = []
     for plan in plans:
         settings = memory_search.search(plan).settings
@@ -381,103 +350,34 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     return min(saving, key=lambda plan: plan.memory.total, default=None)
 
 
-def _needed(space: _Space) -> Iterator[str]:
-    """Yield changes to cluster or settings. Each change alone makes the training run fit."""
-    cluster, config = space.cluster, space.scenario.config
-
-    def smallest(changed: _Space) -> RunPlan | None:
-        plans: list[RunPlan] = []
-        topology = config.topology
-        degree, stages = topology.tensor_parallel, topology.pipeline_parallel
-        context = changed.workers // (degree * stages)
-        experts = topology.expert_parallel
-        groups = Groups(context, degree, stages, topology.virtual_stages, experts)
-        for layout, exchange in changed.places(groups):
-            with suppress(InvalidSetup, ConfigError):
-                plans += list(changed.plans(groups, layout, exchange, config.train.shard))
-        return min(plans, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
-
-    def fitting(**changes: Any) -> RunPlan | None:
-        plan = smallest(replace(space, **changes))
-        return plan if plan is not None and plan.fits else None
-
-    now = smallest(space)
-    if now is None:
-        return
-
-    def on_larger(gib: int) -> RunPlan | None:
-        """Return a plan that would fit on GPUs with ``gib`` GiB of memory, or None."""
-        gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
-        return fitting(cluster=replace(cluster, gpu=gpu))
-
-    # The memory settings depend on the GPU's memory, so each size needs a search of its own.
-    possible = range(
-        floor(cluster.gpu.hbm_gib.value) + 1,
-        max(_LARGEST_GPU, ceil(now.memory.total / GIB / USABLE)) + 1,
-    )
-    gib = possible.start + bisect_left(possible, True, key=lambda gib: on_larger(gib) is not None)
-    large = on_larger(gib)
-    if large is not None:
-        yield f"GPUs with {gib} GiB instead of {cluster.gpu.hbm_gib.value:.0f}: {label(large)}"
-    nodes = 2 * cluster.nodes
-    if cluster.outer is None and nodes <= _MOST_NODES:
-        yield (
-            f"more nodes than {cluster.nodes}: {cluster.name} does not describe links between "
-            "nodes (links.outer)"
-        )
-    while cluster.outer is not None and nodes <= _MOST_NODES:
-        more = replace(cluster, nodes=nodes)
-        if (plan := fitting(cluster=more, workers=more.gpus)) is not None:
-            yield f"--nodes {nodes} instead of {cluster.nodes}: {_with_memory(plan)}"
-            break
-        nodes *= 2
-    asked = config.seq
-    seq = asked // 2
-    while seq >= SHORTEST_SEQ:
-        shorter = replace(space.scenario, config=replace(config, seq=seq))
-        allowed = not any(mask_problems(config.mask, seq, config.sparsity.pattern))
-        if allowed and (plan := fitting(scenario=shorter)) is not None:
-            yield f"seq={format_size(seq)} instead of {format_size(asked)}: {_with_memory(plan)}"
-            break
-        seq //= 2
-
-
-def _with_memory(plan: RunPlan) -> str:
-    return f"{label(plan)}, {plan.memory.total / GIB:.1f} GiB"
-
-
 def reasons(
     best: PredictedScenario, other: PredictedScenario, words: Sequence[str] = ()
 ) -> list[str]:
-    """Explain with numbers why ``best`` is faster than ``other``, the largest difference first.
-
-    words: settings as the user typed them.
-    """
-    mine, its = best.step, other.step
-    step = its.seconds.value
-    gap = step - mine.seconds.value
-
+    """Explain with numbers why ``best`` is faster than ``other``, the largest difference first."""
+    seconds, step = best.step.seconds.value, other.step.seconds.value
+    gap = step - seconds
     # A step without tensor parallelism or a pipeline has no time for it.
-    of_mine, of_its = (dict.fromkeys(_WORDS, 0.0) | dict(step.parts) for step in (mine, its))
+    here, there = (dict.fromkeys(_WORDS, 0.0) | dict(o.step.parts) for o in (best, other))
 
     def part(name: str) -> str:
-        return f"{_WORDS[name]} takes {of_mine[name]:.3g} s instead of {of_its[name]:.3g} s"
+        return f"{_WORDS[name]} takes {here[name]:.3g} s instead of {there[name]:.3g} s"
 
-    if gap > CLOSE * step:
-        explanation = [f"{gap:.3g} s ({gap / step:.1%}) less per step"]
-    else:
-        faster = f"{step / mine.seconds.value - 1:.1%} faster"
+    explanation = [f"{gap:.3g} s ({gap / step:.1%}) less per step"]
+    if gap <= CLOSE * step:
+        faster = f"{step / seconds - 1:.1%} faster"
         explanation = [f"{faster}, less than the prediction can resolve: measure both"]
-    differences = sorted(((of_its[n] - of_mine[n], n) for n in _WORDS), reverse=True)
-    for difference, name in differences[:_SHOWN]:
-        if difference > 0.002 * step:
-            explanation.append(f"{part(name)}{_degree(best, other, name)}")
+    differences = sorted(((there[n] - here[n], n) for n in _WORDS), reverse=True)
+    explanation += [
+        f"{part(name)}{_degree(best, other, name)}"
+        for difference, name in differences[:_SHOWN]
+        if difference > 0.002 * step
+    ]
     difference, name = differences[-1]
     if difference < -0.002 * step:
         explanation.append(f"but {part(name)}")
     explanation.append(
-        f"memory {mine.gib:.1f} GiB instead of {its.gib:.1f} GiB, of {usable(best.plan):.1f} GiB "
-        f"usable ({USABLE:.0%})"
+        f"memory {best.step.gib:.1f} GiB instead of {other.step.gib:.1f} GiB, of "
+        f"{usable(best.plan):.1f} GiB usable ({USABLE:.0%})"
     )
     typed = any(word.startswith("train.keep_mlp=") for word in words)
     if "train.keep_mlp" in memory_settings(best.plan.config) and not typed:
@@ -488,8 +388,85 @@ def reasons(
 def _degree(best: PredictedScenario, other: PredictedScenario, name: str) -> str:
     if name not in ("late", "attention"):
         return ""
-    mine, its = (
+    here, there = (
         sum(p.work.worker for p in o.attention.passes.values()) / len(o.attention.passes)
         for o in (best, other)
     )
-    return f" (worker imbalance of work {mine:.2f}, not {its:.2f})" if its > mine + 0.005 else ""
+    return f" (worker imbalance of work {here:.2f}, not {there:.2f})" * (there > here + 0.005)
+
+
+def groupings(scenario: Scenario, workers: int, per_node: int) -> Iterator[Groups]:
+    """Yield the groups to try, those without a pipeline first. per_node: workers of a node."""
+    for stages in _stage_counts(scenario, workers):
+        for tensor in tensor_degrees(scenario, per_node):
+            count, rest = divmod(workers, tensor * stages)
+            if not count or rest:
+                continue
+            for context in contexts(scenario.config, count, per_node // tensor):
+                groups = Groups(context, tensor, stages)
+                if groups.sharing == context or count % context == 0:
+                    for virtual in _virtual_stages(scenario, workers, groups):
+                        for experts in expert_degrees(scenario):
+                            yield replace(groups, virtual=virtual, experts=experts)
+
+
+def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
+    config, key = scenario.config, "topology.pipeline_parallel"
+    given = config.topology.pipeline_parallel
+    needs_all = any(parallel_checks.unsupported(config, key, NEED_WHOLE_MODEL))
+    if given > 1 or scenario.sets(key) or needs_all:
+        return [given]
+    most = min(_MOST_STAGES, config.model.num_layers, config.train.global_batch)
+    return [n for n in range(1, most + 1) if workers % n == 0]
+
+
+def _virtual_stages(scenario: Scenario, workers: int, groups: Groups) -> Iterator[int]:
+    """Yield each number of virtual stages to try.
+
+    Pipelines with fewer micro-batches than stages mostly idle; only the user may ask for them.
+    """
+    topology, train = scenario.config.topology, scenario.config.train
+    fixed = (topology.schedule, topology.virtual_stages, topology.stage_layers) != _ANY_SCHEDULE
+    if groups.stages == 1 or fixed or scenario.sets("topology.virtual_stages"):
+        yield topology.virtual_stages
+        return
+    count = train.global_batch // (workers // groups.sharing * train.micro_batch)
+    if count < groups.stages and topology.pipeline_parallel == 1:
+        return
+    yield 1
+    layers = scenario.config.model.num_layers
+    if count and count % groups.stages == 0 and 2 * groups.stages <= layers:
+        yield 2
+
+
+def contexts(config: Config, workers: int, per_node: int) -> list[int]:
+    """Return the sizes of context groups to try, the largest first.
+
+    Each size divides ``workers``, and is a multiple or a divisor of ``per_node``.
+    """
+    if isinstance(given := config.topology.context_parallel, int):
+        return [given]
+    divisors = (c for c in range(workers, 0, -1) if workers % c == 0)
+    return [c for c in divisors if c % per_node == 0 or per_node % c == 0]
+
+
+def expert_degrees(scenario: Scenario) -> list[int | str]:
+    """Return the values of ``topology.expert_parallel`` to try: 1 and ``auto``, or what is set."""
+    config = scenario.config
+    given = config.topology.expert_parallel
+    fixed = given != 1 or scenario.sets("topology.expert_parallel")
+    needs_all = any(parallel_checks.unsupported(config, "", NEED_ALL_EXPERTS))
+    return [given] if fixed or not config.model.moe.experts or needs_all else [1, "auto"]
+
+
+def tensor_degrees(scenario: Scenario, per_node: int) -> list[int]:
+    """Return the tensor-parallel degrees to try, the smallest first."""
+    config, given = scenario.config, scenario.config.topology.tensor_parallel
+    if given > 1 or scenario.sets("topology.tensor_parallel"):
+        return [given]
+
+    def possible(degree: int) -> bool:
+        changed = config.changed(topology={"tensor_parallel": degree})
+        return per_node % degree == 0 and not any(parallel_checks.tensor_problems(changed))
+
+    return list(filter(possible, range(1, per_node + 1)))

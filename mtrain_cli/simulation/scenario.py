@@ -11,13 +11,13 @@ import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
-from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings, VerticalSlashSettings
+from mtrain_cli.config.cluster import Cluster, load_cluster, shipped
+from mtrain_cli.config.pattern_settings import FixedSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.expert_exchange import dealt_over
+from mtrain_cli.simulation.expert_cost import dealt_over
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import Prediction, predict
@@ -32,9 +32,11 @@ from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.initial_weights import beyond_reach
 from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.step_estimate import StepEstimate
 
 DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
+MOST_CONTEXT = 64  # workers of a context group; predicting a larger one can take minutes
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
 _LEAST_COLUMNS = 8  # the smallest number of columns of a configuration with slashes and columns
 
@@ -45,8 +47,8 @@ class PairSource:
 
     name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or an index family.
     density, columns, fewest, most: see `IndexFamily`.
-    layers: number of layers whose indices are drawn. These layers stand for all layers, or for all
-        sparse layers under ``sparsity.dense_layers``.
+    layers: number of layers whose indices are drawn. They stand for all layers, or for all sparse
+        layers under ``sparsity.dense_layers``.
     """
 
     name: str
@@ -69,7 +71,7 @@ class PairSource:
         Args:
             config: its pattern bounds the pairs; None for no bounds.
             family: index family of a pattern that depends on the data; None for `CLUSTERED`.
-            density, columns: as typed; None for what the pattern says, or else the defaults.
+            density, columns: None for what the pattern says, or else the defaults.
 
         Raises:
             ConfigError: there are no synthetic indices of the pattern.
@@ -82,8 +84,7 @@ class PairSource:
             if settings.bitmap:
                 raise ConfigError(
                     f"sparsity={settings.pattern}: there are no synthetic indices for this "
-                    "pattern; give --index FILE from a profile of a run with "
-                    f"sparsity={settings.pattern}"
+                    "pattern; set index to the profile of a run with it"
                 )
             if columns is None:
                 most = COLUMNS if settings.column_bound is None else settings.column_bound
@@ -110,10 +111,7 @@ class PairSource:
         return f"slashes on {share} of the blocks, plus {columns} per head"
 
     def sparsity(self) -> list[str]:
-        """Return sparsity settings for a plan that computes about as many query-key pairs.
-
-        A plan's memory and exchange depend on these settings.
-        """
+        """Return settings whose plan has about as many pairs; memory depends on them."""
         if self.name == DENSE:
             return []
         if self.columns < _LEAST_COLUMNS:
@@ -126,11 +124,11 @@ class PairSource:
     def problem(self, config: Config) -> AttentionWorkload:
         """Return the workload of one micro-batch, for all heads of the model.
 
-        Each sequence is a single document, unless the data bring masks and can be read. Then it is
-        the micro-batch with the median number of pairs, of the first ones of the data.
+        Each sequence is one document. If the data bring masks and can be read, it is the
+        micro-batch with the median number of pairs, of the first ones of the data.
         """
-        model, stripe = config.model, config.topology.block_size
-        sequences, layers, full = config.train.micro_batch, range(self.layers), None
+        model, sequences = config.model, config.train.micro_batch
+        layers, full = range(self.layers), None
         rules = MaskRule.of(config).by_layers(model.num_layers)
         mask, *others = (rule.undivided(config.seq, config.seq) for rule, _ in rules)
         read, masks = first_masks(config), (mask,) * sequences
@@ -140,17 +138,18 @@ class PairSource:
             layers = range(model.num_layers)
             numbers = frozenset(filter(config.mask.is_full, layers))
             full = FullLayers((others[0],) * sequences, numbers, model.num_layers)
+        dtype, on_cpu = config.train.dtype, config.topology.device == "cpu"
         recorded_as = RecordedSetup(
             seq=config.seq,
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            dtype_bytes=_bytes(config),
+            dtype_bytes=4 if dtype == "float32" or (dtype == "auto" and on_cpu) else 2,
             workers=1,
             per_node=1,
             layout=config.layout,
             exchange=config.topology.exchange,
-            block_size=stripe,
+            block_size=config.topology.block_size,
             chunk=config.topology.chunk,
         )
         fixed = config.sparsity if self.name == FIXED else None
@@ -185,7 +184,7 @@ class PairSource:
         def draw(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)
             slashes, columns = (
-                torch.cat([lines] * sequences) for lines in (one.slashes, one.columns)
+                torch.cat([part] * sequences) for part in (one.slashes, one.columns)
             )
             return VerticalSlash(one.block, one.blocks, slashes, columns)
 
@@ -197,29 +196,18 @@ def _blocks(config: Config) -> int:
     return -(-config.seq // (config.sparsity.block or config.topology.block_size))
 
 
-def _bytes(config: Config) -> int:
-    name = config.train.dtype
-    return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
-
-
 @dataclass(frozen=True)
 class Scenario:
-    """A training run to predict.
-
-    kernel: replaces ``train.kernel`` unless None.
-    words: settings as the user typed them.
-    """
+    """A training run to predict. words: settings as the user typed them."""
 
     config: Config
     problem: AttentionWorkload
-    kernel: str | None = None
     calibration: Calibration | None = None
     conditions: Disturbances = field(default_factory=Disturbances)
     words: tuple[str, ...] = ()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
 
     def sets(self, key: str) -> bool:
-        """Return whether the user set a key."""
         return any(word.startswith(f"{key}=") for word in self.words)
 
 
@@ -242,115 +230,72 @@ class PredictedScenario:
 
     @property
     def dense(self) -> bool:
-        """Whether attention computes every pair that the mask allows.
-
-        MFU is defined only for dense attention.
-        """
+        """Whether attention computes every pair that the mask allows. Else MFU is undefined."""
         return self.attention.facts["pattern"] == DENSE
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        costs, pattern = self.attention.costs.get(VALUE), self.attention.facts["pattern"]
+        """What the user must know about the assumptions of this prediction."""
+        plan, config, pattern = self.plan, self.plan.config, self.attention.facts["pattern"]
+        costs, experts = self.attention.costs.get(VALUE), config.model.moe.experts
         times = None if costs is None else costs.kernels.non_attention
         source = "the cluster's constants give the times of matrix products, memory and links"
-        if times is not None and times.dtype == self.plan.dtype:
+        if times is not None and times.dtype == plan.dtype:
+            layers = "layers without experts and loss" if experts else "layers and loss"
             source = (
-                "layers and loss take measured times (`mtrain profile non-attention`); the "
-                "cluster's constants give the times of links and optimizer"
+                f"{layers} take measured times (`mtrain profile non-attention`); the cluster's "
+                "constants give the times of links and optimizer"
             )
-            if self.plan.config.model.moe.experts:
-                source = source.replace(
-                    "layers and loss take", "layers without experts and loss take"
-                )
-        own_masks = self.plan.config.data.mask_key is not None
+        own_masks = config.data.mask_key is not None
         documents = "" if own_masks else " every sequence is one document;"
-        remarks = [
-            *self.attention.remarks,
-            f"steps: {source};{documents} loading data and writing checkpoints take no time",
-        ]
-        causal = self.plan.config.mask.kind == "causal" and not own_masks
-        if self.dense and causal and self.plan.config.data.document_mask:
-            remarks.append(
-                "a sequence of mtrain train may hold several documents (data.document_mask=true), "
-                "whose uneven work topology.layout=auto balances with striped; if your sequences "
-                "are single documents, set topology.layout"
+        packed = self.dense and config.mask.kind == "causal" and config.data.document_mask
+        unmeasured = "no measurement on GPUs was compared"
+        remarks = {
+            f"steps: {source};{documents} loading data and writing checkpoints take no time": True,
+            "a sequence of mtrain train may hold several documents (data.document_mask=true), "
+            "whose uneven work topology.layout=auto balances with striped; if your sequences are "
+            "single documents, set topology.layout": packed and not own_masks,
+            f"the computed pairs are drawn at random ({pattern}), and the balance between workers "
+            "depends on them; to use the pairs of a profile, set index": pattern in FAMILIES,
+            f"topology.tensor_parallel: messages take the times of the cluster's collectives; "
+            f"{unmeasured}": plan.dims.tp > 1,
+            f"topology.pipeline_parallel: the times of the stages are played through the "
+            f"schedule; {unmeasured}": plan.dims.pp > 1,
+            "train.compile=false: element-wise kernels take 2.8 times as long as compiled ones "
+            "(measured on one H200 at 32K tokens)": config.train.compile is False,
+        }
+        shown = [text for text, applies in remarks.items() if applies]
+        if plan.search is not None and plan.search.chosen is not None:
+            chosen = plan.search.chosen.overrides or "the defaults"
+            shown.append(f"train.memory=auto chooses {chosen}")
+        if experts:
+            degree, top_k = dealt_over(plan), config.model.moe.top_k
+            busiest = self.loads.busiest(experts, top_k, degree)
+            shown.append(
+                f"experts: loads {self.loads.source}; the busiest of {degree} workers computes "
+                f"{busiest:.2f} times the mean; times follow from FLOP, bytes and rates, some of "
+                "which are guesses; memory assumes equal loads"
             )
-        if pattern in FAMILIES:
-            remarks.append(
-                f"the computed pairs are drawn at random ({pattern}), and the balance between "
-                "workers depends on them; to use the pairs of a profile, give --index"
-            )
-        if self.plan.search is not None and self.plan.search.chosen is not None:
-            remarks.append(
-                f"train.memory=auto chooses {self.plan.search.chosen.overrides or 'the defaults'}"
-            )
-        if self.plan.dims.tp > 1:
-            remarks.append(
-                "topology.tensor_parallel: messages take the times of the cluster's collectives, "
-                "and matrix products the rates of whole layers; neither was compared with a "
-                "measurement of tensor parallelism on GPUs"
-            )
-        if self.plan.config.model.moe.experts:
-            remarks.append(self._of_experts())
-        if self.plan.dims.pp > 1:
-            remarks.append(
-                "topology.pipeline_parallel: the times of the stages are played through the "
-                "schedule; no measurement of a pipeline on GPUs was compared"
-            )
-        if self.plan.config.train.compile == False:  # noqa: E712 - auto is a word
-            remarks.append(
-                "train.compile=false: element-wise kernels take 2.8 times as long as compiled ones "
-                "(measured on one H200 at 32K tokens)"
-            )
-        if beyond := beyond_reach(self.plan.config):
-            remarks.append(beyond)
-        return tuple(remarks)
-
-    def _of_experts(self) -> str:
-        moe, degree = self.plan.config.model.moe, dealt_over(self.plan)
-        text = f"experts: loads {self.loads.source}"
-        if not self.loads.shares:
-            largest = self.loads.largest(moe.experts, moe.top_k)
-            text += f" (largest {largest:.2f} times the mean)"
-        text += (
-            "; the times of grouped products, routers and kernels of experts follow from FLOP, "
-            "bytes and rates; some rates are guesses"
-        )
-        if degree == 1:
-            return f"{text}; every worker computes with all experts"
-        busiest = self.loads.busiest(moe.experts, moe.top_k, degree)
-        text += f"; the busiest of {degree} workers computes {busiest:.2f} times the mean"
-        if not self.loads.shares and self.loads.exponent:
-            text += ", if popular experts are dealt at random; best and worst deal them evenly and "
-            text += "to one worker"
-        return f"{text}; memory assumes equal loads"
+        if beyond := beyond_reach(config):
+            shown.append(beyond)
+        return (*self.attention.remarks, *shown)
 
 
-def plan_on(
-    cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any
-) -> RunPlan:
-    """Plan a training run on ``workers`` GPUs of a cluster.
-
-    topology: settings that replace those of ``config.topology``, such as ``layout``.
+def plan_on(cluster: Cluster, config: Config, *, workers: int, **topology: Any) -> RunPlan:
+    """Plan a training run on ``workers`` GPUs of a cluster. topology: replaces settings.
 
     Raises:
         ConfigError: settings contradict each other, or no kernel supports the run.
     """
-    if config.train.dtype not in ("auto", "bfloat16"):
+    dtype, device = config.train.dtype, config.topology.device
+    if dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"train.dtype={dtype}: no times were measured; allowed: auto, bfloat16")
+    if cluster.gpu.is_cpu or device == "cpu":
+        allowed = "cpu" if cluster.gpu.is_cpu else "auto, cuda"
         raise ConfigError(
-            f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 only; allowed: "
-            "auto, bfloat16"
+            f"topology.device={device}: {cluster.name} has {cluster.gpu.name}; allowed: {allowed}"
         )
-    if cluster.gpu.is_cpu:
-        raise ConfigError(
-            f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a "
-            "CPU; allowed: cpu"
-        )
-    if config.topology.device == "cpu":
-        raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
-    config = config.changed(
-        topology={"workers": workers, **topology}, train={"kernel": kernel or config.train.kernel}
-    )
+    config = config.changed(topology={"workers": workers, **topology})
     return make_plan(config, Hardware.of_cluster(cluster)).dealt
 
 
@@ -375,20 +320,16 @@ def evaluate(
     recompute: the part of attention that the prediction recomputes; None for ``plan.recompute``.
 
     Raises:
-        InvalidSetup: the configuration is impossible.
-        ConfigError: the calibration has no times of the kernel, or the index is damaged.
+        ConfigError: the configuration is impossible, or the calibration has no times of the kernel.
     """
-    what = plan.recompute if recompute is None else recompute
     attention = _predict_slowest(
         cluster,
-        scenario.problem,
+        scenario,
         setup_of(plan),
-        scenario.conditions,
         plan.dims.tp,
         kernel=plan.kernel,
         dense_kernel=None if plan.dense_kernel is None else plan.dense_kernel[0],
-        calibration=scenario.calibration,
-        recompute=what,
+        recompute=plan.recompute if recompute is None else recompute,
         number=number,
         rows=rows,
         bounds=bounds,
@@ -398,32 +339,32 @@ def evaluate(
 
 
 def _predict_slowest(
-    cluster: Cluster,
-    workload: AttentionWorkload,
-    setup: ReplaySetup,
-    conditions: Disturbances,
-    degree: int,
-    **details: Any,
+    cluster: Cluster, scenario: Scenario, setup: ReplaySetup, degree: int, **details: Any
 ) -> Prediction:
     """Predict the slowest context group, with the heads of the slowest tensor coordinate.
 
-    Workers of a tensor group wait for one another in every layer. Without an index, all of them
-    have equal work.
+    Workers of a tensor group wait for one another in every layer.
     """
-    of_groups = cluster_of_groups(cluster, degree)
+    of_groups, workload = cluster_of_groups(cluster, degree), scenario.problem
     # A drawn or recorded index has other pairs on each head.
     places = 1 if workload.index(workload.layers[0]) is None else degree
 
     def predict_group(conditions: Disturbances) -> Prediction:
-        found = (
+        predictions = (
             predict(
-                of_groups, workload.part(place, degree), setup, conditions=conditions, **details
+                of_groups,
+                workload.part(place, degree),
+                setup,
+                conditions=conditions,
+                calibration=scenario.calibration,
+                **details,
             )
             for place in range(places)
         )
-        return max(found, key=lambda prediction: prediction.duration.value)
+        return max(predictions, key=lambda prediction: prediction.duration.value)
 
-    slowest = slowest_group(conditions.of_tensor_groups(degree), setup.workers, predict_group)
+    conditions = scenario.conditions.of_tensor_groups(degree)
+    slowest = slowest_group(conditions, setup.workers, predict_group)
     if degree == 1:
         return slowest
     # The density is that of all heads, as a run measures it.
@@ -441,114 +382,69 @@ def predict_training(
     number: int = 0,
     rows: bool = False,
 ) -> PredictedScenario:
-    """Plan a training run with this layout and exchange, and predict it.
-
-    Raises:
-        InvalidSetup, ConfigError: the configuration is impossible.
-    """
-    topology = scenario.config.topology
+    """Plan a training run with this layout and exchange, and predict it."""
+    config, topology = scenario.config, scenario.config.topology
     context = topology.context_parallel
     sharing = topology.tensor_parallel * topology.pipeline_parallel
     shared_by = context if isinstance(context, int) else workers // sharing
-    check_enough_blocks(scenario.config, layout, workers, shared_by)
-    plan = plan_on(
-        cluster,
-        scenario.config,
-        workers=workers,
-        kernel=scenario.kernel,
-        layout=layout,
-        exchange=exchange,
-    )
+    check_enough_blocks(config, layout, workers, shared_by)
+    plan = plan_on(cluster, config, workers=workers, layout=layout, exchange=exchange)
     return evaluate(cluster, scenario, plan, number=number, rows=rows)
 
 
 def predict_attention_alone(
     cluster: Cluster,
-    workload: AttentionWorkload,
-    config: Config | None,
+    scenario: Scenario,
     layout: str,
     exchange: str,
     *,
     workers: int,
-    per_node: int | None,
-    kernel: str | None,
-    conditions: Disturbances,
+    planned: bool = True,
     **details: Any,
 ) -> Prediction:
     """Predict a layer's attention without its training step.
 
-    Args:
-        config: the configuration that sets topology and kernel; None if only a recording is given.
-        per_node: number of workers per node; None for the cluster's number.
-        kernel: replaces ``train.kernel`` unless None.
-
-    Raises:
-        InvalidSetup, ConfigError: the configuration is impossible.
+    planned: whether the configuration describes a whole training run, and not only a recording's
+        topology and kernel.
     """
-    per_node = per_node or min(cluster.gpus_per_node, workers)
-    choice, degree, dense_kernel = None, 1, None
-    if config is None:
+    config, topology = scenario.config, scenario.config.topology
+    given, context = topology.gpus_per_node, topology.context_parallel
+    per_node = given if isinstance(given, int) else min(cluster.gpus_per_node, workers)
+    kernel = None if config.train.kernel == "auto" else config.train.kernel
+    if not planned:
         setup = ReplaySetup(layout, exchange, workers, per_node)
-    else:
-        of_all, degree = workers, config.topology.tensor_parallel
-        workers = _tensor_groups_of_a_stage(config, workers, per_node)
-        per_node //= degree
-        given = config.topology.context_parallel
-        context = given if isinstance(given, int) else workers
-        check_enough_blocks(config, layout, workers, context)
-        if config.topology.device == "cpu":
-            # There is no plan for CPUs. The cluster's kernels and links price attention.
-            if workers % context:
-                raise ConfigError(
-                    f"topology.context_parallel={context}: must divide the {workers} workers"
-                )
-            each = min(per_node, context)
-            setup = ReplaySetup(layout, exchange, context, each, config.topology)
-            kernel = kernel or (None if config.train.kernel == "auto" else config.train.kernel)
-        else:
-            plan = plan_on(
-                cluster, config, workers=of_all, kernel=kernel, layout=layout, exchange=exchange
-            )
-            setup, kernel, choice = setup_of(plan), plan.kernel, plan.exchange
-            dense_kernel = None if plan.dense_kernel is None else plan.dense_kernel[0]
-    return _predict_slowest(
-        cluster,
-        workload,
-        setup,
-        conditions,
-        degree,
-        kernel=kernel,
-        dense_kernel=dense_kernel,
-        choice=choice,
-        **details,
-    )
-
-
-def _tensor_groups_of_a_stage(config: Config, workers: int, per_node: int) -> int:
-    """Return the number of tensor groups, or of workers, on a stage of the pipeline."""
-    degree, stages = config.topology.tensor_parallel, config.topology.pipeline_parallel
+        return _predict_slowest(cluster, scenario, setup, 1, kernel=kernel, **details)
+    degree, stages = topology.tensor_parallel, topology.pipeline_parallel
     if per_node % degree or workers % degree:
         raise ConfigError(
             f"topology.tensor_parallel={degree}: must divide the {per_node} workers of a node"
         )
-    if workers // degree % stages:
-        raise ConfigError(
-            f"topology.pipeline_parallel={stages}: must divide the {workers // degree} workers"
-        )
-    return workers // (degree * stages)
+    groups, rest = divmod(workers // degree, stages)
+    if rest:
+        raise ConfigError(f"topology.pipeline_parallel={stages}: must divide {workers // degree}")
+    context = context if isinstance(context, int) else groups
+    check_enough_blocks(config, layout, groups, context)
+    if topology.device == "cpu":
+        # There is no plan for CPUs. The cluster's kernels and links price attention.
+        if groups % context:
+            why = f"must divide the {groups} workers"
+            raise ConfigError(f"topology.context_parallel={context}: {why}")
+        setup = ReplaySetup(layout, exchange, context, min(per_node // degree, context), topology)
+        return _predict_slowest(cluster, scenario, setup, degree, kernel=kernel, **details)
+    plan = plan_on(cluster, config, workers=workers, layout=layout, exchange=exchange)
+    dense_kernel = None if plan.dense_kernel is None else plan.dense_kernel[0]
+    chosen = {"kernel": plan.kernel, "dense_kernel": dense_kernel, "choice": plan.exchange}
+    return _predict_slowest(cluster, scenario, setup_of(plan), degree, **chosen, **details)
 
 
 def slowest_group(
     conditions: Disturbances, size: int, predict_group: Callable[..., Prediction]
 ) -> Prediction:
-    """Predict attention for the slowest context group. The other groups wait for this group.
-
-    All groups have the same work, but disturbances slow some GPUs.
+    """Predict attention for the slowest context group, for which the others wait.
 
     Args:
         size: number of ranks in a group.
-        predict_group: function that predicts one group. Its argument ``conditions`` holds the
-            disturbances of this group, with ranks numbered from 0.
+        predict_group: predicts a group with its ``conditions``, whose ranks count from 0.
     """
     predictions = {
         group: predict_group(conditions=own) for group, own in conditions.of_groups(size).items()
@@ -573,10 +469,9 @@ def with_step(
     *,
     bounds: bool = True,
 ) -> PredictedScenario:
-    """Predict a step of a plan from a prediction of attention.
+    """Predict a step of a plan from a prediction of one layer's attention.
 
-    attention: prediction of one layer's attention. Several plans may share it. If ``plan``
-        recomputes attention, the prediction must have a pass `RECOMPUTE` for ``plan.recompute``.
+    If ``plan`` recomputes attention, that must have a pass `RECOMPUTE` for ``plan.recompute``.
     """
     step = predict_step(
         cluster, plan, attention, scenario.conditions, bounds=bounds, loads=scenario.loads
@@ -597,8 +492,8 @@ def train_line(
     # State the predicted memory settings, because train.memory=auto might choose others.
     # The numbers of GPUs follow from the launch, not from the description of the cluster.
     replaced = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
-    described = (f"topology={cluster.name}", f"topology.cluster={cluster.name}")
-    kept = [w for w in words if w.partition("=")[0] not in replaced and w not in described]
+    kept = [w for w in words if w.partition("=")[0] not in replaced]
+    kept = [word for word in kept if word != f"topology={cluster.name}"]
     settings = " ".join([*kept, *(f"{key}={value}" for key, value in changes.items())])
     environment = plan.environment
     if environment.nodes == 1:
@@ -610,10 +505,48 @@ def train_line(
     return f"torchrun {workers} {rendezvous} -m mtrain_cli train {settings}"
 
 
-def pattern_words(label: str) -> list[str]:
-    """Return settings for a training run with the same pattern as recorded indices.
+def estimate_step(plan: RunPlan) -> StepEstimate:
+    """Estimate a step as `mtrain simulate` predicts it with the settings of the plan.
 
-    label: label of the recorded indices. A label begins with the name of a pattern.
+    Without a prediction, as on a CPU, the result has no time. It has no density either if the
+    pattern has no synthetic index.
     """
-    name = label.partition(" ")[0]
-    return [f"sparsity={name}"] if name in PATTERNS and name != DENSE else []
+    config, on_cpu = plan.config, plan.environment.device == "cpu"
+    try:
+        pairs = PairSource.of(config)
+        workload = pairs.problem(config)
+        density = workload.density
+    except ConfigError:
+        known = config.sparsity.known_density(config.seq)
+        why = f"sparsity={config.sparsity.pattern} has no synthetic index; `mtrain simulate "
+        return StepEstimate(known, problem="" if on_cpu else f"{why}--index` takes a recorded one")
+    drawn = pairs.describe(config) if pairs.name in FAMILIES else ""
+    if on_cpu:
+        return StepEstimate(density, drawn)
+    cluster = _cluster_of(plan)
+    problem = ""
+    if cluster is None:
+        nodes = "several nodes of " * (plan.environment.nodes > 1)
+        problem = f"no cluster of mtrain has {nodes}{plan.hardware.gpu}; give topology.cluster=FILE"
+    elif plan.dtype != "bfloat16":
+        problem = f"kernels were measured in bfloat16, not in {plan.dtype}"
+    elif plan.dims.cp > MOST_CONTEXT:
+        problem = f"{plan.dims.cp} workers share a sequence; `mtrain simulate` takes minutes"
+    else:
+        try:
+            step = evaluate(cluster, Scenario(config, workload), plan.dealt).step.seconds
+            seconds = step.value, step.low, step.high
+            return StepEstimate(density, drawn, cluster.name, seconds)
+        except ConfigError as error:
+            problem = str(error)
+    return StepEstimate(density, drawn, problem=problem)
+
+
+def _cluster_of(plan: RunPlan) -> Cluster | None:
+    """Return the cluster that the settings name, or else a shipped one with the plan's GPUs."""
+    given, nodes = plan.config.topology.cluster, plan.environment.nodes
+    for name in ([] if given == "auto" else [given]) + list(shipped()):
+        cluster = load_cluster(name)
+        if cluster.gpu.name == plan.hardware.gpu and (nodes == 1 or cluster.outer is not None):
+            return cluster
+    return None

@@ -1,9 +1,7 @@
 """Represent the schedules of all ranks by rank 0's schedule.
 
-Ranks form a torus of nodes and local ranks. Each rank does what rank 0 does, shifted to the rank's
-own position on the torus. One schedule therefore stands for all ranks. It has rank 0's steps and
-transfers, and an array over ranks wherever rank 0's schedule names a peer. `SpmdSchedule.of`
-compares a few ranks with their own schedules.
+Ranks form a torus of nodes and local ranks, on which each rank does what rank 0 does, shifted to
+its own position. So one schedule, with arrays over ranks for peers, stands for all.
 """
 
 from __future__ import annotations
@@ -21,12 +19,10 @@ from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, SUM, Schedule, Schedu
 class SpmdTransfer:
     """One transfer of all ranks.
 
-    first: rank 0's transfer. Fields that are not repeated here are the same on all ranks.
-    to: [workers], the rank to which each rank sends. None for a collective.
-    source: [workers], the rank from which each rank receives. None for a collective.
-    peers: [workers], the lowest rank in each rank's collective. None for a p2p message.
-    arriving, leaving: number of the group whose shard rank 0 receives, and of the group whose shard
-        rank 0 sends. `RankGrid.groups_of` gives the groups of other ranks. None for a collective.
+    first: rank 0's transfer.
+    to, source: [workers], the rank to which and from which each sends and receives.
+    peers: [workers], the lowest rank in each rank's collective; None for a p2p message.
+    arriving, leaving: the groups whose shards rank 0 receives and sends; None for a collective.
     """
 
     first: Transfer
@@ -42,10 +38,7 @@ class SpmdTransfer:
 
     @property
     def queue(self) -> tuple[str, bool]:
-        """The communicator: its name, and whether it carries gradients.
-
-        A communicator carries one message at a time, in posting order.
-        """
+        """The communicator: its name, and whether it carries gradients, one after another."""
         if self.first.kind == SUM:
             return "whole", False
         return self.first.channel, self.first.payload in GRADIENTS
@@ -55,10 +48,8 @@ class SpmdTransfer:
 class SpmdStep:
     """One step of all ranks; see `schedule.ScheduleStep` for the other fields.
 
-    queries: number of the group whose queries rank 0 computes; None if the step computes no
-        attention.
-    keys: numbers of the groups whose keys rank 0 computes, or `EVERYTHING` for all keys; None if
-        the step computes no attention.
+    queries: the group whose queries rank 0 computes; None without attention.
+    keys: the groups whose keys rank 0 computes, or `EVERYTHING`; None without attention.
     part: (i, n): rank 0 computes the i-th of n equal parts of the heads.
     """
 
@@ -80,10 +71,7 @@ EVERYTHING = (-1,)
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The torus of ranks: ``nodes`` x ``size`` groups of ``heads`` ranks.
-
-    The ranks of a group split the heads among them (Ulysses).
-    """
+    """The torus of ``nodes`` x ``size`` groups, whose ``heads`` ranks split the heads (Ulysses)."""
 
     nodes: int
     size: int
@@ -111,12 +99,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Translate a group, as numbered by rank 0, into the corresponding one of each rank."""
+        """Translate a group, as numbered by rank 0, into that of each rank, [workers]."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Translate a peer of rank 0 into the corresponding peer of each rank, [workers]."""
+        """Translate a peer of rank 0 into that of each rank, [workers]."""
         assert rank % self.heads == 0
         place = np.arange(self.workers) % self.heads
         return self.groups_of(rank // self.heads) * self.heads + place
@@ -124,8 +112,6 @@ class RankGrid:
 
 @dataclass(frozen=True, eq=False)
 class SpmdSchedule:
-    """The steps of all ranks in both passes."""
-
     schedule: Schedule
     grid: RankGrid
     forward: tuple[SpmdStep, ...]
@@ -148,20 +134,16 @@ class SpmdSchedule:
         return self.backward if direction == "backward" else self.forward
 
     def transfers(self, direction: str) -> dict[int, SpmdTransfer]:
-        """Return the transfers of a pass by their number."""
         steps = self.steps(direction)
         return {sent.number: sent for step in steps for sent in (*step.post, *step.send)}
 
     def parts_of(self, step: SpmdStep) -> IntArray:
-        """Return the number of the part of the heads that each rank computes, [workers]."""
+        """Return the part of the heads that each rank computes, [workers]."""
         own = step.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + step.part[0]
 
     def column_sum(self, first: Transfer) -> SpmdTransfer:
-        """Return the all-reduce of gathered columns, which is not part of the schedule.
-
-        first: rank 0's transfer. Ranks that compute the same heads take part in one all-reduce.
-        """
+        """Return the all-reduce of gathered columns among ranks of the same heads."""
         return SpmdTransfer(first, None, None, np.arange(self.grid.workers) % self.grid.heads)
 
     def compare(self, rank: int) -> None:
@@ -205,8 +187,6 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Makes the steps of all ranks from those of rank 0."""
-
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid
         self._ranks: dict[int, IntArray] = {}

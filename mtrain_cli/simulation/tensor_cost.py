@@ -24,7 +24,7 @@ class TensorMessages:
     """The messages of one worker in a layer and micro-batch.
 
     kinds: kinds of layers, each with the number of such layers.
-    row: number of bytes that the worker receives for each own row, in one message.
+    row: bytes that the worker receives for each own row, in one message.
     weights: elements of each matrix of the worker's part of a layer, for the shares of products.
     """
 
@@ -51,8 +51,8 @@ class TensorMessages:
         """Return the time of a forward pass, in the mean over the layers.
 
         Args:
-            computing: time of the layer's forward pass except attention, in microseconds.
-            message: function that returns the time of a message from its bytes.
+            computing: microseconds of the layer's forward pass except attention.
+            message: returns the microseconds of a message from its bytes.
         """
         return self._mean([layer.forward() for _, layer in self.kinds], computing, message)
 
@@ -76,8 +76,7 @@ class TensorMessages:
 def cluster_of_groups(cluster: Cluster, degree: int) -> Cluster:
     """Return a cluster in which one GPU stands for a tensor group of ``degree`` GPUs.
 
-    Context groups of several tensor coordinates run at once. GPUs that share a network card divide
-    its bandwidth.
+    Context groups of several tensor coordinates run at once, and divide shared network cards.
     """
     if degree == 1:
         return cluster

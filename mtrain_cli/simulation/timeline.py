@@ -1,22 +1,17 @@
 """Simulate the timeline of a pass for all ranks at once.
 
-All ranks run the same program (`parallel.program`), and an action on one rank depends only on
-earlier actions of the other ranks. So each action is played for all ranks together, in program
-order, without an event queue:
+All ranks run the same program, and an action on one rank depends only on earlier actions of the
+others. So each action is played for all ranks together, in program order, without an event queue:
 
 - A message is ready at a rank when the rank has posted it, the previous message on the same
   communicator has ended at this rank, and the message that it forwards has arrived.
-- A hop (a p2p message) begins when both ranks are ready and the link into the receiver is free.
-  Each rank has one incoming link inside its node and one from other nodes. A link carries messages
-  in posting order. In a ring, a rank sends all messages on a link to one neighbor, so the rank's
-  outgoing links are free whenever the neighbor's incoming links are.
-- A hop ends at a rank when its outgoing shard has left and its incoming shard has arrived.
+- A hop (a p2p message) begins when both ranks are ready and the link into the receiver, one inside
+  a node and one from others, is free. In a ring, a rank's outgoing links are free whenever the
+  neighbor's incoming links are. A hop ends when its shard has left and the incoming has arrived.
 - A collective begins when all its ranks are ready.
-- A wait stops the compute stream until the message ends at this rank.
+- A wait stops the compute stream until the message ends at this rank. `late` is its part until the
+  peer posts the message, as in profiles.
 - Messages in flight at a rank slow its attention.
-
-As in profiles (`profiling.record_collector`), `late` is the part of a wait until the peer posts its
-message.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel import recording
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
-from mtrain_cli.simulation.actions import (
+from mtrain_cli.simulation.costs import (
     Action,
     AwaitMessage,
     Dispatch,
@@ -51,9 +46,8 @@ _KIND, _LINK, _PAYLOAD, _DIRECTION = (
 class Disturbances:
     """Deviations from an ideal run.
 
-    slow: for each slow rank, the factor by which its computation takes longer.
-    jitter: standard deviation of the logarithm of a random factor on message times. Every message
-        and rank draws its own factor.
+    slow: factor by which the computation of a rank takes longer.
+    jitter: standard deviation of the logarithm of each message's and rank's random factor.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -61,10 +55,9 @@ class Disturbances:
     seed: int = 0
 
     def of_groups(self, size: int) -> dict[int, Disturbances]:
-        """Return the disturbances of each context group with a slow rank, by group.
+        """Return the disturbances of each context group with a slow rank; group 0 if none.
 
-        Each group has ``size`` ranks, and its ranks count from 0. If no rank is slow, return only
-        group 0.
+        Each group has ``size`` ranks, which count from 0.
         """
         slow: dict[int, dict[int, float]] = {}
         for rank, factor in sorted(self.slow.items()):
@@ -72,7 +65,7 @@ class Disturbances:
         return {group: replace(self, slow=ranks) for group, ranks in slow.items()} or {0: self}
 
     def of_tensor_groups(self, degree: int) -> Disturbances:
-        """Return the disturbances of tensor groups. A group is as slow as its slowest rank."""
+        """Return those of tensor groups, each as slow as its slowest rank."""
         slow: dict[int, float] = {}
         for rank, factor in self.slow.items():
             slow[rank // degree] = max(slow.get(rank // degree, 0.0), factor)
@@ -85,11 +78,10 @@ class PassTimes:
 
     start, end: [workers].
     spent: time by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Entry 0 holds
-        the time before the first step and the time of gathered single columns.
-    late: time waiting for slower workers, [workers, 1 + steps].
-    exposed: time of exposed communication by link, [workers, 1 + steps] each.
+        the time before the first step and that of gathered single columns.
+    late, exposed: waits for slower workers, and exposed communication by link, [workers, 1 +
+        steps].
     carried: [2, workers], time for which messages occupy a rank's inner and outer link.
-    rows: records of the pass; empty if not requested.
     """
 
     direction: str
@@ -103,11 +95,9 @@ class PassTimes:
 
     @property
     def duration(self) -> float:
-        """Return the time from the first start to the last end, in microseconds."""
         return float(self.end.max() - self.start.min())
 
     def moved(self, by: float) -> PassTimes:
-        """Return the same pass, ``by`` microseconds later."""
         rows = tuple(table.copy() for table in self.rows)
         for table in rows:
             table["start_us"] += by
@@ -115,7 +105,7 @@ class PassTimes:
 
     @property
     def attention(self) -> FloatArray:
-        """Return the time of attention in microseconds, [workers, steps]."""
+        """Return the time of attention, [workers, steps]."""
         return self.spent["attention"][:, 1:]
 
     @property
@@ -139,8 +129,8 @@ def play(
     """Simulate the actions of a pass, and return its times.
 
     Args:
-        start: [workers], time in microseconds at which each rank starts; None for 0.
-        grid: the grid of ranks, which gives the shard numbers in records.
+        start: [workers], microseconds at which each rank starts; None for 0.
+        grid: gives the shard numbers in records.
         stream: number of the pass. Passes with different numbers draw different jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
@@ -231,7 +221,7 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """Return how long work takes that starts now, while messages in flight slow it down."""
+        """Return how long work takes that starts now, while messages slow it down."""
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
@@ -332,8 +322,6 @@ class _Player:
 
 
 class _Groups:
-    """The groups of ranks in which collectives run."""
-
     def __init__(self, peers: IntArray) -> None:
         self.peers = peers  # keeps the array alive, so that no other array can get the same id
         self.alone = bool((peers == peers[0]).all())
@@ -353,10 +341,7 @@ class _Groups:
         return values[self.peers]
 
     def latest(self, values: FloatArray) -> IntArray:
-        """Return the rank with the largest value in each rank's group, [workers].
-
-        If several ranks share the largest value, return the lowest of them.
-        """
+        """Return the lowest rank with the largest value in each rank's group, [workers]."""
         largest = values == self.most(values)
         candidates = np.where(largest, np.arange(len(values)), len(values))
         if self.alone:
@@ -415,11 +400,9 @@ def together(
     iteration: int = 0,
     flop: tuple[float, float] = (0.0, 0.0),
 ) -> np.ndarray:
-    """Join the records of passes into the records of one iteration, of dtype `ROW`.
+    """Join the records of (layer, times) passes into those of one iteration, of dtype `ROW`.
 
-    Args:
-        passes: a (layer, times) pair for each pass.
-        flop: FLOP per query-key pair in (forward, backward).
+    flop: FLOP per query-key pair in (forward, backward).
     """
     parts = []
     for layer, times in passes:

@@ -1,9 +1,8 @@
 """Compare predictions with measurements, by step, by rank and as a whole.
 
-Predictions come from one of two sources: a folder that an earlier `mtrain simulate --out FOLDER`
-wrote, or the shapes, indices and configuration that a run recorded (never its times). The same
-analysis reads predictions and measurements, so each number has one definition
-(`profiles/definitions.md`).
+Predictions come from a folder that an earlier `mtrain simulate --out FOLDER` wrote, or from the
+shapes, indices and configuration that a run recorded (never its times). The same analysis reads
+both, so each number has one definition (`profiles/definitions.md`).
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from mtrain_cli import resource_dir
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
@@ -38,7 +38,9 @@ from mtrain_cli.training.layout_choice import row_prices
 
 PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
+_TIMES = ("measured", "recorded", "std", "predicted", "low", "high")
 _DENSE, _FIXED = "dense", "fixed"
+_LEAST_RANKED = 3
 _ONE_MICRO_BATCH = (
     "counts are those of the first micro-batch of the last recorded iteration, which the "
     "prediction repeats; the others have other masks or indices, and measured times are means over "
@@ -73,16 +75,8 @@ def open_run(folder: Path) -> MeasuredRun:
 
     folder = find_shipped(folder)
     if not folder.is_dir():
-        names = [
-            name
-            for name in shipped_with(f"*/{record_files.INDEX}")
-            if record_files.open_records(resource_dir("profiles") / name).complete
-        ]
-        saved = {name: advice for name in names if (advice := _saved_predictions(name))}
-        alone = [name for name in names if name not in saved]
-        paired = [f"{name} with {advice}" for name, advice in saved.items()]
         written = "a folder that `mtrain profile imbalance` wrote"
-        raise refuse(no_such("profile", str(folder), alone, ", or ".join([*paired, written])))
+        raise refuse(no_such("profile", str(folder), shipped_with("*/predictions"), written))
     inside = next(
         (f for f in (folder, folder / "profile") if (f / record_files.SUMMARY).is_file()), None
     )
@@ -103,11 +97,6 @@ def open_run(folder: Path) -> MeasuredRun:
     if not cases:
         raise refuse("no records; measure again")
     return MeasuredRun(folder, recorded, cases, indices)
-
-
-def _saved_predictions(name: str) -> str:
-    has_some = (resource_dir("profiles") / name / "predictions").is_dir()
-    return f"--prediction {name}/predictions" if has_some else ""
 
 
 def key_of(facts: dict[str, Any]) -> Key:
@@ -141,14 +130,12 @@ def replay(
             "give a larger cluster"
         )
     config = _config(run, case)
-    setup = _setup(facts, config)
     try:
-        work, kernel = _workload(run, case), str(facts["kernel"])
         prediction = predict(
             cluster,
-            work,
-            setup,
-            kernel=kernel,
+            _workload(run, case),
+            _setup(facts, config),
+            kernel=str(facts["kernel"]),
             dense_kernel=facts.get("dense_kernel"),
             calibration=calibration,
             number=number,
@@ -158,22 +145,13 @@ def replay(
     except InvalidSetup as error:
         raise ConfigError(f"RUN {run.folder}: {case.label}: {error}") from None
     if prediction.rows is None:
-        raise ConfigError(
-            f"RUN {run.folder}: {case.label}: the prediction has too many records; give a "
-            "prediction of fewer layers"
-        )
+        why = "the prediction has too many records; give a prediction of fewer layers"
+        raise ConfigError(f"RUN {run.folder}: {case.label}: {why}")
     return prediction
 
 
 def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
-    """Make the setup of a recorded case.
-
-    The label of its exchange, such as ``ulysses over 2, then ring (2 hops ahead)``, gives all
-    options except ``topology.columns``, which comes from ``config``.
-
-    Raises:
-        ConfigError: this version of mtrain does not know the label.
-    """
+    """Make the setup of a recorded case. The label of its exchange has all but topology.columns."""
     workers, label = int(facts["cp"]), str(facts["exchange"])
     per_node = int(facts["per_node"]) or workers
     parsed = parse_label(label, workers, per_node)
@@ -206,37 +184,25 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     if seq == made.seq and pattern in run.indices.patterns:
         indices, layers = run.indices, set(run.indices.layers(pattern)) & set(case.layers)
         if not layers:
-            raise ConfigError(
-                f"RUN {run.folder}: {record_files.INDEX} has no index of any layer of {case.label}"
-            )
-        return workload(
-            made=made,
-            masks=indices.masks,
-            full=indices.full,
-            layers=tuple(sorted(layers)),
-            index=partial(index_of, indices, pattern),
-            estimated=pattern not in (_DENSE, _FIXED),
-        )
+            why = f"{record_files.INDEX} has no index of any layer of {case.label}"
+            raise ConfigError(f"RUN {run.folder}: {why}")
+        shown, index = tuple(sorted(layers)), partial(index_of, indices, pattern)
+        estimated = pattern not in (_DENSE, _FIXED)
+        return workload(made, indices.masks, shown, index, full=indices.full, estimated=estimated)
     # The file has indices for one length. Dense and fixed cases of other lengths do not need it.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
-        own = ""
-        if run.folder.is_relative_to(resource_dir("profiles")):
-            own = _saved_predictions(str(run.folder.relative_to(resource_dir("profiles"))))
+        saved = f"{run.folder.name}/predictions"
+        own = saved if (run.folder / "predictions").is_dir() else "DIR"
         raise ConfigError(
             f"RUN {run.folder}: {record_files.INDEX} has only {', '.join(run.indices.patterns)} of "
             f"{made.seq} tokens, so {case.label} cannot be predicted now; give predictions from "
-            f"before the measurement, as {own or '--prediction DIR'}, or measure one length per run"
+            f"before the measurement, as --prediction {own}, or measure one length per run"
         )
     problem = PairSource(pattern).problem(config)
-    return workload(
-        made=replace(made, seq=seq, columns={}, iteration=0),
-        masks=problem.masks,
-        full=problem.full,
-        layers=tuple(case.layers),
-        index=problem.index,
-        estimated=False,
-    )
+    made = replace(made, seq=seq, columns={}, iteration=0)
+    shown, full = tuple(case.layers), problem.full
+    return workload(made, problem.masks, shown, problem.index, full=full, estimated=False)
 
 
 def _config(run: MeasuredRun, case: CaseAnalysis) -> Config | None:
@@ -273,9 +239,8 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
 class PredictedCase:
     """The prediction of one case.
 
-    analysis: the analyzed records of the prediction.
-    bounds: time of a layer in ms by pass, with the keys ``low``, ``value`` and ``high``.
-    written: time at which the prediction was written; empty for a new prediction.
+    bounds: ms of a layer by pass, with the keys ``low``, ``value`` and ``high``.
+    written: when the prediction was written; empty for a new one.
     """
 
     analysis: CaseAnalysis
@@ -285,7 +250,7 @@ class PredictedCase:
     written: str = ""
 
 
-def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, PredictedCase]:
+def open_prediction(folder: Path) -> dict[Key, PredictedCase]:
     """Read the predictions of a folder, by case.
 
     Raises:
@@ -293,7 +258,7 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     """
 
     def refuse(why: str) -> ConfigError:
-        return ConfigError(f"{option} {folder}: {why}")
+        return ConfigError(f"--prediction {folder}: {why}")
 
     writes = "`mtrain simulate --out FOLDER` writes one"
     if not folder.exists():
@@ -324,25 +289,21 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
 
 
 def digest(path: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
 class PassComparison:
-    """One pass of a case, measured and predicted. Times are in ms and for one layer.
+    """One pass of a case, measured and predicted. Times are in ms, of one layer's slowest worker.
 
-    bare: measured time of the slowest worker without recording (`CaseAnalysis.bare_ms`); None if
-        unknown.
-    recorded, std: measured time of the slowest worker with recording, and its standard deviation.
-    predicted, low, high: predicted time of the slowest worker, and its bounds.
+    bare: measured without recording (`CaseAnalysis.bare_ms`); None if unknown.
+    recorded, std: measured with recording, and its standard deviation.
     steps: (measured, predicted) time of each step with waits, averaged over ranks.
     ranks: (measured, predicted) time of each rank, for all steps and gathered columns.
-    mape: mean absolute relative error of the attention time, over all ranks and steps.
+    mape: mean absolute relative error of attention, over all ranks and steps.
     degrees: (measured, predicted) imbalance degrees of time.
-    cells: number of entries of the work table (`work_tables`).
-    equal: number of entries of the work table that are equal in measurement and prediction.
+    cells, equal: entries of the work table (`work_tables`), and how many are equal.
     """
 
     bare: float | None
@@ -372,19 +333,13 @@ class PassComparison:
 
     def to_json(self) -> dict[str, Any]:
         def table(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, list[float]]:
-            measured, predicted = pair
-            error = _relative(predicted, measured)
-            columns = {"measured_ms": measured, "predicted_ms": predicted, "error": error}
-            return {name: [round(float(v), 5) for v in column] for name, column in columns.items()}
+            columns = (*pair, _relative(pair[1], pair[0]))
+            names = ("measured_ms", "predicted_ms", "error")
+            return {n: np.round(c, 5).tolist() for n, c in zip(names, columns, strict=True)}
 
         return {
-            "measured_ms": self.measured,
+            **{f"{name}_ms": getattr(self, name) for name in _TIMES},
             "measured_without_records": self.bare is not None,
-            "recorded_ms": self.recorded,
-            "std_ms": self.std,
-            "predicted_ms": self.predicted,
-            "low_ms": self.low,
-            "high_ms": self.high,
             "error": self.error,
             "inside_bounds": self.inside,
             "attention_mape": self.mape,
@@ -404,7 +359,6 @@ class CaseComparison:
     """One case, measured and predicted.
 
     group: (run, pattern, length, workers). Cases of one group are ranked together.
-    prediction, written: see `PredictedCase.folder` and `PredictedCase.written`.
     """
 
     run: str
@@ -448,7 +402,7 @@ class MismatchedPrediction(ValueError):
 def replayed_work(
     run: MeasuredRun, predictions: Mapping[Key, PredictedCase]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """Return the measured work of the micro-batch that the predictions of `replay` repeat.
+    """Return the measured work of the micro-batch that `replay` repeats.
 
     Returns:
         Tables of each pass by number of the case, as in `micro_batch_tables`.
@@ -468,8 +422,8 @@ def compare(
     """Compare a measured case with its prediction.
 
     Args:
-        replayed: measured work of the micro-batch that the prediction repeats, by pass; None to
-            compare the work of the prediction with the mean over all micro-batches.
+        replayed: measured work of the micro-batch that the prediction repeats, by pass; None for
+            the mean over all micro-batches.
 
     Raises:
         MismatchedPrediction: measurement and prediction differ in steps or workers.
@@ -537,9 +491,50 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
 
 def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
-    """Group the names of constants by source."""
     by_source: dict[str, list[str]] = {}
     for name, constant in constants:
         source = constant["source"] if isinstance(constant, dict) else constant.source
         by_source.setdefault(str(source), []).append(name)
     return by_source
+
+
+def agreement(cases: Sequence[CaseComparison]) -> dict[str, Any]:
+    """Summarize the errors of all cases (`profiles/definitions.md`, Validation).
+
+    Returns:
+        Errors are relative and of a case's time: ``mape`` (mean absolute) and ``worst_error``;
+        ``common_factor``, the median of predicted / measured, and the ``mape`` without it.
+        ``spearman`` and ``fastest_found`` are by group of three cases or more.
+    """
+    errors = np.array([case.error for case in cases])
+    passes = [(name, p) for case in cases for name, p in case.passes.items()]
+    degrees = np.abs([p - m for _, one_pass in passes for m, p in one_pass.degrees.values()])
+    times = {
+        f"{group[0]}: {' '.join(map(str, group[1:]))}": [
+            pd.Series([getattr(case, of) for case in members]) for of in ("measured", "predicted")
+        ]
+        for group, members in grouped(cases, lambda case: case.group).items()
+        if len(members) >= _LEAST_RANKED
+    }
+    common = float(np.median(errors + 1))
+    by_pass = grouped(passes, lambda named: named[0])
+    return {
+        "mape": float(np.abs(errors).mean()),
+        "common_factor": common,
+        "mape_beside_common_factor": float(np.abs((errors + 1) / common - 1).mean()),
+        "worst_error": float(errors[np.argmax(np.abs(errors))]),
+        "mape_of_passes": {
+            name: float(np.mean([abs(p.error) for _, p in named]))
+            for name, named in by_pass.items()
+        },
+        "inside_bounds": float(np.mean([p.inside for _, p in passes])),
+        "degree_mean_error": float(degrees.mean()),
+        "degree_worst_error": float(degrees.max()),
+        "work_cells": sum(p.cells for _, p in passes),
+        "work_cells_equal": sum(p.equal for _, p in passes),
+        # Spearman's correlation is Pearson's of ranks; ties get their mean rank.
+        "spearman": {group: float(m.rank().corr(p.rank())) for group, (m, p) in times.items()},
+        "fastest_found": {
+            group: int(m.argmin()) == int(p.argmin()) for group, (m, p) in times.items()
+        },
+    }

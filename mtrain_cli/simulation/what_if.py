@@ -44,8 +44,7 @@ PASSES = (FORWARD, BACKWARD)
 class ReplaySetup:
     """One configuration to replay.
 
-    options: settings that give ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and
-        ``columns``; None for the defaults of these settings.
+    options: settings with ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and ``columns``.
     """
 
     layout: str
@@ -59,11 +58,10 @@ class ReplaySetup:
 class ReplayedPass:
     """One pass of a replayed configuration.
 
-    degrees: imbalance degrees, computed from numbers of pairs and averaged over layers. Gathered
-        columns count as an extra step. The step degree ignores them.
+    degrees: imbalance degrees of pairs, averaged over layers. Gathered columns count as an extra
+        step, which the step degree ignores.
     pairs: int64 [workers], number of query-key pairs in all layers.
-    sent: number of bytes that a worker sends in a layer, including gathered columns; mean over
-        layers.
+    sent: bytes that a worker sends in a layer, with gathered columns; mean over layers.
     """
 
     degrees: Imbalance
@@ -73,10 +71,7 @@ class ReplayedPass:
 
 @dataclass(frozen=True)
 class ReplayedSetup:
-    """One replayed configuration.
-
-    exchange: label of the exchange, with the options that ``auto`` chose.
-    """
+    """One replayed configuration. exchange: its label, with the options of ``auto``."""
 
     setup: ReplaySetup
     exchange: str
@@ -86,7 +81,7 @@ class ReplayedSetup:
 
     @property
     def flop(self) -> IntArray:
-        """Return the number of FLOP of both passes, divided by head_dim; int64 [workers]."""
+        """Return the FLOP of both passes, divided by head_dim; int64 [workers]."""
         return sum(
             (FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()),
             np.zeros(self.setup.workers, np.int64),
@@ -94,19 +89,20 @@ class ReplayedSetup:
 
     @property
     def shares(self) -> np.ndarray:
-        """Return each worker's share of both passes' FLOP, [workers]."""
         return self.flop / max(1, int(self.flop.sum()))
 
 
-class InvalidSetup(ValueError):
+class InvalidSetup(ConfigError):
     """An impossible configuration.
 
     about, value: name and value of the field of `ReplaySetup` that is wrong.
+    reason: why, and what is allowed.
     """
 
     def __init__(self, setup: ReplaySetup, about: str, reason: str) -> None:
-        super().__init__(reason)
-        self.about, self.value = about, getattr(setup, about)
+        self.about, self.value, self.reason = about, getattr(setup, about), reason
+        key = "gpus_per_node" if about == "per_node" else about
+        super().__init__(f"topology.{key}={self.value}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -126,10 +122,7 @@ class ReplayCase:
     )
 
     def program(self, *, backward: bool, columns: bool, copies_parts: bool = False) -> Program:
-        """Return rank 0's program. All other ranks run the same program with other peers.
-
-        columns, copies_parts: see `program_builder.Traits`.
-        """
+        """Return rank 0's program. Options: see `program_builder.Traits`."""
         key = backward, Traits(self.needs_out, columns, copies_parts)
         if key not in self._programs:
             self._programs[key] = lower(self.schedule, 0, backward=backward, traits=key[1])
@@ -142,7 +135,7 @@ class ReplayCase:
         return replace(self.sizes, columns=width, column_width=tiled)
 
     def sent(self, direction: str, index: Index | None) -> float:
-        """Return the number of bytes that a worker sends in a pass, including gathered columns."""
+        """Return the bytes that a worker sends in a pass, with gathered columns."""
         columns = self.counter.gathers_columns and isinstance(index, VerticalSlash)
         program = self.program(backward=direction == BACKWARD, columns=columns)
         return program.sent(self.sizes_under(index))
@@ -163,8 +156,7 @@ def replay(
         cluster: cluster whose rates decide which rows the balanced layout moves; None for H200s.
 
     Raises:
-        InvalidSetup: one of the configurations is impossible.
-        ConfigError: the file is damaged, or holds only a part of an index.
+        ConfigError: a configuration is impossible, or the file lacks a part of an index.
     """
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
     first = index_of(recorded, pattern, layers[0])
@@ -200,7 +192,6 @@ def replay(
 
 
 def degrees(work: StepWork) -> Imbalance:
-    """Return the imbalance degrees of the number of pairs; see `ReplayedPass.degrees`."""
     across = imbalance(np.column_stack([work.pairs, work.column_pairs]))
     return replace(across, step=imbalance(work.pairs).step)
 
@@ -247,14 +238,13 @@ def make_case(
     """Prepare a configuration.
 
     Args:
-        recorded: shapes, as an index file records them.
-        batch_masks: one mask per sequence of the batch. Their padding is adjusted to the layout.
+        batch_masks: one mask per sequence. Their padding is adjusted to the layout.
         index: the index of any layer; None for dense attention.
-        columns: largest number of single columns per head that an index can have; None if unknown.
+        columns: largest number of single columns per head of an index; None if unknown.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: prices of rows for which the balanced layout is made; None for those on H200s.
-        kinds: masks of each kind of layer and number of these layers, for which the balanced layout
-            is made; none if all layers have ``batch_masks``.
+        kinds: masks and number of each kind of layer, for the balanced layout; none if all are
+            alike.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -288,7 +278,7 @@ def make_case(
         columns=width if columns == _AS_INDEX else columns,
         needs_out=recorded.needs_out,
     )
-    choice = choice or _choice(setup, needs)
+    choice = choice or choose_exchange(topology_of(setup), needs)
     schedule = make_schedule(choice.name, choice.options(workers))
     masks = [mask.repadded(layout.padded_seq) for mask in batch_masks]
     counter = WorkCounter.make(
@@ -319,14 +309,11 @@ def _check(setup: ReplaySetup, recorded: RecordedSetup, block: int | None, per_n
 def require_enough_blocks(
     setup: ReplaySetup, seq: int, block: int | None, stripe: int, sharing: int
 ) -> None:
-    """Refuse a sequence with fewer blocks than it has workers.
+    """Raise InvalidSetup if a sequence has fewer blocks than it has workers.
 
     Args:
         block: tokens per block of the index; None if there is no index.
         stripe: tokens per block of a striped layout.
-
-    Raises:
-        InvalidSetup: there are too few blocks.
     """
     piece = block or (stripe if setup.layout == "striped" else 1)
     if sharing * piece > seq:
@@ -338,36 +325,7 @@ def require_enough_blocks(
         )
 
 
-def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
-    try:
-        return choose_exchange(topology_of(setup), needs)
-    except ConfigError:
-        nodes = ((n, min(setup.per_node, n)) for n in range(1, needs.heads + 1))
-        fitting = [
-            str(n)
-            for n, per_node in nodes
-            if n % per_node == 0
-            and _accepted(replace(setup, workers=n), replace(needs, workers=n, per_node=per_node))
-        ]
-        raise InvalidSetup(
-            setup,
-            "exchange",
-            f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among "
-            f"{setup.workers} workers in nodes of {needs.per_node}; allowed with this exchange: "
-            f"--workers {','.join(fitting)}",
-        ) from None
-
-
-def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
-    try:
-        choose_exchange(topology_of(setup), needs)
-    except ConfigError:
-        return False
-    return True
-
-
 def topology_of(setup: ReplaySetup) -> TopologyConfig:
-    """Return a setup's topology settings, for `choose_exchange`."""
     options: dict[str, Any] = {field.name: "auto" for field in fields(TopologyConfig)}
     options |= {"prefetch": 1, "block_size": 0, "timeout_s": 0}
     return replace(

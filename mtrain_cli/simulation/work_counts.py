@@ -1,13 +1,9 @@
 """Count exactly the query-key pairs and block pairs that each worker computes in each step.
 
-The counts follow from layout, masks and index. With Ulysses, the workers that split the heads form
-a group, and each worker computes its heads for the tokens of the whole group. Without Ulysses, each
-worker is a group of its own. A table holds the number of pairs for every (query group, key group),
-and each step reads the entries of its groups.
-
-Slashes are block diagonals. How many pairs a diagonal has between two groups depends only on masks
-and layout, so this module counts them once for all layers. Only a bitmap needs a table of
-[blocks, blocks].
+Workers that split the heads (Ulysses) form a group; without Ulysses, each worker is a group. A
+table holds the pairs of every (query group, key group), and each step reads the entries of its
+groups. Slashes are block diagonals, whose pairs between two groups depend only on masks and layout,
+and are counted once for all layers. Only a bitmap needs a table of [blocks, blocks].
 """
 
 from __future__ import annotations
@@ -38,19 +34,13 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one pass of a layer, in numbers summed over a worker's heads and sequences.
+    """The work of one pass of a layer, summed over a worker's heads and sequences; int64.
 
-    All arrays are int64.
-
-    pairs: [workers, steps], number of query-key pairs that masks and index allow.
-    blocks: [workers, steps], number of chosen block pairs with at least one allowed pair. Blocks
-        that only single columns touch do not count.
-    columns: [workers], number of gathered single columns, without padding; 0 if the steps compute
-        the columns.
-    column_pairs: [workers], number of pairs of gathered columns that lie on no slash. ``pairs``
-        does not include these pairs.
-    of_columns: [workers, steps], number of pairs of single columns that lie on no slash. ``pairs``
-        includes these pairs. None if they were not counted separately.
+    pairs: [workers, steps], query-key pairs that masks and index allow.
+    blocks: [workers, steps], chosen block pairs with an allowed pair, not counting single columns.
+    columns: [workers], gathered single columns without padding; 0 if the steps compute them.
+    column_pairs: [workers], pairs of gathered columns on no slash, which are not in ``pairs``.
+    of_columns: [workers, steps], pairs of single columns on no slash, which are in ``pairs``.
     """
 
     direction: str
@@ -62,7 +52,7 @@ class StepWork:
 
     @property
     def total_pairs(self) -> IntArray:
-        """Return the number of pairs of all steps and of gathered columns, [workers]."""
+        """Return the pairs of all steps and of gathered columns, [workers]."""
         return self.pairs.sum(1) + self.column_pairs
 
 
@@ -96,8 +86,7 @@ class WorkCounter:
     ) -> WorkCounter:
         """Prepare the counts.
 
-        Args:
-            block: tokens per block of the indices; None for the layout's block size.
+        block: tokens per block of the indices; None for the layout's block size.
 
         Raises:
             ValueError: layout, schedule, masks and heads do not fit together.
@@ -122,19 +111,11 @@ class WorkCounter:
             owner[layout.positions(rank)] = rank // schedule.heads
         block_owner = owner[::block].copy()
         whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
-        return WorkCounter(
-            schedule,
-            tuple(masks),
-            heads,
-            block,
-            shared_columns,
-            owner,
-            block_owner if whole else None,
-        )
+        owned = block_owner if whole else None
+        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, owner, owned)
 
     @property
     def groups(self) -> int:
-        """Return the number of groups: sets of workers that split the heads of their tokens."""
         return self.schedule.workers // self.schedule.heads
 
     @property
@@ -143,19 +124,18 @@ class WorkCounter:
 
     @property
     def gathers_columns(self) -> bool:
-        """Return whether a separate phase outside the steps computes single columns."""
+        """Whether single columns are computed outside the steps."""
         return self.shared_columns and self.groups > 1 and not self.schedule.gathers
 
     def count(self, index: Index | None, rank: int | None = None) -> dict[str, StepWork]:
         """Count the work of a layer in both passes.
 
         index: the index of the layer; None for dense attention.
-        rank: count only this worker, in arrays with one row; None to count all workers. For one
-            worker, a bitmap needs only the query blocks that this worker computes.
+        rank: count only this worker, in arrays with one row, for which a bitmap needs only its
+            query blocks; None for all.
 
         Raises:
-            ValueError: the index has other blocks, heads or sequences than this batch; the index
-                lacks query blocks; or a worker does not hold whole blocks.
+            ValueError: the index does not fit this batch or lacks query blocks.
         """
         steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
@@ -175,11 +155,10 @@ class WorkCounter:
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
-        """Return a table by pass, with a row for each rank and step that computes attention.
+        """Return a table by pass, int64 [rows, 6], with rows for steps that compute attention.
 
-        A table is int64 [rows, 6]. Its columns are rank, step, i, n, query group and key group. The
-        rank computes the i-th of n equal parts of the heads. The key group is ``groups`` if the
-        step computes all keys. A step that computes several key groups has several rows per rank.
+        Columns are rank, step, i, n (the i-th of n parts of the heads), query group, and key group:
+        ``groups`` for all keys. A step that computes several key groups has several rows per rank.
         """
         spmd = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -325,15 +304,10 @@ class WorkCounter:
         held: IntArray,
         allowed: IntArray,
     ) -> NDArray[np.float64]:
-        """Return the number of allowed pairs in each block pair, float [query blocks, blocks].
+        """Return the allowed pairs of each block pair, summed over ``heads`` and sequences.
 
-        The number is a sum over ``heads`` and over the sequences with the mask of ``kind``.
-
-        Args:
-            heads: the query heads to count.
-            rows: query block numbers.
-            held: row of the index that holds each of these query blocks.
-            allowed: number of pairs that the mask allows, [query blocks, blocks].
+        rows, held: query blocks, and the rows of the index that hold them.
+        allowed: pairs that the mask allows, [query blocks, blocks].
         """
         block, per_chunk = self.block, index.chunk // self.block
         found = np.zeros(allowed.shape)
@@ -358,10 +332,7 @@ class WorkCounter:
 
 @dataclass
 class _Table:
-    """The counts of one part of the heads. Arrays are int64 [query groups, key groups].
-
-    column_pairs: number of pairs of single columns that lie on no slash.
-    """
+    """The counts of one part of the heads, int64 [query groups, key groups]."""
 
     pairs: IntArray
     blocks: IntArray
@@ -394,7 +365,7 @@ class _Kind:
 
     @cached_property
     def dense(self) -> tuple[IntArray, IntArray]:
-        """Return the numbers of pairs and of blocks of one head, [groups, groups] each."""
+        """Return the pairs and the blocks of one head, [groups, groups] each."""
         counter, mask = self.counter, self.mask
         if counter.block_owner is not None and mask.is_causal_interval:
             return self.diagonals.between(np.ones(counter.blocks, np.int64))
@@ -412,7 +383,6 @@ class _Kind:
 
 
 def _touched_blocks(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> IntArray:
-    """Count the block pairs with at least one allowed pair, int64 [query groups, key groups]."""
     blocks = len(owner)
     total = np.zeros((groups, groups), np.int64)
     to_group = np.eye(groups)[owner]
@@ -434,16 +404,13 @@ def _touched_blocks(mask: SequenceMask, block: int, owner: IntArray, groups: int
 
 @dataclass(frozen=True)
 class _Diagonals:
-    """The numbers of pairs and blocks of each block diagonal, by (query group, key group).
+    """The pairs and blocks of each block diagonal, by (query group, key group).
 
-    An entry holds the counts of one diagonal for one (query group, key group). Only diagonals with
-    allowed query-key pairs have an entry. Entries are sorted by (query group, key group). A run is
-    all entries of one (query group, key group).
+    An entry is one diagonal of one (query group, key group) with allowed pairs; the entries of a
+    (query group, key group) form a run.
 
-    diagonal: [entries], number of the diagonal.
-    pairs, blocks: [entries], number of query-key pairs and of blocks.
-    group_pair: [runs], query group * groups + key group.
-    start: [runs], the first entry of the run.
+    diagonal, pairs, blocks: [entries].
+    group_pair, start: [runs], query group * groups + key group, and the first entry.
     """
 
     groups: int
@@ -493,7 +460,7 @@ class _Diagonals:
         return _Diagonals(groups, diagonal[order], pairs[order], number[order], pair[start], start)
 
     def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the numbers of pairs and of blocks of the chosen diagonals, [groups, groups] each.
+        """Return the pairs and the blocks of the chosen diagonals, [groups, groups] each.
 
         chosen: int64 [blocks], number of heads that choose each diagonal.
         """
@@ -509,7 +476,6 @@ _LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
 
 
 def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-    """Make the diagonals, or take them from a cache if the last call had the same arguments."""
     key = mask.length, block, groups, _digest(mask.first), _digest(owner)
     if key not in _LATEST:
         _LATEST.clear()
@@ -522,7 +488,7 @@ def _digest(values: IntArray) -> bytes:
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
-    """Return distinct values and inverse indices, like `np.unique`, but faster and unsorted.
+    """Return distinct values and inverse indices, faster than `np.unique` and unsorted.
 
     place: scratch array with more entries than the largest value.
     """

@@ -33,16 +33,14 @@ def micro_batch_tables(
 ) -> dict[int, dict[str, np.ndarray]]:
     """Return the work of the first micro-batch of an iteration in the first context group.
 
-    Documents differ between micro-batches. Replays know those of one. With tensor parallelism, the
-    ranks of the first context group are the first ones of each tensor group. With a pipeline, each
-    layer counts in the first context group of its stage.
+    Documents differ between micro-batches, and replays know those of one. With tensor parallelism,
+    only the first rank of each tensor group counts; with a pipeline, each layer's stage.
 
     Args:
         layers: numbers of the layers to count, by number of the case.
 
     Returns:
-        The table of each pass, by number of the case. Cases without rows of the iteration are left
-        out.
+        The table of each pass, by number of the case; no cases without rows of the iteration.
     """
     sums = {
         (case.number, DIRECTIONS.index(name)): np.zeros(

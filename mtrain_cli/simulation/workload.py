@@ -20,13 +20,12 @@ class AttentionWorkload:
     """The attention to predict.
 
     made: shapes, as an index file records them.
-    index: function that returns the index of a layer, or None for dense attention.
+    index: returns the index of a layer, or None for dense attention.
     columns: largest number of single columns per head, as in `what_if.make_case`.
-    estimated: whether the predicted time includes the time to estimate indices.
-    full: the layers of the second kind; None if all layers are alike. Under dense attention, these
-        see all earlier tokens instead of a window. Under a pattern, they have no index.
-    drawn: number of sparse layers with an index of their own, if there are dense layers, too. The
-        other sparse layers repeat them. None if each has its own.
+    estimated: whether the time includes that of estimating indices.
+    full: the layers of the second kind: without a window, or without an index under a pattern.
+    drawn: number of sparse layers with an index of their own, if there are dense layers, too; the
+        others repeat them. None if each has its own.
     remark: where the masks come from, for the user; "" if they follow from the settings.
     """
 
@@ -56,15 +55,11 @@ class AttentionWorkload:
 
     @property
     def sparse(self) -> bool:
-        """Whether the layers, or all but those in ``full``, have an index."""
         return self.index(self.layers[0]) is not None
 
     @property
     def density(self) -> float:
-        """Share of the causal pairs that attention computes, as a mean over layers.
-
-        This equals the density of a prediction of the same workload.
-        """
+        """Share of the causal pairs that attention computes, as a mean over layers."""
         index, causal = self.index(self.layers[0]), causal_pairs(self.made.seq)
         shares = [sum(mask.pairs for mask in masks) / len(masks) for masks, _ in self.kinds]
         weights = [len(layers) for _, layers in self.kinds]
@@ -85,7 +80,7 @@ class AttentionWorkload:
 
     @property
     def layer_kinds(self) -> dict[str, list[int]]:
-        """The numbers of the layers to predict, by kind; empty if all layers are alike."""
+        """The numbers of the layers to predict, by kind; empty if all are alike."""
         if self.full is None:
             return {}
         full = self.full.layers

@@ -84,6 +84,8 @@ def _draw(
     device: torch.device,
 ) -> VerticalSlash:
     """Draw the index of a batch from the length of each sequence."""
+    # Padding depends on the number of workers and on the layout, so nothing drawn depends on
+    # ``blocks``: the index is drawn for the whole blocks of a sequence.
     place, parts = pattern.part
     own = slice(heads * place, heads * (place + 1))
     every = heads * parts

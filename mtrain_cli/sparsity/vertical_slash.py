@@ -245,6 +245,8 @@ def tile_keys(block: int) -> int:
 
 def _merge_lse(partial: list[Tensor], masked: MaskedPositions) -> Tensor:
     """Merge the log-sum-exps of tiles over all workers, [heads, rows of all sequences]."""
+    # A row that sees no key gets +inf. Each tile lies within a block, and tiles are added as
+    # integers, so the result does not depend on which worker holds a block.
     dtype = partial[0].dtype
     sizes = [t.shape[-1] for t in partial]
     highest = masked.group.max(_concatenate([t.amax(0) for t in partial]))

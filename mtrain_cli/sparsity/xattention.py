@@ -110,6 +110,7 @@ def make_pattern(settings: XAttentionSettings, seed: int) -> XAttentionPattern:
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Return batched a @ b in the accumulation dtype."""
+    # Products rounded to 16 bits would choose other blocks.
     high = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != high:
         return torch.bmm(a, b, out_dtype=high)

@@ -55,7 +55,6 @@ class PackedSample(Protocol):
 class HostBatch:
     """A micro-batch in host memory, prepared while the device computes another step.
 
-    layout: which rank holds which tokens.
     samples: the whole sequences.
     numbers: int64 [3, batch, tokens of this worker]: tokens, rotary positions and labels, in layout
         order. For a GPU, the tensor is in pinned memory.
@@ -79,14 +78,13 @@ class HostBatch:
 class Batch:
     """A micro-batch on the device.
 
-    tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. The positions
-        are for the rotary embedding. With tensor parallelism, tokens and labels are [1, own tokens]
-        (`TensorGroup.own`), and positions has the tokens of all workers of the tensor group.
-    attend: attention over the whole sequences, shared by all layers, or by all with a sliding
-        window or an index if others have none.
+    tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. With tensor
+        parallelism, tokens and labels are [1, own tokens] (`TensorGroup.own`), and positions has
+        the tokens of all workers of the tensor group.
+    attend: attention over the whole sequences, of all layers or of those with a window or index.
+    valid: number of labels that count toward the loss, in the whole sequences.
     mixed: attention of all layers if two kinds of them differ; None if they are alike.
     routing: the sequences of the tokens, for routers; None if the model has no experts.
-    valid: number of labels that count toward the loss, in the whole sequences.
     """
 
     tokens: torch.Tensor
@@ -99,20 +97,16 @@ class Batch:
 
     @property
     def masks(self) -> tuple[SequenceMask, ...]:
-        """The masks, one per sequence."""
+        """One per sequence."""
         return self.attend.plan.masks
 
     @property
     def attention(self) -> ContextAttention | MixedAttention:
-        """The attention of each layer."""
         return self.attend if self.mixed is None else self.mixed
 
     @property
     def pairs(self) -> int:
-        """Number of query-key pairs that the masks allow, per head, in the whole sequences.
-
-        If layers have different masks, this is the mean over layers, rounded.
-        """
+        """Pairs that the masks allow per head, in the whole sequences: the mean over layers."""
         mixed, pairs = self.mixed, self.attend.plan.allowed_pairs
         if mixed is None:
             return pairs
@@ -122,12 +116,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class MixedAttention:
-    """Attention of two kinds: some layers are full, the others see a window or are sparse.
-
-    window: attention of the layers that are not full.
-    full_layers: numbers of the layers that are full.
-    layers: number of layers of the model.
-    """
+    """Attention of two kinds: ``full_layers`` are full, the others see a window or are sparse."""
 
     window: ContextAttention
     full: ContextAttention
@@ -141,16 +130,13 @@ class MixedAttention:
         return attend(q, k, v, layer)
 
     def for_next_batch(self) -> MixedAttention:
-        """As `ContextAttention.for_next_batch`, for both kinds of layers."""
         return replace(self, window=self.window.for_next_batch(), full=self.full.for_next_batch())
 
     def with_kept_indices(self) -> MixedAttention:
-        """As `ContextAttention.with_kept_indices`."""
         return replace(self, window=self.window.with_kept_indices())
 
     @property
     def full_share(self) -> float:
-        """Share of the layers that are full."""
         return len(self.full_layers) / self.layers
 
 
@@ -158,10 +144,8 @@ class MixedAttention:
 class AttentionSetup:
     """How the layers of one kind attend.
 
-    mask: function that makes the mask of a sequence from its documents.
     pattern: method that estimates a dynamic index. None for dense attention.
-    keep: share of this worker's queries whose attention output is saved for backward; see
-        `Plan.make`.
+    keep: share of this worker's queries whose output is saved for backward; see `Plan.make`.
     layers: numbers of these layers, if other layers are of another kind that comes first.
     """
 
@@ -180,8 +164,7 @@ class AttentionSetup:
         """Return the setups of a model's layers by kind: this one, and that of full layers if any.
 
         layers: number of layers of the model.
-        dense_layers: numbers of the layers without index.
-        dense_kernel: kernel of these layers; None for `kernel`.
+        dense_layers, dense_kernel: those without index, and their kernel; None for `kernel`.
         """
         if self.mask.mask.is_mixed:
             rule = MaskRule(self.mask.document_mask)
@@ -212,10 +195,9 @@ class Layouts:
     _undivided: dict[int, Layout] = field(default_factory=dict)
 
     def of(self, masks: Sequence[Sequence[SequenceMask]], *, undivided: bool) -> Layout:
-        """Return the layout of a batch. Batches of undivided sequences share one layout.
+        """Return the layout of a batch, one for all batches of ``undivided`` sequences.
 
         masks: the masks of each kind of layer, one per sequence.
-        undivided: whether each sequence is one document.
         """
         if self.balancer is None:
             return self.exchange.layout
@@ -227,10 +209,7 @@ class Layouts:
 
 
 class Batches:
-    """Makes micro-batches: cuts this worker's tokens out of whole sequences, in layout order.
-
-    Activations keep the layout order through the whole model.
-    """
+    """Makes micro-batches: cuts this worker's tokens out of whole sequences, in layout order."""
 
     def __init__(
         self,
@@ -249,8 +228,6 @@ class Batches:
             setups: how the layers attend, by kind (`AttentionSetup.by_kind`).
             layers: number of layers of the model. Needed only if there are two kinds.
             offload: moves saved tensors to the host; see `ContextAttention`.
-            tensor: the workers that share each layer; None if this worker computes whole layers.
-            router: describes batches to routers; None if the model has no experts.
         """
         self.layouts, self.exchange = layouts, layouts.exchange
         self.setups, self.device, self.layers = setups, device, layers
@@ -279,25 +256,25 @@ class Batches:
         layout = self.layouts.of(list(masks.values()), undivided=undivided)
         held, rule = layout.positions(self.exchange.group.rank), self._first.mask
         padded = layout.padded_seq
-        targets = [
-            unseen_labels(s.labels, mask) for s, mask in zip(samples, masks[rule], strict=True)
-        ]
-        tokens = np.stack([_padded(s.tokens, padded, 0)[held] for s in samples])
-        labels = np.stack([_padded(each, padded, IGNORED)[held] for each in targets])
+        pairs = zip(samples, masks[rule], strict=True)
+        targets = [unseen_labels(sample.labels, mask) for sample, mask in pairs]
+
+        def held_of(values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
+            full_sequence = np.full(padded, padding, dtype=values.dtype)
+            full_sequence[: len(values)] = values
+            return full_sequence[held]
+
+        tokens = [held_of(s.tokens, 0) for s in samples]
+        labels = [held_of(target, IGNORED) for target in targets]
+        positions = [held if s.positions is None else held_of(s.positions, 0) for s in samples]
         starts = np.stack([rule.starts(s.documents, padded) for s in samples])
-        positions = np.stack(
-            [
-                held if s.positions is None else _padded(s.positions, padded, 0)[held]
-                for s in samples
-            ]
-        )
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         on_gpu = self.device.type == "cuda"
         # Memory is pinned for the current device, which in a new thread is device 0.
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
             numbers = numbers.pin_memory() if on_gpu else numbers
             plans = {s: self._plan(s, masks[s.mask], layout) for s in self.setups.values()}
-        valid = sum(int((each != IGNORED).sum()) for each in targets)
+        valid = sum(int((target != IGNORED).sum()) for target in targets)
         earlier = held - starts[:, held]
         lengths: tuple[int, ...] = ()
         if self.router is not None:
@@ -329,16 +306,15 @@ class Batches:
         """Return the plan of a batch. Batches with equal masks and layout share one plan."""
         key, shared = (setup, len(masks)), self._are_undivided(setup.mask, masks)
         if shared and (plan := self._undivided.get(key)) is not None:
-            shared = plan.placement.layout == layout
-            if shared:
+            if plan.placement.layout == layout:
                 return plan
+            shared = False
         request = None if setup.pattern is None else setup.pattern.request()
         plan = Plan.make(self.exchange, masks, request, layout=layout, keep=setup.keep)
         plan = plan.pinned() if self.device.type == "cuda" else plan
         return self._undivided.setdefault(key, plan) if shared else plan
 
     def _attention(self, kind: str, host: HostBatch) -> ContextAttention:
-        """Return the attention of a kind of layers."""
         setup = self.setups[kind]
         plan = host.plans.get(setup)
         if plan is None:
@@ -361,12 +337,6 @@ class Batches:
         return replace(attend, kind="" if kind == "dense" else kind)
 
 
-def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:
-    whole = np.full(length, padding, dtype=values.dtype)
-    whole[: len(values)] = values
-    return whole
-
-
 def describe_targets(config: Config, sample: PackedSample) -> str:
     """Return a line on the labels of the first sequence that count toward the loss."""
     mask = MaskRule.of(config)(sample.documents, config.seq, config.seq, sample.slices)
@@ -375,12 +345,10 @@ def describe_targets(config: Config, sample: PackedSample) -> str:
 
 
 def unseen_labels(labels: NDArray[np.int32], mask: SequenceMask) -> NDArray[np.int32]:
-    """Return the labels, with those ignored that the mask lets the model see.
+    """Return the labels of a sequence, with those ignored that the mask lets the model see.
 
     The label at a position is the next token. It counts only if no query up to that position sees a
     later key, so that no layer can carry the label to its own prediction.
-
-    labels: labels of a whole sequence.
     """
     if mask.is_causal_interval:
         return labels

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mtrain_cli.model.decoder import Attend
     from mtrain_cli.records.metrics import StepMetrics
     from mtrain_cli.training.batch import Batch, PackedSample
-    from mtrain_cli.training.step_result import StepResult
+    from mtrain_cli.training.step import StepResult
 
 
 @dataclass(frozen=True)

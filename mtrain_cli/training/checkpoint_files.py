@@ -1,11 +1,8 @@
 """Read the files of torch.distributed.checkpoint (DCP) without executing code in them.
 
-Checksums show that a file is unchanged, not that it is harmless. Therefore:
-
-- `.metadata` is a pickle. Loading it creates only classes that DCP writes.
-- Tensors and other values are read with `weights_only=True`.
-- File names in `.metadata` must stay inside the checkpoint's folder.
-- No entry may unpack to more bytes than the files hold.
+Checksums show that a file is unchanged, not that it is harmless. So loading the pickle `.metadata`
+creates only classes that DCP writes, tensors and other values are read with `weights_only=True`,
+file names stay inside the folder, and no entry unpacks to more bytes than the files hold.
 """
 
 from __future__ import annotations
@@ -14,9 +11,9 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,11 +21,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, set
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -42,25 +37,14 @@ Offsets = tuple[int, ...]  # of a part along each dimension, or its sizes
 
 
 class ForeignFileError(ValueError):
-    """A checkpoint file holds data that DCP does not write.
-
-    The message is one line that begins with the name of the file or the tensor.
-    """
+    """A checkpoint file holds data that DCP does not write. The message names file or tensor."""
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """DCP's reader for one checkpoint folder, with the checks of this module.
-
-    `read_metadata` takes no arguments. The signature tells DCP that ranks have no metadata files.
-    """
+    """DCP's reader for one checkpoint folder, with the checks of this module."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read and check `.metadata`.
-
-        Raises:
-            ForeignFileError: `.metadata` holds data that DCP does not write.
-            OSError: `.metadata` cannot be read.
-        """
+        """Read and check `.metadata`. Raise ForeignFileError or OSError."""
         super().__init__(folder)
         self._folder = Path(folder)
         with (self._folder / METADATA).open("rb") as file:
@@ -69,6 +53,7 @@ class CheckpointReader(dcp.FileSystemReader):
             except ValueError as error:
                 raise ForeignFileError(f"{METADATA} {error}") from error
 
+    # Without arguments: the signature tells DCP that ranks have no metadata files.
     def read_metadata(self) -> Metadata:  # type: ignore[override]
         return self.metadata
 
@@ -163,67 +148,55 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
 
     Raises:
         ValueError: a part has another type. The message starts with a verb ("names the file ...").
-            The caller prepends the name of the metadata file.
     """
-    if not isinstance(metadata, Metadata) or not isinstance(
-        metadata.__dict__.get("storage_data"), dict
-    ):
-        raise ValueError("does not describe a checkpoint")
-    described: Any = metadata.__dict__.get("state_dict_metadata")
-    if not isinstance(described, dict) or not all(
-        isinstance(name, str) and _is_entry(entry) for name, entry in described.items()
-    ):
-        raise ValueError("describes its tensors in a format that DCP does not write")
-    sizes: dict[str, int] = {}
+    try:
+        return _with_valid_parts(metadata, folder)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ValueError("describes its tensors in a format that DCP does not write") from error
+
+
+def _with_valid_parts(metadata: Any, folder: Path) -> Metadata:
+    """Check what `_checked` checks. Raise TypeError and the like for parts of another type."""
+    kinds, sizes, claimed = (TensorStorageMetadata, BytesStorageMetadata), {}, 0
+    _require(isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict))
+    _require(all(isinstance(e, kinds) for e in metadata.state_dict_metadata.values()))
     for index, info in metadata.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not _is_info(info):
-            raise ValueError("describes its files in a format that DCP does not write")
-        name = info.relative_path
+        name, begin, length = info.relative_path, info.offset, info.length
+        _require(isinstance(index, MetadataIndex) and isinstance(info, _StorageInfo))
+        _require(type(begin) is type(length) is int and min(begin, length) >= 0)
+        _require(not info.__dict__.get("transform_descriptors"))  # such as compression
         if not plain_name(name):
             raise ValueError(f"names the file {name!r}, which is not in this folder")
         if name not in sizes:
             path = folder / name
             sizes[name] = path.stat().st_size if path.is_file() else 0
-        if info.offset + info.length > sizes[name]:
+        if begin + length > sizes[name]:
             raise ValueError(f"refers to data beyond the {sizes[name]:,} bytes of {name}")
-    tensors = tensors_of(metadata, "")
-    for name, entry in tensors.items():
+    for name, entry in tensors_of(metadata, "").items():
+        dtype, parts = entry.properties.dtype, []
+        _require(isinstance(dtype, torch.dtype) and not dtype.is_complex)
+        for chunk in entry.chunks:
+            _require(len(chunk.offsets) == len(chunk.sizes) == len(entry.size))
+            places = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            _require(all(at >= 0 and size >= 0 and at + size <= n for at, size, n in places))
+            if chunk.sizes.numel():
+                parts.append((tuple(chunk.offsets), tuple(chunk.sizes)))
         located = all(MetadataIndex(name, c.offsets) in metadata.storage_data for c in entry.chunks)
-        if not located or not _covers(entry):
+        covered = _tiles(parts, tuple(entry.size)) or not entry.size.numel()
+        if not located or not covered:
             raise ValueError(f"does not say where all parts of {name} are")
+        claimed += entry.size.numel() * dtype.itemsize
     # DCP writes tensors uncompressed, so the tensors cannot take more bytes than the files.
-    claimed = sum(e.size.numel() * e.properties.dtype.itemsize for e in tensors.values())
     if claimed > (stored := sum(sizes.values())):
         raise ValueError(f"claims {claimed:,} bytes of tensors, but the files hold {stored:,}")
-    if not isinstance(metadata.__dict__.get("storage_meta"), StorageMeta):
+    if not isinstance(metadata.storage_meta, StorageMeta):
         metadata.storage_meta = StorageMeta()
     return metadata
 
 
-def _is_entry(entry: object) -> bool:
-    if isinstance(entry, BytesStorageMetadata):
-        return True
-    if not isinstance(entry, TensorStorageMetadata):
-        return False
-    fields = entry.__dict__
-    properties, chunks = fields.get("properties"), fields.get("chunks")
-    return (
-        isinstance(properties, TensorProperties)
-        and isinstance(properties.__dict__.get("dtype"), torch.dtype)
-        and not properties.dtype.is_complex
-        and _is_size(fields.get("size"))
-        and isinstance(chunks, list)
-        and all(
-            isinstance(chunk, ChunkStorageMetadata) and _is_part(chunk.__dict__, entry.size)
-            for chunk in chunks
-        )
-    )
-
-
-def _covers(entry: TensorStorageMetadata) -> bool:
-    """Return whether the chunks, which form a grid, cover each element of the tensor once."""
-    filled = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if c.sizes.numel()]
-    return _tiles(filled, tuple(entry.size)) or not entry.size.numel()
+def _require(holds: bool) -> None:
+    if not holds:
+        raise TypeError
 
 
 def _tiles(parts: Sequence[tuple[Offsets, Offsets]], size: Offsets) -> bool:
@@ -240,24 +213,3 @@ def _tiles(parts: Sequence[tuple[Offsets, Offsets]], size: Offsets) -> bool:
         if rows != size[0]:
             return False
     return _tiles(list(columns), size[1:])
-
-
-def _is_part(chunk: Mapping[str, Any], whole: torch.Size) -> bool:
-    offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
-    if not (_is_size(offsets) and _is_size(sizes) and len(offsets) == len(sizes) == len(whole)):
-        return False
-    return all(offset + size <= n for offset, size, n in zip(offsets, sizes, whole, strict=True))
-
-
-def _is_size(size: object) -> TypeGuard[torch.Size]:
-    return isinstance(size, torch.Size) and all(n >= 0 for n in size)
-
-
-def _is_info(info: object) -> bool:
-    if not isinstance(info, _StorageInfo):
-        return False
-    fields = info.__dict__
-    counts = (fields.get("offset"), fields.get("length"))
-    # mtrain writes no transforms such as compression.
-    transformed = bool(fields.get("transform_descriptors"))
-    return all(type(count) is int and count >= 0 for count in counts) and not transformed

@@ -30,9 +30,7 @@ class NotARunError(ConfigError):
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the committed checkpoints of a run or of a checkpoints folder, newest first.
-
-    If `path` is any other folder, return a list of only that folder, without reading the folder.
+    """Return the checkpoints of a run or of a checkpoints folder, newest first; else the folder.
 
     Raises:
         NoCheckpointError: the run or the checkpoints folder holds no checkpoint.
@@ -40,17 +38,10 @@ def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
     folder = Path(path)
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
-    found = [folder / f"step-{step}" for step in committed_steps(folder)]
-    if not found and (folder.name == "checkpoints" or (folder / RESOLVED).is_file()):
+    checkpoints = [folder / f"step-{step}" for step in committed_steps(folder)]
+    if not checkpoints and (folder.name == "checkpoints" or (folder / RESOLVED).is_file()):
         raise NoCheckpointError(f"{folder}: holds no checkpoint")
-    return found or [folder]
-
-
-def others_beside(checkpoint: Path) -> str:
-    """Return the end of a message that a checkpoint is damaged: the others of its run, or ""."""
-    steps = committed_steps(checkpoint.parent)
-    others = [f"step-{step}" for step in steps if f"step-{step}" != checkpoint.name]
-    return f". The run also has {', '.join(others)}" if others else ""
+    return checkpoints or [folder]
 
 
 def find_source(source: Path) -> Path:
@@ -66,18 +57,14 @@ def find_source(source: Path) -> Path:
     in_run = source.resolve() in (run, run / "checkpoints")
     if not source.exists() or not (in_run or source.resolve().name.startswith("step-")):
         names = [f"step-{step}" for step in reversed(committed_steps(run / "checkpoints"))]
-        held = (
-            f"the checkpoints of this run are {', '.join(names)}" if names else "the run has none"
-        )
+        held = f"the run has {', '.join(names) or 'none'}"
         raise NoCheckpointError(f"{source}: no such checkpoint; {held}")
     checkpoints_of(source)
     return source
 
 
 def run_of(source: Path) -> Path:
-    """Return the run that `source` belongs to.
-
-    source: folder of a run, its checkpoints folder, or a checkpoint.
+    """Return the run of a run's folder, checkpoints folder or checkpoint.
 
     Raises:
         NotARunError: there is no such run.

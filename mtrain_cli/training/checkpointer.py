@@ -1,13 +1,11 @@
 """Checkpoints that all ranks write in the background and verify when they load.
 
-torch.distributed.checkpoint (DCP) writes and reads the tensors, so a checkpoint loads into any
-sharding. This module adds a commit by one atomic rename, checksums, and a limit on the number of
-checkpoints. When the disk is full, a save fails with a warning and training goes on.
+torch.distributed.checkpoint (DCP) writes and reads the tensors, in any sharding. This module adds a
+commit by one atomic rename, checksums, and a limit on the number of checkpoints.
 
     checkpoints/step-50/            complete: DCP's files, .metadata, manifest.json
     checkpoints/step-60.tmp-1/      being written, or left by a crash: never read, removed on start
-    checkpoints/step-50.replaced/   the old step-50 while a new step-50 replaces it. If a crash
-                                    prevents the replacement, the next start restores the folder.
+    checkpoints/step-50.replaced/   the old step-50 while a new one replaces it, restored on start
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.manifest import (
     FileEntry,
     Manifest,
@@ -44,16 +41,10 @@ from mtrain_cli.launch.manifest import (
     committed_steps,
     incomplete_after,
 )
-from mtrain_cli.model.stored_sizes import wrong_sizes
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training import checkpoint_files
 from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
-from mtrain_cli.training.checkpoint_source import (
-    CheckpointError,
-    NoCheckpointError,
-    checkpoints_of,
-    others_beside,
-)
+from mtrain_cli.training.checkpoint_source import CheckpointError, NoCheckpointError, checkpoints_of
 
 T = TypeVar("T")
 Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]
@@ -79,20 +70,16 @@ class Checkpointer:
 
         Args:
             directory: created if missing. All ranks must see the same directory.
-            keep: number of newest checkpoints to keep, at least 1. The disk needs room for one
-                checkpoint more than `keep`.
-            process_group: the ranks that save together. None means all ranks, or only this process
-                if torch.distributed is not initialized. The checkpointer makes a new gloo group of
-                these ranks, so that a save in the background never mixes with other collectives.
-            report: called on rank 0 with the reason why a checkpoint is skipped. By default, log
-                the reason.
+            keep: number of newest checkpoints to keep, at least 1. The disk must hold one more.
+            process_group: the ranks that save together; by default all, or only this process. They
+                get a new gloo group, so that saving never mixes with other collectives.
+            report: called on rank 0 with the reason why a checkpoint is skipped; default: log it.
 
         Raises:
             CheckpointError: the directory cannot be created or cleaned.
         """
         assert keep >= 1
-        self._directory = Path(directory)
-        self._keep = keep
+        self._directory, self._keep = Path(directory), keep
         self._group = None
         if dist.is_initialized():
             ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
@@ -115,19 +102,13 @@ class Checkpointer:
         """Save `state` as the checkpoint of `step`, replacing an earlier checkpoint of that step.
 
         Wait for the previous save, copy the tensors to the CPU, and write them in the background.
-        With `asynchronous=False`, also wait for the write.
 
-        Args:
-            step: number of completed optimizer steps.
-            state: a dict with any of these keys:
-                model, optimizer: state dicts of DTensors or tensors.
-                trainer: values that JSON can represent, equal on all ranks.
-                rng: states of this rank's random generators, as tensors.
+        state: `model` and `optimizer` are state dicts of DTensors or tensors, `trainer` has JSON
+            values that are equal on all ranks, `rng` this rank's generators as tensors.
 
         Raises:
-            CheckpointError: on all ranks, if the previous save failed, or if this save is
-                synchronous and failed. This save runs even if the previous save failed. Committed
-                checkpoints stay intact.
+            CheckpointError: on all ranks, if the previous save or this synchronous one
+                failed. This save runs in any case. Committed checkpoints stay intact.
         """
         earlier = self._finish()
         self._attempts += 1
@@ -149,13 +130,8 @@ class Checkpointer:
             raise CheckpointError(*(str(error) for error in (earlier, own) if error))
 
     def wait(self) -> None:
-        """Wait for the save in progress. Call this before you destroy the process group.
-
-        Raises:
-            CheckpointError: on all ranks, if the save failed.
-        """
-        failure = self._finish()
-        if failure:
+        """Wait for the save in progress. If it failed, raise CheckpointError on all ranks."""
+        if failure := self._finish():
             raise failure
 
     def latest(self) -> int | None:
@@ -163,12 +139,9 @@ class Checkpointer:
         return next(iter(committed_steps(self._directory)), None)
 
     def holds_only_weights(self) -> bool:
-        """Return whether the newest checkpoint is one of `mtrain checkpoint import`: only weights.
+        """Return whether the newest checkpoint on rank 0's disk is an import: only weights."""
 
-        All ranks return what rank 0 finds.
-        """
-
-        def found() -> bool:
+        def has_no_trainer() -> bool:
             step = self.latest()
             if step is None:
                 return False
@@ -177,30 +150,7 @@ class Checkpointer:
             except (OSError, ValueError):
                 return False  # the checkpoint is damaged; loading it reports why
 
-        return self._on_all_ranks(found)[0]
-
-    def require_sizes(self, model: ModelConfig, given: Path) -> None:
-        """Check the sizes of a model against the newest checkpoint, if it can be read.
-
-        Args:
-            given: the file that gives the sizes, for the message.
-
-        Raises:
-            ConfigError: on all ranks. The message has a line for each wrong size.
-        """
-
-        def wrong() -> list[str]:
-            step = self.latest()
-            if self._rank or step is None:
-                return []
-            folder = self._directory / f"step-{step}"
-            with contextlib.suppress(OSError, ForeignFileError):  # `load` reports damage
-                shapes = _shapes(CheckpointReader(folder))
-                return [str(line) for line in wrong_sizes(model, shapes, folder, given)]
-            return []
-
-        if found := self._on_all_ranks(wrong)[0]:
-            raise ConfigError(*found)
+        return self._on_all_ranks(has_no_trainer)[0]
 
     def describe_fallback(self) -> str:
         """Return a clause that says whether an earlier checkpoint is left to resume from."""
@@ -213,21 +163,20 @@ class Checkpointer:
         """Load the newest intact checkpoint into `state` and return its step.
 
         Fill the tensors of `state` in place, in any sharding, and replace `state["trainer"]`. Leave
-        `rng` unchanged if a different number of ranks wrote the checkpoint. Each rank verifies the
-        checksums of some files.
+        `rng` unchanged if a different number of ranks wrote the checkpoint.
 
         Raises:
             NoCheckpointError: on all ranks. The message has one line per unusable checkpoint.
         """
         self.wait()
-        found = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
+        steps = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
         lines = []
-        for step in found:
+        for step in steps:
             problem = self._load_step(step, state)
             if problem is None:
                 return step
             lines.append(f"{self._directory / f'step-{step}'}: {problem}")
-            if self._rank == 0 and step != found[-1]:
+            if self._rank == 0 and step != steps[-1]:
                 self._report(f"{lines[-1]}; using the previous checkpoint instead")
         raise NoCheckpointError(*(lines or [f"{self._directory}: holds no checkpoint"]))
 
@@ -314,8 +263,7 @@ class Checkpointer:
         partial.rename(final)
         _fsync_folder(self._directory)
         _remove(replaced)
-        # A run that fell back to an earlier checkpoint leaves later ones. Neither count nor remove
-        # them.
+        # A run that fell back to an earlier checkpoint leaves later ones, which do not count.
         steps = [step for step in committed_steps(self._directory) if step <= manifest.step]
         for step in steps[self._keep :]:
             _remove(self._directory / f"step-{step}")
@@ -364,22 +312,14 @@ def load_model_state(
     report: Callable[[str], None] | None = None,
     targets: Targets | None = None,
 ) -> tuple[int, dict[str, Tensor]]:
-    """Return the step and the whole model of a checkpoint, read by this process alone.
-
-    The model is a dict of tensors by parameter name.
+    """Return the step and the whole model of a checkpoint, by parameter name, in this process.
 
     Args:
-        path, report: as in `newest_intact`.
-        targets: returns the tensors to fill, from the shapes of the checkpoint's tensors. Their
-            dtype and device may be any. By default, allocate tensors on the CPU in the
-            checkpoint's dtype.
-
-    Raises:
-        NoCheckpointError: there is no intact checkpoint.
+        path, report: as in `newest_intact`, which also names the errors.
+        targets: returns the tensors to fill, of any dtype and device, from the shapes of the
+            checkpoint's. By default, allocate them on the CPU in the checkpoint's dtype.
     """
-    return newest_intact(
-        path, lambda one: (Manifest.read(one).step, _read_model(one, targets)), report
-    )
+    return newest_intact(path, lambda f: (Manifest.read(f).step, _read_model(f, targets)), report)
 
 
 def newest_intact(
@@ -390,8 +330,7 @@ def newest_intact(
     """Return what ``use`` makes of the newest checkpoint whose files have their checksums.
 
     Args:
-        path: a `step-N` folder, or a run or checkpoints folder. From a run or checkpoints folder,
-            use the newest intact checkpoint.
+        path: a `step-N` folder, or a run or checkpoints folder.
         use: gets the folder. If it raises ForeignFileError, the checkpoint counts as damaged.
         report: called with the reason why a checkpoint is skipped. By default, log the reason.
 
@@ -403,31 +342,24 @@ def newest_intact(
     report = report or logging.getLogger(__name__).warning
     problems = []
     for candidate in candidates:
-        found = _verify(candidate, 0, 1)
+        damage = _verify(candidate, 0, 1)
         try:
-            if not found:
-                newer = [] if candidate == path else incomplete_after(candidate)
-                for folder in newer:
+            if not damage:
+                for folder in [] if candidate == path else incomplete_after(candidate):
                     report(f"{folder}: is incomplete; using {candidate.name} instead")
                 return use(candidate)
         except ForeignFileError as error:
-            found = [str(error)]
-        problems.append(f"{candidate}: {'; '.join(found)}")
+            damage = [str(error)]
+        problems.append(f"{candidate}: {'; '.join(damage)}")
         if candidate != candidates[-1]:
             report(f"{problems[-1]}; using the previous checkpoint instead")
-    if len(candidates) == 1:
-        problems[0] += others_beside(candidates[0])
     raise NoCheckpointError(*problems)
 
 
 def write_model_state(
     directory: str | os.PathLike[str], step: int, model: Mapping[str, Tensor]
 ) -> Path:
-    """Write a checkpoint that holds only a model, from this process alone. Return its folder.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be written.
-    """
+    """Write a checkpoint that holds only a model, from this process alone. Return its folder."""
     Checkpointer(directory, keep=2**31).save(step, {"model": dict(model)}, asynchronous=False)
     return Path(directory) / f"step-{step}"
 
@@ -471,11 +403,11 @@ def _read(
 def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tensor]:
     """Return the model of a checkpoint by parameter name, as `load_model_state`."""
     reader, prefix = CheckpointReader(folder), _MODEL
-    found = checkpoint_files.tensors_of(reader.metadata, prefix).items()
     if targets is None:
+        stored = checkpoint_files.tensors_of(reader.metadata, prefix).items()
         model = {
             name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in found
+            for name, entry in stored
         }
     else:
         model = targets(_shapes(reader))
@@ -490,8 +422,8 @@ def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tenso
 
 def _shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a stored model's tensors, by parameter name."""
-    found = checkpoint_files.tensors_of(reader.metadata, _MODEL)
-    return {name.removeprefix(_MODEL): tuple(entry.size) for name, entry in found.items()}
+    stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
+    return {name.removeprefix(_MODEL): tuple(entry.size) for name, entry in stored.items()}
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import filecmp
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,12 +41,7 @@ BEGIN = "begin.json"  # in that folder: what the documents of the training start
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export.
-
-    config: configuration of the run.
-    step: step of the exported checkpoint.
-    tokenizer: a line for the user: which tokenizer was exported, or why no tokenizer was.
-    """
+    """Result of an export. tokenizer: a line on which tokenizer was exported, or why none was."""
 
     config: Config
     step: int
@@ -52,10 +49,9 @@ class Exported:
 
 
 def import_folder(source: Path, run: Path) -> Config:
-    """Create a run from a Hugging Face folder. Checkpoint `step-0` holds the float32 weights.
+    """Create a run from a Hugging Face folder, with float32 weights in the checkpoint `step-0`.
 
-    Return the configuration of the run: the model of `source`, and defaults. The whole model must
-    fit the memory of this process. After an error, nothing is left in `run`.
+    Return its configuration: the model of `source`, and defaults. The whole model must fit memory.
 
     Raises:
         ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
@@ -76,7 +72,13 @@ def import_folder(source: Path, run: Path) -> Config:
             for name, shape in huggingface.state_shapes(folder.model).items()
         }
         checkpointer.write_model_state(created.checkpoints, 0, weights)
-        _copy_tokenizer(source, created.path / TOKENIZER)
+        files, copy = None, created.path / TOKENIZER  # an export reads the copy
+        with contextlib.suppress(ConfigError):
+            files = of_folder(source)
+        if files is not None:
+            copy.mkdir()
+            files.write(copy)
+            (copy / "config.json").write_text(json.dumps(dict(files.ids)), encoding="utf-8")
     except BaseException:
         created.discard()
         raise
@@ -98,12 +100,9 @@ def export_checkpoint(
     The whole model must fit the memory of this process in float32.
 
     Args:
-        source: path of a run or of a `step-N` folder, or the name of a run under runs/. From a run,
-            export the newest intact checkpoint.
+        source: path of a run or of a `step-N` folder, or the name of a run under runs/.
         target: a new folder.
-        dtype: dtype of the exported weights.
-        tokenizer: folder to copy the tokenizer from. By default, export the tokenizer that the run
-            was trained with.
+        tokenizer: folder to copy the tokenizer from; by default, that of the run's training.
         report: called with the reason why a checkpoint is skipped.
 
     Raises:
@@ -119,15 +118,15 @@ def export_checkpoint(
     files, reason = tokenizer_of_run(config, run) if named is None else (named, "")
     remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
     # Before reading weights, refuse shapes that the model family does not support.
-    mask = config.mask
-    config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32", mask=mask)
+    mask, model, seq = config.mask, config.model, config.seq
+    config_json(model, rope_factor=1.0, seq=seq, dtype="float32", mask=mask)
     try:
         step, weights = checkpointer.load_model_state(source, report)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    expected, by = huggingface.state_shapes(config.model), str(run / RESOLVED)
-    problems: Sequence[str] = wrong_sizes(config.model, shapes, source, by)
+    expected, by = huggingface.state_shapes(model), str(run / RESOLVED)
+    problems: Sequence[str] = wrong_sizes(model, shapes, source, by)
     problems = problems or huggingface.parameter_problems(
         shapes, expected, where=lambda _: source, expected_by=by
     )
@@ -135,21 +134,14 @@ def export_checkpoint(
         raise ConfigError(*problems)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
-        raise ConfigError(bias_problem(config.model.family))
+        raise ConfigError(bias_problem(model.family))
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: weights.pop(name) for name in names}
 
-    factor = rope_factor(config.model.rope, config.seq)
+    factor = rope_factor(model.rope, seq)
     huggingface.write_folder(
-        target,
-        config.model,
-        read,
-        rope_factor=factor,
-        seq=config.seq,
-        dtype=dtype,
-        mask=mask,
-        tokenizer=files,
+        target, model, read, rope_factor=factor, seq=seq, dtype=dtype, mask=mask, tokenizer=files
     )
     remark = remark or f"tokenizer: {files.name}" if files else remark
     if mask.plain_window is None and mask.kind != "causal":
@@ -203,8 +195,8 @@ def record_begin(config: Config, run: Path) -> None:
 def _recorded_begin(config: Config, run: Path) -> Begin | None:
     """Return what `record_begin` wrote; for a run of an earlier version, ask its data."""
     try:
-        found = documents.read_json(run / TOKENIZER / BEGIN)
-        return None if found is None else Begin(tuple(map(int, found["ids"])), str(found["name"]))
+        begin = documents.read_json(run / TOKENIZER / BEGIN)
+        return None if begin is None else Begin(tuple(map(int, begin["ids"])), str(begin["name"]))
     except (OSError, ValueError, TypeError, KeyError):
         return _begin(config)
 
@@ -225,26 +217,16 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
     """Return the tokenizer that `data.tokenizer` names, with files such as a chat template."""
     if choice == "bytes":
         return _bytes()
-    path, eos = Path(choice), _eos_id(choice)
+    path, eos = Path(choice), None
+    with contextlib.suppress(ConfigError):  # the tokenizer does not open
+        eos = open_tokenizer(choice).eos
     return of_folder(path.parent, eos) if path.name == TOKENIZER_JSON else of_file(path, eos)
 
 
-def _eos_id(choice: str) -> int | None:
-    """Return the end-of-document id; None without one, or if the tokenizer does not open."""
-    try:
-        return open_tokenizer(choice).eos
-    except ConfigError:
-        return None
-
-
 def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles | None:
-    """Return the tokenizer of the token stores that `mtrain data prepare` wrote.
+    """Return the tokenizer of the run's token stores; None if they differ or some is no store.
 
-    Return None if the stores' tokenizers differ or if a folder of the data is not such a store.
-
-    Args:
-        folder: folder of `train.init_from`, or None. If this folder and the stores have the same
-            tokenizer.json, take the tokenizer from this folder, which holds more files.
+    folder: folder of `train.init_from`, which holds more files if its tokenizer.json is the same.
     """
     metas = _metas_of_stores(config)
     if len({meta.tokenizer_identity for meta in metas}) != 1:
@@ -252,8 +234,9 @@ def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles 
     if metas[0].tokenizer_identity == ByteTokenizer.identity:
         return _bytes()
     file = _stores(config)[0] / TOKENIZER_JSON
-    if folder is not None and _content(folder / TOKENIZER_JSON) == _content(file):
-        return of_folder(folder)
+    theirs = None if folder is None else folder / TOKENIZER_JSON
+    if theirs and theirs.is_file() and file.is_file() and filecmp.cmp(theirs, file, shallow=False):
+        return of_folder(theirs.parent)
     return of_file(file, metas[0].eos)
 
 
@@ -278,10 +261,6 @@ def _bytes() -> TokenizerFiles:
     return of_bytes(tokenizer.bos, tokenizer.eos, tokenizer.pad)
 
 
-def _content(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None
-
-
 def _was_trained(run: Path) -> bool:
     """Return whether a run was trained. The checkpoint of an untrained import has only weights."""
     checkpoints = run / "checkpoints"
@@ -290,14 +269,3 @@ def _was_trained(run: Path) -> bool:
         return not steps or any(Manifest.read(checkpoints / f"step-{n}").trainer for n in steps)
     except ManifestError:
         return True  # loading reports the problem
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files and token ids of an imported folder. An export reads the copies."""
-    try:
-        files = of_folder(source)
-    except ConfigError:
-        return
-    target.mkdir()
-    files.write(target)
-    (target / "config.json").write_text(json.dumps(dict(files.ids)), encoding="utf-8")

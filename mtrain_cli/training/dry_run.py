@@ -26,7 +26,6 @@ from mtrain_cli.training import initial_weights
 from mtrain_cli.training.expert_traffic import ExpertRun
 from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import ASSUMED_DENSITY, causal_pairs
-from mtrain_cli.training.layout_choice import layout_advice
 from mtrain_cli.training.memory import GIB, size
 from mtrain_cli.training.memory_search import KEPT, longest_seq, refusal, search
 from mtrain_cli.training.planning import make_plan
@@ -97,7 +96,6 @@ def render(
         *data,
         ("documents", documents),
         *parallel_rows(plan),
-        *_layout_advice(plan),
         *mask_rows(config, read),
         *sparsity_rows(plan),
         ("dtype", describe_dtype(plan)),
@@ -211,17 +209,6 @@ def time_rows(estimate: StepEstimate | None) -> Rows:
     """Return a row on the predicted time of a step; none if nothing is known about it."""
     line = "" if estimate is None else estimate.describe()
     return [("time", line)] if line else []
-
-
-def _layout_advice(plan: RunPlan) -> Rows:
-    """Return a row if the balanced layout suits the masks of the data better; none if unknown."""
-    read, environment = plan.data_masks, plan.environment
-    if read is None or not read.masks or too_many_to_count(plan.layout):
-        return []
-    config, workers = plan.config.of_worker, plan.dims.cp
-    padded = [[mask.repadded(plan.layout.padded_seq) for mask in read.masks[: read.micro_batch]]]
-    advice = layout_advice(config, workers, environment.context_per_node, padded)
-    return [("", advice)] if advice else []
 
 
 def exchange_rows(plan: RunPlan) -> Rows:

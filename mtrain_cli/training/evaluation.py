@@ -33,12 +33,9 @@ FIRST_EDGE = 128  # tokens; the end of each later bucket is twice the end of the
 
 @dataclass(frozen=True)
 class ContextBucket:
-    """The tokens with `begin` to `end` - 1 earlier tokens in their document.
+    """The tokens with `begin` to `end` - 1 earlier tokens in their document or sequence.
 
-    Without data.document_mask, the whole sequence counts as one document.
-
-    tokens: number of tokens in the bucket.
-    loss: mean loss of these tokens in nats. None if the bucket is empty or the loss not finite.
+    loss: mean in nats. None if the bucket is empty or the loss not finite.
     """
 
     begin: int
@@ -53,8 +50,6 @@ class Evaluation:
 
     loss: mean over all tokens with a label, in nats; None if it was not finite.
     tokens: number of tokens with a label.
-    sequences: number of held-out sequences.
-    seconds: wall-clock time of the evaluation.
     attention: "dense", or the name of the sparse pattern that attention used.
     buckets: loss by context length, shortest first.
     """
@@ -102,12 +97,10 @@ def evaluate(trainer: Trainer) -> Evaluation:
     hosts: dict[int, HostBatch] = {}
 
     def batch_of(number: int) -> Batch:
-        # Workers gather parameters together. A worker that has no sequence left must compute, too:
-        # it computes the sequence of another worker, and does not count the loss.
+        # Workers gather parameters together, so one without a sequence computes that of another.
         own = firsts[number] + replica < len(held_out)
-        hosts[number] = make.on_host(
-            [held_out[firsts[number] + replica if own else firsts[number]]]
-        )
+        sample = held_out[firsts[number] + replica if own else firsts[number]]
+        hosts[number] = make.on_host([sample])
         return make.to_device(hosts[number])
 
     def count(number: int, losses: torch.Tensor | None) -> None:
@@ -162,10 +155,7 @@ def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
 
 
 class EvaluationWriter:
-    """Append to `evaluations.jsonl` of a run, after removing the rows of steps after `start_step`.
-
-    kept: the rows of the other steps, which remain in the file.
-    """
+    """Append to `evaluations.jsonl` of a run, where only rows up to `start_step` are kept."""
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         self.path = Path(run_dir) / EVALUATIONS_FILE
@@ -187,14 +177,7 @@ class EvaluationWriter:
 
 
 def read_evaluations(path: Path) -> tuple[list[Evaluation], list[int]]:
-    """Return the evaluations in a run's folder, in the order of the file.
-
-    Skip an incomplete last line, which a crash cut short.
-
-    Returns:
-        The evaluations, and the numbers of the damaged lines, from 1. Both are empty if the folder
-        has no such file.
-    """
+    """Return the evaluations in a run's folder, and the numbers of damaged lines, from 1."""
     file = Path(path) / EVALUATIONS_FILE
     if not file.is_file():
         return [], []
@@ -204,10 +187,7 @@ def read_evaluations(path: Path) -> tuple[list[Evaluation], list[int]]:
 def losses_by_bucket(
     evaluations: Sequence[Evaluation],
 ) -> list[tuple[int, int, list[float | None]]]:
-    """Return the begin, the end and the losses of each bucket that ever has tokens.
-
-    The list of losses has one entry per evaluation. None means that the bucket is empty.
-    """
+    """Return begin, end and losses by evaluation (None if empty) of each bucket with tokens."""
     spans = sorted(
         {(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens}
     )

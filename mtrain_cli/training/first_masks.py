@@ -18,7 +18,6 @@ ASSUMED = "memory and stages assume causal documents"
 class FirstMasks:
     """The masks of the first sequences of data that bring masks (`data.mask_key`).
 
-    key: value of `data.mask_key`.
     masks: one per sequence, without padding; none if the data cannot be read.
     micro_batch: number of sequences in a micro-batch.
     problem: why the data cannot be read; "" if they were read.
@@ -52,10 +51,7 @@ class FirstMasks:
 
 
 def first_masks(config: Config) -> FirstMasks | None:
-    """Read the masks of the first sequences of a run; None if its data bring no masks.
-
-    These are whole micro-batches of together `MOST_READ` sequences, or one if it is larger.
-    """
+    """Read the masks of `MOST_READ` sequences, or one micro-batch; None if data bring no masks."""
     data, each = config.data, config.train.micro_batch
     if data.mask_key is None:
         return None
@@ -71,10 +67,7 @@ def first_masks(config: Config) -> FirstMasks | None:
 
 @dataclass(frozen=True)
 class _Source:
-    """The settings on which the sequences depend.
-
-    config: the whole configuration, whose other settings do not matter.
-    """
+    """The settings on which the sequences depend. Others of ``config`` do not matter."""
 
     data: DataConfig
     seq: int

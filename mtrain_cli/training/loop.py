@@ -14,7 +14,6 @@ from mtrain_cli.config.documents import damaged_lines
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.restart import read_restarts
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
@@ -34,15 +33,15 @@ from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.step import NonFiniteError
 from mtrain_cli.training.step_estimate import StepEstimate
-from mtrain_cli.training.step_result import NonFiniteError
 from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import StragglerWatches
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
 """Function that makes a callback from (trainer, run folder, `TrainingProgress.message`)."""
 Estimate = Callable[[RunPlan], StepEstimate]
-"""Function that estimates a step of a plan, such as `simulation.estimate.estimate_step`."""
+"""Function that estimates a step of a plan, such as `simulation.scenario.estimate_step`."""
 
 
 def train(
@@ -71,7 +70,6 @@ def train(
             run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
         )
         if resume:
-            checkpointer.require_sizes(config.model, run_dir.resolved)
             trainer.resume(checkpointer)
         if first:
             record_begin(config, run_dir.path)
@@ -151,8 +149,6 @@ def _announce(
         lines = damaged_lines(run_dir.metrics, damaged) if damaged else ""
         if line := line_on_file(run_dir.metrics, lines, step_remarks(earlier, trainer.step)):
             progress.message(f"{line}; training goes on", warning=True)
-        if restarts:
-            progress.add_earlier_steps(earlier, [entry.step for entry in read_restarts(run_dir)])
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) -> StateReporter:

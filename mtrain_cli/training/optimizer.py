@@ -22,9 +22,8 @@ GIVEN_WEIGHTS_LR = 2e-5
 def peak_learning_rate(config: Config) -> float:
     """Return `optim.lr`. For `auto`, return a learning rate that suits the initial weights.
 
-    Random weights: 2e-3 at width 128, and proportional to 1 / width, as Adam needs for hidden
-        matrices (Tensor Programs V, table 3).
-    Weights of `train.init_from`: 2e-5, as in MTraining's released scripts.
+    For random weights 2e-3 at width 128, proportional to 1 / width, as Adam needs for hidden
+    matrices (Tensor Programs V, table 3); for given ones 2e-5, as in MTraining's scripts.
     """
     if isinstance(config.optim.lr, float):
         return config.optim.lr
@@ -34,9 +33,8 @@ def peak_learning_rate(config: Config) -> float:
 class ShardedAdamW(torch.optim.AdamW):
     """Fused AdamW that steps plain tensors: this worker's shard of each parameter.
 
-    PyTorch's AdamW on DTensors computes the sharding of each result again in every step. For
-    Qwen2.5-3B this took 20 ms of host time per step, while four H200s idled. PyTorch still creates,
-    saves and loads the states as DTensors.
+    PyTorch's AdamW on DTensors computes the sharding of each result again in every step: 20 ms of
+    host time for Qwen2.5-3B, while four H200s idled.
     """
 
     @torch.no_grad()
@@ -98,27 +96,23 @@ class DeviceOptimizer:
     """Weights, gradients and AdamW states on the device. `OffloadedOptimizer` has the same methods.
 
     masters: the decoder that the optimizer steps and that checkpoints hold.
-    last_micro_batch: whether the current backward pass is the last backward pass of its step.
+    last_micro_batch: whether the current backward pass is the last of its step.
     """
 
     def __init__(
         self, decoder: Decoder, optim: OptimConfig, copies: Callable[[torch.Tensor], int] = copies
     ) -> None:
-        """Make the optimizer of a decoder's shards.
-
-        copies: returns the number of workers that hold the same shard of a parameter.
-        """
+        """Make the optimizer. copies: returns how many workers hold a parameter's same shard."""
         self.masters = decoder
         self.optimizer = make_optimizer(decoder, optim)
         self.last_micro_batch = True
         self._by_copies = grouped(decoder.parameters(), copies)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return this worker's shards of the reduced gradients, on the device."""
         return local_gradients(self.masters.parameters())
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of this worker's gradients, a float32 scalar on the device.
+        """Return this worker's part of the squared norm of the gradients, a float32 scalar.
 
         A shard that n workers hold counts 1/n, so that the sum over workers counts it once.
         """
@@ -149,13 +143,10 @@ class LearningRateSchedule:
     """Learning rate as a function of the step: linear warm-up, then a decay.
 
     kind: `optim.schedule`, one of cosine, linear, wsd (warmup-stable-decay) and constant.
-    peak: learning rate after warm-up.
-    ratio: learning rate after the decay, divided by `peak`.
-    warmup: number of steps of warm-up.
+    peak, ratio: learning rate after warm-up, and that after the decay divided by `peak`.
     begin: first step of the schedule, counted from 0.
-    steps: number of steps of the schedule. After the schedule, the rate stays constant.
-    decay: number of steps over which the rate falls. In wsd, the rate falls in the last steps of
-        the schedule. 0 for constant.
+    steps: number of steps of the schedule, after which the rate stays constant.
+    decay: number of steps over which the rate falls: in wsd, the last ones. 0 for constant.
     """
 
     kind: str
@@ -209,23 +200,14 @@ class LearningRateSchedule:
     def describe(self, steps: int) -> str:
         """Describe the schedule of a run of `steps` steps. The description counts steps from 1."""
         warm = f"warm up over {self.warmup} steps to" if self.warmup else "start at"
-        warm += f" a peak of {self.peak:.2e}"
         first = f", from step {self.begin + 1}" if self.begin else ""
-        last = self.rate(steps - 1)
-        if steps - self.begin < self.warmup:
-            return f"{self.kind}{first}: {warm}; train.steps={steps} ends the warm-up at {last:.2e}"
+        text = f"{self.kind}{first}: {warm} a peak of {self.peak:.2e}"
         if not self.decay:
-            return f"{self.kind}{first}: {warm}, then constant"
+            return f"{text}, then constant"
         low = self.begin + self._falls_from + 1
-        high = low + self.decay
-        if steps <= low:
-            return f"{self.kind}{first}: {warm}; train.steps={steps} ends before the decay"
-        fall = f"decay to {self.end:.2e} from step {low} to step {high}"
-        text = f"{self.kind}{first}: {warm}, {fall}"
-        if high < steps:
-            return f"{text}; the last {steps - high} of {steps} steps keep this rate"
-        if high > steps:
-            return f"{text}; train.steps={steps} ends the decay at {last:.2e}"
+        text += f", decay to {self.end:.2e} from step {low} to step {low + self.decay}"
+        if low + self.decay > steps:
+            text += f"; train.steps={steps} ends it at {self.rate(steps - 1):.2e}"
         return text
 
 
@@ -236,10 +218,7 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of this worker's shards, a float32 scalar on `device`.
-
-    The sum over workers is the squared norm of the whole gradient.
-    """
+    """Return the sum of squares of this worker's shards, a float32 scalar on `device`."""
     filled = [g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), device=device)

@@ -1,15 +1,9 @@
 """Float32 weights and AdamW states in host memory, stepped by the CPU.
 
-The device keeps weight shards in the compute dtype, and gradients. Per weight, that is 2 bytes of
-bfloat16 and 4 bytes of float32 gradient, instead of 16 bytes with the optimizer on the device. Each
-step sends 4 bytes per weight to the host and 2 bytes back. With `optim.offload_gradients`,
-gradients move to the host as they are reduced. A step of one micro-batch then needs only 2 bytes
-per weight on the device.
-
-PyTorch's CPUOffloadPolicy keeps nothing on the device. Every gather, twice per micro-batch, reads
-the float32 weights from the host. The gradients of each micro-batch move to the host, where PyTorch
-waits for every gradient to accumulate. The transfers take 12 bytes per weight and micro-batch: 768
-bytes in a step of 64 micro-batches, compared with 6 bytes here.
+The device keeps weight shards in the compute dtype, and gradients: 2 + 4 bytes per weight instead
+of 16. Each step sends 4 bytes per weight to the host and 2 bytes back. With
+`optim.offload_gradients`, gradients move as they are reduced. PyTorch's CPUOffloadPolicy instead
+transfers 12 bytes per weight and micro-batch, and waits for every gradient.
 """
 
 from __future__ import annotations
@@ -34,11 +28,9 @@ from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 class _ParameterUnit:
     """A unit of FSDP: this worker's shards of one layer, or of the parameters outside the layers.
 
-    device: shards on the device, in the compute dtype.
-    host: the same shards on the host, in float32.
+    device, host: shards on the device in the compute dtype, and on the host in float32.
     masters: the parameters to which the shards in `host` belong.
-    offsets: offset of each shard in the unit's packed gradients, in elements.
-    packed: number of elements of the packed gradients.
+    offsets, packed: offset of each shard in the packed gradients, and their number of elements.
     """
 
     device: list[Tensor]
@@ -49,18 +41,15 @@ class _ParameterUnit:
 
     def of(self, packed: Tensor) -> list[Tensor]:
         """Return one view of `packed` per shard, in the shape of the shard."""
-        return [
-            packed[at : at + h.numel()].view(h.shape)
-            for at, h in zip(self.offsets, self.host, strict=True)
-        ]
+        places = zip(self.offsets, self.host, strict=True)
+        return [packed[at : at + shard.numel()].view(shard.shape) for at, shard in places]
 
 
 class OffloadedOptimizer:
     """Float32 weights of a sharded decoder on the host (the masters), and their optimizer.
 
-    masters: a decoder on the host, with the same parameter names. Call `send` after initializing or
-        loading its parameters.
-    last_micro_batch: whether the current backward pass is the last backward pass of its step.
+    masters: a decoder on the host. Call `send` after initializing or loading its parameters.
+    last_micro_batch: whether the current backward pass is the last of its step.
     """
 
     def __init__(self, decoder: Decoder, masters: Decoder, optim: OptimConfig) -> None:
@@ -73,8 +62,8 @@ class OffloadedOptimizer:
         self._routers = list(zip(*routers, strict=True))
         self.optimizer = make_optimizer(masters, optim)
         self._units = [
-            _unit(mine, theirs)
-            for mine, theirs in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)
+            _unit(*pair)
+            for pair in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)
         ]
         self._reduced: list[Tensor | None] = [None] * len(self._units)
         self.last_micro_batch = True
@@ -100,8 +89,7 @@ class OffloadedOptimizer:
 
     def _add(self, number: int, packed: Tensor) -> None:
         """Add the reduced gradients of a unit in one micro-batch, in float32."""
-        # FSDP2 frees `packed` after this hook. Without this line, new data could overwrite it
-        # before the current stream has read it.
+        # FSDP2 frees `packed` after this hook, when the current stream may not yet have read it.
         self._link.record_use(packed)
         held = self._reduced[number]
         # `float` makes no copy of a float32 tensor.
@@ -113,8 +101,7 @@ class OffloadedOptimizer:
     def _offload_gradients(self, number: int, packed: Tensor) -> None:
         """Send a unit's gradients to the host, after the operations queued on the current stream.
 
-        Before sending, wait until at most one earlier unit is in transit. Without this limit, the
-        host could queue many layers ahead, and the device would hold all their gradients.
+        At most one earlier unit is in transit: the device must not hold the gradients of all.
         """
         assert self._gradients is not None
         if len(self._offloaded_units) >= 2:
@@ -131,11 +118,9 @@ class OffloadedOptimizer:
         self._reduced[number] = None
 
     def gradients(self) -> list[Tensor]:
-        """Return the packed float32 gradients of each unit on the device. Padding is 0."""
         return [packed for packed in self._reduced if packed is not None]
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norm of the step's gradients, a float32 scalar on the device."""
         return torch.stack([squared_norm(self.gradients(), self.device), *self._squares]).sum()
 
     def drop_gradients(self) -> None:
@@ -148,8 +133,7 @@ class OffloadedOptimizer:
     def step(self, scale: float = 1.0) -> None:
         """Run AdamW on the host with `scale` times the gradients, unit by unit.
 
-        While the CPU steps one unit, the gradients of the next unit move to the host, and the
-        weights of the previous unit move to the device.
+        Meanwhile the next unit's gradients move to the host and the previous weights back.
         """
         link, units = self._link, self._units
         if self._gradients is None and scale != 1.0:
@@ -190,7 +174,6 @@ class OffloadedOptimizer:
         self._link.end()
 
     def _fetch_gradients(self, number: int) -> torch.cuda.Event | None:
-        """Return the event of a unit's copy to the host, started here or in backward."""
         if self._gradients is not None:
             return self._offload_events[number]
         packed = self._reduced[number]
@@ -238,7 +221,6 @@ class _HostLink:
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
 
     def event(self) -> torch.cuda.Event | None:
-        """Return an event that completes after the current stream's transfers. None on a CPU."""
         if self._streams is None:
             return None
         event = torch.cuda.Event()

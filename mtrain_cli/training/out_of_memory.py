@@ -64,12 +64,10 @@ class MemoryFullError(RunError):
 
 @dataclass(frozen=True)
 class HeldTensors:
-    """A group of tensors of one kind, shape and dtype.
+    """A group of tensors of one kind, such as `PARAMETERS`, shape and dtype.
 
-    kind: what the tensors hold: `PARAMETERS`, `GRADIENTS` or another such constant of this module.
     name: name of the first tensor of the group.
     shape: shape of each tensor. None if only the allocator knows the tensors.
-    bytes: total size of the group.
     """
 
     kind: str
@@ -90,7 +88,6 @@ class HeldTensors:
 class RunContext:
     """The state of a run, for an out-of-memory message.
 
-    trainer: None until the trainer has been created.
     names: name of each sharded parameter, by `id` of the parameter. Recorded at the start, because
         a layer holds gathered parameters, not its sharded ones, while the layer computes.
     """
@@ -201,27 +198,17 @@ def _change(kind: str, config: Config) -> str:
     """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
     train, topology = config.train, config.topology
     can_offload = topology.tensor_parallel == topology.pipeline_parallel == 1
-    states = kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED)
-    changes = (
-        (kind in (GRADIENTS, GATHERED) and train.shard != "full", "train.shard=full"),
-        (
-            kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and can_offload,
-            "optim.offload=true",
-        ),
-        (states, "more workers, to share parameters and optimizer states"),
-        (
-            kind == LOGITS,
-            f"train.loss_chunk_mib={train.loss_chunk_mib // 4}" * (train.loss_chunk_mib > 64),
-        ),
-        (train.keep_mlp, "train.keep_mlp=false"),
-        (train.activation_checkpoint != "full", "train.activation_checkpoint=full"),
-        (
-            train.offload_activations is not True and topology.pipeline_parallel == 1,
-            "train.offload_activations=true",
-        ),
-        (train.micro_batch > 1, "train.micro_batch=1"),
-    )
-    return next((change for applies, change in changes if applies), "")
+    if kind in (GRADIENTS, GATHERED) and train.shard != "full":
+        return "train.shard=full"
+    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and can_offload:
+        return "optim.offload=true"
+    if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
+        return "more workers, to share parameters and optimizer states"
+    if kind == LOGITS:
+        return f"train.loss_chunk_mib={max(64, train.loss_chunk_mib // 4)}"
+    if train.activation_checkpoint != "full":
+        return "train.activation_checkpoint=full"
+    return "" if train.offload_activations is True else "train.offload_activations=true"
 
 
 def failure_location(error: BaseException) -> str:
@@ -232,30 +219,23 @@ def failure_location(error: BaseException) -> str:
     """
     backward, layer, part = False, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        backward = backward or name in ("backward", "_engine_run_backward")
+        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+        backward = backward or place.endswith((":backward", ":_engine_run_backward"))
         module = _layer_in(frame)
         # In backward, only `ctx` of `feed_forward` knows the layer.
         layer = getattr(frame.f_locals.get("ctx"), "layer", layer)
         layer = layer if module is None else module.index
-        place = f"{file}:{name}"
-        part = next((what for word, what in _PARTS.items() if _is_at(place, word)), part)
+        part = next((what for word, what in _PARTS.items() if word in place), part)
     here = progress_record.own_activity()
-    parts = ["before the first training step"]
-    if here is not None and here.training_step:
-        parts = [f"in training step {here.training_step}"]
-    direction = "backward" if backward else "forward"
+    step = here.training_step if here is not None else None
+    parts = [f"in training step {step}" if step else "before the first training step"]
     if layer is not None:
+        direction = "backward" if backward else "forward"
         parts.append(f"{direction} of layer {layer}{f' ({part})' if part else ''}")
-    elif part or backward:
-        parts.append(", ".join(filter(None, [direction * backward, part])))
-    if here is not None and here.doing and layer is None:
-        parts.append(f"last activity: {here.doing}")
+    else:
+        doing = here is not None and here.doing and f"last activity: {here.doing}"
+        parts += [text for text in ("backward" * backward, part, doing) if text]
     return ", ".join(parts)
-
-
-def _is_at(place: str, word: str) -> bool:
-    return place.endswith(word) if word.startswith(":") else word in place
 
 
 def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
@@ -279,8 +259,9 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
         groups[kind, tuple(tensor.shape), dtype].append((name, storage.nbytes()))
     if context.environment.device == "cuda":
         for number in _unseen_blocks(seen):
-            kind, name = names.guess(number)
-            groups[kind, None, name].append((name, number))
+            kept = names.activations.get(number)
+            name = f"kept for backward, as {kept}" if kept else "known only to the allocator"
+            groups[ACTIVATIONS if kept else REST, None, name].append((name, number))
     held = [
         HeldTensors(kind, members[0][0], shape, dtype, len(members), sum(n for _, n in members))
         for (kind, shape, dtype), members in groups.items()
@@ -316,9 +297,8 @@ def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]
 
 def _fsdp_parameters(module: Any) -> list[Any]:
     """Return FSDP2's private list of a module's parameters. Empty if PyTorch has no such list."""
-    with contextlib.suppress(AttributeError):
-        group = module._get_fsdp_state()._fsdp_param_group
-        return list(group.fsdp_params) if group is not None else []
+    with contextlib.suppress(AttributeError):  # also of None
+        return list(module._get_fsdp_state()._fsdp_param_group.fsdp_params)
     return []
 
 
@@ -373,12 +353,12 @@ class _ShapeNames:
             model.head_dim: "head_dim",
             **dict.fromkeys(self._tokens, "tokens"),
         }
-        self._activations = {
-            e * rows * model.intermediate_size: "as [tokens, MLP width]",
-            e * rows * model.num_kv_heads * model.head_dim: "as keys or values",
-            e * rows * model.num_heads * model.head_dim: "as queries or attention output",
-            4 * rows * model.num_heads: "as the log-sum-exp of attention",
-            e * own_rows * model.hidden_size: "as [tokens, hidden]",
+        self.activations = {
+            e * rows * model.intermediate_size: "[tokens, MLP width]",
+            e * rows * model.num_kv_heads * model.head_dim: "keys or values",
+            e * rows * model.num_heads * model.head_dim: "queries or attention output",
+            4 * rows * model.num_heads: "log-sum-exp of attention",
+            e * own_rows * model.hidden_size: "[tokens, hidden]",
         }
 
     def kind(self, tensor: Tensor) -> str:
@@ -392,12 +372,6 @@ class _ShapeNames:
     def describe(self, tensor: Tensor) -> str:
         names = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]
         return " x ".join(names) if set(tensor.shape) & set(self._sizes) else "not named"
-
-    def guess(self, number: int) -> tuple[str, str]:
-        """Guess the kind and name of a tensor of `number` bytes that Python cannot see."""
-        if name := self._activations.get(number):
-            return ACTIVATIONS, f"kept for backward, {name}"
-        return REST, "known only to the allocator"
 
 
 def _unseen_blocks(seen: set[int]) -> Iterator[int]:

@@ -17,11 +17,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Attend, Decoder, StageDecoder, VirtualStage, virtual_stages
 from mtrain_cli.parallel.fsdp import begin_micro_batch
-from mtrain_cli.parallel.pipeline_group import (
-    PipelineExecutor,
-    PipelineGroup,
-    make_pipeline_group,
-)
+from mtrain_cli.parallel.pipeline_group import PipelineExecutor, PipelineGroup, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline, play
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.parallel.tensor_group import copies
@@ -33,11 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A worker's stage: its virtual stages, its communicators and its schedule.
+    """A worker's stage: its virtual stages, its communicators and the schedule of a step.
 
-    pipeline: the schedule of a training step.
-    stages: the virtual stages of this worker.
-    dtype: dtype of the hidden states.
+    dtype: of the hidden states.
     """
 
     config: Config
@@ -48,7 +42,6 @@ class PipelineStage:
 
     @property
     def fewest_layers(self) -> int:
-        """The number of layers of the stage with the fewest."""
         counts, stages = stage_layers(self.config), self.pipeline.stages
         return min(sum(counts[stage::stages]) for stage in range(stages))
 
@@ -67,19 +60,18 @@ class PipelineStage:
     ) -> Tensor:
         """Accumulate the gradients of a step. Return this worker's part of the mean loss.
 
-        Only the last stage has a loss; the result of the others is 0.
-
-        Args:
-            attends: the attention of each micro-batch.
-            valid: number of labels in the whole step that count toward the loss.
-            recorder: records the step; None records nothing.
+        valid: number of labels in the whole step that count toward the loss.
         """
         assert isinstance(decoder, StageDecoder)
         passes = _TrainingPasses(self, decoder, batches, attends, 1.0 / max(1, valid))
         executor = PipelineExecutor(self.group, self.pipeline, recorder)
         with nullcontext() if recorder is None else recorder.iteration():
             executor.run(self.pipeline.actions(self.group.stage), passes)
-            self._sum_tied_gradients(decoder)
+            if self.group.ends is not None:
+                # Both ends have a gradient of the tied embedding: look-up and LM head.
+                gradient = decoder.embed_tokens.weight.grad
+                assert isinstance(gradient, DTensor), "every micro-batch gives a gradient"
+                self.group.sum_over_ends(gradient.to_local())
         return passes.loss
 
     def token_losses(
@@ -93,23 +85,13 @@ class PipelineStage:
 
         Args:
             batch: makes a micro-batch from its number.
-            count: called with the number of a micro-batch that has passed, and its losses. Only the
-                last stage has losses.
+            count: called with the number of a micro-batch, and its losses on the last stage.
         """
         assert isinstance(decoder, StageDecoder)
         pipeline = replace(self.pipeline, micro_batches=rounds)
         passes = _EvaluationPasses(self, decoder, batch, count)
-        PipelineExecutor(self.group, pipeline).run(
-            pipeline.forward_actions(self.group.stage), passes
-        )
-
-    def _sum_tied_gradients(self, decoder: Decoder) -> None:
-        """Add up the gradients of a tied embedding: of the look-up, and of the LM head."""
-        if self.group.ends is None:
-            return
-        gradient = decoder.embed_tokens.weight.grad
-        assert isinstance(gradient, DTensor), "every micro-batch gives a gradient"
-        self.group.sum_over_ends(gradient.to_local())
+        actions = pipeline.forward_actions(self.group.stage)
+        PipelineExecutor(self.group, pipeline).run(actions, passes)
 
 
 def make_stage(
@@ -119,12 +101,9 @@ def make_stage(
     dtype: torch.dtype,
     timeout: timedelta | None,
 ) -> PipelineStage | None:
-    """Make the communicators of all stages and return this worker's stage.
+    """Make the communicators of all stages. Return this worker's, None for one stage.
 
-    Return None if each worker holds the whole model. All ranks must call this.
-
-    dtype: compute dtype.
-    timeout: longest wait for one message; None for torch's default.
+    All ranks must call this. timeout: longest wait for one message; None for torch's default.
     """
     dims, train = environment.dims, config.train
     if dims.pp == 1:
@@ -140,8 +119,6 @@ def make_stage(
 
 @dataclass
 class _Passes:
-    """What training and evaluation share."""
-
     stage: PipelineStage
     decoder: StageDecoder
 
@@ -153,10 +130,7 @@ class _Passes:
 
 @dataclass
 class _TrainingPasses(_Passes):
-    """Forward and backward passes of a training step.
-
-    scale: factor of the summed losses.
-    """
+    """Forward and backward passes of a training step. scale: factor of the summed losses."""
 
     batches: Sequence[Batch]
     attends: Sequence[Attend]
@@ -176,16 +150,8 @@ class _TrainingPasses(_Passes):
         batch, key = self.batches[micro_batch], (virtual_stage, micro_batch)
         if received is not None:
             self._inputs[key] = received.requires_grad_()
-        result = self.decoder.run_stage(
-            virtual_stage,
-            received,
-            batch.tokens,
-            batch.positions,
-            batch.labels,
-            self.attends[micro_batch],
-            self.scale,
-            batch.routing,
-        )
+        inputs = received, batch.tokens, batch.positions, batch.labels, self.attends[micro_batch]
+        result = self.decoder.run_stage(virtual_stage, *inputs, self.scale, batch.routing)
         if self.decoder.stages[virtual_stage].last:
             self.loss += result.detach()
         self._results[key] = get_gradient_edge(result)
@@ -197,7 +163,10 @@ class _TrainingPasses(_Passes):
         key, stage = (virtual_stage, micro_batch), self.decoder.stages[virtual_stage]
         # The last of this worker's virtual stages in a backward pass is its first in the model.
         finishes = virtual_stage == min(self.decoder.stages)
-        self._begin(stage, last=micro_batch == len(self.batches) - 1, finishes=finishes)
+        # Which weights this pass frees, and which gradients it reduces.
+        shard, last = self.stage.config.train.shard, micro_batch == len(self.batches) - 1
+        begin_micro_batch(self.decoder, shard, last=last, layers=stage.layers)
+        begin_micro_batch(self.decoder, shard, last=last and finishes, layers=())
         if gradient is None:
             gradient = torch.ones_like(self.loss)
         torch.autograd.backward((self._results.pop(key),), (gradient,))
@@ -206,12 +175,6 @@ class _TrainingPasses(_Passes):
             index.count()
         received = self._inputs.pop(key, None)
         return None if received is None else received.grad
-
-    def _begin(self, stage: VirtualStage, *, last: bool, finishes: bool) -> None:
-        """Set which weights the next backward pass frees, and which gradients it reduces."""
-        shard = self.stage.config.train.shard
-        begin_micro_batch(self.decoder, shard, last=last, layers=stage.layers)
-        begin_micro_batch(self.decoder, shard, last=last and finishes, layers=())
 
 
 @dataclass
@@ -227,15 +190,8 @@ class _EvaluationPasses(_Passes):
 
     def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
         batch, stage = self._batch(micro_batch), self.decoder.stages[virtual_stage]
-        result = self.decoder.run_stage(
-            virtual_stage,
-            received,
-            batch.tokens,
-            batch.positions,
-            batch.labels,
-            batch.attention,
-            None,
-        )
+        inputs = received, batch.tokens, batch.positions, batch.labels, batch.attention
+        result = self.decoder.run_stage(virtual_stage, *inputs, None)
         if virtual_stage == max(self.decoder.stages):
             del self._made[micro_batch]
             self.count(micro_batch, result if stage.last else None)

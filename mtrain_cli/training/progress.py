@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import time
 from collections import deque
@@ -20,19 +19,11 @@ from rich.text import Text
 from mtrain_cli.console import Console, full_width
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.printable import one_line
-from mtrain_cli.records.metrics import (
-    WARM_UP_STEPS,
-    StepMetrics,
-    median_rate,
-    rate_unit,
-    steady_steps,
-    timed_steps,
-)
+from mtrain_cli.records.metrics import WARM_UP_STEPS, StepMetrics, median_rate, rate_unit
 
 PACE_STEPS = 20  # latest steps that the estimate of the time left averages
 LOG_WIDTH = 100
 SHOWN_WAIT = 0.05  # share of a step from which a wait for data is shown
-LONG_S = 600.0  # if more seconds are left, a line mentions `mtrain status`
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STATE = (  # fields of a step that `mtrain status` shows
     *("step", "loss", "grad_norm", "tokens", "targets", "tokens_per_second_per_gpu"),
@@ -66,13 +57,12 @@ class TrainingProgress:
         self.total_steps, self.start_step, self.enabled = total_steps, start_step, enabled
         self.losses: list[float] = []
         self.last: StepMetrics | None = None
-        self._log_every, self._reporter, self._hinted = log_every, reporter, False
+        self._log_every, self._reporter = log_every, reporter
         self._console, self._clock = console or Console(), clock
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
         self._steady: list[StepMetrics] = []
         self._seen = 0  # steps since the start or the last restart
-        self._restarted = False
         self._first_step = self._last_loss = start_step + 1  # first and last step with a loss
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
         self._live: Live | None = None
@@ -102,19 +92,6 @@ class TrainingProgress:
             self._live.stop()
             self._live = None
 
-    def add_earlier_steps(
-        self, earlier: Sequence[StepMetrics], restarts: Sequence[int] = ()
-    ) -> None:
-        """Include the steps before automatic restarts, at steps ``restarts``, in the summary."""
-        losses = {m.step: m.loss for m in earlier if m.loss is not None and math.isfinite(m.loss)}
-        losses = dict(sorted(losses.items()))  # a file that others changed may have another order
-        self.losses = list(losses.values())
-        steady = steady_steps(earlier, restarts) if len(earlier) > WARM_UP_STEPS else []
-        self._steady = timed_steps(steady)
-        self._restarted = bool(earlier)
-        if losses:
-            self._first_step, self._last_loss = min(losses), max(losses)
-
     def step(self, metrics: StepMetrics) -> None:
         """Show one finished optimizer step."""
         if not self.enabled:
@@ -136,16 +113,10 @@ class TrainingProgress:
             self._write_log(line)
             if self._live is None:
                 self._print_plain(line)
-        if (reporter := self._reporter) is None:
-            return
-        left, shown = self.seconds_left(), {name: getattr(metrics, name) for name in _STATE}
-        reporter.step(last=metrics.step == self.total_steps, seconds_left=left, **shown)
-        if not self._hinted and left is not None and left > LONG_S:
-            self._hinted = True
-            self.message(
-                f"about {format_duration(left)} left; "
-                f"watch from another terminal: mtrain status {reporter.name} --watch"
-            )
+        if self._reporter is not None:
+            last, left = metrics.step == self.total_steps, self.seconds_left()
+            shown = {name: getattr(metrics, name) for name in _STATE}
+            self._reporter.step(last=last, seconds_left=left, **shown)
 
     def message(self, text: str, *, warning: bool = False) -> None:
         """Show one line, for example a warning, above the display and in the log."""
@@ -182,8 +153,7 @@ class TrainingProgress:
         if not self.enabled:
             return
         self._stop_display()
-        since = " since the last restart" if self._restarted else ""
-        rows = [("time", format_duration(self._clock() - self._started) + since)]
+        rows = [("time", format_duration(self._clock() - self._started))]
         if self.last is not None:
             rows += self._summary_rows(self.last)
         rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]

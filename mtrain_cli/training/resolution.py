@@ -129,12 +129,6 @@ def resolve_run(
     )
 
 
-def require_cpu_kernel(config: Config) -> None:
-    """Raise ConfigError if `train.kernel` cannot compute the run on a CPU."""
-    request = kernel_request(config, "cpu", compute_dtype(config, "cpu"), None)
-    choose_kernels(config, request, make_pattern(config.sparsity, config.seed))
-
-
 def choose_kernels(
     config: Config,
     request: KernelRequest,

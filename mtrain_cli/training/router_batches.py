@@ -40,8 +40,6 @@ class RouterBatches:
     """Describes batches to the routers of a model with experts.
 
     layers: number of layers of the model.
-    context: the workers that share a sequence.
-    tensor: the workers that share each layer; None if this worker computes whole layers.
     observer: watches the waits for the loads of other workers.
     """
 
@@ -69,20 +67,15 @@ class RouterBatches:
         return RouterBatches(model.moe, model.num_layers, options, context, tensor)
 
     def of(self, layout: Layout, lengths: Sequence[int], device: torch.device) -> Routing:
-        """Return the routing of a micro-batch.
-
-        Args:
-            layout: which rank holds which tokens.
-            lengths: number of tokens of each sequence, without padding.
-        """
+        """Return the routing of a micro-batch. lengths: tokens per sequence, without padding."""
         positions = torch.from_numpy(layout.positions(self.context.rank)).long()
         starts = torch.arange(len(lengths))[:, None] * layout.padded_seq
         is_real = positions < torch.tensor(lengths)[:, None]
         slots = torch.where(is_real, starts + positions, PADDING).to(device)
         if self.tensor is not None:
             slots = self.tensor.own(slots, PADDING)
-        padded = layout.padded_seq
-        return Routing(slots, lengths, padded, self.moe, self.layers, self.options, self._groups())
+        shape = layout.padded_seq, self.moe, self.layers
+        return Routing(slots, lengths, *shape, self.options, self._groups())
 
     def _groups(self) -> list[SharingGroup]:
         groups = []
@@ -107,12 +100,9 @@ class RouterBatches:
 
 def _peer_errors(context: ContextGroup) -> AbstractContextManager[None]:
     others = ", ".join(str(r) for place, r in enumerate(context.ranks) if place != context.rank)
-    return explain_peer_loss(
-        "router",
-        f"waits for the loads of rank{'s' * (context.size > 2)} {others}",
-        f"the loads of rank{'s' * (context.size > 2)} {others} did not arrive",
-        progress_record.SEVERAL,
-    )
+    loads = f"the loads of rank{'s' * (context.size > 2)} {others}"
+    several = progress_record.SEVERAL
+    return explain_peer_loss("router", f"waits for {loads}", f"{loads} did not arrive", several)
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ class OwnLoads:
 
     layers: numbers of the layers with experts that this worker computes.
     chosen: tokens that chose each expert, [layers of the model, E], for each micro-batch.
-    beyond: those that the expert did not compute, alike; empty without a capacity.
+    beyond: those that the expert did not compute; empty without a capacity.
     """
 
     layers: tuple[int, ...]
@@ -130,7 +120,6 @@ class OwnLoads:
 
     @staticmethod
     def of(routings: Sequence[Routing]) -> OwnLoads | None:
-        """Return the loads of these micro-batches; None for a model without experts."""
         if not routings:
             return None
         layers = sorted(set().union(*(routing.decided for routing in routings)))
@@ -148,12 +137,12 @@ class OwnLoads:
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """The routing of an optimizer step.
+    """The routing of an optimizer step, with means over sequences and layers.
 
     counts: tokens that chose each expert, by layer with experts. Float64 [layers, E] on the host.
-    balance: mean over sequences and layers of the balance loss, without coefficient. 1 is perfect.
-    z: mean over sequences and layers of their mean logsumexp(logits)^2.
-    entropy: mean over sequences and layers of their mean entropy of the scores, in nats.
+    balance: balance loss, without coefficient. 1 is perfect.
+    z: mean logsumexp(logits)^2.
+    entropy: of the scores, in nats.
     dropped: pairs of a token and an expert beyond the capacity, summed over layers.
     own: the loads by this worker's tokens. The other fields are equal on all workers.
     """
@@ -183,11 +172,7 @@ class RoutingMetrics:
         }
 
     def change_biases(self, decoder: Decoder, step: float) -> None:
-        """Change the biases of this worker's routers by these loads.
-
-        Args:
-            step: value of ``train.balance_bias``.
-        """
+        """Change the biases of this worker's routers by ``step`` (``train.balance_bias``)."""
         first = decoder.model_config.moe.dense_layers
         for mlp in expert_layers(decoder.layers) if step else ():
             mlp.change_bias(self.counts[mlp.layer - first], step)
@@ -198,13 +183,7 @@ def routing_metrics(
     config: Config,
     all_reduce: Callable[[torch.Tensor], object] = dist.all_reduce,
 ) -> RoutingMetrics | None:
-    """Add up the loads of a step over micro-batches and workers. All workers call this.
-
-    Return None if there are none.
-
-    Args:
-        routings: routing of each micro-batch of this worker.
-    """
+    """Add up the loads of a step over micro-batches and workers; None without experts."""
     if not routings:
         return None
     total = torch.stack([routing.loads for routing in routings]).sum(0)

@@ -1,6 +1,6 @@
 """What a step computes and how long it takes, for plan, banner and status.
 
-`simulation.estimate` makes the estimate. Training only shows it, and imports no simulation.
+`simulation.scenario.estimate_step` makes the estimate; training imports no simulation.
 """
 
 from __future__ import annotations

@@ -57,10 +57,7 @@ class TrainData:
     def check(self, *, resumed: bool) -> None:
         """Read all data and verify their checksums, if ``data.verify`` asks for it.
 
-        The workers of a machine share the work.
-
-        Raises:
-            ConfigError: a file has changed.
+        The workers of a machine share the work. Raises ConfigError if a file has changed.
         """
         choice, environment = self._worker.config.data.verify, self._worker.environment
         asked = choice == "full"
@@ -106,10 +103,6 @@ def check_same_data(
     """Return host and device of each rank. Raise ConfigError if one reads another corpus.
 
     Corpora differ if machines have different files or, for data=stdlib, versions of Python.
-
-    Args:
-        fingerprint: of this rank's corpus.
-        group: all ranks, in host memory.
     """
     answers = share((fingerprint, describe_place(device)), group)
     other = next((rank for rank, (data, _) in enumerate(answers) if data != answers[0][0]), None)
@@ -122,10 +115,7 @@ def check_same_data(
 
 
 def check_same_layouts(
-    config: Config,
-    environment: Environment,
-    batches: Sequence[HostBatch],
-    group: dist.ProcessGroup,
+    config: Config, environment: Environment, batches: Sequence[HostBatch], group: dist.ProcessGroup
 ) -> None:
     """Raise ConfigError if ranks of a context group gave the first batches different layouts.
 

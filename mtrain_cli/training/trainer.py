@@ -22,8 +22,7 @@ from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import causal_pairs, peak_flops, training_flops
-from mtrain_cli.training.step import Step
-from mtrain_cli.training.step_result import StepResult
+from mtrain_cli.training.step import Step, StepResult
 from mtrain_cli.training.train_data import TrainData
 from mtrain_cli.training.train_state import TrainState
 from mtrain_cli.training.worker import Worker
@@ -78,14 +77,12 @@ class Trainer:
     def train_step(self, stop: bool, save: bool = False) -> StepResult:
         """Run one optimizer step over `train.global_batch` sequences.
 
-        Args:
-            stop, save: whether this worker received a request, which the step reports to all.
+        stop, save: whether this worker received a request, which the step reports to all.
 
         Raises:
             NonFiniteError: the loss or a gradient of any worker is not finite. The weights did not
                 change.
-            ConfigError, RunError: this worker cannot read its data. The step has not begun.
-            PeerLostError: another worker cannot read its data. The step has not begun.
+            ConfigError, RunError: a worker cannot read its data. The step has not begun.
         """
         progress_record.begin_step(self.step + 1)
         if self.device.type == "cuda":

@@ -25,22 +25,13 @@ STRAGGLER_STEPS = 20  # number of latest steps to compare
 STRAGGLER_WARM_UP = 3  # first steps to ignore: compilation and first communicators
 
 
-class _Window:
-    """The latest values of one quantity."""
-
-    def __init__(self) -> None:
-        self.values: deque[float] = deque(maxlen=WINDOW)
-
-    def sigmas(self, value: float, minimum: float) -> float:
-        """Return how many robust standard deviations `value` lies above the median, first 0.
-
-        minimum: smallest standard deviation to divide by.
-        """
-        if len(self.values) < MIN_STEPS:
-            return 0.0
-        middle = statistics.median(self.values)
-        deviation = _NORMAL * statistics.median(abs(v - middle) for v in self.values)
-        return (value - middle) / max(deviation, minimum)
+def _sigmas(values: deque[float], value: float, minimum: float) -> float:
+    """Return how many robust deviations, at least `minimum`, `value` lies above the median."""
+    if len(values) < MIN_STEPS:
+        return 0.0
+    middle = statistics.median(values)
+    deviation = _NORMAL * statistics.median(abs(v - middle) for v in values)
+    return (value - middle) / max(deviation, minimum)
 
 
 class SpikeWatch:
@@ -54,17 +45,18 @@ class SpikeWatch:
     def __init__(self, sigma: float) -> None:
         """sigma: threshold in robust standard deviations. 0 disables the watch."""
         self._sigma = sigma
-        self._loss, self._norm = _Window(), _Window()
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)  # their logarithms
         self._since: int | None = None  # first step of the current spike
 
     def check(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
         """Return whether this step is a spike, and a line if a spike starts or ends, else ""."""
         log_norm = math.log(grad_norm) if grad_norm > 0 else -math.inf
-        before = len(self._loss.values)
+        before = len(self._losses)
         outliers = self._outliers(loss, grad_norm, log_norm) if self._sigma else []
-        self._loss.values.append(loss)
+        self._losses.append(loss)
         if log_norm > -math.inf:
-            self._norm.values.append(log_norm)
+            self._norms.append(log_norm)
         line = ""
         if outliers and self._since is None:
             self._since = step
@@ -79,26 +71,26 @@ class SpikeWatch:
     def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
         """Describe each of the two values, loss and gradient norm, that exceeds its threshold."""
         outliers = []
-        middle = statistics.median(self._loss.values) if self._loss.values else 0.0
-        sigmas = self._loss.sigmas(loss, _MIN_LOSS_SIGMA * abs(middle))
+        middle = statistics.median(self._losses) if self._losses else 0.0
+        sigmas = _sigmas(self._losses, loss, _MIN_LOSS_SIGMA * abs(middle))
         if sigmas > self._sigma:
             outliers.append(
                 f"loss {loss:.4f}, {_format_sigmas(sigmas)} above the median {middle:.4f}"
             )
-        sigmas = self._norm.sigmas(log_norm, _MIN_NORM_SIGMA)
+        sigmas = _sigmas(self._norms, log_norm, _MIN_NORM_SIGMA)
         if sigmas > self._sigma:
-            middle = math.exp(statistics.median(self._norm.values))
+            middle = math.exp(statistics.median(self._norms))
             distance = f"{_format_sigmas(sigmas)} above the median {middle:.3g}"
             outliers.append(f"gradient norm {grad_norm:.3g}, {distance}")
         return outliers
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"loss": list(self._loss.values), "norm": list(self._norm.values)}
+        return {"loss": list(self._losses), "norm": list(self._norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._loss.values.extend(float(v) for v in state["loss"])
-        self._norm.values.extend(float(v) for v in state["norm"])
+        self._losses.extend(float(v) for v in state["loss"])
+        self._norms.extend(float(v) for v in state["norm"])
 
 
 def _format_sigmas(sigmas: float) -> str:
@@ -141,18 +133,18 @@ class StragglerWatch:
             if rank not in self._slow and ratio > 1 + self._share:
                 self._slow.add(rank)
                 lasting = f"in most of the last {STRAGGLER_STEPS} steps"
-                lines.append(f"{name} is a straggler: {self._describe(ratio, base)}, {lasting}")
+                slow = f"it takes {ratio:.2f}x as long as the others for {self._work}"
+                if base is not None:
+                    slow = (
+                        f"it spends {ratio - 1:.0%} of a step more on {self._work} than the others"
+                    )
+                lines.append(f"{name} is a straggler: {slow}, {lasting}")
             # A straggler catches up only below half the threshold, so that a rank near the
             # threshold is not reported repeatedly.
             elif rank in self._slow and ratio < 1 + self._share / 2:
                 self._slow.remove(rank)
                 lines.append(f"{name} has caught up with the others")
         return lines
-
-    def _describe(self, ratio: float, base: float | None) -> str:
-        if base is None:
-            return f"it takes {ratio:.2f}x as long as the others for {self._work}"
-        return f"it spends {ratio - 1:.0%} of a step more on {self._work} than the others"
 
 
 class StragglerWatches(Callback):

@@ -6,7 +6,6 @@ input, from 0.
 
 from __future__ import annotations
 
-import dataclasses
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import ConfigError
 
@@ -22,8 +22,6 @@ MAPS = "maps.npz"
 KEYS, SLASHES, COLUMNS = "keys", "slashes", "columns"  # kinds of sets that overlap
 _PLACES = "places"  # the array of `MAPS` that says where each map is from
 _QUANTITIES = ("attention", "gradient")
-_WORDS = ("kind", "pattern")
-_NUMBERS = ("mean", "worst", "uniform", "jaccard", "r2", "slash", "vertical", "both", "rest")
 _LISTS = ("queries", "mass", "distances", "measured", "predicted")
 Array = np.ndarray[Any, np.dtype[Any]]
 Row = TypeVar("Row")
@@ -175,38 +173,16 @@ def _rows(file: Path, kind: type[Row]) -> list[Row]:
 
     if not file.is_file():
         return []
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
     try:
-        table = pq.read_table(file)
-        if needed - set(table.column_names):
-            raise ConfigError(f"{file}: not from `mtrain profile sparsity`; measure again")
-        known = [f.name for f in fields if f.name in table.column_names]
-        rows = table.select(known).to_pylist()
-        wrong = next((row for row in rows if not _fits(row)), None)
-    except (OSError, pyarrow.ArrowException) as error:
+        rows = pq.read_table(file).to_pylist()
+        return [documents.checked(kind, {k: _known(v) for k, v in row.items()}) for row in rows]
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{file}: cannot be read ({_line(error)}); measure again") from None
-    if wrong is not None:
-        raise ConfigError(f"{file}: a value has the wrong type; measure again")
-    return [kind(**_without_nan(row)) for row in rows]
 
 
-def _fits(row: dict[str, Any]) -> bool:
-    for name, value in row.items():
-        if name in _LISTS:
-            fits = isinstance(value, list) and all(isinstance(v, int | float) for v in value)
-        elif name in _NUMBERS:
-            fits = value is None or isinstance(value, float)
-        else:
-            fits = isinstance(value, str if name in _WORDS else int)
-        if not fits:
-            return False
-    return True
-
-
-def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with None for numbers that are missing: pandas writes None as NaN."""
-    return {n: None if n in _NUMBERS and v != v else v for n, v in row.items()}
+def _known(value: Any) -> Any:
+    """Return None for NaN, as which pandas writes None."""
+    return None if value != value else value
 
 
 def _arrays(maps: Sequence[HeadMap]) -> dict[str, Array]:

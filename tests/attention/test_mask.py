@@ -32,7 +32,7 @@ def by_definition(ids: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.
     return np.array([[q < length and k <= q and ids[k] == ids[q] for k in keys] for q in queries])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_spans_equal_the_definition(problem):
     ids, padded, queries, keys = problem
@@ -42,7 +42,7 @@ def test_spans_equal_the_definition(problem):
     assert spans.pairs == seen.sum()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_slices_cover_each_allowed_pair_once_and_nothing_else(problem):
     ids, padded, queries, keys = problem
@@ -51,7 +51,7 @@ def test_slices_cover_each_allowed_pair_once_and_nothing_else(problem):
     assert (count == by_definition(ids, queries, keys)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_the_pairs_of_a_sequence_equal_those_of_its_spans(problem):
     ids, padded, _, _ = problem
@@ -109,7 +109,7 @@ def test_decreasing_document_ids_are_refused():
         SequenceMask.from_documents(np.array([1, 0]), 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(1, 12))
 def test_an_intersection_allows_what_both_masks_allow(problem, window):
     ids, padded, queries, keys = problem
@@ -124,7 +124,7 @@ def test_an_intersection_allows_what_both_masks_allow(problem, window):
     assert (seen == allowed).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(1, 12))
 def test_last_is_the_last_query_that_sees_each_key(problem, window):
     ids, padded, _, _ = problem
@@ -178,7 +178,7 @@ def unions(draw):
     return slices, length, padded, queries, keys
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(unions())
 def test_a_union_of_slices_allows_each_pair_of_any_slice_once(problem):
     slices, length, padded, queries, keys = problem
@@ -195,7 +195,7 @@ def test_a_union_of_slices_allows_each_pair_of_any_slice_once(problem):
     assert not (used[1:] & ~used[:-1]).any(), "unused intervals come last"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(unions(), unions(), st.data())
 def test_intersections_equal_their_definition(problem, other, data):
     slices, length, padded, *_ = problem
@@ -216,7 +216,7 @@ def test_intersections_equal_their_definition(problem, other, data):
     assert both.pairs == allowed.sum()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(unions())
 def test_a_label_counts_only_if_no_earlier_query_sees_past_it(problem):
     slices, length, padded, *_ = problem

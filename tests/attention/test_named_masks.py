@@ -148,7 +148,7 @@ def test_contexts_start_with_their_document():
         (["mask=dilated", "mask.count=32", "mask.stride=2", "mask.block=16"], r"sees 32 separate"),
         (["mask=sliding_window", "mask.window=[1,2,3]"], r"needs one number"),
         (["mask=sliding_window", "mask.full_every=1"], r"must be 0 or at least 2 .1 would be mask"),
-        (["mask=sliding_window", "mask.full_every=9"], r"exceeds model.num_layers=4"),
+        (["mask=sliding_window", "mask.full_every=9"], r"must be at most model.num_layers=4"),
         (["mask=sliding_window", "mask.full_first=4"], r"leaves no layer of model.num_layers=4"),
         (
             ["mask=sliding_window", "mask.full_first=3", "mask.full_every=4"],

@@ -152,11 +152,6 @@ def test_help_imports_neither_torch_nor_hydra():
         (["train", "--lr", "3"], "settings are written key=value: optim.lr=..."),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
         (
-            ["profile", "imbalance", "--out", "x"],
-            "No such option: --out. run.dir=DIR sets the folder of the results.",
-        ),
-        (["generate", "x", "--out", "y"], "No such option: --out. The text goes to stdout."),
-        (
             ["trian"],
             "Did you mean train? Commands: train, generate, eval, study, status, profile, ",
         ),

@@ -93,29 +93,6 @@ def test_a_given_checkpoint_is_exported(tmp_path):
         )
 
 
-def test_auto_yarn_factor_is_exported_as_a_number(tmp_path):
-    words = [
-        *MODEL,
-        *split(
-            "seq=16k model.rope.scaling=yarn model.rope.factor=auto",
-            "model.rope.original_max_position=4096",
-        ),
-    ]
-    config = compose.compose(words)
-    (tmp_path / "run").mkdir()
-    resolved_file.save(config, tmp_path / "run" / "resolved.yaml")
-    write_model_state(
-        tmp_path / "run" / "checkpoints",
-        1,
-        {n: p.detach() for n, p in decoder_of(config.model).named_parameters()},
-    )
-    mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["rope_parameters"]["factor"] == 4.0
-    assert written["rope_parameters"]["original_max_position_embeddings"] == 4096
-    assert written["max_position_embeddings"] == 16384
-
-
 def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path):
     pytest.importorskip("transformers")
     output = mtrain("checkpoint", "verify", hf_folder, "--tokens", "1024")
@@ -181,13 +158,6 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, folder):
     assert mtrain("checkpoint", "verify", tmp_path / "run", code=2) == holds_none
 
 
-def test_a_missing_source_is_refused(tmp_path):
-    pytest.importorskip("transformers")
-    message = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
-    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: not a run or a run's checkpoint")
-    assert message.endswith("Or give a Hugging Face folder, with config.json and safetensors")
-
-
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     file = next((tmp_path / "run" / "checkpoints" / "step-0").glob("*.distcp"))
@@ -239,16 +209,6 @@ def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
         in imported
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
-
-
-def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
-    config = hf_folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
-    (hf_folder / "SHA256SUMS").unlink()
-    message = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
-    assert f"{hf_folder}: mtrain reads this folder, but transformers" in message
-    assert "attention_dropout" in message
-    assert "Correct the folder's config.json" in message
 
 
 def test_export_keeps_the_tokenizer_of_an_imported_folder(hf_folder, tmp_path):

@@ -184,27 +184,6 @@ def test_bash_gets_bare_values_because_it_splits_at_the_equals_sign(shell_path):
     assert offered("mtrain", "tr") == ["train"]
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("simulate --cluster h", ["h100_4x8", "h200_1x8"]),
-        ("simulate --layout z", ["zigzag"]),
-        ("simulate --exchange ring,all", ["ring,all_gather"]),
-        ("profile imbalance --layout zigzag,s", ["zigzag,striped"]),
-        ("study learning --only dense,m", ["dense,moba"]),
-        ("profile imbalance --exchange hierarchical_r", ["hierarchical_ring"]),
-        ("profile kernels --kernel triton,s", ["triton,sdpa"]),
-        ("data prepare corpus out --tokenizer b", ["bytes", "bpe"]),
-    ],
-)
-def test_values_of_options_are_completed(words, offered, shell_path):
-    typed = ["mtrain", *words.split()]
-    assert (
-        ask("bash", shell_path, COMP_WORDS="\n".join(typed), COMP_CWORD=str(len(typed) - 1)).split()
-        == offered
-    )
-
-
 def test_zsh_gets_whole_words_with_help(shell_path):
     text = ask("zsh", shell_path, _TYPER_COMPLETE_ARGS="mtrain train model=qwen3")
     assert '"model=qwen3b":"Qwen2.5-3B' in text

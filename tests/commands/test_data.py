@@ -111,7 +111,7 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     )
     assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path)
     (tmp_path / "words.txt").write_text("words")
-    assert f"is not a token array; {allowed}" in _mistake("show", tmp_path / "words.txt")
+    assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path / "words.txt")
     assert "no such folder" in _mistake("show", tmp_path / "none")
     _run("prepare", corpus, out, "--text-key", "body")
     assert "--document 50: the store has documents 0 to 49" in _mistake(
@@ -175,10 +175,10 @@ def test_masks_and_positions_are_kept_and_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mask-key", "mask"], "--mask-key mask: counts tokens, so the documents must come as"),
-        (["--positions-key", "at"], "--positions-key at: counts tokens"),
-        ([*COLUMNS, "--tokenizer", "bpe"], "--tokenizer bpe: learns from text, but SOURCE holds"),
-        ([*COLUMNS, "--min-chars", "3"], "--min-chars 3: counts characters, but SOURCE holds"),
+        (["--mask-key", "mask"], "--mask-key mask: only for token ids; add --tokens-key"),
+        (["--positions-key", "at"], "--positions-key at: only for token ids"),
+        ([*COLUMNS, "--tokenizer", "bpe"], "--tokenizer bpe: give the tokenizer that made them"),
+        ([*COLUMNS, "--min-chars", "3"], "--min-chars 3: give --min-tokens instead"),
         (["--tokens-key", "id"], "q.jsonl line 1 has no such key. Its keys: ids, mask, at"),
         ([*COLUMNS, "--mask-key", "m"], "--mask-key m: "),
     ],
@@ -195,7 +195,7 @@ def test_wrong_documents_are_one_line_with_their_place(tmp_path: Path) -> None:
     good = question_record(10, 4, 6)
     wrong = {
         "q.jsonl:2: token 300 is not one of the 264 ids of bytes": {"ids": [*good["ids"][1:], 300]},
-        "q.jsonl line 2 holds the unknown kind 'casual'": {"mask": [[0, 4, 0, 4, "casual"]]},
+        "q.jsonl line 2 holds [0, 4, 0, 4, 'casual'].": {"mask": [[0, 4, 0, 4, "casual"]]},
         "q.jsonl line 2 holds 33 positions for 34 tokens": {"at": good["at"][1:]},
     }
     for message, change in wrong.items():
@@ -207,9 +207,6 @@ def test_wrong_documents_are_one_line_with_their_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt.gz", gzip.compress(bytes(1 << 27)), "unpacks to more than 256 times its size"),
-        ("a.jsonl.gz", gzip.compress(bytes(1 << 27)), "unpacks to more than 256 times its size"),
-        ("a.json.gz", gzip.compress(b"[" + b" " * (1 << 27)), "unpacks to more than 256 times"),
         ("a.txt.gz", gzip.compress(b"some text " * 99)[:-9], "cannot be unpacked (it ends early)"),
         ("a.txt.gz", b"", "cannot be unpacked (it ends early)"),
         ("a.jsonl.gz", b"plain", "cannot be unpacked ("),
@@ -234,7 +231,7 @@ def test_left_out_files_with_strange_names_are_shown_in_plain_characters(tmp_pat
     for name in ("a.txt", "b.\x1b[31m", "c.\u202etxt", "d.[red]"):
         (tmp_path / "in" / name).write_text("x")
     result = _run("prepare", tmp_path / "in", tmp_path / "out")
-    line = "  left out: 3 of other kinds (not a text format)\n"
+    line = "  left out: 3 of other kinds\n"
     assert line in result.stdout
     assert line in _run("show", tmp_path / "out").stdout
     assert "\x1b" not in result.stdout

@@ -45,9 +45,8 @@ def test_files_hold_the_samples_of_each_length_and_task(folder: Path) -> None:
     assert {path.name for path in (folder / "out" / "8192").iterdir()} == {
         f"{task}.jsonl" for task in RULER13
     }
-    tokenizer, sources = open_tokenizer("tok"), Sources(
-        folder / "PaulGrahamEssays.json", folder / "squad.json", folder / "hotpotqa.json"
-    )  # fmt: skip
+    files = ("PaulGrahamEssays.json", "squad.json", "hotpotqa.json")
+    tokenizer, sources = open_tokenizer("tok"), Sources(*(str(folder / name) for name in files))
     for task in ("vt", "qa_1", "niah_multikey_1"):
         expected = list(generate(task, 8192, 2, tokenizer, sources=sources))
         assert list(read_samples(folder / "out" / "8192" / f"{task}.jsonl")) == expected

@@ -8,7 +8,6 @@ import pickle
 import re
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from command import mtrain
@@ -20,8 +19,6 @@ from typer.testing import CliRunner
 from mtrain_cli import api
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
-from mtrain_cli.commands.evaluate import require_room
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.runner import STOPPED
 from mtrain_cli.launch.manifest import Manifest, checksum
@@ -120,14 +117,9 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("niah", "run", "--checkpoints", "7"), "has no checkpoint of step 7; it has 3"),
         (("niah", "run", "--form", "song"), "--form song: expected sentences or python"),
         (("niah", "run", "--chains", "0.5"), "only with --form python"),
-        (("niah", "nowhere"), "nowhere: no such folder"),
         (
             ("niah", "run", "--tokenizer", "no"),
             "/no: no such folder; give a folder with tokenizer.json",
-        ),
-        (
-            ("niah", "run", "--tokenizer", "text.txt"),
-            "/text.txt: is a file; give a folder with tokenizer.json",
         ),
         (("niah", "run", "--haystack", "none.txt"), "--haystack none.txt: no such file"),
         (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: ruler6, "),
@@ -139,7 +131,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("perplexity", "run", "--length", "512"), "the run held out no text"),
         (("perplexity", "run", "--text", "none.txt"), "--text none.txt: no such file"),
         (("perplexity", "run", "--short", "1"), "--short 1: must be from 2"),
-        (("perplexity", "run", "--length", "1"), "--length 1: must be from 2"),
         (
             ("perplexity", "run", "--length", "1k,512", "--short", "512"),
             "--short 512: no token of a sequence of 512 tokens has more context than that",
@@ -147,10 +138,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (
             ("niah", "run", "--form", "python", "--length", "300"),
             "--needles 10: 300 tokens of bytes have no room for them",
-        ),
-        (
-            ("niah", "run/checkpoints/step-9"),
-            "no such checkpoint; the checkpoints of this run are s",
         ),
         (("niah", "run", "--haystack", "none.md"), "--haystack none.md: holds no text"),
         (
@@ -161,13 +148,7 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
             ("ruler", "run", "--tasks", "niah_single_2@gone.txt", "--length", "2k"),
             "--tasks niah_single_2@gone.txt: no such file",
         ),
-        (
-            ("ruler", "run", "--tasks", "qa_1", "--squad", "text.txt", "--length", "2k"),
-            "/text.txt: cannot be read",
-        ),
-        (("niah", "run", "sparsity=x"), "no such sparsity; allowed: dense, vertical_slash, xatt"),
         (("perplexity", "run", "--keys-from", "run"), "needs --short N"),
-        (("perplexity", "run", "seq=512"), "seq=512: the model gives this setting"),
     ],
 )
 def test_mistakes_get_one_line(words, message):
@@ -219,7 +200,7 @@ def test_samples_without_outputs_and_too_long_ones_are_refused():
     assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
-def test_what_has_no_effect_or_was_not_trained_gets_a_warning(tmp_path):
+def test_sequences_beyond_those_of_training_get_a_warning(tmp_path):
     run = small_run(tmp_path, "topology.device=cpu", "data.eval_sequences=2")
 
     def warned(*words: str) -> list[str]:
@@ -229,9 +210,6 @@ def test_what_has_no_effect_or_was_not_trained_gets_a_warning(tmp_path):
     (line,) = warned("perplexity", str(run), "--length", "513")
     assert line.startswith("mtrain: warning: --length 513: the run trained only on sequences of")
     assert warned("perplexity", str(run), "--length", "512", "--samples", "1") == []
-    few = ("--length", "1k", "--beyond", "--tasks", "fwe", "--samples", "1")
-    line, *_ = warned("ruler", str(run), *few, "--essays", "text.txt")
-    assert line == "mtrain: warning: --essays text.txt: has no effect, no task reads it"
 
 
 def test_results_of_another_model_are_refused(tmp_path, run):
@@ -326,7 +304,7 @@ def test_a_truncated_newest_checkpoint_is_skipped_with_a_warning_as_in_generate(
 def test_a_damaged_checkpoint_names_the_others_and_leaves_no_folder(damaged):
     newest = "run/checkpoints/step-40"
     line = refused("perplexity", newest, *SHORT)
-    assert re.search(r"has 0 bytes instead of \d+. The run also has step-20$", line)
+    assert re.search(r"has 0 bytes instead of \d+$", line)
     generated = CliRunner().invoke(app, ["generate", newest, "--prompt", "a"])
     assert generated.exit_code == 2
     assert generated.stderr == f"{line}\n"
@@ -414,26 +392,3 @@ def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
         api.load("run")
     told = [str(one.message) for one in caught if "step-40" in str(one.message)]
     assert [f"mtrain: warning: {line}" for line in told] == lines[0]
-
-
-@pytest.mark.parametrize("damage", DAMAGES[1:])
-def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_same_line(
-    damage, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    text_file(tmp_path)
-    run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
-    newest = run / "checkpoints/step-40"
-    damage(newest)
-    line = refused("perplexity", str(newest), *SHORT)
-    generated = CliRunner().invoke(app, ["generate", str(newest), "--prompt", "a"])
-    assert generated.stderr.splitlines()[-1] == line
-    assert not (run / "evaluation").exists()
-
-
-def test_several_special_tokens_need_room():
-    model = SimpleNamespace(max_position=2048)
-    for length, special in ((2048, 0), (2048, 1), (2047, 2)):
-        require_room(model, length, special)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"--length 2048: .* adds 2 tokens .* at most 2047"):
-        require_room(model, 2048, 2)  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from mtrain_cli.commands.options import (
     option,
     parse_items,
     parse_names,
-    parse_share_option,
     parse_whole_number,
     warn,
     with_options,
@@ -106,11 +105,6 @@ def test_items_are_parsed_one_by_one():
         parse_items("--workers", "8,x", int, "8,32")
     with pytest.raises(ConfigError, match="an empty item is not a number"):
         parse_items("--workers", "8,", int, "8,32")
-
-
-@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.5", 0.5), ("1", 1.0), (None, None)])
-def test_shares_are_numbers_or_percentages(text, share):
-    assert parse_share_option("--density", text) == share
 
 
 @pytest.mark.parametrize("text", ["-1", "+1", " 1", "1.0", "٣", "", "1" * (MOST_DIGITS + 1)])

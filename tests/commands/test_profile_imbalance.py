@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import mtrain
+from commands.replay import replayed
 from commands.typed_line import split
 from typer.testing import CliRunner
 
@@ -63,20 +64,13 @@ def test_all_cases_are_measured_on_the_same_steps(profile):
         assert set(mine["rank"]) == {0, 1, 2}
         assert set(mine.iteration) == {2, 3}  # the first step of the training is a warm-up
         assert set(mine.layer) == {-1, 0, 1}
+        attention = mine[mine.phase == "attention"]
         for direction in ("forward", "backward"):
-            assert set(mine.step[(mine.phase == "attention") & (mine.direction == direction)]) == {
-                0,
-                1,
-                2,
-            }
+            assert set(attention.step[attention.direction == direction]) == {0, 1, 2}
         assert bool((mine.phase == "index").any()) == labels[case].startswith("vertical")
     # Layouts see the same tokens and weights, so the same indices and the same total work.
-    work = (
-        frame[frame.direction == "forward"]
-        .groupby(["case", "iteration", "layer"])
-        .pairs.sum()
-        .unstack("case")
-    )
+    forward = frame[frame.direction == "forward"].groupby(["case", "iteration", "layer"])
+    work = forward.pairs.sum().unstack("case")
     assert (work[0] == work[1]).all()
     assert (work[2] == work[3]).all()
     assert (work[2] < 0.8 * work[0]).all()
@@ -89,10 +83,9 @@ def test_every_moment_of_every_pass_has_one_reason(profile):
     whole = frame[frame.phase == "pass"].groupby(key, observed=True).dur_us.sum()
     assert len(whole) == 4 * 2 * 3 * 2 * 2
     np.testing.assert_allclose(parts, whole, rtol=1e-5)
-    iteration = (
-        frame[frame.phase == "iteration"].groupby(["case", "iteration", "rank"]).dur_us.sum()
-    )
-    assert (whole.groupby(["case", "iteration", "rank"]).sum() < iteration).all()
+    of_rank = ["case", "iteration", "rank"]
+    iteration = frame[frame.phase == "iteration"].groupby(of_rank).dur_us.sum()
+    assert (whole.groupby(of_rank).sum() < iteration).all()
 
 
 def test_recorded_work_equals_the_schedules(profile):
@@ -146,12 +139,8 @@ def test_attention_alone_at_several_lengths(tmp_path):
     ]
     result = run(tmp_path, *words, "topology.workers=2", SHAPE, "run.name=one")
     assert result.returncode == 0, result.stderr
-    assert (
-        len(
-            [line for line in result.stdout.splitlines() if "dense striped" in line and "%" in line]
-        )
-        >= 4
-    )
+    lines = result.stdout.splitlines()
+    assert sum("dense striped" in line and "%" in line for line in lines) >= 4
     recorded = open_records(tmp_path / "measurements/one")
     assert recorded.complete
     assert recorded.summary["mode"] == "attention"
@@ -260,36 +249,16 @@ def test_profile_balance_is_the_same_command():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--layout zigzig"],
-            "--layout zigzig: no such layout (did you mean zigzag?); allowed: auto, contiguous, "
-            "zigzag, striped",
-        ),
-        (
-            ["--pattern vertical"],
-            "--pattern vertical: no such pattern (did you mean vertical_slash?); allowed: dense, "
-            "vertical_slash",
-        ),
+        (["--layout zigzig"], "--layout zigzig: no such layout (did you mean zigzag?); allowed:"),
+        (["--pattern vertical"], "--pattern vertical: no such pattern (did you mean"),
         (["--layout ,"], "--layout ',': names nothing"),
-        (
-            ["--layout zigzag topology.layout=zigzag"],
-            "topology.layout=zigzag: --layout zigzag already compares this setting",
-        ),
-        (
-            ["--pattern moba sparsity=moba"],
-            "sparsity=moba: --pattern moba already compares this setting",
-        ),
-        (
-            ["--pattern dense sparsity.p_v=0.5"],
-            "sparsity.p_v=0.5: none of the patterns dense has this key",
-        ),
+        (["--layout zigzag topology.layout=zigzag"], "topology.layout=zigzag: --layout zigzag"),
+        (["--pattern moba sparsity=moba"], "sparsity=moba: --pattern moba already compares this"),
+        (["--pattern dense sparsity.p_v=0.5"], "sparsity.p_v=0.5: none of the patterns dense has"),
         (["--seq 512,1k"], "--seq 512,1k: only with --attention-only; otherwise give one length"),
         (["--seq 512,x --attention-only"], "--seq x: expected"),
         (["--steps 0"], "--steps 0: must be at least 1"),
-        (
-            ["--exchange all_gather,ring topology.chunks=2"],
-            "topology.chunks=2: works only with all_gather",
-        ),
+        (["--exchange all_gather,ring topology.chunks=2"], "topology.chunks=2: works only with"),
         (["recipe=shared_question data.path=nosuch"], "data.path=nosuch: no such file or folder"),
         (
             ["--attention-only recipe=shared_question data.path=nosuch"],
@@ -305,15 +274,13 @@ def test_invalid_comparisons_are_one_line(tmp_path, words, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_simulator_counts_what_was_recorded(profile, tmp_path):
+def test_the_simulator_counts_what_was_recorded(profile):
     """Real training steps with the indices of their last iteration: work must match exactly."""
-    result = mtrain(tmp_path, "simulate", "validate", str(profile), "--json")
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
+    document = replayed(profile)
+    assert document["not_predicted"] == []
     assert [case["case"] for case in document["cases"]] == [
         case["label"] for case in open_records(profile).summary["cases"]
     ]
-    assert document["not_predicted"] == []
     for case in document["cases"]:
         assert set(case["passes"]) == {"forward", "backward"}
         for of_pass in case["passes"].values():
@@ -335,12 +302,7 @@ def test_a_replay_is_compared_with_the_micro_batch_that_it_repeats(tmp_path):
     frame = open_records(folder).frame()
     sums = frame[frame.case == 0].groupby(["iteration", "micro"]).pairs.sum()
     assert sums.nunique() == len(sums) == 4, "documents differ"
-    validated = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
-    assert validated.returncode == 0, validated.stderr
-    document = json.loads(validated.stdout)
-    agreement = document["agreement"]
-    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
-    for case in document["cases"]:
+    for case in replayed(folder)["cases"]:
         assert sum("the first micro-batch of the last" in line for line in case["remarks"]) == 1
 
 
@@ -363,10 +325,7 @@ def test_tensor_groups_are_profiled_and_replayed(tmp_path):
     found = recorded.summary["results"][0]
     assert (found["workers"], found["groups"], found["tokens"]) == (2, 2, 512)
     assert len(found["tensor_ms"]["exposed"]) == 4
-    validated = mtrain(tmp_path, "simulate", "validate", "measurements/tp", "--json", "--no-files")
-    assert validated.returncode == 0, validated.stderr
-    agreement = json.loads(validated.stdout)["agreement"]
-    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+    replayed(tmp_path / "measurements/tp")
 
 
 def test_attention_alone_needs_whole_layers(tmp_path):
@@ -387,7 +346,4 @@ def test_stages_of_a_pipeline_are_profiled_and_replayed(tmp_path):
         assert (found["workers"], found["groups"]) == (2, 2)
         assert found["pipeline"]["formula"] == pytest.approx(1 / 3, rel=1e-4)
         assert len(found["pipeline"]["work_ms"]) == 2
-    validated = mtrain(tmp_path, "simulate", "validate", "measurements/pp", "--json", "--no-files")
-    assert validated.returncode == 0, validated.stderr
-    agreement = json.loads(validated.stdout)["agreement"]
-    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+    replayed(tmp_path / "measurements/pp")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import mtrain
+from commands.replay import replayed
 from commands.typed_line import split
 from masked_documents import masked_store
 
@@ -84,11 +85,7 @@ def test_tables_and_files_name_the_kind_of_layer(mixed):
 
 
 def test_both_kinds_of_layers_are_replayed(mixed, tmp_path):
-    result = mtrain(tmp_path, "simulate", "validate", str(mixed), "--json")
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
-    assert (len(document["cases"]), document["not_predicted"]) == (2, [])
-    assert document["agreement"]["work_cells_equal"] == document["agreement"]["work_cells"] > 0
+    assert len(replayed(mixed)["cases"]) == 2
     layouts = ["--layout", "zigzag,balanced", "--exchange", "ring,group_cast", "--json"]
     result = mtrain(tmp_path, "profile", "what-if", str(mixed), *layouts)
     assert result.returncode == 0, result.stderr
@@ -116,10 +113,7 @@ def test_attention_alone_measures_a_layer_of_each_kind(tmp_path):
     lines = [line.strip() for line in result.stdout.splitlines()]
     assert sum(line.startswith("full layer  ") and "100.00%" in line for line in lines) == 4
     assert sum(line.startswith("window layer  ") for line in lines) == 4
-    validated = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
-    assert validated.returncode == 0, validated.stderr
-    agreement = json.loads(validated.stdout)["agreement"]
-    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+    replayed(folder)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -137,10 +131,7 @@ def test_sparse_and_dense_layers_are_recorded_and_replayed(tmp_path, alone):
         sparse, dense = facts["kinds"]["sparse"], facts["kinds"]["dense"]
         assert dense["density"] == pytest.approx(1)
         assert sparse["density"] == pytest.approx(found[0] / found[2])
-    result = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
-    assert result.returncode == 0, result.stderr
-    agreement = json.loads(result.stdout)["agreement"]
-    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+    replayed(folder)
 
 
 @pytest.mark.parametrize("only", [pytest.param(True, marks=pytest.mark.slow), False])

@@ -72,18 +72,8 @@ def test_the_parts_of_each_rank_add_up_to_the_step(summary):
         assert rank["step_ms"] == pytest.approx(rank["recorded_ms"], rel=0.05)
         assert rank["plain_ms"] > 0
         # All parts occur, forward and backward: a sparse ring on two processes.
-        for name in (
-            "attention",
-            "index",
-            "products",
-            "element-wise",
-            "loss",
-            "weights",
-            "optimizer",
-            "links",
-            "host",
-        ):
-            assert rank["parts"][name] > 0, name
+        parts = "attention index products element-wise loss weights optimizer links host"
+        assert all(rank["parts"][name] > 0 for name in parts.split()), rank["parts"]
     assert (summary["plain"]["first"], summary["plain"]["steps"]) == (2, 3)
     assert summary["plain"]["density"] < 1
     assert summary["plain"]["tokens_per_second_per_gpu"] == pytest.approx(
@@ -147,12 +137,8 @@ def test_the_files_describe_the_measurement(profile, summary):
     assert summary["complete"]
     assert summary["command"][:3] == ["mtrain", "profile", "step"]
     assert summary["versions"]["torch"]
-    assert (summary["device"], summary["workers"], summary["warmup"], summary["steps"]) == (
-        "CPU",
-        2,
-        4,
-        2,
-    )
+    facts = [summary[name] for name in ("device", "workers", "warmup", "steps")]
+    assert facts == ["CPU", 2, 4, 2]
     assert summary["settings"]["exchange"] == "ring"
     assert summary["settings"]["layout"] == "striped"
     assert summary["settings"]["pattern"] == "vertical_slash"
@@ -204,11 +190,7 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(tmp_path):
         (["--steps 0"], "--steps 0: must be at least 1"),
         (["--warmup 0"], "--warmup 0: must be at least 1"),
         (["--warmup x"], "--warmup x: expected a whole number"),
-        (
-            ["train.steps=2"],
-            "--warmup 2 --steps 1: need 3 training steps, more than train.steps=2; give fewer, or "
-            "train.steps=3",
-        ),
+        (["train.steps=2"], "--warmup 2 --steps 1: need 3 training steps, more than"),
         (
             ["--warmup 2 sparsity=vertical_slash sparsity.dense_steps=5"],
             "--warmup 2: with sparsity.dense_steps=5, steps 1 to 5 are dense; give --warmup 6 or "
@@ -217,11 +199,7 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(tmp_path):
         (["topology.chunks=99"], "topology.chunks=99: does not divide the 2 key-value heads"),
         (["sequence=512"], "sequence"),
         (["--out x"], "--out"),
-        (
-            ["topology.layout=zigzig"],
-            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped, balanced "
-            "(did you mean zigzag?)",
-        ),
+        (["topology.layout=zigzig"], "topology.layout=zigzig: expected one of auto, contiguous"),
     ],
 )
 def test_invalid_options_are_one_line(tmp_path, words, expected):
@@ -286,39 +264,22 @@ def test_a_damaged_summary_is_one_line(summary, tmp_path, change, expected):
     assert expected in str(caught.value)
 
 
-@pytest.mark.slow
-def test_a_tensor_parallel_step_counts_its_messages_as_links(tmp_path):
-    """Half of the heads on each of two workers: the losses are those of one worker."""
+@pytest.mark.parametrize("degree", [pytest.param("tensor", marks=pytest.mark.slow), "pipeline"])
+def test_messages_of_tensor_groups_and_hops_of_stages_are_links(tmp_path, degree):
+    """The losses are those of one worker. The loss of a pipeline is on its last stage only."""
     alone = "seq=256 topology.device=cpu topology.block_size=32 model.num_layers=2 --no-trace"
     losses = []
     for name, words in {
         "one": "topology.workers=1",
-        "two": "topology.workers=2 topology.tensor_parallel=2",
+        "two": f"topology.workers=2 topology.{degree}_parallel=2",
     }.items():
-        result = run(tmp_path, alone, words, f"run.name={name}")
+        result = run(tmp_path, alone, words, f"train.global_batch=2 run.name={name}")
         assert result.returncode == 0, result.stderr
         summary = json.loads((tmp_path / "measurements" / name / "summary.json").read_text())
         losses.append(summary["losses"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert (summary["settings"]["cp"], summary["settings"]["tp"]) == (1, 2)
-    assert all(rank["parts"]["links"] > 0 for rank in summary["ranks"])
-
-
-def test_a_step_of_a_pipeline_counts_hops_as_links(tmp_path):
-    """The loss is on the last stage only, and losses are those of one worker."""
-    alone = "seq=256 topology.device=cpu topology.block_size=32 model.num_layers=2 --no-trace"
-    alone += " train.global_batch=2"
-    losses = []
-    for name, words in {
-        "one": "topology.workers=1",
-        "two": "topology.workers=2 topology.pipeline_parallel=2",
-    }.items():
-        result = run(tmp_path, alone, words, f"run.name={name}")
-        assert result.returncode == 0, result.stderr
-        summary = json.loads((tmp_path / "measurements" / name / "summary.json").read_text())
-        losses.append(summary["losses"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert summary["settings"]["pp"] == 2
+    assert summary["settings"][f"{degree[0]}p"] == 2
     first, last = (rank["parts"] for rank in summary["ranks"])
-    assert first["loss"] == 0 < last["loss"]
     assert min(first["links"], last["links"]) > 0
+    assert (first["loss"] == 0) == (degree == "pipeline")
+    assert last["loss"] > 0

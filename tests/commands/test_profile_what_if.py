@@ -48,46 +48,21 @@ def test_json_matches_the_table(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--layout zigzig"],
-            "--layout zigzig: no such layout (did you mean zigzag?); allowed: contiguous, zigzag",
-        ),
-        (
-            ["--exchange rong"],
-            "--exchange rong: no such exchange (did you mean ring?); allowed: auto, all_gather,",
-        ),
+        (["--layout zigzig"], "--layout zigzig: no such layout (did you mean zigzag?); allowed:"),
+        (["--exchange rong"], "--exchange rong: no such exchange (did you mean ring?); allowed:"),
         (["--layout ,"], "--layout ',': names nothing; allowed: contiguous"),
-        (
-            ["--pattern mobo"],
-            "--pattern mobo: no such pattern (did you mean moba?); allowed: vertical_slash, moba",
-        ),
+        (["--pattern mobo"], "--pattern mobo: no such pattern (did you mean moba?); allowed:"),
         (["--workers 8,x"], "--workers 8,x: x is not a number; give items such as 8,32"),
         (["--workers 8,"], "--workers 8,: an empty item is not a number"),
         (["--workers 0"], "--workers 0: allowed: 1 to 512"),
-        (
-            ["--workers 64"],
-            "--workers 64: 1000 tokens in blocks of 16 are too few for 64 workers; "
-            "allowed: 1 to 62",
-        ),
-        (
-            ["--workers 6 --per-node 4"],
-            "--per-node 4: does not divide 6 workers; allowed: 1, 2, 3, 6",
-        ),
+        (["--workers 64"], "--workers 64: 1000 tokens in blocks of 16 are too few for 64"),
+        (["--workers 6 --per-node 4"], "--per-node 4: does not divide 6 workers; allowed: 1, 2"),
         (["--workers 5"], "--per-node 4: does not divide 5 workers; allowed: 1, 5"),
-        (
-            ["--workers 12 --cluster h200_1x8"],
-            "--per-node 8: does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12",
-        ),
+        (["--workers 12 --cluster h200_1x8"], "--per-node 8: does not divide 12 workers"),
         (["--cluster h200"], "--cluster h200: no such cluster (did you mean h200_1x8?)"),
         (["--per-node 0"], "--per-node 0: must be at least 1"),
-        (
-            ["--layers 0,4"],
-            "--layers 0,4: layer 4 of vertical_slash was not recorded; allowed: 0, 3, 5",
-        ),
-        (
-            ["--exchange ulysses --workers 8"],
-            "--exchange ulysses: cannot share 4 query heads and 2 key-value heads among 8",
-        ),
+        (["--layers 0,4"], "--layers 0,4: layer 4 of vertical_slash was not recorded; allowed:"),
+        (["--exchange ulysses --workers 8"], "topology.exchange=ulysses: cannot share 4 query"),
     ],
 )
 def test_invalid_replays_are_one_line(tmp_path, words, message):

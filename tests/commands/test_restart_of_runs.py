@@ -91,8 +91,6 @@ def test_losses_after_two_restarts_equal_an_undisturbed_run(
         "restart 2",
     ]
     assert "resumed from the checkpoint of step 6, restart 2, on 2 workers" in log
-    assert " at step 1, " in log, "the summary is of the whole run"
-    assert "since the last restart" in log
     assert mtrain(tmp_path, "train", *RUN, "run.dir=whole", *words).returncode == 0
     assert rows() == rows("whole"), "bitwise, one line a step"
     status = json.loads(mtrain(tmp_path, "status", "run", "--json").stdout)

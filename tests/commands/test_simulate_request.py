@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import yaml
-from commands.typed_line import STRIPED, document, run, simulate
+from command import python_path
+from commands.typed_line import DENSE, STRIPED, document, run, simulate
+from masked_documents import masked_store
 from simulation.recordings import SEQ, record
 
-from mtrain_cli.commands.simulate_request import SimulateRequest
+from mtrain_cli import resource_dir
+from mtrain_cli.commands.simulate import SimulateOptions
+from mtrain_cli.commands.simulate_request import Request, parse_job
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.pattern_settings import SparseSettings
@@ -27,13 +34,10 @@ def _here(tmp_path, monkeypatch):
 
 def test_without_a_model_ineffective_settings_are_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
-    for word in ("topology.prefetch=2", "train.kernel=sdpa"):
+    for word in ("topology.prefetch=2", "train.micro_batch=2"):
         refused = simulate("--index", str(path), word, "--workers 4 --no-files", STRIPED)
         assert refused.exit_code == 2
-        assert (
-            f"{word}: has no effect without model=, because --index {path} gives only the shape "
-            "of attention; add model=NAME" in refused.stderr
-        )
+        assert f"{word}: has no effect on a recorded index without model=" in refused.stderr
 
 
 @pytest.mark.parametrize("index", [None, "local", "clustered", "uniform", "drifting"])
@@ -41,16 +45,12 @@ def test_a_family_respects_the_slash_limits_of_the_pattern(index):
     """At 16k there are 128."""
 
     def diagonals(*words: str, density: float | None = None) -> set[int]:
-        asked = SimulateRequest(
+        asked = Request(
             ("model=tiny", "seq=16k", "sparsity=vertical_slash", *words),
             index,
             density,
-            0,
-            2,
-            "auto",
-            None,
-            "",
-            0.0,
+            columns=0,
+            layers=2,
         )
         problem = asked.scenario().problem
         return {int(n) for layer in (0, 1) for n in problem.index(layer).slashes.sum(-1).flatten()}
@@ -90,9 +90,9 @@ def nearest(monkeypatch):
     def make(density=None, columns=None, **settings):
         pattern = NearestSettings(block=128, **settings)
         config = replace(compose(["model=tiny", "seq=16k"]), sparsity=pattern)
-        monkeypatch.setattr(SimulateRequest, "compose", lambda *_: config)
+        monkeypatch.setattr(Request, "compose", lambda *_: config)
         words = ("model=tiny", "seq=16k", "sparsity=nearest")
-        return SimulateRequest(words, None, density, columns, 1, "auto", None, "", 0.0)
+        return Request(words, None, density, columns, 1)
 
     return make
 
@@ -110,15 +110,11 @@ def test_a_prediction_keeps_the_bounds_of_a_users_pattern(nearest):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"columns": 2}, "--columns 2: sparsity=nearest allows at most 1 per head; give fewer"),
-        (
-            {"density": 0.07},
-            "--density 0.07: sparsity=nearest chooses at most 4 slashes per head, which cover at "
-            "most 6.13% of the blocks; give at most that",
-        ),
+        ({"columns": 2}, "columns=2: sparsity=nearest allows at most 1 per head"),
+        ({"density": 0.07}, "density=0.07: sparsity=nearest covers at most 6.129% of the blocks"),
         (
             {"density": 0.02, "share": 0.01},
-            "--density 0.02: sparsity=nearest always computes 1% of the pairs; leave it out",
+            "density=0.02: sparsity=nearest always computes 1.000% of the pairs",
         ),
     ],
 )
@@ -164,9 +160,9 @@ def test_an_index_of_another_model_is_refused(tmp_path):
     for more, message in (
         (
             ["train.micro_batch=2", "model.num_layers=5"],
-            "model.num_layers=5: --index {} holds layer 5, so it is from another model",
+            "model.num_layers=5: index={} holds layer 5, of another model",
         ),
-        (["model.num_layers=6"], "train.micro_batch=1: --index {} holds 2 sequences"),
+        (["model.num_layers=6"], "train.micro_batch=1: index={} holds 2 sequences"),
     ):
         found = run("simulate", *shape, *more, "--index", str(path), "--json --no-files")
         assert found.exit_code == 2
@@ -190,12 +186,119 @@ def test_an_index_of_another_shape_is_refused(tmp_path):
     found = run("simulate model=qwen3b seq=32k --index", str(path))
     assert found.exit_code == 2
     lines = found.stderr.strip().splitlines()
-    assert f"seq=32768: --index {path} was recorded with {SEQ}; leave it out" in lines[0]
+    assert f"seq=32768: index={path} was recorded with {SEQ}; leave it out" in lines[0]
     assert any("model.num_heads=16" in line for line in lines)
     for option, value in (("--density", "0.03"), ("--columns", "0")):
         found = run("simulate --index", str(path), option, value)
         assert found.exit_code == 2
         assert (
-            f"{option} {value}: --index {path} has its own pairs; give only one of the two"
+            f"{option[2:]}={float(value):g}: index={path} has its own pairs; give only"
             in found.stderr
         )
+
+
+def test_a_slow_rank_needs_a_group_of_one_size():
+    words = ("recommend", DENSE, "train.global_batch=8 --no-files", STRIPED)
+    refused = simulate(*words, "--slow 3=2")
+    assert refused.exit_code == 2, refused.output
+    assert (
+        "slow: this command tries context groups of several sizes; set "
+        "topology.context_parallel=N" in refused.stderr
+    )
+    fixed = simulate(*words, "--slow 3=2 topology.context_parallel=4")
+    assert fixed.exit_code == 0, fixed.output
+    # Ranks are numbered over all workers and groups.
+    assert simulate(*words, "--slow 7=2 topology.context_parallel=4").exit_code == 0
+    beyond = simulate(*words, "--slow 8=2 topology.context_parallel=4")
+    assert (
+        beyond.exit_code,
+        "slow=8=2: there is no such rank; allowed: 0 to 7" in beyond.stderr,
+    ) == (2, True)
+    # `auto` is no size.
+    assert simulate(*words, "--slow 3=2 topology.context_parallel=auto").exit_code == 2
+
+
+def test_cpu_workers_get_no_message_about_cuda(tmp_path):
+    """Attention on CPUs is predicted in float32; whole steps are refused in one line."""
+    made = yaml.safe_load((resource_dir("conf") / "cluster/h200_1x8.yaml").read_text())
+    for gpu in ({"name": "AMD EPYC 9654"}, {"name": "some chip", "device": "cpu"}):
+        made["gpu"] |= gpu
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
+        words = ("model=tiny seq=16k --columns 64 --cluster mine.yaml", STRIPED)
+        for more in (("run",), ("recommend",), ("sweep", "workers=2,4")):
+            refused = simulate(*more, *words, "--no-files")
+            assert refused.exit_code == 2
+            message = (
+                f"cluster=mine.yaml: {gpu['name']} is a CPU, and steps are predicted for GPUs only"
+            )
+            assert refused.stderr.startswith(f"mtrain: {message}")
+        alone = document(*words, "--attention-only")
+        assert alone["cases"][0]["kernel"] == "sdpa"
+        assert not [remark for remark in alone["predicted"][0]["remarks"] if "triton" in remark]
+        typed = document(*words, "topology.device=cpu --attention-only")
+        assert alone["predicted"] == typed["predicted"]
+        refused = simulate(*words, "topology.device=cuda --attention-only --no-files")
+        assert f"topology.device=cuda: mine has {gpu['name']}; allowed: cpu" in refused.stderr
+    made["gpu"]["device"] = "tpu"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
+    assert "mine.yaml: gpu.device=tpu: allowed: cuda, cpu" in simulate(*words, "--no-files").stderr
+
+
+def test_invalid_settings_are_reported_before_importing_torch():
+    """Uses a process of its own, since this one has imported it."""
+    wrong = [
+        "model=tinyy",
+        "train.micro_batch=3",
+        "workers=30",
+        "--slow 99=2",
+        "--slow 1=x",
+        "--jitter 9",
+        "--density 7",
+        "--cluster no",
+    ]
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from mtrain_cli.commands import app as command_line
+for word in {wrong}:
+    result = CliRunner().invoke(command_line.app, ["simulate", *word.split()], prog_name="mtrain")
+    assert (result.exit_code, "torch" in sys.modules) == (2, False), (word, result.output)
+    assert word.split()[-1].partition("=")[0] in result.stderr, result.stderr
+"""
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "casts"),
+    [
+        (["cluster=a100_4x8"], []),
+        (["mask=sliding_window"], ["group_cast"]),
+        (["mask=sliding_window", "cluster=a100_4x8"], ["group_cast", "hierarchical_group_cast"]),
+    ],
+)
+@pytest.mark.parametrize("every", [False, True])
+def test_group_casts_are_compared_under_a_mask_other_than_causal(words, casts, every):
+    typed = SimulateOptions(overrides=[*words, "seq=4k"])
+    job = parse_job(typed, every_exchange=every)
+    assert [name for name in job.exchanges if "cast" in name] == casts
+    swept = parse_job(SimulateOptions(overrides=[*words, "seq=4k", "density=2%,5%"]))
+    assert swept.axes == {"density": ["2%", "5%"]}
+    assert [name for name in swept.exchanges if "cast" in name] == casts
+
+
+def test_the_layout_and_the_exchange_of_a_recipe_are_compared_too(tmp_path):
+    store = masked_store(tmp_path)
+    recipe = ["recipe=shared_question", f"data.path={store}", "data.positions_key=at"]
+    usual, chosen = (parse_job(SimulateOptions(overrides=words)) for words in ([], recipe))
+    assert chosen.layouts == [*usual.layouts, "balanced"]
+    assert chosen.exchanges == [*usual.exchanges, "group_cast"]
+    one = parse_job(SimulateOptions(overrides=recipe, layout="zigzag", exchange="ring"))
+    assert (one.layouts, one.exchanges) == (["zigzag"], ["ring"])
+    rings = ["topology.exchange=hierarchical_ring", "topology.layout=auto"]
+    assert parse_job(SimulateOptions(overrides=rings)).exchanges == ["hierarchical_ring"]
+    on_one_node = parse_job(SimulateOptions(overrides=["topology=hierarchical"]))
+    assert set(usual.exchanges) <= set(on_one_node.exchanges)

@@ -2,7 +2,6 @@
 
 import os
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.resolved_file import load, save
-from mtrain_cli.launch import environment, local, run_dir
+from mtrain_cli.launch import environment, local
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_status import RunState, write_state
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +50,6 @@ def test_cfg_prints_the_composed_configuration_and_exits(launched, tmp_path):
     assert "seq: 32768  # 32k; default " in result.stdout
     assert not launched
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
-
-
-def test_a_warning_names_recipe_keys_that_a_group_replaces():
-    result = run("recipe=stdlib_8k", "data=stdlib", "data.eval_sequences=4", "--cfg")
-    assert result.exit_code == 0, result.stderr
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mtrain: warning: recipe=stdlib_8k: data=stdlib replaces its data.docu")
 
 
 def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
@@ -111,10 +101,7 @@ def test_a_dry_run_refuses_weights_of_another_size(launched, monkeypatch, max_fi
     edit_config(Path("hf"), num_experts=8)
     result = run(*words)
     assert (result.exit_code, result.stdout, launched) == (2, "", [])
-    config = Path("hf/config.json").resolve()
-    assert result.stderr == (
-        f"mtrain: {config}: num_experts=8: the tensors of this folder have 6\n"
-    )
+    assert "tensor model.layers.1.mlp.gate.weight has shape (6, 40)" in result.stderr
 
 
 def test_a_dry_run_refuses_a_flipped_bit_of_an_export():
@@ -134,20 +121,6 @@ def test_a_dry_run_needs_no_weights_and_says_that_the_run_does():
     result = run("train.init_from=hf", "seq=256", "topology.device=cpu", "--dry-run")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "the folder has no model.safetensors yet, which the run needs" in result.stdout
-
-
-def test_a_dry_run_warns_of_a_chunk_that_the_layout_of_auto_does_not_read(tmp_path, monkeypatch):
-    # The longest sequence that fits has tests of its own, and takes seconds to find.
-    monkeypatch.setattr("mtrain_cli.training.dry_run.longest_seq", lambda _: None)
-    words = ("seq=4k", "topology.workers=8", "topology.device=cuda", "--dry-run")
-    result = run("topology.balanced_chunk=256", *words)
-    assert result.exit_code == 0
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("mtrain: warning: topology.balanced_chunk=256: has no effect, topology.")
-    result = run("topology.balanced_chunk=256", "topology.layout=balanced", *words)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert "balanced, chunks of 256 assigned for each batch" in result.stdout
-    assert not list(tmp_path.iterdir())
 
 
 def test_train_creates_the_run_folder_and_returns_the_launchers_exit_code(launched):
@@ -330,7 +303,6 @@ def test_settings_of_the_exchange_are_checked_before_workers_start(
 def test_what_depends_on_the_memory_of_a_gpu_is_left_to_the_workers(launched, monkeypatch):
     monkeypatch.setattr(environment, "_visible_gpus", lambda: 2)
     assert run("topology.circulates=queries").exit_code == 7
-    assert run("topology.circulates=queries", "topology.exchange=group_cast").exit_code == 2
     assert len(launched) == 1
 
 
@@ -375,31 +347,6 @@ def test_a_resume_to_fewer_steps_is_refused_and_changes_nothing(launched):
     )
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1
-    assert run("--resume", "first", "train.steps=15").exit_code == 7
-
-
-def test_a_resume_of_a_finished_run_starts_no_workers(launched, monkeypatch):
-    run("seq=256", "topology.device=cpu", "run.name=first", "train.steps=15")
-    checkpoint = Path("runs/first/checkpoints/step-15")
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").touch()
-    state = RunState(phase="finished", time=0.0, began=0.0, step=15, steps=15)
-    write_state(RunDir(Path("runs/first")), state)
-    before = Path("runs/first/resolved.yaml").read_text()
-    result = run("--resume", "first", "optim.lr=1e-5")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == (
-        "nothing left to train: step 15 has reached train.steps=15. Set a larger train.steps to "
-        "continue: mtrain train --resume runs/first train.steps=30\n"
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(run_dir, "study_command", lambda _: "mtrain study learning")
-        said = run("--resume", "first").stdout
-    assert said == "nothing left to train: step 15 has reached train.steps=15\n"
-    assert Path("runs/first/resolved.yaml").read_text() == before
-    assert len(launched) == 1
-    assert run("--resume", "first", "train.steps=16").exit_code == 7
-    write_state(RunDir(Path("runs/first")), replace(state, phase="failed"))
     assert run("--resume", "first", "train.steps=15").exit_code == 7
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,24 +101,6 @@ def test_the_papers_recipes_use_the_papers_system(name: str) -> None:
     assert refused["flash4"].endswith(
         "computes blocks of 128, not sparsity.block=64, which train.kernel=triton computes"
     )
-
-
-def test_mtrains_recipe_trains_the_same_model_with_another_system() -> None:
-    paper, own = (compose([f"recipe={name}"], plan=True) for name in (PAPER, "qwen3b_512k"))
-    assert (own.seq, own.model, own.data) == (paper.seq, paper.model, paper.data)
-    assert replace(own.optim, offload=True) == paper.optim
-    assert replace(own.sparsity, block=64) == paper.sparsity
-    assert (own.train.steps, own.train.global_batch, own.train.dtype) == (
-        paper.train.steps,
-        paper.train.global_batch,
-        paper.train.dtype,
-    )
-    assert (
-        own.sparsity.block,
-        own.topology.block_size,
-        own.topology.exchange,
-        own.train.memory,
-    ) == (128, 128, "auto", "auto")
 
 
 def test_the_llama_recipe_is_2b_tokens_of_fixed_samples() -> None:

@@ -19,7 +19,7 @@ def test_the_last_layers_are_dense():
 
 
 def test_a_model_of_one_layer_can_have_no_dense_layer():
-    with pytest.raises(ConfigError, match=r"num_layers=1; give 0, or sparsity=dense"):
+    with pytest.raises(ConfigError, match=r"num_layers=1; give fewer, or sparsity=dense"):
         compose(["sparsity=vertical_slash", "model.num_layers=1", "sparsity.dense_layers=1"])
 
 

@@ -35,7 +35,7 @@ def test_aliases_do_not_make_a_small_file_endless(tmp_path):
     file = tmp_path / "bomb.yaml"
     lists = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9)]
     file.write_text("\n".join(["l0: &l0 [1]", *lists]))
-    with pytest.raises(UnreadableError, match="more than 1,000,000 values"):
+    with pytest.raises(UnreadableError, match="nested too deeply, or holds too many"):
         read_yaml(file)
     file.write_text("a: &x {b: [*x]}")
     with pytest.raises(UnreadableError, match="nested too deeply"):
@@ -149,7 +149,7 @@ def test_yaml_may_hold_as_many_values_as_the_limit(tmp_path, monkeypatch, most, 
     file = tmp_path / "a.yaml"
     file.write_text("[1, 2, 3]")  # a list and three numbers
     if is_refused:
-        with pytest.raises(UnreadableError, match="it holds more than 3 values"):
+        with pytest.raises(UnreadableError, match="too many values"):
             read_yaml(file)
     else:
         assert read_yaml(file) == [1, 2, 3]

@@ -22,41 +22,6 @@ def complaint(*words: str, config_dir: Path | None = None) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    ("word", "answer"),
-    [
-        ("train.epochs=1", "mtrain counts steps; use train.steps=N"),
-        ("num_train_epochs=3", "mtrain counts steps; use train.steps=N"),
-        ("--num-train-epochs=3", "mtrain counts steps; use train.steps=N"),
-        ("max_steps=100", "use train.steps=N"),
-        ("per_device_train_batch_size=8", "use train.global_batch=N"),
-        ("train.gradient_accumulation_steps=4", "use train.global_batch=N"),
-        ("max_seq_length=8192", "use seq=N"),
-        ("learning_rate=1e-4", "use optim.lr=X"),
-        ("bf16=true", "use train.dtype=bfloat16"),
-        ("lora=true", "has no adapters"),
-        ("report_to=wandb", "use run.tensorboard=true"),
-        ("run.wandb=true", "use run.tensorboard=true"),
-        ("gradient_checkpointing=true", "use train.memory=auto"),
-        ("output_dir=out", "use run.name=NAME"),
-        ("attn_implementation=sdpa", "use train.kernel=NAME"),
-        ("resume_from_checkpoint=x", "use --resume RUN"),
-        (
-            "model=Qwen/Qwen2.5-3B",
-            "is not a model of mtrain, which downloads nothing. Run `hf download Qwen/Qwen2.5-3B "
-            "--local-dir Qwen2.5-3B`, then set train.init_from=Qwen2.5-3B",
-        ),
-        ("train.init_from=Qwen/Qwen2.5-3B", "`hf download Qwen/Qwen2.5-3B --local-dir"),
-    ],
-)
-def test_a_foreign_word_names_its_counterpart(word, answer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = complaint(word)
-    assert line.startswith(f"{word}: ")
-    assert answer in line
-    assert "did you mean" not in line
-
-
 @pytest.mark.parametrize("option", ["--epochs", "--num_train_epochs", "--num-train-epochs"])
 def test_a_foreign_option_names_its_counterpart(option):
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", option, "3"])

@@ -9,7 +9,7 @@ CHUNK = ("topology.layout=balanced", "topology.balanced_chunk=1k")
 
 def test_the_annotated_listing_loads_as_the_same_configuration(tmp_path):
     config = compose(["model=qwen3b", "seq=32k", "optim.betas=[0.5,0.6]", *CHUNK])
-    lines = annotated_yaml(config, compose())
+    lines = list(annotated_yaml(config, compose()))
     (tmp_path / "listing.yaml").write_text("\n".join(line for line, _ in lines))
     assert load(tmp_path / "listing.yaml") == config
     marked = {line.split(":")[0].strip(): line for line, changed in lines if changed}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
-from mtrain_cli.config import sparsity_checks
+from mtrain_cli.config import validate
 from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.mask_settings import MASKS, MaskSettings, mask_problems
 
@@ -23,7 +23,7 @@ def lines(mask: MaskSettings, pattern: str = "dense") -> list[str]:
 def keys_of(kind: str, **given) -> list[str]:
     """Return the lines on keys that the mask lacks, and on keys of other masks."""
     leaves = {**dict.fromkeys(all_keys()), "sparsity.pattern": "dense", "mask.kind": kind}
-    found = sparsity_checks.variant_keys({**leaves, **{f"mask.{key}": given[key] for key in given}})
+    found = validate.variant_keys({**leaves, **{f"mask.{key}": given[key] for key in given}})
     return [line for line in found if "mask" in line]
 
 

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config import data_checks, keys
+from mtrain_cli.config import keys, validate
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.data.tokenizers import ByteTokenizer
@@ -36,7 +36,7 @@ def test_a_data_folder_without_its_manifest_is_refused_before_it_is_opened(
 
     def problem() -> str:
         with pytest.raises(ConfigError) as caught:
-            data_checks.require_manifest(data)
+            validate.require_manifest(data)
         (line,) = caught.value.problems
         return line
 
@@ -44,9 +44,9 @@ def test_a_data_folder_without_its_manifest_is_refused_before_it_is_opened(
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / name).write_text("{}")
     assert problem().endswith("; these folders in it have one: books (name them in data.mix)")
-    data_checks.require_manifest(dataclasses.replace(data, mix={"books": 1.0}))
+    validate.require_manifest(dataclasses.replace(data, mix={"books": 1.0}))
     (tmp_path / name).write_text("{}")
-    data_checks.require_manifest(data)
+    validate.require_manifest(data)
 
 
 def test_the_defaults_are_valid(defaults):
@@ -122,7 +122,7 @@ def test_a_hugging_face_folder_and_a_tokenizer_file_are_accepted(defaults, tmp_p
 
 
 def test_the_byte_vocabulary_matches_the_byte_tokenizer():
-    assert ByteTokenizer.vocab_size == data_checks.BYTE_VOCABULARY
+    assert ByteTokenizer.vocab_size == validate.BYTE_VOCABULARY
 
 
 @pytest.mark.parametrize(

@@ -32,65 +32,34 @@ def write_small_tokenizer(folder: Path, cut: str = "bytes") -> Path:
         punctuation and the line break behind it. "none" merges across words.
     """
     merges: dict[tuple[str, str], None] = {}
-    for word in [
-        *(f"Ġ{word}" for word in _WORDS.split()),
-        *_PAIRS,
-        "One",
-        "What",
-        ".Ċ",
-        ":ĠG",
-        ".ĠT",
-    ]:
+    words = [*(f"Ġ{word}" for word in _WORDS.split()), *_PAIRS]
+    for word in [*words, "One", "What", ".Ċ", ":ĠG", ".ĠT"]:
         merges |= {(word[:n], word[n]): None for n in range(1, len(word))}
-    letters = _byte_letters()
-    tokens = dict.fromkeys(["<|endoftext|>", *letters, *(a + b for a, b in merges)])
+    tokens = dict.fromkeys(["<|endoftext|>", *_byte_letters(), *(a + b for a, b in merges)])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    lines = {
-        "type": "Split",
-        "pattern": {"Regex": r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    pattern = {"Regex": r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    uncut = {**byte_level, "use_regex": False}
     levels = {
         "bytes": {**byte_level, "use_regex": True},
-        "lines": {
-            "type": "Sequence",
-            "pretokenizers": [lines, {**byte_level, "use_regex": False}],
-        },
-        "none": {**byte_level, "use_regex": False},
+        "lines": {"type": "Sequence", "pretokenizers": [split, uncut]},
+        "none": uncut,
     }
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    none = dict.fromkeys(
+        ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"), None
+    )
     content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": 0,
-                "content": "<|endoftext|>",
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-        "normalizer": None,
-        "pre_tokenizer": levels[cut],
-        "post_processor": None,
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": 0, "content": "<|endoftext|>", **off, "special": True}],
+        "pre_tokenizer": levels[cut], "post_processor": None,
         "decoder": {**byte_level, "use_regex": True},
         "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: number for number, token in enumerate(tokens)},
+            "type": "BPE", **none, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": False, "vocab": {token: n for n, token in enumerate(tokens)},
             "merges": [list(pair) for pair in merges],
         },
-    }
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(content), encoding="utf-8")

@@ -35,7 +35,7 @@ def test_each_document_gives_one_sequence_before_any_gives_two(tmp_path):
     assert len(sequences_of_files(store, tokenizer, 10, 2)) == 2
     (tmp_path / "d.pdf").write_text("d" * 25)
     left_out = left_out_of_files(store_of_files(str(tmp_path), "text", tokenizer), 10)
-    assert left_out == "left out: 1 .pdf (not a text format); 1 shorter than 10 tokens"
+    assert left_out == "left out: 1 of other kinds, 1 shorter than 10 tokens"
     message = f"--text {tmp_path}: no document has 64 tokens; the longest has 26"
     with pytest.raises(ConfigError, match=message):
         sequences_of_files(store, tokenizer, 64, 5)

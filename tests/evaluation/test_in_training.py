@@ -239,12 +239,3 @@ def test_what_cannot_be_measured_is_refused_before_training(words, message):
     with pytest.raises(ConfigError) as caught:
         require_tasks(compose(["train.eval_tasks=[niah]", *words]))
     assert caught.value.problems[0].startswith(message)
-
-
-def test_a_mistake_ends_the_command_with_a_line_and_no_folder(tmp_path):
-    words = "run.name=bad", "train.eval_tasks=[niah]", "eval.length=64"
-    result = mtrain(tmp_path, "train", *words)
-    assert result.returncode == 2
-    assert result.stderr.startswith("mtrain: eval.length=64: too few tokens")
-    assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "runs").exists()

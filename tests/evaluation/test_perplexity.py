@@ -150,11 +150,6 @@ def test_given_key_tokens_are_used_and_missing_ones_refused(model):
         measured(model, sequence, short=64, keys={}, key_label="other")
 
 
-def test_a_score_is_the_mean_of_tokens_not_of_sequences():
-    rows = [{"score": score, "tokens": n, "buckets": []} for score, n in ((1.0, 1), (5.0, 3))]
-    assert Perplexity({}, "text").result(rows, RESULT).score == pytest.approx(4.0)
-
-
 @pytest.mark.parametrize("places", [["x"], [1.5], [True], [-1], [299], {"1": 2}, 7])
 def test_damaged_key_tokens_are_refused(places):
     sequence = Sequence(np.array(tokens(300), np.int32))
@@ -165,13 +160,6 @@ def test_damaged_key_tokens_are_refused(places):
     with pytest.raises(ValueError, match="outside its text"):
         own.result([row], RESULT)
     assert own.result([{**row, "keys": [0, 298]}], RESULT).key_tokens is not None
-
-
-def test_the_first_model_decides_once():
-    own = Perplexity({}, "text", short=64)
-    own.learn("a", "dense", [{"text": "t", "keys": [1]}])
-    own.learn("b", "sparse", [{"text": "t", "keys": [2]}])
-    assert (own.keys, own.key_origin, own.key_label) == ({"t": [1]}, "a", "dense")
 
 
 def test_short_contexts_count_as_work_until_the_keys_are_known():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from mtrain_cli.evaluation.ruler import (
     RULER13,
     TASKS,
     clean_prediction,
-    find_task,
     generate,
     score,
     string_match_all,
@@ -116,7 +114,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileTokeni
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     folder = tmp_path_factory.mktemp("sources")
-    return Sources(write_essays(folder), write_squad(folder), write_hotpotqa(folder))
+    return Sources(*(str(write(folder)) for write in (write_essays, write_squad, write_hotpotqa)))
 
 
 def _sha256(*arguments, **options) -> str:
@@ -143,19 +141,6 @@ def test_all_tasks_are_compared() -> None:
     assert (len(RULER6), len(RULER13)) == (6, 13)
 
 
-@pytest.mark.parametrize("task", RULER6)
-def test_samples_ask_for_what_stands_in_their_text(tokenizers, task) -> None:
-    for sample in generate(task, 8192, 3, tokenizers["bytes"]):
-        assert all(output in sample.input for output in sample.outputs)
-        reserved = find_task(task).template.tokens
-        (tokens,) = map(len, tokenizers["bytes"].encode([sample.prompt]))
-        assert tokens + reserved == sample.length <= 8192
-        if sample.answer_token is not None:
-            before = sample.input[: sample.index]
-            assert sample.input.startswith(sample.outputs[0], sample.index)
-            assert len(tokenizers["bytes"].encode([before])[0]) == sample.answer_token
-
-
 def test_another_seed_gives_other_samples(tokenizers) -> None:
     for task in RULER6:
         first, second = (
@@ -174,10 +159,6 @@ def test_the_process_keeps_its_random_numbers(tokenizers) -> None:
     assert np.random.get_state()[1].tolist() == before[1]
     assert _sha256("vt", 2048, 5, tokenizers["bytes"]) == _ORIGINAL["bytes", "vt", 2048, 5]
     assert random.getstate() == before[0]
-
-
-def test_samples_come_one_by_one(tokenizers) -> None:
-    assert len(list(islice(generate("niah_single_1", 1024, 10**9, tokenizers["bytes"]), 70))) == 70
 
 
 def test_another_haystack_goes_by_its_name(tokenizers, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -29,9 +28,8 @@ from mtrain_cli.evaluation.ruler_prompts import (
     find_size,
     fitting,
     frequent_words,
-    tracking_prompts,
 )
-from mtrain_cli.evaluation.ruler_templates import NOISE, Template
+from mtrain_cli.evaluation.ruler_templates import Template
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +100,6 @@ def _shown(size: int, index: int) -> list[str]:
     return re.findall(r"Document \d+:\n(Text \d+)\n", draft.prompt)
 
 
-def test_related_documents_come_before_others() -> None:
-    assert set(_shown(2, 0)) < {"Text 4", "Text 1", "Text 2"}
-    assert "Text 4" in _shown(2, 0)
-    assert set(_shown(3, 0)) == {"Text 4", "Text 1", "Text 2"}
-    assert {"Text 4", "Text 1", "Text 2"} < set(_shown(7, 0))
-    assert len(set(_shown(7, 0))) == 7
-    assert {"Text 0", "Text 5", "Text 6"} < set(_shown(11, 1))
-
-
 def test_all_documents_repeat_if_there_are_too_few() -> None:
     shown = _shown(25, 1)
     assert sorted(shown.count(f"Text {number}") for number in range(12)) == [2] * 11 + [3]
@@ -125,57 +114,10 @@ _NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+)\.")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
-@pytest.mark.parametrize(
-    ("kinds", "needles"),
-    [
-        (NeedleKinds("noise"), 1),
-        (NeedleKinds("needle"), 41),
-        (NeedleKinds("needle", key="uuids", value="uuids"), 41),
-        (NeedleKinds("essay", keys=4), 4),
-        (NeedleKinds("essay", values=4), 4),
-        (NeedleKinds("essay", queries=4), 4),
-    ],
-)
-def test_the_text_answers_the_question(kinds: NeedleKinds, needles: int) -> None:
-    essay = ["Some", "words.", "More", "of", "them!", "Are", "they?"] * 3
-    prompts = NeedlePrompts(kinds, 4096, 42, essay if kinds.haystack == "essay" else ())
-    draft = prompts.draw(Stream(7), 40, 0)
-    found = _NEEDLE.findall(draft.prompt)
-    assert len(found) == needles
-    question = draft.prompt.splitlines()[-1]
-    asked = [(key, value) for _, key, value in found if key in question]
-    assert sorted(value for _, value in asked) == sorted(draft.outputs)
-    assert len({key for key, _ in asked}) == kinds.queries
-    assert {kind for kind, _, _ in found} == {kinds.value}
-
-
-def test_one_answer_is_asked_for_in_the_singular() -> None:
-    one = NeedlePrompts(NeedleKinds("noise"), 4096, 42).draw(Stream(1), 3, 0).prompt
-    assert one.startswith("A special magic number is hidden")
-    assert re.search(r"What is the special magic number for \S+ mentioned", one)
-    many = NeedlePrompts(NeedleKinds("noise", values=2), 4096, 42).draw(Stream(1), 3, 0).prompt
-    assert many.startswith("Some special magic numbers are hidden")
-
-
-def test_uuids_are_of_version_4() -> None:
-    kinds = NeedleKinds("needle", key="uuids", value="uuids")
-    prompt = NeedlePrompts(kinds, 4096, 42).draw(Stream(1), 20, 0).prompt
-    assert len(_UUID.findall(prompt)) == 2 * 21 + 2
-
-
 def test_essays_repeat_until_there_are_enough_words() -> None:
     prompts = NeedlePrompts(NeedleKinds("essay"), 4096, 42, ["One", "two."])
     context = prompts.draw(Stream(1), 7, 0).prompt.splitlines()[1]
     assert _NEEDLE.sub("", context).split() == ["One", "two."] * 3 + ["One"]
-
-
-def test_steps_are_those_of_the_haystack_and_the_length() -> None:
-    assert NeedlePrompts(NeedleKinds("noise"), 4096, 42).step == 25
-    assert NeedlePrompts(NeedleKinds("noise"), 4095, 42).step == 5
-    assert NeedlePrompts(NeedleKinds("essay"), 100, 42).step == 500
-    assert NeedlePrompts(NeedleKinds("noise"), 100, 42).draw(Stream(1), 9, 0).prompt.count(
-        NOISE
-    ) == 9  # fmt: skip
 
 
 _ASSIGNED = re.compile(r"VAR ([A-Z]+) = (?:VAR )?(\w+)")
@@ -188,20 +130,6 @@ def _chain(text: str) -> list[str]:
     for name, value in _ASSIGNED.findall(text):
         values[name] = values.get(value, value)
     return [name for name, value in values.items() if value == asked]
-
-
-def test_the_text_answers_the_question_after_a_solved_example(count) -> None:
-    stream = Stream(42)
-    prompts = tracking_prompts(4096, stream, count)
-    seen = set()
-    for index in range(5):
-        draft = prompts.draw(stream, 30, index)
-        example, question = draft.prompt.split("\n\nMemorize")
-        assert _chain(question) == list(draft.outputs)
-        assert question.count(NOISE) == 30
-        assert example.split()[-5:] == _chain(example)
-        seen |= {tuple(draft.outputs), tuple(example.split()[-5:])}
-    assert len(seen) == 10
 
 
 def test_two_variables_of_one_name_are_refused_and_searched_around() -> None:
@@ -225,22 +153,6 @@ def test_a_text_without_room_for_the_chain_is_refused() -> None:
 _LISTED = re.compile(r"\d+\. (.+?)(?= \d+\. |\n|$)")
 
 
-@pytest.mark.parametrize(("length", "often", "seldom"), [(4095, 6, 1), (4096, 30, 3)])
-def test_the_common_words_are_the_answer(length: int, often: int, seldom: int) -> None:
-    draft = CommonWordPrompts(length, 42).draw(Stream(1), 100, 0)
-    text = draft.prompt.split("\n")[4]
-    counts = Counter(_LISTED.findall(text))
-    assert Counter(counts.values()) == {often: 10, seldom: 90}
-    assert {word for word, count in counts.items() if count == often} == set(draft.outputs)
-
-
-def test_the_example_is_solved() -> None:
-    _, context, answer, *_ = CommonWordPrompts(4096, 42).draw(Stream(1), 50, 0).prompt.split("\n")
-    common = Counter(_LISTED.findall(context)).most_common(10)
-    solved = _LISTED.findall(answer.partition("are:")[2])
-    assert sorted(word for word, _ in common) == sorted(solved)
-
-
 def test_long_lists_need_more_words() -> None:
     with pytest.raises(ConfigError, match=r"lists of 8,167 words .* there are only 8,166"):
         CommonWordPrompts(4096, 42).draw(Stream(1), 8167, 0)
@@ -252,19 +164,6 @@ def test_long_lists_need_more_words() -> None:
         prompts.draw(Stream(1), 9001, 0)
     with pytest.raises(ValueError, match="cannot hold 10 common ones"):
         prompts.draw(Stream(1), 9, 0)
-
-
-def test_the_most_frequent_coded_words_are_the_answer(count) -> None:
-    answers = set()
-    for draft in frequent_words(2000, 42, Stream(1), count, 4):
-        counts = Counter(draft.prompt.split("\n")[0].split()[21:])
-        (dots, most), *ranked = counts.most_common(5)
-        assert (dots, most > ranked[0][1]) == ("...", True)
-        assert [word for word, _ in ranked[:3]] == list(draft.outputs)
-        assert ranked[2][1] > ranked[3][1]
-        assert draft.length == count(draft.prompt) + 50 <= 2050
-        answers.add(draft.outputs)
-    assert len(answers) == 4
 
 
 def test_a_text_without_clear_ranks_is_refused(count) -> None:

@@ -143,30 +143,8 @@ def test_a_damaged_result_is_named_and_written_again(run, capsys):
     file.write_text(before[:-9] + "\n")
     capsys.readouterr()
     runner_of(run, request).run()
-    assert f"mtrain: warning: {file}: line 1 is damaged; removed" in capsys.readouterr().err
+    assert f"mtrain: warning: {file}: damaged lines: 1; removed" in capsys.readouterr().err
     assert json.loads(file.read_text())["score"] == json.loads(before)["score"]
-
-
-def test_forced_scoring_names_no_attention_of_new_tokens(run, capsys):
-    request = request_of(run, PERPLEXITY, attentions=BOTH, samples=1, perplexity=texts(run))
-    runner_of(run, request).run()
-    err = capsys.readouterr().err
-    assert "\nattention: vertical_slash (" in err
-    assert "new tokens" not in err
-
-
-def test_a_result_from_before_its_samples_is_written_anew(run):
-    request = request_of(run, PERPLEXITY, perplexity=texts(run))
-    runner_of(run, request).run()
-    folder = run / "evaluation"
-    expected, results = scores(run), (folder / "results.jsonl").read_text()
-    # As if a crash had left the result of other samples.
-    stale = {**json.loads(results), "score": 1.0}
-    (folder / "results.jsonl").write_text(json.dumps(stale) + "\n")
-    before = rows(folder)
-    runner_of(run, request).run()
-    assert scores(run) == expected
-    assert rows(folder) == before
 
 
 def test_a_complete_evaluation_changes_nothing(run, capsys):
@@ -194,20 +172,6 @@ def test_samples_of_a_gpu_and_a_cpu_do_not_mix(run):
     assert origin("cpu") == origin("cpu", "float32") == origin("cuda", "float32")
     assert origin("cuda") == origin("cuda", "bfloat16") == origin("cpu", "bfloat16")
     assert origin("cpu") != origin("cuda")
-
-
-def test_results_of_an_unknown_dtype_are_shown_but_not_continued(run):
-    """Earlier versions stored samples under ``auto``."""
-    request = request_of(run, NIAH, samples=2, niah=needles(run))
-    earlier = runner_of(run, request)
-    (setting,) = earlier.settings
-    earlier.settings = [
-        dataclasses.replace(setting, config=setting.config.changed(train={"dtype": "auto"}))
-    ]
-    earlier.run()
-    runner_of(run, request).run()
-    assert [one.settings[-1] for one in read_results(run)] == ["dtype auto", "dtype float32"]
-    assert len(rows(run / "evaluation")) == 4
 
 
 def test_damaged_rows_are_measured_again(run, capsys):

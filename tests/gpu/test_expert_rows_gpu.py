@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from model.test_expert_journey import EXPERTS, TOKENS, planned, travelled
-from model.test_expert_parallel import in_float64
+from model.test_expert_parallel import EXPERTS, TOKENS, in_float64, planned, travelled
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.expert_parallel import FusedJourney, Journey

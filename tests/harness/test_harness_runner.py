@@ -153,7 +153,7 @@ def test_damaged_answers_are_named_and_computed_again(run, capsys):
     led = runner(run, again)
     led.run()
     assert led.calls == 2
-    assert f"{file}: lines 1, 2, 3, 4, 10 are damaged; removed" in " ".join(
+    assert f"{file}: damaged lines: 1, 2, 3, 4, 10; removed" in " ".join(
         capsys.readouterr().err.split()
     )
     for mine, other in zip(again.asked[0][0], tasks.asked[0][0], strict=True):

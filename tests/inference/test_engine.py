@@ -281,14 +281,6 @@ def test_workers_take_the_tokens_of_the_first_worker(folder):
     assert gloo.run(2, with_another_choice, str(folder)) == [expected, expected]
 
 
-def test_a_seed_gives_other_tokens_than_another_seed(folder, alone):
-    found = engine(folder)
-    prompts = [tokens(length) for length in LENGTHS]
-    assert generate(found, prompts) == alone["sampled"]
-    assert generate(found, prompts, Sampling(0.9, 0.95, 50, seed=4)) != alone["sampled"]
-    assert alone["sampled"] != alone["greedy"]
-
-
 def test_batches_do_not_change_samples(folder, monkeypatch):
     found = engine(folder)
     prompts = [tokens(20 + n) for n in range(5)]
@@ -355,16 +347,6 @@ def test_every_pattern_reads_short_prompts(folder, pattern):
         assert len(generate(found, [tokens(length)])[0]) == NEW
 
 
-def test_a_run_generates_under_its_own_pattern(tmp_path):
-    write_run(tmp_path / "run", *SPARSE)
-    for path in (tmp_path / "run", tmp_path / "run/checkpoints/step-3"):
-        found = engine(path)
-        assert found.choices.pattern is not None
-        assert found.choices.pattern.name == "vertical_slash"
-        assert len(generate(found, [tokens(400, vocabulary=256)])[0]) == NEW
-    assert engine(tmp_path / "run", "sparsity=dense").choices.pattern is None
-
-
 def test_a_stop_id_ends_one_prompt_and_not_the_others(folder):
     found = engine(folder)
     prompts = [tokens(length) for length in LENGTHS]
@@ -425,21 +407,6 @@ def test_a_cache_serves_later_calls_if_it_suffices(folder):
         assert generate(found, [ids], sampling) == expected
         assert (found._kept is kept) == reused
         kept = found._kept
-
-
-def test_a_larger_cache_serves_a_smaller_batch_that_leaves_room_for_it(folder):
-    found = engine(folder)
-    prompts = [tokens(40), tokens(50), tokens(60)]
-    expected = [generate(found, [ids], Sampling())[0] for ids in prompts[:2]]
-    generate(found, prompts, Sampling())
-    kept = found._kept
-    assert kept is not None
-    sizes = kept.cache.capacity, kept.max_new, Sampling()
-    # As on a GPU, where the last batch of an evaluation may be smaller.
-    assert [kept.suffices(2, most, *sizes) for most in (2, 3, 8)] == [False, True, True]
-    assert not kept.suffices(4, 8, *sizes)
-    found._decoding = lambda *_: kept
-    assert generate(found, prompts[:2], Sampling()) == expected
 
 
 def batches(rank: int, world: int, folder: str) -> tuple[int, list[list[int]], str]:

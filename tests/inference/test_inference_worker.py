@@ -13,6 +13,7 @@ import gloo
 import pytest
 from inference.small_models import engine, source, tokens, write_hf, write_run
 
+from mtrain_cli.config import documents
 from mtrain_cli.inference import worker
 from mtrain_cli.inference.engine import END, Completion
 from mtrain_cli.inference.sampling import Sampling
@@ -34,7 +35,8 @@ def request(folder: Path) -> GenerateRequest:
 def test_a_saved_request_is_read_unchanged(tmp_path):
     saved = request(tmp_path)
     saved.save(RunDir(tmp_path))
-    assert GenerateRequest.of(json.loads((tmp_path / "plan.json").read_text())) == saved
+    read = json.loads((tmp_path / "plan.json").read_text())
+    assert documents.checked(GenerateRequest, read) == saved
 
 
 def run_worker(rank: int, world: int, folder: str) -> tuple[bool, list[str]]:

@@ -47,13 +47,6 @@ def test_each_prompt_has_its_line(model):
     )
 
 
-def test_prompts_go_by_their_names(model):
-    (line,) = problems(model, [[5], []], names=["ask.jsonl line 1", "ask.jsonl line 3"])
-    assert line == "ask.jsonl line 3 is empty; give at least one token"
-    (line,) = problems(model, [[5]], POSITIONS)
-    assert line.startswith(f"the prompt has 1 token; with --max-new {POSITIONS} it exceeds")
-
-
 def test_the_last_position_is_allowed_and_beyond_insists(model):
     require_prompts(model, [tokens(POSITIONS - 8)], 8)
     require_prompts(model, [tokens(POSITIONS)], 8, beyond=True)

@@ -97,11 +97,3 @@ def test_values_out_of_range_are_refused(values, problem):
     assert raised.value.problems[0].startswith(problem)
     assert len(raised.value.problems) == 1
     Sampling().require_valid()
-
-
-def test_temperature_0_ignores_the_options_of_sampling():
-    line = Sampling(top_k=3, top_p=0.5, seed=7).without_effect()
-    assert line.startswith("--top-k 3, --top-p 0.5, --seed 7: without effect")
-    assert Sampling(top_k=3).without_effect().startswith("--top-k 3: without effect")
-    assert Sampling().without_effect() == ""
-    assert Sampling(0.5, top_k=3).without_effect() == ""

@@ -44,25 +44,11 @@ def is_dropped(connection: socket.socket) -> bool:
     [
         b"GET / HTTP/1.1\r\nHost: node1\r\nAccept: */*\r\n\r\n",
         b'{"token": \n{"token": 1}\n',
-        b'{"token": "\xc3\xa9", "rank": 1}\n',
-        '{"token": "é", "rank": 1}\n'.encode(),
         "é 1\né 1\n".encode(),
-        b"\xff\xfe\x00\n\n\n",
-        b"\n\n",
         b"x" * 100_000,
         b'{"done": true}\n{"failure": {}}\n',
     ],
-    ids=[
-        "http",
-        "broken JSON",
-        "bytes",
-        "not ASCII",
-        "greeting not ASCII",
-        "binary",
-        "empty lines",
-        "endless line",
-        "orders",
-    ],
+    ids=["http", "broken JSON", "not ASCII", "endless line", "orders"],
 )
 def test_a_stranger_is_dropped_and_workers_stay_connected(data):
     hub = _Hub(2, RankZeroDuties(lambda: None))

@@ -98,9 +98,7 @@ def test_no_file_takes_the_descriptor_of_a_closed_stream(tmp_path: Path):
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_native_output_is_diverted_and_python_output_is_not(
-    tmp_path,
-):
+def test_native_output_is_diverted_and_python_output_is_not(tmp_path):
     program = """
 import os, sys
 from mtrain_cli.launch import guarded_streams

@@ -138,13 +138,8 @@ def test_a_rank_killed_in_a_ring_is_reported_with_the_activity_of_all_ranks():
 @pytest.mark.slow
 def test_a_rank_stopped_in_a_ring_is_reported_and_the_others_end_in_time():
     job = SimulatedJob("rank_1_is_stopped_in_a_ring", 3, "run.dir=run", "topology.timeout_s=5")
-    wait_for(
-        lambda: (
-            b"step 2 of 3" in Path("run/logs/rank-1.where").read_bytes()
-            if Path("run/logs/rank-1.where").exists()
-            else False
-        )
-    )
+    record = Path("run/logs/rank-1.where")
+    wait_for(lambda: record.exists() and b"step 2 of 3" in record.read_bytes())
     stopped_at = time.monotonic()
     try:
         outputs = [job.ranks[rank].communicate(timeout=30)[1] for rank in (0, 2)]
@@ -171,41 +166,13 @@ def test_ranks_with_different_settings_end_before_they_wait_for_each_other():
         "adds_ranks", 2, "run.dir=run", of_rank={1: ["topology.exchange=ring", "seed=7"]}
     )
     ends = job.ends()
-    assert [code for code, _ in ends] == [2, 2], ends
-    lines = ends[0][1].splitlines()
-    assert lines == [
+    assert [(code, bool(stderr)) for code, stderr in ends] == [(2, True), (2, False)], ends
+    assert ends[0][1].splitlines() == [
         "error: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with "
         "the same settings.",
         "error: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. "
         "Start all ranks with the same settings.",
     ]
-    assert not Path("run").exists()
-
-
-@pytest.mark.parametrize(
-    ("agreed", "odd", "expected"),
-    [
-        (
-            [],
-            "topology.layout=zigzag",
-            "topology.layout=zigzag: rank 2 was started with this value, rank 0 with auto",
-        ),
-        (
-            ["sparsity=vertical_slash"],
-            "sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: rank 2 was started with this value, rank 0 with 0.9",
-        ),
-        ([], "seq=1k", "seq=1024: rank 2 was started with this value, rank 0 with 4096"),
-    ],
-    ids=["layout", "sparsity", "sequence"],
-)
-def test_one_rank_with_another_setting_ends_all_at_once(agreed, odd, expected):
-    started = time.monotonic()
-    ends = SimulatedJob("sleeps", 3, "run.dir=run", *agreed, of_rank={2: [odd]}).ends()
-    assert time.monotonic() - started < 60, "nobody waited for topology.timeout_s"
-    assert [code for code, _ in ends] == [2, 2, 2], ends
-    assert ends[0][1] == f"error: {expected}. Start all ranks with the same settings.\n"
-    assert [stderr for _, stderr in ends[1:]] == ["", ""]
     assert not Path("run").exists()
 
 
@@ -241,11 +208,10 @@ def test_a_mistake_of_rank_0_ends_the_others_silently():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_one_rank_makes_all_save_and_stop(signum):
+def test_a_signal_to_one_rank_makes_all_save_and_stop():
     job = SimulatedJob("steps_until_stopped", 2, "run.dir=run")
     wait_for(signed_in(2))
-    job.ranks[1].send_signal(signum)
+    job.ranks[1].send_signal(signal.SIGHUP)
     assert job.ends() == [(0, ""), (0, "")]
     assert Path("run/stopped-0").exists()
 
@@ -267,14 +233,8 @@ def test_all_ranks_save_and_stop_at_the_same_step_when_srun_warns_each():
 
 @pytest.mark.slow
 def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        str(HERE / "job_process.py"),
-    ]
+    module = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, *module, str(HERE / "job_process.py")]
     paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)])
     variables = {
         **os.environ,

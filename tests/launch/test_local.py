@@ -161,16 +161,10 @@ def test_library_output_is_in_the_logs_and_printed_after_the_reason(run, capfd):
     assert "  the last words" in rest[rest.index("Last lines of its output:") :]
 
 
-@pytest.mark.parametrize(
-    ("target", "first_line"),
-    [
-        ("rank_1_raises", "error: rank 1 failed: ValueError: a bad thing"),
-        ("rank_1_raises_late", "error: rank 1 failed: ValueError: the true cause"),
-    ],
-)
-def test_only_the_exception_of_the_first_failed_worker_is_printed(run, capfd, target, first_line):
-    assert launched(run, target) == 1
+def test_only_the_exception_of_the_first_failed_worker_is_printed(run, capfd):
+    assert launched(run, "rank_1_raises_late") == 1
     shown = capfd.readouterr()
+    first_line = "error: rank 1 failed: ValueError: the true cause"
     assert shown.err.splitlines()[:2] == [first_line, "Traceback (most recent call last):"]
     assert "Connection" not in shown.err + shown.out
     assert len(worker_pids(run)) == 2
@@ -255,7 +249,7 @@ def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
     monkeypatch.setattr(run_status, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setattr(local._Workers, "run", lambda *_: next(outcomes))
+    monkeypatch.setattr(local, "_wait", lambda *_: next(outcomes))
     monkeypatch.setattr(local.restart.RestartPolicy, "after", probed)
     monkeypatch.setattr(local.run_status, "set_phase", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0
@@ -295,12 +289,7 @@ def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, ca
 
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [
-        (signal.SIGINT, 130),
-        (signal.SIGTERM, 143),
-        (signal.SIGHUP, 143),
-        (signal.SIGUSR2, local.WARNED),
-    ],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR2, local.WARNED)],
 )
 def test_a_signal_makes_the_workers_save_and_stop_and_sets_the_exit_code(run, capfd, signum, code):
     before = signal.getsignal(signum)
@@ -484,25 +473,9 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run, capfd):
     assert launched(run, "sleeps") == 130
     assert not run.stop_request.exists()
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last == "killed, nothing was saved; there is no checkpoint to resume from"
+    assert last == "killed; there is no checkpoint to resume from"
     assert len(worker_pids(run)) == 2
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
-
-
-def test_a_second_ctrl_c_to_a_measurement_leaves_it_to_the_command_what_is_kept(
-    run, capfd, monkeypatch
-):
-    monkeypatch.setattr(local, "TARGETS_WITHOUT_CHECKPOINTS", ("worker_targets:",))
-
-    def insist() -> None:
-        wait_for(lambda: len(worker_pids(run)) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
-        wait_for(run.stop_request.exists)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=insist).start()
-    assert launched(run, "sleeps") == 130
-    assert capfd.readouterr().err.splitlines()[-1] == "killed"
 
 
 def test_no_worker_outlives_a_killed_launcher(run):
@@ -527,14 +500,3 @@ def test_a_worker_killed_during_a_save_leaves_the_previous_checkpoint(run, capfd
     assert state["trainer"] == {"step": 1}
     assert all(torch.equal(weight, torch.ones(1000)) for weight in state["model"].values())
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-1"]
-
-
-@pytest.mark.slow
-def test_a_worker_that_ignores_sigterm_is_killed_within_30_seconds(run, capfd):
-    started = time.monotonic()
-    assert launched(run, "rank_0_ignores_sigterm") == 1
-    assert time.monotonic() - started < 30
-    assert capfd.readouterr().err.startswith(
-        "error: rank 1 ended with exit code 7 and no exception"
-    )
-    assert not any(map(alive, worker_pids(run)))

@@ -205,17 +205,6 @@ def rank_0_waits_in_nccl(
     total.item()
 
 
-def rank_0_ignores_sigterm(
-    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
-) -> None:
-    _sign_in(run_dir, environment)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    dist.barrier()
-    if environment.rank == 1:
-        os._exit(7)
-    time.sleep(600)
-
-
 def all_find_a_mistake(
     _config: Config, _run_dir: RunDir, _environment: Environment, _resume: bool
 ) -> None:

@@ -26,16 +26,19 @@ TOKENS, EXPERTS = 23, 6
 NAMES = "out", "x", "scores", "gate_up", "down"
 
 
-def decision(tokens: int) -> Decision:
-    """Return a decision with an empty expert, and the last of its pairs beyond the capacity."""
+def decision(tokens: int, beyond: int) -> Decision:
+    """Return a decision with an empty expert, and with pairs beyond the capacity."""
     chosen = torch.rand(tokens, EXPERTS - 1, generator=torch.Generator().manual_seed(3)).topk(2)
     found = decide_alone(chosen.indices, EXPERTS)
-    ends = found.ends_E.clamp(max=2 * tokens - 5)
-    return found._replace(ends_E=ends)
+    return found._replace(ends_E=found.ends_E.clamp(max=2 * tokens - beyond))
 
 
 def computed(
-    execution: ExpertExecution, dtype: torch.dtype = torch.float64, tokens: int = TOKENS
+    execution: ExpertExecution,
+    dtype: torch.dtype = torch.float64,
+    tokens: int = TOKENS,
+    beyond: int = 5,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Return output and gradients of the experts of some tokens.
 
@@ -50,9 +53,9 @@ def computed(
     inputs = x.to(dtype), scores.to(torch.promote_types(dtype, torch.float32))
     for each in inputs:
         each.requires_grad_()
-    bounds = execution.bounds(inputs[0], model.moe, degree=1)
-    options: Any = {"bounds": bounds, "recompute": execution.recompute, "inputs_only": False}
-    out = compute_experts(*inputs, module.experts, decision(tokens), **options)
+    options = {"bounds": execution.bounds(inputs[0], model.moe, degree=1), **options}
+    options |= {"recompute": execution.recompute, "inputs_only": False}
+    out = compute_experts(*inputs, module.experts, decision(tokens, beyond), **options)
     out.backward(grad.to(dtype))
     found = (out.detach(), *(each.grad for each in inputs))
     weights = module.experts.gate_up.grad, module.experts.down.grad
@@ -180,37 +183,15 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(expert_products, "_compiled", lambda function: function)
 
 
-def decision_with_drops(tokens: int, beyond: int) -> Decision:
-    """Return a decision with an empty expert, and with pairs beyond the capacity."""
-    chosen = torch.rand(tokens, EXPERTS - 1, generator=torch.Generator().manual_seed(3)).topk(2)
-    found = decide_alone(chosen.indices, EXPERTS)
-    return found._replace(ends_E=found.ends_E.clamp(max=2 * tokens - beyond))
-
-
-def computed_by(dtype: torch.dtype, beyond: int = 5, **options: Any) -> dict[str, torch.Tensor]:
-    """Return output and gradients of the experts of some tokens."""
-    module = make_module(moe_model()).to(dtype)
-    generator = torch.Generator().manual_seed(1)
-    x, grad, scores = (torch.randn(TOKENS, n, generator=generator).to(dtype) for n in (40, 40, 2))
-    inputs = x, scores.to(torch.promote_types(dtype, torch.float32))
-    for each in inputs:
-        each.requires_grad_()
-    options = {"bounds": [0, TOKENS], "recompute": False, "inputs_only": False} | options
-    out = compute_experts(*inputs, module.experts, decision_with_drops(TOKENS, beyond), **options)
-    out.backward(grad)
-    weights = module.experts.gate_up.grad, module.experts.down.grad
-    found = (out.detach(), *(each.grad for each in inputs), *weights)
-    return dict(zip(NAMES, found, strict=True))
-
-
 @pytest.mark.parametrize("bounds", [[0, TOKENS], [0, 8, 15, TOKENS]])
 @pytest.mark.parametrize("beyond", [0, 5, 2 * TOKENS])
 @pytest.mark.usefixtures("uncompiled", "rows_behind_the_last_group")
 def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond):
     for recompute in (False, True):
-        options = {"beyond": beyond, "bounds": bounds, "recompute": recompute}
+        execution = ExpertExecution(recompute=recompute)
         expected, found = (
-            computed_by(torch.float64, compile=each, **options) for each in (False, True)
+            computed(execution, beyond=beyond, bounds=bounds, compile=each)
+            for each in (False, True)
         )
         for name in NAMES:
             assert expected[name].isfinite().all(), name
@@ -220,8 +201,8 @@ def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond)
 @pytest.mark.slow
 def test_compiled_operations_in_bfloat16_are_as_close_as_separate_ones():
     exact, apart, fused = (
-        computed_by(dtype, compile=fused)
-        for dtype, fused in (
+        computed(ExpertExecution(), dtype, compile=compiled)
+        for dtype, compiled in (
             (torch.float64, False),
             (torch.bfloat16, False),
             (torch.bfloat16, True),

@@ -1,3 +1,5 @@
+"""The loss and its gradients, and the loss of every token, equal cross entropy."""
+
 from __future__ import annotations
 
 import weakref
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli.model import loss as loss_module
-from mtrain_cli.model.loss import LossOptions, with_z_loss
+from mtrain_cli.model.loss import LossOptions, token_losses, with_z_loss
 
 VOCAB, HIDDEN, ROWS = 50, 16, 37
 
@@ -282,3 +284,46 @@ def test_cuda_label_outside_the_vocabulary_gives_nan_and_no_synchronisation():
     assert loss.isnan().item()
     assert x.grad is not None
     assert x.grad.isnan().any(dim=1).nonzero().flatten().tolist() == [11]
+
+
+FEW_ROWS, NARROW, FEW_IDS = 11, 6, 13
+
+
+@pytest.mark.parametrize("rows_per_chunk", [0, 1, 4, 100])
+def test_losses_equal_cross_entropy_and_ignored_labels_have_none(rows_per_chunk):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(FEW_ROWS, NARROW, generator=generator)
+    weight = torch.randn(FEW_IDS, NARROW, generator=generator)
+    labels = torch.randint(FEW_IDS, (FEW_ROWS,), generator=generator)
+    labels[[2, 7]] = -100
+    labels[:3] = (x @ weight.t()).argmax(-1)[:3]
+    labels[2] = -100
+    is_greedy = torch.zeros(FEW_ROWS, dtype=torch.bool)
+    losses = token_losses(x, weight, labels, 4 * FEW_IDS * rows_per_chunk, is_greedy)
+    log_probabilities = (x @ weight.t()).log_softmax(-1)
+    expected = -log_probabilities.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    expected[[2, 7]] = 0
+    torch.testing.assert_close(losses, expected)
+    assert is_greedy.tolist() == ((x @ weight.t()).argmax(-1) == labels).tolist()
+    assert is_greedy[:3].tolist() == [True, True, False]
+
+
+def test_low_precision_gives_float32_losses_without_gradients():
+    x = torch.randn(FEW_ROWS, NARROW, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(FEW_IDS, NARROW, dtype=torch.bfloat16, requires_grad=True)
+    losses = token_losses(x, weight, torch.zeros(FEW_ROWS, dtype=torch.int32), chunk_bytes=100)
+    assert losses.dtype == torch.float32
+    assert not losses.requires_grad
+
+
+def test_chunks_without_labels_are_left_out():
+    torch.manual_seed(0)
+    x, weight = torch.randn(12, 8), torch.randn(5, 8)
+    labels = torch.full((12,), -100)
+    labels[7] = 3
+    greedy = torch.ones(12, dtype=torch.bool)
+    losses = token_losses(x, weight, labels, 4 * 5 * 2, greedy)  # two rows a chunk
+    logits = x[7] @ weight.t()
+    assert losses[7] == pytest.approx(float(logits.logsumexp(-1) - logits[3]), rel=1e-6)
+    assert losses.count_nonzero() == 1
+    assert greedy.nonzero().flatten().tolist() == ([7] if int(logits.argmax()) == 3 else [])

@@ -389,7 +389,7 @@ CASES = [
 # The float64 cases test the same exchanges more exactly, and take longer.
 USUAL = [
     pytest.param(case, world, False, 3, id=f"{case[0]}-{world}", marks=marks)
-    for case, worlds, marks in zip(CASES, ((2,), (1, 3)), (pytest.mark.slow, ()), strict=True)
+    for case, worlds, marks in zip(CASES, ((2,), (3,)), (pytest.mark.slow, ()), strict=True)
     for world in worlds
 ]
 # Four workers, for the exchanges over nodes.
@@ -471,7 +471,7 @@ def test_masks_on_five_workers_equal_the_oracle():
         assert not bad, f"rank {rank}: {bad}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_stages_of_group_casts_equal_the_oracle(world):
     """Stages with parts of the heads, Ulysses, nodes, layouts, masks and indices."""
     kinds = ("dense", "vertical_slash", "nothing")

@@ -38,7 +38,7 @@ def joined_layouts(draw):
 layouts = named_layouts | balanced_layouts()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(layouts)
 def test_positions_are_a_bijection_and_ascend(layout):
     shards = [layout.positions(rank) for rank in range(layout.workers)]
@@ -51,7 +51,7 @@ def test_positions_are_a_bijection_and_ascend(layout):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layouts | joined_layouts())
 def test_shards_gather_into_sequence_order_and_back(layout):
     shards = torch.stack(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import mtrain
+from commands.replay import replayed
 
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import load_indices
@@ -25,9 +26,12 @@ def train(folder: Path, *words: str) -> list[dict]:
     results = mtrain(folder, "train", *words)
     assert results.returncode == 0, results.stderr
     (folder / "stdout").write_text(results.stdout)
-    return [
-        json.loads(line) for line in (folder / "runs/one/metrics.jsonl").read_text().splitlines()
-    ]
+    return metrics(folder)
+
+
+def metrics(folder: Path) -> list[dict]:
+    lines = (folder / "runs/one/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +68,9 @@ def test_a_resumed_training_continues_its_profile(trained):
 
 
 def test_a_profile_has_the_density_of_the_metrics(trained):
-    metrics = [
-        json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()
-    ]
+    steps = metrics(trained)
     recorded = open_records(trained / "runs/one/profile")
-    assert recorded.summary["cases"][0]["density"] == pytest.approx(
-        metrics[-1]["density"], rel=1e-6
-    )
+    assert recorded.summary["cases"][0]["density"] == pytest.approx(steps[-1]["density"], rel=1e-6)
     # Also for every recorded step and layer.
     frame = recorded.frame()
     forward = frame[frame.direction == "forward"]
@@ -78,40 +78,29 @@ def test_a_profile_has_the_density_of_the_metrics(trained):
         for layer in (0, 1):
             pairs = forward.pairs[(forward.iteration == step) & (forward.layer == layer)].sum()
             assert pairs / (4 * 2 * 500 * 501 / 2) == pytest.approx(
-                metrics[step - 1]["density_by_layer"][layer], rel=1e-6
+                steps[step - 1]["density_by_layer"][layer], rel=1e-6
             )
 
 
 @pytest.mark.slow
 def test_losses_equal_those_without_a_profile(trained, tmp_path):
     plain = train(tmp_path, *WORDS, "train.steps=4", "run.name=one")
-    recorded = [
-        json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()
-    ]
-    assert [step["loss"] for step in plain] == [step["loss"] for step in recorded[:4]]
+    assert [step["loss"] for step in plain] == [step["loss"] for step in metrics(trained)[:4]]
 
 
 @pytest.mark.slow
 def test_repeated_steps_are_recorded_once_and_other_workers_are_another_case(tmp_path):
     """Stopped after step 5, with a checkpoint of step 3; then resumed on three workers."""
     dense = [word for word in WORDS if not word.startswith(("sparsity", "train.checkpoint_every"))]
-    train(
-        tmp_path,
-        *dense,
-        "train.steps=5",
-        "profile.every=1",
-        "train.checkpoint_every=3",
-        "train.checkpoint_at_end=false",
-        "run.name=one",
-    )
+    words = ["train.steps=5", "profile.every=1", "train.checkpoint_every=3", "run.name=one"]
+    train(tmp_path, *dense, *words, "train.checkpoint_at_end=false")
     profile = tmp_path / "runs/one/profile"
     assert set(open_records(profile).frame().iteration) == {1, 2, 3, 4, 5}
     train(tmp_path, "--resume", "runs/one", "topology.workers=3")
     recorded = open_records(profile)
     frame = recorded.frame()
-    assert {
-        (case, iteration) for case, iteration in zip(frame.case, frame.iteration, strict=True)
-    } == {(0, 1), (0, 2), (0, 3), (1, 4), (1, 5)}
+    steps = set(zip(frame.case, frame.iteration, strict=True))
+    assert steps == {(0, 1), (0, 2), (0, 3), (1, 4), (1, 5)}
     assert [case["workers"] for case in recorded.summary["cases"]] == [2, 3]
     assert [case["label"] for case in recorded.summary["cases"]] == [
         "dense striped ring",
@@ -128,8 +117,7 @@ def test_a_profile_that_cannot_be_continued_is_set_aside_and_training_goes_on(tm
     train(tmp_path, *dense, "train.steps=2", "profile.every=1", "run.name=one")
     summary = tmp_path / "runs/one/profile/summary.json"
     summary.write_text("{")
-    metrics = train(tmp_path, "--resume", "runs/one", "train.steps=3")
-    assert len(metrics) == 3
+    assert len(train(tmp_path, "--resume", "runs/one", "train.steps=3")) == 3
     assert "not a profile that can be continued; moved to profile-1" in " ".join(
         (tmp_path / "stdout").read_text().split()
     )
@@ -139,14 +127,8 @@ def test_a_profile_that_cannot_be_continued_is_set_aside_and_training_goes_on(tm
 
 @pytest.mark.slow
 def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
-    train(
-        tmp_path,
-        *WORDS,
-        "sparsity.dense_steps=2",
-        "train.steps=3",
-        "profile.every=1",
-        "run.name=one",
-    )
+    words = ["sparsity.dense_steps=2", "train.steps=3", "profile.every=1", "run.name=one"]
+    train(tmp_path, *WORDS, *words)
     recorded = open_records(tmp_path / "runs/one/profile")
     frame = recorded.frame()
     labels = [case["label"] for case in recorded.summary["cases"]]
@@ -161,7 +143,7 @@ def test_dense_layers_of_a_sparse_model_are_recorded_by_kind(tmp_path, stages):
     """With two stages, one has the sparse layer and the other the dense one."""
     words = ["sparsity.dense_layers=1", "data.document_mask=false", "train.steps=2"]
     words.append(f"topology.pipeline_parallel={stages}")
-    metrics = train(tmp_path, *WORDS, *words, "profile.every=1", "run.name=one")
+    steps = train(tmp_path, *WORDS, *words, "profile.every=1", "run.name=one")
     folder = tmp_path / "runs/one/profile"
     recorded = open_records(folder)
     (facts,) = recorded.summary["cases"]
@@ -169,37 +151,17 @@ def test_dense_layers_of_a_sparse_model_are_recorded_by_kind(tmp_path, stages):
     frame = recorded.frame()
     forward = frame[(frame.direction == "forward") & (frame.layer >= 0)]
     pairs = forward[forward.iteration == 2].groupby("layer").pairs.sum()
-    sparse, dense = metrics[-1]["density_by_layer"]
+    sparse, dense = steps[-1]["density_by_layer"]
     assert pairs[0] / pairs[1] == pytest.approx(sparse / dense, rel=1e-4)
     assert sparse < dense
-    assert facts["density"] == pytest.approx(metrics[-1]["density"], rel=2e-5)
+    assert facts["density"] == pytest.approx(steps[-1]["density"], rel=2e-5)
     (case,) = analyse(recorded)
     assert [kind.kind for kind in case.kinds] == ["sparse", "dense"]
     indices = load_indices(folder / "index.npz")
     assert indices.index("vertical_slash", 0) is not None
     assert indices.index("vertical_slash", 1) is None
     # The replay counts the same pairs in each layer.
-    results = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
-    assert results.returncode == 0, results.stderr
-    agreement = json.loads(results.stdout)["agreement"]
-    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
-
-
-@pytest.mark.slow
-def test_a_tensor_parallel_training_records_its_groups(tmp_path):
-    words = ["train.steps=2", "profile.every=2", "topology.tensor_parallel=2", "run.name=one"]
-    with_profile = train(tmp_path, *WORDS, *words)
-    recorded = open_records(tmp_path / "runs/one/profile")
-    assert recorded.complete
-    frame = recorded.frame()
-    assert set(frame["rank"]) == {0, 1}
-    assert set(frame.link) >= {"tensor"}
-    (facts,) = recorded.summary["cases"]
-    assert (facts["cp"], facts["tp"], facts["num_heads"]) == (1, 2, 2)
-    assert load_indices(recorded.folder / "index.npz").setup.heads == 2
-    (tmp_path / "plain").mkdir()
-    plain = train(tmp_path / "plain", *WORDS, *words, "profile.every=0")
-    assert [step["loss"] for step in with_profile] == [step["loss"] for step in plain]
+    replayed(folder)
 
 
 @pytest.mark.slow

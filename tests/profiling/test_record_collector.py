@@ -1,20 +1,45 @@
-"""Rows of several ranks: one clock; peer and late time of each wait."""
+"""Rows of several ranks: one clock, peer and late time of waits, work, and loads of experts."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import gloo
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from mtrain_cli.attention.index import VerticalSlash
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import SlidingWindow
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.data.dataset import Sample
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import NOTHING, MessageTag, Span
-from mtrain_cli.profiling import record_collector
-from mtrain_cli.profiling.record_collector import merge_ranks, own_rows
-from mtrain_cli.records.record_files import ROW, WORDS
+from mtrain_cli.profiling import imbalance_benchmark, record_collector
+from mtrain_cli.profiling.measurement import TRAINING, MeasurementPlan
+from mtrain_cli.profiling.record_collector import (
+    Estimated,
+    estimated,
+    merge_ranks,
+    own_loads,
+    own_rows,
+    own_work,
+)
+from mtrain_cli.records.expert_loads import ROW as LOADS
+from mtrain_cli.records.expert_loads import analyse_experts
+from mtrain_cli.records.record_files import ROW, WORDS, open_records
 from mtrain_cli.simulation.work_counts import StepWork
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
+from mtrain_cli.training.router_batches import OwnLoads
 
 
 def span(
@@ -214,3 +239,122 @@ def test_a_wait_for_a_stage_is_late_until_its_pass_ends():
     )
     # The last wait is for a receiver, which never computes too long.
     assert found == [(1, 7.0), (0, 5.0), (0, 0.0)]
+
+
+SEQ, BLOCK, HEADS = 64, 16, 2
+
+
+def slashes(*chosen: int) -> VerticalSlash:
+    on = torch.zeros(1, HEADS, SEQ // BLOCK, dtype=torch.bool)
+    on[..., list(chosen)] = True
+    return VerticalSlash(BLOCK, SEQ // BLOCK, on, torch.full((1, HEADS, 1), SEQ, dtype=torch.int32))
+
+
+def test_every_layer_of_every_micro_batch_has_its_own_work():
+    exchange = make_exchange(
+        "all_gather", make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK), ContextGroup.alone()
+    )
+    causal = [SequenceMask.causal(SEQ, SEQ)]
+    documents = [SequenceMask.from_documents(np.repeat([0, 1], SEQ // 2), SEQ)]
+    indices = {0: slashes(0), 1: slashes(0, 1)}
+    found = own_work(
+        exchange,
+        HEADS,
+        range(2),
+        [
+            Estimated(exchange.layout, *computed)
+            for computed in ((causal, indices), (documents, indices), (causal, None))
+        ],
+    )
+    own, next_to_it = BLOCK * (BLOCK + 1) // 2, BLOCK * BLOCK
+    wanted = {
+        (0, 0): 4 * own,
+        (0, 1): 4 * own + 3 * next_to_it,
+        (1, 0): 4 * own,
+        (1, 1): 4 * own + 2 * next_to_it,  # none between the documents
+        (2, 0): SEQ * (SEQ + 1) // 2,
+        (2, 1): SEQ * (SEQ + 1) // 2,
+    }
+    assert {key: int(work["forward"].pairs.sum()) for key, work in found.items()} == {
+        key: HEADS * pairs for key, pairs in wanted.items()
+    }
+
+
+def test_each_kind_of_layer_has_the_work_of_its_masks():
+    layout = make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK)
+    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    rule = MaskRule(True, SlidingWindow(5, full_every=3))
+    setups = AttentionSetup(SdpaKernel(), rule).by_kind(7)
+    make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=7)
+    documents = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
+    tokens = np.zeros(SEQ, np.int32)
+    batches = [make([Sample(tokens, tokens, of)]) for of in (documents, np.zeros_like(documents))]
+    found = own_work(
+        exchange, HEADS, range(7), [estimated(b.attention.with_kept_indices()) for b in batches]
+    )
+    for micro, parts in enumerate((2, 1)):
+        length = SEQ // parts
+        full, window = length * (length + 1) // 2, 5 * length - 10
+        pairs = [int(found[micro, layer]["forward"].pairs.sum()) for layer in range(7)]
+        assert pairs == [
+            HEADS * parts * (full if layer in (2, 5) else window) for layer in range(7)
+        ]
+
+
+def test_rows_name_layer_expert_and_rank():
+    chosen = torch.zeros(4, 3, dtype=torch.float64)
+    chosen[1], chosen[3] = torch.tensor([5.0, 1, 0]), torch.tensor([2.0, 2, 2])
+    beyond = torch.zeros_like(chosen)
+    beyond[1, 0] = 2
+    own = OwnLoads((1, 3), (chosen, chosen), (beyond, beyond))
+    rows = own_loads(own, 2, 7, 9)
+    assert rows["layer"].tolist() == [1, 1, 1, 3, 3, 3]
+    assert rows["expert"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert rows["tokens"].tolist() == [6, 2, 0, 4, 4, 4]
+    assert rows["dropped"].tolist() == [4, 0, 0, 0, 0, 0]
+    assert {name: set(rows[name].tolist()) for name in ("case", "step", "rank")} == {
+        "case": {2},
+        "step": {7},
+        "rank": {9},
+    }
+    assert len(own_loads(None, 0, 1, 0)) == 0
+    assert own_loads(None, 0, 1, 0).dtype == LOADS
+
+
+def profiled(rank: int, world: int, folder: str) -> None:
+    words = "model=tiny_moe seq=75 topology.block_size=16 model.moe.expert_size=20"
+    words += " train.global_batch=2 train.micro_batch=1 model.num_layers=2 model.moe.dense_layers=1"
+    words += " topology.expert_parallel=2 model.hidden_size=32"
+    config = compose([*words.split(), "train.expert_capacity=1"])
+    plan = MeasurementPlan(TRAINING, [("a", config)], samples=1, warmup=0, quiet=True)
+    plan.save(RunDir(Path(folder)))
+    assert not imbalance_benchmark.train_and_record(
+        config, RunDir(Path(folder)), gloo.environment(rank, world), False
+    )
+
+
+def test_a_profile_on_two_ranks_counts_every_token_once(tmp_path):
+    gloo.run(2, profiled, str(tmp_path))
+    recorded = open_records(tmp_path)
+    (found,) = analyse_experts(recorded)
+    assert (found.layers, found.ranks, found.experts) == ((1,), (0, 1), 8)
+    assert found.parallel == 2
+    assert found.worker == found.dealt[2]
+    tokens = found.by_rank.sum()
+    dropped = found.dropped * 2 * 2 * 75
+    assert 0 < dropped < 150
+    assert tokens + dropped == pytest.approx(2 * 2 * 75), "top 2 of two sequences, no padding"
+    frame = recorded.frame()
+    spans = frame[frame.phase == "experts"]
+    assert set(spans.layer) == {1}
+    assert set(zip(spans["rank"], spans.micro, spans.direction, strict=True)) == {
+        (rank, micro, direction)
+        for rank in (0, 1)
+        for micro in (0, 1)
+        for direction in ("forward", "recompute", "backward")
+    }
+    assert (spans.dur_us > 0).all()
+    assert found.time is not None
+    (result,) = recorded.summary["results"]
+    assert result["experts"]["worker"]["mean"] == pytest.approx(found.worker.mean, abs=1e-4)
+    assert np.isfinite(result["experts"]["time"]["worker"]["mean"])

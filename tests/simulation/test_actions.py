@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from simulation.free_prices import Prices
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel.lowering import lower
@@ -12,12 +13,11 @@ from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Post, Wa
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.simulation.actions import (
+from mtrain_cli.simulation.costs import (
     AwaitMessage,
     Dispatch,
     PostMessage,
     PricedMessage,
-    Prices,
     Spend,
     actions,
 )

@@ -15,7 +15,6 @@ from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
     DENSE,
     DIAGONALS,
-    HIGH,
     LISTS,
     LOW,
     SPARSE,
@@ -111,21 +110,6 @@ def test_held_out_errors_of_the_shipped_calibration():
     for curve in calibration.curves:
         assert curve.low < 1 < curve.high
         assert curve.high - 1 >= curve.error or not np.isfinite(curve.error)
-
-
-def test_efficiency_grows_with_the_work_of_a_call():
-    calibration = next(c for c in shipped() if c.device == "NVIDIA H200")
-    curve = calibration.find("flash4", SPARSE, "forward")
-    shares = [
-        flop / (float(curve.us(np.array(flop))) / 1e6) / 989e12 for flop in (1e11, 1e12, 1e13, 1e14)
-    ]
-    assert shares == sorted(shares)
-    assert 0.5 < shares[-1] < 0.7
-    assert curve.us(np.array([0.0, 1e12])).tolist()[0] == 0
-    low, value, high = (
-        float(curve.us(np.array(1e13), bound=bound)) for bound in (LOW, "value", HIGH)
-    )
-    assert low < value < high
 
 
 @pytest.mark.parametrize("name", cluster.shipped())

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.config.cluster import SOURCES, Constant
-from mtrain_cli.simulation import (
-    calibration,
-    costs,
-    expert_cost,
-    expert_exchange,
-    non_attention_cost,
-    timeline,
-)
+from mtrain_cli.simulation import calibration, costs, expert_cost, non_attention_cost, timeline
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import LAUNCHES
 
@@ -36,7 +29,6 @@ def test_a_constant_shows_the_number_that_the_module_of_its_name_uses(name):
         "calibration": calibration,
         "costs": costs,
         "expert_cost": expert_cost,
-        "expert_exchange": expert_exchange,
         "non_attention": non_attention_cost,
         "timeline": timeline,
     }

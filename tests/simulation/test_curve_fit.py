@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mtrain_cli.simulation.curve_fit import CalibrationPoint, fit, fit_together, held_out_errors
+from mtrain_cli.simulation.calibration import CalibrationPoint, fit, fit_together, held_out_errors
 
 
 def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[CalibrationPoint]:

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from mtrain_cli.commands import train_worker
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.simulation import estimate as module
-from mtrain_cli.simulation.estimate import MOST_CONTEXT, estimate_step
-from mtrain_cli.simulation.scenario import PairSource
+from mtrain_cli.simulation import scenario as module
+from mtrain_cli.simulation.scenario import MOST_CONTEXT, PairSource, estimate_step
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
 from mtrain_cli.training.planning import make_plan

@@ -10,9 +10,9 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation import expert_exchange
+from mtrain_cli.simulation import expert_cost
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
-from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
+from mtrain_cli.simulation.expert_cost import RowExchange, dealt_over
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
 from mtrain_cli.simulation.predicted_step import EXPERTS, _StepEstimate
 from mtrain_cli.simulation.router_loads import ExpertLoads
@@ -81,7 +81,7 @@ def test_a_worker_alone_has_no_rows():
     found = predicted()
     assert found.step.experts is None
     assert EXPERTS not in found.step.parts
-    assert "every worker computes with all experts" in " ".join(found.remarks)
+    assert "the busiest of 1 workers computes 1.00 times the mean" in " ".join(found.remarks)
 
 
 def computing(one: RowExchange) -> tuple[np.ndarray, np.ndarray]:
@@ -92,12 +92,12 @@ def computing(one: RowExchange) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
     """Equal loads: all workers compute alike, and messages of two parts hide behind products."""
-    monkeypatch.setattr(expert_exchange, "chunks_and_parts", lambda *_: (1, 1))
+    monkeypatch.setattr(expert_cost, "chunks_and_parts", lambda *_: (1, 1))
     one = exchange(ExpertLoads(), "train.activation_checkpoint=none", "topology.expert_chunks=1")
     forward, backward = computing(one)
     assert np.ptp(forward) == np.ptp(backward) == 0
     rows, scored = (one._message(4096 * 8 * 7 / 8 * (2048 * 2 + n))[0] for n in (0, 16))
-    counts = one._message(8 * 128 * 7, to_all=False)[0] + expert_exchange.WAIT_FOR_NUMBERS.value
+    counts = one._message(8 * 128 * 7, to_all=False)[0] + expert_cost.WAIT_FOR_NUMBERS.value
     found = one.forward()
     assert found.exposed == pytest.approx(rows + scored + counts)
     assert found.hidden == pytest.approx(0, abs=1e-6)
@@ -108,7 +108,7 @@ def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
     assert back.exposed == pytest.approx(rows + scored - hidden)
     assert back.late == found.late == 0
     if parts > 1:
-        monkeypatch.setattr(expert_exchange, "chunks_and_parts", lambda *_: (1, parts))
+        monkeypatch.setattr(expert_cost, "chunks_and_parts", lambda *_: (1, parts))
         two = exchange(ExpertLoads(), "train.activation_checkpoint=none")
         assert two.forward().hidden > 0
         assert two.forward().exposed < found.exposed
@@ -160,7 +160,7 @@ def test_without_checkpointing_rows_travel_once_less():
 
 
 def test_groups_across_nodes_wait_longer():
-    waits = 3e-6 * expert_exchange.WAIT_FOR_NUMBERS.value  # of three layers
+    waits = 3e-6 * expert_cost.WAIT_FOR_NUMBERS.value  # of three layers
     across, inside = (dealt(n, workers=16).step.experts.exposed - waits for n in (16, 8))
     assert across > 2 * inside > 0
 

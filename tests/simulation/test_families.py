@@ -19,7 +19,6 @@ def test_a_family_has_the_density_that_it_states(name):
     assert ((shares >= 0.05) & (shares < 0.053)).all()
     assert index.slashes[..., 0].all()
     assert all(len(set(row.tolist())) == 100 for row in index.columns[0])
-    assert "5.0%" in family.describe
     other = family.index(4, 1 << 17, 2)
     assert np.array_equal(index.slashes.numpy(), other.slashes.numpy()) == (name == "local")
     assert not np.array_equal(index.columns.numpy(), other.columns.numpy())

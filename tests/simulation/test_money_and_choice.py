@@ -11,18 +11,16 @@ import yaml
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.commands import simulate_actions
+from mtrain_cli.commands.simulate_actions import row_of, with_cost
+from mtrain_cli.commands.simulate_output import best_line, main_outcome
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster, shipped
-from mtrain_cli.simulation import scenario as scenarios
 from mtrain_cli.simulation.scenario import (
     PairSource,
-    PredictedScenario,
     Scenario,
     evaluate,
     plan_on,
 )
-from mtrain_cli.simulation.sweep import row_of, with_cost
 
 
 def test_days_and_dollars_of_a_row():
@@ -32,71 +30,6 @@ def test_days_and_dollars_of_a_row():
     assert found["days"] == pytest.approx({"low": 0.5, "value": 1.0, "high": 2.5})
     assert found["dollars"] == pytest.approx({"low": 192.0, "value": 384.0, "high": 960.0})
     assert with_cost(row, None, 2.0) == row
-
-
-def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
-    """Figures are of zigzag if striped, which is faster, does not fit; else of striped."""
-    # Imported later, it would keep the substitute for all tests that follow.
-    assert simulate_actions.evaluate is evaluate
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "simulate",
-        "model=tiny",
-        "seq=16k",
-        "sparsity=dense",
-        "--exchange",
-        "ring",
-        "--no-files",
-        "--tokens",
-        "1b",
-        "--price",
-        "2",
-    ]
-    made: dict[str, PredictedScenario] = {}
-
-    def said(*more: str) -> str:
-        found = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(
-            command_line.app, [*words, *more], prog_name="mtrain"
-        )
-        assert found.exit_code == 0, found.output
-        return found.stdout
-
-    def found(
-        cluster, scenario, plan, *, faster: str, small: str = "", **more
-    ) -> PredictedScenario:
-        name = plan.layout.name
-        if name not in made:
-            made[name] = evaluate(cluster, scenario, plan, **more)
-        step = made[name].step
-        seconds = dataclasses.replace(
-            step.seconds, value=step.seconds.low if name == faster else step.seconds.high
-        )
-        if name == small:
-            plan = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory=1))
-        return dataclasses.replace(
-            made[name], plan=plan, step=dataclasses.replace(step, plan=plan, seconds=seconds)
-        )
-
-    monkeypatch.setattr(
-        scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped", small="striped")
-    )
-    assert "time   zigzag ring:" in (text := said())
-    assert "best   zigzag ring; `mtrain simulate recommend` also tries" in text
-    rows = json.loads(said("--json"))["predicted"]
-    assert [row["step"]["fits"] for row in rows] == [True, False]
-    for step in (row["step"] for row in rows):
-        rate = step["tokens_per_second_per_gpu"]
-        for name, other in (("low", "high"), ("value", "value"), ("high", "low")):
-            assert step["dollars"][name] == pytest.approx(1e9 / rate[other] / 3600 * 2), (
-                "GPU hours at 2 $, however many share them"
-            )
-        assert step["days"]["low"] < step["days"]["value"] < step["days"]["high"]
-    monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped"))
-    assert "time   striped ring:" in (text := said())
-    gap = made["zigzag"].step.seconds.high / made["striped"].step.seconds.low - 1
-    assert f"best   striped ring, {gap:.1%} faster than the next; `mtrain simulate" in " ".join(
-        text.replace("\n       ", " ").splitlines()
-    )
 
 
 def test_the_figures_of_a_row():
@@ -165,3 +98,20 @@ def test_if_nothing_fits_the_least_memory_is_reported(tmp_path, monkeypatch):
         "best none of these fits; `mtrain simulate recommend` tries settings that need less "
         "memory, or says what would fit" in flat
     )
+
+
+def test_the_best_is_the_fastest_that_fits():
+    def outcome(name: str, seconds: float, total: int, *, fits: bool) -> SimpleNamespace:
+        step = SimpleNamespace(fits=fits, seconds=SimpleNamespace(value=seconds))
+        memory, exchange = SimpleNamespace(total=total), SimpleNamespace(label="ring")
+        plan = SimpleNamespace(memory=memory, exchange=exchange)
+        return SimpleNamespace(layout=name, step=step, plan=plan)
+
+    slow, fast = outcome("slow", 2.0, 1, fits=True), outcome("fast", 1.0, 2, fits=True)
+    large, small = outcome("large", 0.5, 9, fits=False), outcome("small", 3.0, 8, fits=False)
+    assert main_outcome([slow, large, fast]) is fast
+    assert best_line([slow, large, fast]).startswith(
+        "best   fast ring, 100.0% faster than the next;"
+    )
+    assert main_outcome([large, small]) is small
+    assert best_line([large, small]).startswith("best   none of these fits")

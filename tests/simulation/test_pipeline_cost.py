@@ -7,7 +7,7 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
+from mtrain_cli.simulation.predicted_step import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -59,28 +59,6 @@ def test_the_loss_is_in_the_pass_that_forms_its_gradients():
         plan = planned(*TWO, f"train.loss_gradients={word}")
         spans = [span for span in timed_step(plan, stages, 0.0).played.spans if span.stage == 1]
         assert spans[0].end - spans[0].begin == pytest.approx(first)
-
-
-def test_a_step_adds_up_and_shows_the_wait_for_other_stages():
-    whole, staged = predicted(), predicted(*TWO)
-    assert "pipeline" not in whole.step.parts
-    assert staged.step.parts["pipeline"] > 0
-    assert sum(staged.step.parts.values()) == pytest.approx(staged.step.seconds.value)
-    assert any("topology.pipeline_parallel" in remark for remark in staged.remarks)
-    # All workers together execute the same FLOP.
-    assert staged.step.flop == pytest.approx(whole.step.flop, rel=0.02)
-    assert staged.step.seconds.low < staged.step.seconds.value < staged.step.seconds.high
-
-
-def test_more_micro_batches_idle_less_and_virtual_stages_too():
-    def share(*words: str) -> float:
-        step = predicted(TWO[0], "model.vocab_size=264", *words).step
-        return step.parts["pipeline"] / step.seconds.value
-
-    eight = share()
-    assert eight == pytest.approx(1 / 9, rel=0.1)
-    assert share("train.global_batch=32") == pytest.approx(1 / 33, rel=0.2)
-    assert share("topology.virtual_stages=2") == pytest.approx(1 / 17, rel=0.1)
 
 
 def test_weights_are_gathered_among_the_workers_of_a_stage():

@@ -14,7 +14,7 @@ from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost, priced
-from mtrain_cli.simulation.predicted_step import PredictedStep, copies, overlapped_us
+from mtrain_cli.simulation.predicted_step import copies, overlapped_us
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -26,7 +26,7 @@ from mtrain_cli.simulation.scenario import (
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.step.interpreters import MessageCost
 from mtrain_cli.step.program import Message
-from mtrain_cli.training.flops import causal_pairs, recomputed_pair_share, training_flops
+from mtrain_cli.training.flops import causal_pairs, training_flops
 from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.state_memory import StateMemory
 
@@ -192,98 +192,6 @@ def test_mfu_of_recorded_documents_counts_pairs_as_training_does():
     assert packed.step.hfu == pytest.approx(per_second * flops.executed)
 
 
-def test_saving_memory_costs_time():
-    """Steps of four micro-batches of 128K tokens on 8 GPUs, compared with all defaults."""
-    base = ["model=qwen3b", "seq=128k", "train.global_batch=4"]
-    config = compose(base)
-    scenario = Scenario(config, DENSE.problem(config))
-    attention = evaluate(
-        H200,
-        scenario,
-        plan_on(H200, config, workers=8),
-        bounds=False,
-        recompute=Recompute.EVERYTHING,
-    ).attention
-
-    def made(*words: str, cluster: Cluster = H200) -> PredictedStep:
-        plan = plan_on(cluster, compose([*base, *words]), workers=8)
-        costs = {
-            name: dataclasses.replace(cost, cluster=cluster)
-            for name, cost in attention.costs.items()
-        }
-        return with_step(
-            cluster, scenario, plan, dataclasses.replace(attention, costs=costs), bounds=False
-        ).step
-
-    def seconds(*words: str, **more) -> float:
-        return made(*words, **more).seconds.value
-
-    plain, full = seconds(), seconds("train.activation_checkpoint=full")
-    keeps = [
-        seconds("train.activation_checkpoint=sequence_selective", f"train.checkpoint_keep={keep}")
-        for keep in (0.75, 0.5, 0.25)
-    ]
-    assert plain < keeps[0] < keeps[1] < keeps[2] < full
-    half = made("train.activation_checkpoint=sequence_selective")
-    again = attention.passes["recompute"].spent["attention"] / 1e3 * 36 * 4
-    assert half.parts["attention"] - made().parts["attention"] == pytest.approx(
-        again * recomputed_pair_share(half.plan.config.train, half.plan.layout, sharing=1), rel=1e-6
-    )
-    assert seconds("train.loss_gradients=recompute") > plain
-    assert seconds("train.tile_mib=64") > plain
-    # Fast PCIe hides the copies.
-    slow = dataclasses.replace(
-        H200, gpu=dataclasses.replace(H200.gpu, host_link_gbps=Constant(0.5, "guess", "", 0.5, 0.5))
-    )
-    away = "train.offload_activations=16"
-    assert made(away).parts["offload"] == 0
-    late = made(away, cluster=slow)
-    kept = late.plan.memory.host / 16
-    layer = (
-        sum(
-            made(cluster=slow).parts[name]
-            for name in ("attention", "matrices", "element-wise", "recomputed")
-        )
-        / 36
-        / 4
-    )
-    assert late.parts["offload"] == pytest.approx(4 * 16 * 2 * (kept / 0.5e9 - layer / 2), rel=0.2)
-    # AdamW on the host reads and writes 28 bytes a weight and the rounded weight, at 19 GB/s.
-    shard = StateMemory(config, 8, 4, 2).shard
-    host = made("optim.offload=true").parts["optimizer"]
-    assert 30 * shard / 19e9 < host < 1.3 * 30 * shard / 19e9
-    behind = made("optim.offload=true", cluster=slow).parts["optimizer"]
-    assert behind > 4 * shard / 0.5e9
-    # Gradients that leave begin a backward pass earlier; then only weights delay the step.
-    states, leaving = (
-        StateMemory(config, 8, 4, 2),
-        ("optim.offload=true", "optim.offload_gradients=true"),
-    )
-    earlier = behind - made(*leaving, cluster=slow).parts["optimizer"]
-    backward = earlier + (2 * shard - 4 * max(states.layer_shard, states.root_shard)) / 0.5e9
-    assert 2 / 3 < backward / (layer * 36) < 0.8
-    assert made(*leaving).parts["optimizer"] < host
-
-
-def test_weights_that_stay_whole_are_not_gathered_again():
-    slow = with_inner(
-        collective_bandwidth_gbps=5.0, capacity_gbps=5.0, bandwidth_gbps=5.0, gpu_share=0.0
-    )
-    words = ("model=qwen3b", "seq=2k", "topology.context_parallel=1", "train.global_batch=32")
-    found = {
-        shard: step(*words, f"train.shard={shard}", cluster=slow, bounds=False).step
-        for shard in ("full", "gradients", "optimizer")
-    }
-    full, gradients, optimizer = (found[shard].parts["weights"] for shard in found)
-    assert full > 1.6 * gradients > 3.2 * optimizer
-    # Only links count here: bytes over bandwidth.
-    assert gradients == pytest.approx(found["gradients"].sent / 5e9, rel=0.35)
-    half = step(
-        *words, "train.shard=gradients", "train.reduce_dtype=bfloat16", cluster=slow, bounds=False
-    ).step.parts["weights"]
-    assert half < 0.7 * gradients
-
-
 @pytest.mark.parametrize("workers", [1, 8])
 def test_parts_add_up_and_lie_within_bounds(workers):
     for pairs in (DENSE, SPARSE):
@@ -308,22 +216,6 @@ def test_attention_reports_how_long_it_fills_links():
     hop = 8192 * 2 * 2 * 128 * 2  # bytes: tokens, key and value, heads, head_dim, bfloat16
     inner, outer = found.passes["forward"].carried
     assert (inner, outer) == (pytest.approx(7 * hop / 450e9 * 1e3), 0)
-
-
-def test_every_setting_of_the_topology_counts():
-    found = step(
-        "model=qwen3b",
-        "seq=8k",
-        "topology.prefetch=2",
-        "topology.circulates=queries",
-        exchange="ring",
-        bounds=False,
-    )
-    assert (
-        found.attention.exchange
-        == found.plan.exchange.label
-        == "ring (2 hops ahead, queries circulate in backward)"
-    )
 
 
 def with_inner(**constants: float) -> Cluster:
@@ -412,21 +304,6 @@ def test_steps_accumulate_and_slow_ranks_delay_everybody():
     slow = step(*words, "train.global_batch=2", conditions=Disturbances(slow={1: 1.5})).step
     assert slow.parts["matrices"] == pytest.approx(1.5 * one.parts["matrices"])
     assert slow.seconds.value > 1.3 * one.seconds.value
-
-
-def test_recomputation_trades_time_for_memory():
-    none, selective, full = (
-        step("model=qwen3b", "seq=128k", f"train.activation_checkpoint={k}").step
-        for k in ("none", "selective", "full")
-    )
-    assert none.seconds.value < selective.seconds.value < full.seconds.value
-    assert none.gib > selective.gib > full.gib
-    assert (
-        full.parts["attention"]
-        > 1.2 * selective.parts["attention"]
-        == pytest.approx(1.2 * none.parts["attention"])
-    )
-    assert none.parts["recomputed"] == 0
 
 
 # Whole steps measured on one host of H200s (README.md): none of them, nor any other whole step, is

@@ -27,7 +27,6 @@ from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction, _CasePlayer, predict
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
-from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, make_case
 from mtrain_cli.simulation.workload import AttentionWorkload
 
@@ -231,15 +230,6 @@ def test_pairs_of_columns_are_counted_separately_in_every_exchange():
             assert (work.of_columns <= work.pairs).all()
 
 
-@pytest.mark.parametrize(("family", "width"), [("clustered", 128), (None, 0)])
-def test_facts_name_the_padded_length_and_the_width_of_the_columns(family, width):
-    made = problem(family, seq=16000)
-    setup = ReplaySetup("zigzag", "ring", 16, 8)
-    facts = predict(load_cluster("a100_4x8", nodes=2), made, setup, bounds=False).facts
-    assert (facts["seq"], facts["column_width"]) == (16000, width)
-    assert facts["padded_seq"] == (16384 if family else 16000), "whole blocks of the index"
-
-
 def test_a_simulation_reads_like_a_profile(tmp_path):
     cluster = load_cluster("a100_4x8", nodes=2)
     setups = [
@@ -296,23 +286,3 @@ def test_a_simulation_reads_like_a_profile(tmp_path):
 
 def exposed(found: Prediction) -> float:
     return sum(sum(of_pass.exposed.values()) for of_pass in found.passes.values())
-
-
-def test_slow_ranks_and_imbalance_show_in_the_prediction():
-    cluster = load_cluster("h200_1x8")
-    one = problem("local", seq=1 << 18)
-    zigzag, striped = (
-        predict(cluster, one, ReplaySetup(layout, "ring", 8, 8), bounds=False)
-        for layout in ("zigzag", "striped")
-    )
-    assert zigzag.passes["forward"].work.step > 1.8 > 1.3 > striped.passes["forward"].work.step
-    assert zigzag.duration.value > striped.duration.value
-    slow = predict(
-        cluster,
-        one,
-        ReplaySetup("striped", "ring", 8, 8),
-        bounds=False,
-        conditions=Disturbances(slow={5: 1.5}),
-    )
-    assert slow.passes["forward"].time.worker > striped.passes["forward"].time.worker + 0.2
-    assert slow.passes["forward"].work == striped.passes["forward"].work

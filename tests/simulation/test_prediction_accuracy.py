@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mtrain_cli.simulation.prediction_accuracy import accuracy, spearman
-from mtrain_cli.simulation.validation import CaseComparison, PassComparison, key_of
+from mtrain_cli.simulation.validation import CaseComparison, PassComparison, agreement, key_of
 
 
 def compared(
@@ -55,7 +54,7 @@ def test_errors_of_both_signs_do_not_cancel():
         ),  # below; at the lower one
         case("third", compared(2, 2, 1, 3), compared(2, 2, 1, 3)),
     ]
-    found = accuracy(cases).to_json()
+    found = agreement(cases)
     assert found["mape"] == pytest.approx(0.5)
     assert found["worst_error"] == pytest.approx(1.0), "with its sign, and not the first"
     assert found["common_factor"] == pytest.approx(1.0), (
@@ -72,7 +71,9 @@ def test_errors_of_both_signs_do_not_cancel():
     assert found["spearman"] == {"run: dense 8192 4": pytest.approx(0.0)}
     assert found["fastest_found"] == {"run: dense 8192 4": False}
     worst = dataclasses.replace(cases[0], passes={"forward": compared(10, 1, 0, 2)})
-    assert accuracy([cases[1], cases[2], worst]).worst == pytest.approx(1.0), "-0.9 is smaller"
+    assert agreement([cases[1], cases[2], worst])["worst_error"] == pytest.approx(1.0), (
+        "-0.9 is smaller"
+    )
 
 
 def test_a_predicted_degree_that_is_too_large_has_a_positive_error():
@@ -102,15 +103,3 @@ def test_cases_that_differ_in_an_identifying_fact_are_different():
         if name != "per_node":
             assert key_of(facts | {name: others.get(name, 2 * value)}) != key_of(facts), name
     assert key_of(facts | {"per_node": 2}) == key_of(facts), "a plain ring does not know nodes"
-
-
-def test_spearman_is_that_of_ranks():
-    assert spearman(np.array([1.0, 2.0, 30.0]), np.array([4.0, 5.0, 6.0])) == pytest.approx(1)
-    assert spearman(
-        np.array([1.0, 2.0, 3.0, 4.0]), np.array([4.0, 3.0, 2.0, 1.0])
-    ) == pytest.approx(-1)
-    # Ties share their rank: 1, 2.5, 2.5, 4 against 1, 2, 3, 4.
-    assert spearman(
-        np.array([1.0, 2.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])
-    ) == pytest.approx(0.9486833)
-    assert np.isnan(spearman(np.ones(3), np.arange(3.0)))

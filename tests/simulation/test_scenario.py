@@ -53,11 +53,11 @@ def test_the_printed_command_composes_to_the_same_plan():
     )
 
 
-@pytest.mark.parametrize("kernel", [None, "flash4", "triton"])
+@pytest.mark.parametrize("kernel", ["auto", "flash4", "triton"])
 def test_a_prediction_ignores_which_packages_this_machine_has(kernel, monkeypatch):
     """Where mtrain runs now says nothing about the cluster to predict."""
     cluster = load_cluster("h200_1x8")
-    scenario = dataclasses.replace(scenario_of("model=qwen3b", "seq=32k"), kernel=kernel)
+    scenario = scenario_of("model=qwen3b", "seq=32k", f"train.kernel={kernel}")
 
     def predict():
         outcome = predict_training(cluster, scenario, 8, "striped", "ring", number=0, rows=False)
@@ -66,7 +66,7 @@ def test_a_prediction_ignores_which_packages_this_machine_has(kernel, monkeypatc
     with_packages = predict()
     hide_packages(monkeypatch)
     assert predict() == with_packages
-    assert with_packages[0] == (kernel or "flash4")
+    assert with_packages[0] == ("flash4" if kernel == "auto" else kernel)
 
 
 @pytest.mark.parametrize("seq", [512, 4096])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.simulation.recommend import Groups, contexts, groupings, tensor_degrees
 from mtrain_cli.simulation.scenario import PairSource, Scenario
-from mtrain_cli.simulation.search_groups import Groups, contexts, groupings, tensor_degrees
 
 
 def test_context_groups_fill_nodes_or_divide_them():
@@ -73,10 +73,8 @@ def test_settings_of_the_user_stay():
 
 
 def test_groups_are_described_by_their_degrees():
-    assert Groups(4).describe() == ""
-    assert Groups(4, 2, 2, 2).describe() == (
-        " of tensor_parallel=2 pipeline_parallel=2 virtual_stages=2"
-    )
+    assert str(Groups(1)) == "one worker"
+    assert str(Groups(4, 2, 2, 2)) == "context=4 tensor=2 stages=2 virtual=2"
 
 
 def test_experts_are_dealt_as_auto_does_or_not_at_all():

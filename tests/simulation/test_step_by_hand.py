@@ -299,10 +299,7 @@ def test_single_columns_are_summed_over_all_workers():
         sizes = dataclasses.replace(mine.sizes, columns=100, column_width=128)
         mine = dataclasses.replace(mine, sizes=sizes)
         program = lower(
-            mine.spmd.schedule,
-            0,
-            backward=direction == "backward",
-            traits=Traits(columns=True),
+            mine.spmd.schedule, 0, backward=direction == "backward", traits=Traits(columns=True)
         )
         (post,) = (p for p in program.posts if p.transfer.payload == "columns")
         transfer = mine.spmd.column_sum(post.transfer)
@@ -386,12 +383,7 @@ def test_a_kernel_that_does_not_skip_computes_all_pairs_of_the_mask(skips):
     quiet = dataclasses.replace(H200, inner=constants(H200.inner, gpu_share=0))
     for name, of in (("dense", None), ("sparse", family.index(0, 8192, 4))):
         problem = AttentionWorkload(
-            made,
-            masks,
-            (0,),
-            lambda _layer, of=of: of,
-            name,
-            estimated=False,
+            made, masks, (0,), lambda _layer, of=of: of, name, estimated=False
         )
         found = predict(
             quiet,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from simulation.event_loop import EventLoop
+from simulation.free_prices import Prices
 
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.operations import (
@@ -25,7 +26,7 @@ from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import INNER, OUTER, SUM, Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.record_files import LINKS
-from mtrain_cli.simulation.actions import PricedMessage, Prices, actions
+from mtrain_cli.simulation.costs import PricedMessage, actions
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
 
@@ -138,12 +139,7 @@ def test_two_hops_ahead_the_second_message_follows_the_first_on_its_communicator
     one_ahead = of("ring", 3)
     assert simulated(
         Given(one_ahead, np.array([[300.0, 100, 100]] * 3), {"context": 130.0})
-    ).exposed["context"].tolist()[0] == [
-        0,
-        0,
-        0,
-        30,
-    ]
+    ).exposed["context"].tolist()[0] == [0, 0, 0, 30]
 
 
 def test_neighbours_wait_for_a_slow_rank():

@@ -230,14 +230,8 @@ def edited(recorded: Path, to: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (
-            lambda _, to: to,
-            "RUN bad: no such profile; allowed: predicted-4xh200 with --prediction predicted-",
-        ),
-        (
-            lambda _, to: to.mkdir() or to,
-            "RUN bad: no profile (summary.json is missing)",
-        ),
+        (lambda _, to: to, "RUN bad: no such profile; allowed: predicted-4xh200, or a folder"),
+        (lambda _, to: to.mkdir() or to, "RUN bad: no profile (summary.json is missing)"),
         (
             lambda r, to: (edited(r, to) / record_files.INDEX).unlink(),
             "RUN bad: index.npz is missing",
@@ -255,10 +249,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
             lambda r, to: (edited(r, to) / record_files.INDEX).write_bytes(b"no"),
             "index.npz: not an index file of mtrain, or damaged",
         ),
-        (
-            lambda r, to: (edited(r, to) / record_files.RECORDS).unlink(),
-            "RUN bad: no records",
-        ),
+        (lambda r, to: (edited(r, to) / record_files.RECORDS).unlink(), "RUN bad: no records"),
     ],
 )
 def test_an_invalid_folder_is_one_line(recorded, tmp_path, make, said):
@@ -278,10 +269,7 @@ def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
             "--prediction empty: no prediction (summary.json is missing)",
         ),
         (["validate", recorded, "--prediction", recorded], "is a profile, not a prediction"),
-        (
-            ["--prediction", recorded],
-            "--prediction: only an option of `mtrain simulate validate`",
-        ),
+        (["--prediction", recorded], "No such option: --prediction"),
         (["validate", recorded, "nothing"], "RUN nothing: no such profile; allowed: "),
         (
             ["validate", recorded, "--prediction", "nothing"],
@@ -299,36 +287,6 @@ def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
         assert found.exit_code == 2, found.output
         assert said in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
-
-
-def test_errors_of_both_signs_are_reported_per_case(recorded, tmp_path):
-    """Case 1 takes twice as long, case 2 half as long; case 3 has one block more in every step."""
-
-    def times(name: str):
-        return lambda rows: (rows[name] * np.choose(rows["case"], [2.0, 0.5, 1.0])).astype(
-            rows[name].dtype
-        )
-
-    mixed = changed(
-        recorded,
-        tmp_path / "mixed",
-        **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
-        blocks=lambda rows: rows["blocks"] + ((rows["case"] == 2) & (rows["blocks"] > 0)),
-    )
-    said = document("validate", mixed, "--out", tmp_path / "v")
-    assert [case["error"] for case in said["cases"]] == pytest.approx([-0.5, 1.0, 0.0], abs=1e-3)
-    together = said["agreement"]
-    assert together["mape"] == pytest.approx(0.5, abs=1e-3)
-    assert together["worst_error"] == pytest.approx(1.0, abs=1e-3)
-    assert together["common_factor"] == pytest.approx(1.0, abs=1e-3)
-    assert list(together["spearman"].values()) == [pytest.approx(-0.5)]
-    assert list(together["fastest_found"].values()) == [False]
-    passes = [of_pass for case in said["cases"] for of_pass in case["passes"].values()]
-    inside = [p["low_ms"] <= p["measured_ms"] <= p["high_ms"] for p in passes]
-    assert together["inside_bounds"] == pytest.approx(sum(inside) / 6) == pytest.approx(4 / 6)
-    assert together["work_cells"] == 168
-    # One step of every worker computes all of a gathered sequence.
-    assert together["work_cells_equal"] == 168 - 2 * WORKERS
 
 
 def test_one_layer_is_compared_with_the_median_and_several_with_their_mean(recorded, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +22,6 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.records.imbalance import imbalance
 from mtrain_cli.records.index_file import load_indices, save_indices
 from mtrain_cli.simulation.what_if import (
     InvalidSetup,
@@ -34,7 +32,6 @@ from mtrain_cli.simulation.what_if import (
     resized,
     setups_of,
 )
-from mtrain_cli.simulation.work_counts import StepWork
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KINDS = (SlidingWindow(50), CAUSAL)
@@ -102,15 +99,6 @@ def test_replaying_the_recorded_setup_gives_the_recorded_work(tmp_path):
         assert found.passes[name].degrees == degrees(work)
 
 
-def test_gathered_columns_count_as_a_step_between_workers_only():
-    pairs, columns = np.array([[4, 2], [2, 2]]), np.array([3, 9])
-    found = degrees(StepWork("forward", pairs, pairs, columns, columns))
-    assert found.step == imbalance(pairs).step
-    assert (found.worker, found.total, found.critical) == pytest.approx(
-        ((4 / 3 + 1 + 1.5) / 3, 13 / 11, (4 + 2 + 9) / 11)
-    )
-
-
 def test_sent_bytes_are_those_of_the_messages(tmp_path):
     recorded = load_indices(record(tmp_path, "vertical_slash", "moba"))
     ring, gather = setups_of(("striped",), ("ring", "all_gather"), (4,), 8)
@@ -148,19 +136,13 @@ def test_sent_bytes_are_those_of_the_messages(tmp_path):
             "per_node",
             "does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12",
         ),
-        (
-            ReplaySetup("striped", "ulysses", 8, 8),
-            "exchange",
-            "cannot share 4 query heads and 2 key-value heads among 8 workers in nodes of 8; "
-            "allowed with this exchange: --workers 1,2,4",
-        ),
     ],
 )
 def test_impossible_configurations_give_the_reason(tmp_path, setup, about, said):
     recorded = load_indices(record(tmp_path, "vertical_slash"))
     with pytest.raises(InvalidSetup) as error:
         replay(recorded, "vertical_slash", [setup])
-    assert (error.value.about, error.value.value, str(error.value)) == (
+    assert (error.value.about, error.value.value, error.value.reason) == (
         about,
         getattr(setup, about),
         said,
@@ -195,14 +177,6 @@ def test_a_partial_bitmap_and_wrong_heads_are_refused(tmp_path):
     save_indices(tmp_path / "index.npz", replace(SETUP, heads=8), masks(), [("moba", 0, whole)])
     with pytest.raises(ConfigError, match="layer 0 of moba is damaged"):
         replay(load_indices(tmp_path / "index.npz"), "moba", [setup])
-
-
-def test_setups_are_every_combination():
-    found = list(setups_of(LAYOUTS, ("ring", "auto"), (2, 4), 2))
-    assert len(set(found)) == 12
-    assert [(s.workers, s.layout, s.exchange) for s in found] == list(
-        itertools.product((2, 4), LAYOUTS, ("ring", "auto"))
-    )
 
 
 @pytest.mark.parametrize("exchange", ["ring", "group_cast"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.commands.simulate_request import SimulateRequest
+from mtrain_cli.commands.simulate_request import Request
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.simulation.calibration import VALUE
 from mtrain_cli.simulation.scenario import evaluate, plan_on
@@ -17,10 +17,7 @@ DENSE = (*WORDS, "sparsity=dense", "topology.layout=striped", "topology.block_si
 
 
 def request(*words, **options):
-    given = dict.fromkeys(("index", "density", "columns", "layers", "calibration"))
-    options = {**given, **options}
-    more = {"kernel": "auto", "slow": "", "jitter": 0.0, "cluster": "h200_1x8"}
-    return SimulateRequest(tuple(words), **options, **more)
+    return Request(tuple(words), cluster="h200_1x8", **options)
 
 
 def predicted(*words, **options):

@@ -151,39 +151,6 @@ def test_a_folder_is_refused_by_its_whole_path_without_links(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
-def test_a_folder_too_long_for_the_files_of_a_study_is_refused(tmp_path, monkeypatch, dry_run):
-    monkeypatch.setattr(study_learning, "_prepare", None)  # nothing may be computed
-    longest = f"{tmp_path.resolve()}/" + "folder/" * 600
-    longest = longest[:3966].rstrip("/").ljust(3967, "x")
-    link, linked = tmp_path / "link", tmp_path / "linked"
-    link.symlink_to(longest)
-    linked.symlink_to(f"{longest}x")
-    winding = f"{tmp_path}/".ljust(3990, "x").replace("xxxxx", "x/../")
-    outs = (True, longest), (False, f"{longest}x"), (True, link), (False, linked), (False, winding)
-    for fits, out in outs:
-        if fits and not dry_run:
-            continue  # it would compute
-        result = run("--out", out, *dry_run)
-        if fits:
-            assert (result.exit_code, result.stderr) == (0, "")
-        else:
-            assert (result.exit_code, result.stdout) == (2, "")
-            assert result.stderr == (
-                f"mtrain: --out {out}: is too long for the files of a study; give a folder whose "
-                "whole path has at most 3967 bytes\n"
-            )
-    assert sorted(tmp_path.iterdir()) == [link, linked]
-
-
-def test_no_file_of_a_study_is_too_long():
-    """The names of checkpoints are those of a job with a million steps and workers."""
-    for tier in TIERS.values():
-        for name in tier.names:
-            file = "run/checkpoints/step-1000000.tmp-100/__1000000_10.distcp"
-            assert len(f"/{name}/seed-0/{file}") <= study_learning._LONGEST_FILE
-
-
-@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
 def test_a_folder_of_something_else_is_refused(tmp_path, dry_run):
     file, other, study = tmp_path / "file", tmp_path / "other", tmp_path / "study"
     file.write_text("mine")

@@ -54,9 +54,6 @@ def test_a_table_becomes_files_that_a_report_shows():
     assert "redundant messages %" in shown.stdout
     assert "redundant messages %" in Path("masks/report.html").read_text()
     assert Path("masks/tables/study.csv").is_file()
-    again = run("published", "magi-masks", "--out", "masks", "--csv")
-    assert again.exit_code == 0, again.output
-    assert again.stdout.splitlines() == Path("masks/study.csv").read_text().splitlines()
 
 
 def test_a_table_without_numbers_says_why():
@@ -71,7 +68,6 @@ def test_a_table_without_numbers_says_why():
     [
         (("published", "tabel3"), "tabel3: no such published table"),
         (("published", ""), "'': is empty; give a value"),
-        (("table3", "--csv", "--json"), "--csv: --json prints JSON; give one of the two"),
         (("table3", "--out", "x", "--no-files"), "--out x: --no-files writes no files"),
         (("table3", "--out", "other"), "--out other: holds another measurement"),
         (("table3", "--out", "file"), "--out file: is a file; give a folder"),

@@ -22,12 +22,7 @@ from mtrain_cli.training.layout_choice import choose_layout
 from mtrain_cli.training.trainer import Trainer
 
 WORKERS, BYTES = 8, 2
-RUN = [
-    "model=qwen3b",
-    "seq=64k",
-    "topology.workers=8",
-    "topology.device=cuda",
-]
+RUN = ["model=qwen3b", "seq=64k", "topology.workers=8", "topology.device=cuda"]
 SPARSE = ["sparsity=vertical_slash", "sparsity.max_columns=1000"]
 
 

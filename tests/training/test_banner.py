@@ -20,11 +20,7 @@ def test_the_banner_says_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = make_plan(config).environment
     printed = text(
-        banner(
-            plan_here(config, environment),
-            Path("runs/tiny-4k"),
-            "stdlib: 212 documents",
-        )
+        banner(plan_here(config, environment), Path("runs/tiny-4k"), "stdlib: 212 documents")
     )
     for word in (
         "tiny (qwen2), 822 K parameters",
@@ -65,10 +61,7 @@ def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tm
         "decay to 1.00e-04 from step 11 to step 100" in plain
     )
     kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
-    assert (
-        "the last 150 of 250 steps keep this rate; resuming keeps this schedule, "
-        "optim.rewarm=true starts a new one" in kept
-    )
+    assert "to step 100; resuming keeps this schedule, optim.rewarm=true starts a new one" in kept
     assert "compile off (train.compile=auto)" in plain
     assert (
         "compile on (train.compile=true): the first step also compiles, which can take minutes"
@@ -114,21 +107,6 @@ def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkey
     assert warning in banner_of("topology.cluster=h200_1x8", device="auto")
     assert warning not in banner_of(device="auto")
     assert warning not in banner_of("topology.cluster=h200_1x8", device="cpu")
-
-
-def test_the_banner_warns_of_settings_that_the_choices_of_auto_do_not_read(tmp_path):
-    words = ["topology.prefetch=2", "topology.balanced_chunk=512", "topology.workers=2"]
-    (tmp_path / "overrides.txt").write_text("\n".join(words))
-    window = ["mask=sliding_window", "mask.window=64", "seq=4k"]
-    text = banner_of(*words, *window, run_dir=tmp_path)
-    ring = "warning topology.prefetch=2: has no effect, topology.exchange=group_cast (chosen by"
-    assert ring in text
-    assert "layout balanced, chunks of 512 assigned for each batch" in text
-    assert text.count("warning") == 1
-    text = banner_of(*words, "topology.exchange=ring", run_dir=tmp_path)
-    chunk = "warning topology.balanced_chunk=512: has no effect, topology.layout=striped (chosen by"
-    assert chunk in text
-    assert text.count("warning") == 1
 
 
 def plan_here(config: Config, environment: Environment) -> RunPlan:

@@ -24,7 +24,6 @@ from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
-from mtrain_cli.training.evaluation import _bucket_of_tokens
 
 SEQ = 64
 
@@ -210,15 +209,6 @@ def test_contexts_start_at_documents_whatever_the_window():
             earlier = make.on_host([Sample(tokens, tokens, halves)]).earlier
             expected = np.arange(SEQ) - np.repeat([0, middle], SEQ // 2)
             assert earlier.tolist() == [expected.tolist()]
-
-
-def test_evaluation_counts_the_context_in_the_document():
-    """Even under a window, which shows fewer tokens."""
-    tokens = np.arange(SEQ, dtype=np.int32)
-    halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
-    host = maker(SlidingWindow(3)).on_host([Sample(tokens, tokens, halves)])
-    buckets = _bucket_of_tokens(host, np.array([0, 8, SEQ]))
-    assert buckets.tolist() == ([0] * 8 + [1] * (SEQ // 2 - 8)) * 2
 
 
 def test_batches_of_one_document_share_the_plan_of_any_mask():

@@ -12,7 +12,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training import loop
 from mtrain_cli.training.callback import Callback, FinishedStep
-from mtrain_cli.training.step_result import NonFiniteError, StepReport, check_finite
+from mtrain_cli.training.step import NonFiniteError, StepReport, check_finite
 from mtrain_cli.training.trainer import Trainer
 
 

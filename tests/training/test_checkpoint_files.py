@@ -188,8 +188,7 @@ def test_tensors_larger_than_the_files_are_refused_before_allocation(folder):
 
     change_metadata(folder, change)
     with pytest.raises(
-        NoCheckpointError,
-        match="claims 4,398,046,511,104 bytes of tensors, but the files hold",
+        NoCheckpointError, match="claims 4,398,046,511,104 bytes of tensors, but the files hold"
     ):
         load_model_state(folder)
 
@@ -224,10 +223,8 @@ def test_a_tensor_with_missing_parts_is_refused(folder, chunks):
     ("content", "reason"),
     [
         (b"cbuiltins\nrange\n(I0\nI68719476736\ntR.", "names builtins.range"),
-        (b"cbuiltins\nbytearray\n(I2147483648\ntR.", "names builtins.bytearray"),
         (b"]r\xff\xff\xff\x0f.", "claims more objects than a file of its size can hold"),
         (b"]p268435455\n.", "claims more objects than a file of its size can hold"),
-        (b"Q.", "cannot be read"),
         (b"", "cannot be read"),
     ],
 )
@@ -275,14 +272,8 @@ def foreign_run(tmp_path: Path, marker: Path) -> Path:
     """Create a run whose only checkpoint has malicious metadata."""
     run = tmp_path / "foreign"
     run.mkdir()
-    words = [
-        *MODEL,
-        "seq=512",
-        "topology.device=cpu",
-        "topology.workers=2",
-        "train.steps=2",
-        "run.restarts=0",
-    ]
+    words = [*MODEL, "seq=512", "topology.device=cpu", "topology.workers=2", "train.steps=2"]
+    words.append("run.restarts=0")
     resolved_file.save(compose.compose(words), run / "resolved.yaml")
     change_metadata(
         write_model_state(run / "checkpoints", 1, {"weight": torch.zeros(3)}),

@@ -69,7 +69,7 @@ def test_a_checkpoint_that_does_not_exist_is_refused_with_those_that_do(run, nam
     with pytest.raises(NoCheckpointError) as caught:
         find_source(run / name)
     assert caught.value.problems == (
-        f"{run / name}: no such checkpoint; the checkpoints of this run are step-9, step-10",
+        f"{run / name}: no such checkpoint; the run has step-9, step-10",
     )
 
 

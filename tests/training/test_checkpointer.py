@@ -10,13 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model.tiny_models import tiny_model
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.checkpointer import (
@@ -136,8 +134,6 @@ def flip_a_byte(file: Path) -> None:
         ),
         ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
         (".metadata", flip_a_byte, ".metadata was altered (its checksum differs)"),
-        (".metadata", Path.unlink, ".metadata is missing"),
-        ("manifest.json", lambda file: os.truncate(file, 50), "manifest.json cannot be read"),
         (
             "manifest.json",
             lambda file: file.write_text(file.read_text().replace('"step": 2', '"step": 3')),
@@ -183,23 +179,6 @@ def test_a_checkpoint_of_a_different_model_is_refused(saved):
         NoCheckpointError, match=r"holds model\.bias, which this model does not have"
     ):
         Checkpointer(saved, keep=1).load(state)
-
-
-def test_an_edited_size_of_the_model_is_named_before_loading(tmp_path):
-    model = tiny_model()
-    weights = {"embed_tokens.weight": torch.zeros(model.vocab_size, model.hidden_size)}
-    weights |= {f"layers.{n}.input_layernorm.weight": torch.zeros(1) for n in range(2)}
-    checkpointer = Checkpointer(tmp_path, keep=1)
-    checkpointer.require_sizes(model, tmp_path / "file")  # no checkpoint
-    write_model_state(tmp_path, 3, weights)
-    with pytest.raises(ConfigError) as caught:
-        checkpointer.require_sizes(replace(model, num_layers=5), tmp_path / "file")
-    assert caught.value.problems == (
-        f"model.num_layers=5: the weights in {tmp_path}/step-3 have 2. Correct {tmp_path}/file",
-    )
-    checkpointer.require_sizes(replace(model, num_layers=2), tmp_path / "file")
-    (tmp_path / "step-3/.metadata").write_bytes(b"")
-    checkpointer.require_sizes(model, tmp_path / "file")  # loading reports the damage
 
 
 def test_a_checkpoint_of_only_weights_cannot_be_resumed(tmp_path):
@@ -282,13 +261,6 @@ def test_a_full_disk_fails_the_save_in_one_line_and_the_next_save_may_succeed(sm
     assert loaded(small_disk) == (3, [])
 
 
-def test_a_failed_first_save_mentions_no_earlier_checkpoint(small_disk):
-    (small_disk / "filler").write_bytes(b"x" * 110_000)
-    with pytest.raises(CheckpointError, match="No space left on device") as caught:
-        save(Checkpointer(small_disk, keep=1), 1, asynchronous=False)
-    assert str(caught.value).endswith("; there is no earlier checkpoint")
-
-
 def test_the_next_save_reports_an_earlier_failure_and_still_saves(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -324,16 +296,8 @@ def killed_at(moment: int, directory: Path, step: int) -> bool:
     code = 1
     try:
         left = moment
-        events = (
-            "open",
-            "os.mkdir",
-            "os.rename",
-            "os.remove",
-            "os.rmdir",
-            "os.listdir",
-            "os.scandir",
-            "shutil.rmtree",
-        )
+        events = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir")
+        events += ("os.scandir", "shutil.rmtree")
 
         def count(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal left

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention.missing_packages import hide_packages
-from masked_documents import masked_store, prepared, question_record, write_jsonl
+from masked_documents import masked_store
 from rich.console import Console
 from training.test_run_plan import LARGE, without_gpu
 
@@ -21,11 +21,10 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
-from mtrain_cli.training.dry_run import GPU_MEMORY, dry_run, flop
+from mtrain_cli.training.dry_run import GPU_MEMORY, dry_run
 from mtrain_cli.training.memory import GIB, size
 from mtrain_cli.training.memory_search import longest_seq
 from mtrain_cli.training.planning import make_plan
-from mtrain_cli.training.step_estimate import duration
 
 
 def text(renderable, width=80):
@@ -43,12 +42,12 @@ def large():
 @without_gpu
 def test_a_plan_for_absent_gpus_says_what_it_assumes():
     plan = make_plan(compose(LARGE))
-    assert (
-        plan.dims.workers,
-        plan.dims.cp,
-        plan.dtype,
-        plan.layout.tokens_per_worker,
-    ) == (64, 64, "bfloat16", 65536)
+    assert (plan.dims.workers, plan.dims.cp, plan.dtype, plan.layout.tokens_per_worker) == (
+        64,
+        64,
+        "bfloat16",
+        65536,
+    )
     assert plan.kernel == "flash4"
     assert "assumed without a GPU" in plan.kernel_reason
     assert (plan.exchange.name, plan.exchange.chunks) == ("all_gather", 8)
@@ -76,11 +75,7 @@ def test_a_plan_for_absent_gpus_ignores_which_packages_this_machine_has(monkeypa
 @pytest.mark.usefixtures("with_24_gib")
 def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason():
     plan = make_plan(compose(LARGE[:3]))
-    assert (plan.environment.device, plan.dims.workers, plan.dtype) == (
-        "cuda",
-        64,
-        "bfloat16",
-    )
+    assert (plan.environment.device, plan.dims.workers, plan.dtype) == ("cuda", 64, "bfloat16")
     assert re.fullmatch(
         r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
         r"no GPU, and 64 CPU workers would need [\d,.]+ GiB, but this machine has 24 GiB",
@@ -301,10 +296,7 @@ def test_the_verdict_follows_the_total():
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        (
-            "h200_1x8",
-            ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"],
-        ),
+        ("h200_1x8", ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"]),
         (
             "a100_4x8",
             [
@@ -325,22 +317,6 @@ def test_every_topology_has_a_plan(topology, words):
     printed = " ".join(text(dry_run(compose([f"topology={topology}"]))).split())
     for word in words:
         assert word in printed, word
-
-
-@pytest.mark.parametrize(
-    ("text_", "expected"),
-    [
-        (flop(3.34e12), "3.34 TFLOP"),
-        (flop(2.5e6), "2.5 MFLOP"),
-        (duration(41.2), "41.2 s"),
-        (duration(554), "9.23 min"),
-        (duration(9000), "2.5 h"),
-        (size(3 * 2**30), "3.00 GiB"),
-        (size(3 * 2**20), "3.0 MiB"),
-    ],
-)
-def test_numbers_are_short(text_, expected):
-    assert text_ == expected
 
 
 def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
@@ -456,17 +432,6 @@ def test_a_plan_shows_the_masks_of_the_data(tmp_path):
     assert "(causal, whole sequence)" in unread
     (banner,) = module.mask_rows(masked)
     assert banner[1].endswith("intervals of keys per query"), "a banner does not read the data"
-
-
-def test_a_plan_advises_the_layout_that_suits_the_masks_of_the_data(tmp_path):
-    record = question_record(512, 7, 512)
-    prepared(write_jsonl(tmp_path / "documents.jsonl", [record] * 3), tmp_path / "store")
-    words = ["data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=264", "seq=4k",
-             "topology.device=cuda", "topology.workers=4", "data.mask_key=mask"]  # fmt: skip
-    advice = "topology.layout=balanced may be faster: the first batch would cost"
-    assert advice in text(dry_run(compose(words)), 200)
-    assert advice not in text(dry_run(compose([*words, "topology.layout=striped"])), 200)
-    assert advice not in text(dry_run(compose([*words, "data.mask_key=null"])), 200)
 
 
 @pytest.mark.parametrize(("spare", "warns"), [(-1, True), (0, False), (None, False)])

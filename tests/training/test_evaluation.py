@@ -63,9 +63,7 @@ def alone() -> list[Evaluation]:
     return gloo.run(1, evaluated, [(1, DOCUMENTS), (1, PLAIN), (1, SPARSE)])[0]
 
 
-def test_losses_by_context_equal_those_of_one_worker(
-    alone: list[Evaluation],
-) -> None:
+def test_losses_by_context_equal_those_of_one_worker(alone: list[Evaluation]) -> None:
     cases = [
         (1, DOCUMENTS),
         (2, [*PLAIN, "topology.layout=zigzag", "topology.exchange=ring"]),
@@ -144,9 +142,7 @@ def whole(rank: int, world: int, folder: str, words: list[str], resume: bool) ->
     train(compose([*SMALL, *words]), run_dir, place(rank, world, world), resume)
 
 
-def test_a_run_evaluates_at_both_ends_and_periodically_also_after_a_resume(
-    tmp_path: Path,
-) -> None:
+def test_a_run_evaluates_at_both_ends_and_periodically_also_after_a_resume(tmp_path: Path) -> None:
     gloo.run(1, whole, str(tmp_path), ["train.eval_every=3"], False)
     first, _ = read_evaluations(tmp_path)
     assert [e.step for e in first] == [0, 3, 4]

@@ -13,7 +13,7 @@ from mtrain_cli.model import expert_parallel
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.parallel.expert_group import ExpertGroup
-from mtrain_cli.simulation.expert_exchange import travelling
+from mtrain_cli.simulation.expert_cost import travelling
 from mtrain_cli.step.interpreters import traffic
 from mtrain_cli.step.layer import (
     BACKWARD_CHUNK,
@@ -100,14 +100,7 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
     DONE[:] = ["start"]
     with Products():
         out = expert_parallel._SharedExperts.apply(
-            x,
-            scores,
-            experts.gate_up,
-            experts.down,
-            tiles,
-            group,
-            checkpoint != "none",
-            False,
+            x, scores, experts.gate_up, experts.down, tiles, group, checkpoint != "none", False
         )
     assert DONE[1:] == named(FORWARD_CHUNK)
     DONE[:] = ["start"]

@@ -2,14 +2,7 @@
 
 import allocations
 import pytest
-from training.test_memory import (
-    BF16,
-    FP32,
-    OFFLOADED,
-    QUARTER,
-    estimate,
-    with_checkpointing,
-)
+from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_checkpointing
 from training.test_memory_of_stages import of_stages
 
 from mtrain_cli.training.memory import GIB

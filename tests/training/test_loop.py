@@ -26,7 +26,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import read_state
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.loop import train
-from mtrain_cli.training.step_result import NonFiniteError, StepReport, check_finite
+from mtrain_cli.training.step import NonFiniteError, StepReport, check_finite
 from mtrain_cli.training.trainer import Trainer
 
 SMALL = [

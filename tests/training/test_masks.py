@@ -18,7 +18,6 @@ BUDGETS = ["block=16", "last_q=16", "p_v=0.5", "p_s=0.5", "min_columns=4"]
 VIDEO = ("mask.frames=6", "mask.height=5", "mask.width=10", "mask.window=[2,3,5]")
 CASES = {
     "window": WINDOW,
-    "window, recomputed": [*WINDOW, "train.activation_checkpoint=sequence_selective"],
     "window, sparse": [*WINDOW, "sparsity=vertical_slash", *(f"sparsity.{b}" for b in BUDGETS)],
     "window, sinks": [*WINDOW, "mask.global_tokens=8", "data.document_mask=false"],
     "prefix": ["mask=prefix_lm", "mask.prefix=100", "data.document_mask=false"],
@@ -28,17 +27,8 @@ CASES = {
     "dilated": ["mask=dilated", "mask.block=8", "mask.stride=3", "mask.count=4"],
     "video": ["mask=video", "mask.causal=true", *VIDEO, "data.document_mask=false"],
     "window, mixed": [*WINDOW, "mask.full_every=2"],
-    "window, full first": [*WINDOW, "mask.full_first=1"],
     "causal": [],
 }
-OTHERS = (
-    "window, recomputed",
-    "window, sparse",
-    "window, sinks",
-    "window, full first",
-    "block window",
-)
-
 WAYS = {
     "window": ["topology.exchange=ring", "topology.layout=zigzag"],
     "prefix": ["topology.exchange=all_gather", "topology.layout=contiguous"],
@@ -68,9 +58,10 @@ def causal() -> list[float]:
         "blocks",
         "video",
         "window, mixed",
+        pytest.param("window, sparse", marks=pytest.mark.slow),
+        pytest.param("window, sinks", marks=pytest.mark.slow),
         "dilated",
         "chunks",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )
 def test_two_workers_train_like_one(name, causal):

@@ -157,10 +157,7 @@ def ratios(world, cases):
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        [SHARED_LAYERS[n] for n in (0, 4, 8)],
-        pytest.param(SHARED_LAYERS, marks=pytest.mark.slow),
-    ],
+    [[SHARED_LAYERS[n] for n in (0, 4, 8)], pytest.param(SHARED_LAYERS, marks=pytest.mark.slow)],
     ids=["quick", "all"],
 )
 def test_the_estimate_is_within_5_percent_with_tensor_parallelism(cases):
@@ -223,11 +220,7 @@ def test_the_estimate_is_within_5_percent_of_the_largest_stage(cases):
 
 MOE = ["model=tiny_moe", "seq=1k", "model.num_layers=3", *BASE[2:]]
 MIXED = ["model.moe.dense_layers=1", "model.moe.shared_size=128"]
-OTHER_SCORES = [
-    "model.moe.score=sigmoid",
-    "model.moe.normalize=false",
-    "model.moe.top_k=4",
-]
+OTHER_SCORES = ["model.moe.score=sigmoid", "model.moe.normalize=false", "model.moe.top_k=4"]
 # Experts whose weights, gradients and states dominate.
 MANY = ["model=tiny_moe", *STATES, "model.moe.experts=32", "model.moe.expert_size=64"]
 NARROW = ["model.num_layers=12", "model.moe.expert_size=32"]

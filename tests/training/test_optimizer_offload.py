@@ -19,16 +19,10 @@ def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], i
     """
     results = []
     for batches in (1, 2):
-        words = (
-            *BATCHES,
-            f"train.global_batch={batches * world}",
-            "optim.offload=true",
-            "train.dtype=bfloat16",
-        )
-        plain, trainer = (
-            make(rank, world, 1, words),
-            make(rank, world, 1, (*words, "optim.offload_gradients=true")),
-        )
+        words = (*BATCHES, f"train.global_batch={batches * world}", "optim.offload=true")
+        words = (*words, "train.dtype=bfloat16")
+        plain = make(rank, world, 1, words)
+        trainer = make(rank, world, 1, (*words, "optim.offload_gradients=true"))
         for each in (plain, trainer):
             ready = [each.next_batch_maker().to_device(host) for host in next(each.loader)]
             each.run_step.forward_backward(
@@ -63,12 +57,8 @@ def test_offloaded_gradients_equal_resident_ones():
 
 def waited_for(rank: int, world: int) -> list[list[str]]:
     """Return the host's actions in each of two steps: send a unit, or wait for an earlier one."""
-    trainer = make(
-        rank,
-        world,
-        1,
-        (*BATCHES, "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"),
-    )
+    words = "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"
+    trainer = make(rank, world, 1, (*BATCHES, *words))
     states, events = trainer.states, []
     leave, link = states._offload_gradients, states._link
 

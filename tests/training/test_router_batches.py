@@ -39,26 +39,11 @@ def exchange(name: str) -> str:
     [
         (1, 2, 1, MOE, (exchange("ring"), "train.activation_checkpoint=none")),
         (1, 2, 1, SHARED, (exchange("all_gather"), "train.activation_checkpoint=full")),
-        pytest.param(
-            1,
-            4,
-            1,
-            SIGMOID,
-            (exchange("hierarchical_ring"), "topology.gpus_per_node=2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            1, 2, 1, CAPACITY, (exchange("ulysses"), "train.micro_batch=2"), marks=pytest.mark.slow
-        ),
         (1, 3, 1, (*CAPACITY, "seq=151"), (exchange("group_cast"), "topology.layout=balanced")),
         (1, 1, 2, SHARED, ("train.shard=optimizer", "train.activation_checkpoint=none")),
-        pytest.param(
-            1, 2, 2, MOE, ("train.shard=gradients", exchange("ring")), marks=pytest.mark.slow
-        ),
-        pytest.param(2, 1, 1, SHARED, ("train.micro_batch=2",), marks=pytest.mark.slow),
         (2, 1, 1, CAPACITY, ("train.activation_checkpoint=none",)),
         (2, 2, 1, CAPACITY, (exchange("ring"), "train.micro_batch=2")),
-        pytest.param(2, 1, 2, SIGMOID, ("train.shard=optimizer",), marks=pytest.mark.slow),
+        (1, 4, 1, SIGMOID, (exchange("hierarchical_ring"), "topology.gpus_per_node=2")),
         (1, 2, 1, SLASHES, (exchange("ring"), "train.activation_checkpoint=sequence_selective")),
         (1, 2, 1, SHARED, (exchange("ring"), "train.offload_activations=true")),
     ],

@@ -34,12 +34,12 @@ def test_the_default_plan_is_for_this_machine():
         "float32",
         None,
     )
-    assert (
-        plan.layout.name,
-        plan.layout.tokens_per_worker,
-        plan.exchange.name,
-        plan.kernel,
-    ) == ("striped", 2048, "all_gather", "sdpa")
+    assert (plan.layout.name, plan.layout.tokens_per_worker, plan.exchange.name, plan.kernel) == (
+        "striped",
+        2048,
+        "all_gather",
+        "sdpa",
+    )
     assert plan.chosen == {
         "topology.layout": "striped",
         "topology.exchange": "all_gather",

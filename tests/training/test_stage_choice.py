@@ -69,10 +69,7 @@ def test_the_reason_states_all_times_and_the_smallest_wins(slow):
 @pytest.mark.parametrize("ulysses", ["auto", 1, 2, 4])
 def test_every_exchange_is_planned_under_every_mask(layout, ulysses):
     """With eight GPUs in nodes of two, and with all other choices left to auto."""
-    masks = (
-        ("mask=sliding_window", "mask.window=1k"),
-        ("mask=prefix_lm", "mask.prefix=100"),
-    )
+    masks = (("mask=sliding_window", "mask.window=1k"), ("mask=prefix_lm", "mask.prefix=100"))
     for exchange, mask in product(("auto", *EXCHANGE_TRAITS), masks):
         words = ("model=tiny", "seq=2k", "topology.device=cuda", "data.document_mask=false")
         topology = {"workers": 8, "gpus_per_node": 2, "layout": layout}

@@ -40,11 +40,7 @@ def test_no_cut_has_a_faster_slowest_stage():
 
 @pytest.mark.parametrize(
     ("layers", "head", "stages", "expected"),
-    [
-        (36, 2.5, 4, (10, 9, 10, 7)),
-        (8, 0, 4, (2, 2, 2, 2)),
-        (4, 10, 2, (3, 1)),
-    ],
+    [(36, 2.5, 4, (10, 9, 10, 7)), (8, 0, 4, (2, 2, 2, 2)), (4, 10, 2, (3, 1))],
 )
 def test_the_last_stage_has_fewer_layers_because_of_the_head(layers, head, stages, expected):
     assert cut([1.0] * layers, head, stages) == expected

@@ -106,12 +106,12 @@ def test_damaged_files_are_refused(tmp_path, name):
 
 def test_foreign_columns_and_types_are_refused(tmp_path):
     pandas.DataFrame([{"step": 1}]).to_parquet(tmp_path / "rope.parquet")
-    with pytest.raises(ConfigError, match=r"rope\.parquet: not from `mtrain profile sparsity`"):
+    with pytest.raises(ConfigError, match=r"rope\.parquet: cannot be read \(sample is missing\)"):
         read_attention_files(tmp_path)
     (tmp_path / "rope.parquet").unlink()
     row = {**vars(results().overlap[0]), "first": "one"}
     pandas.DataFrame([row]).to_parquet(tmp_path / "overlap.parquet")
-    with pytest.raises(ConfigError, match=r"overlap\.parquet: a value has the wrong type"):
+    with pytest.raises(ConfigError, match=r"overlap\.parquet: cannot be read \(first=.*wrong type"):
         read_attention_files(tmp_path)
 
 

@@ -1,7 +1,8 @@
-"""Index metrics are means over layers, heads and sequences for any micro-batches and workers."""
+"""Reports of ranks, and index metrics for any micro-batches and workers."""
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 
 from mtrain_cli.attention.index import IndexCounts
 from mtrain_cli.parallel.context_attention import IndexRecord
-from mtrain_cli.training.step_result import index_metrics, index_records, local_index_sums
+from mtrain_cli.training.step import (
+    NonFiniteError,
+    StepReport,
+    StepResult,
+    check_finite,
+    index_metrics,
+    index_records,
+    local_index_sums,
+)
 
 SEQ, LAYERS = 9, 2  # 45 causal pairs
 
@@ -97,3 +106,29 @@ def test_a_sparse_step_without_records_is_no_dense_step():
     sparse = SimpleNamespace(records=[], count=lambda: None)
     assert index_records([attention(sparse)]) == []
     assert index_records([attention(None)]) is None
+
+
+FINE = StepReport(2.5, 4.0, 0.0, 0.0, 0.1, 0.2)
+
+
+@pytest.mark.parametrize("sums", [(), (7.0, 8.0)])
+def test_a_report_survives_as_a_row_of_numbers(sums):
+    *plain, index_sums = astuple(StepReport(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, sums))
+    row = [*plain, *index_sums]
+    assert StepReport.of(row) == StepReport(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, sums)
+
+
+def test_the_slowest_loader_sets_the_time_of_the_data():
+    slow = StepReport(2.5, 4.0, 0.0, 0.0, 9.0, 0.7)
+    result = StepResult(2.5, 2.0, 1e-3, 64, 100.0, False, reports=(FINE, slow, FINE))
+    assert result.data_seconds == 0.7
+    assert StepResult(2.5, 2.0, 1e-3, 64, 100.0, False).data_seconds == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_error_names_step_quantity_and_ranks(value):
+    lost = StepReport(value, 4.0, 0.0, 0.0, 0.1, 0.2)
+    with pytest.raises(NonFiniteError, match=r"^step 3: the loss is not finite on ranks 1, 2; "):
+        check_finite([FINE, lost, lost, FINE], 3)
+    with pytest.raises(NonFiniteError, match=r"^step 3: the gradient is not finite on rank 0; "):
+        check_finite([StepReport(2.5, value, 0.0, 0.0, 0.1, 0.2), FINE], 3)

@@ -1,6 +1,4 @@
-"""A sample runs every case with and without recording, no case is always first, and the training
-goes on as if nothing was sampled.
-"""
+"""Samples of attention alone and of training steps: every case, in turn, on the same sequences."""
 
 from __future__ import annotations
 
@@ -10,14 +8,88 @@ from types import SimpleNamespace
 from typing import Any
 
 import gloo
+import numpy as np
+import pytest
+import torch
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.profiling import imbalance_benchmark
-from mtrain_cli.profiling.imbalance_benchmark import _Rehearsal
-from mtrain_cli.profiling.measurement import TRAINING, MeasurementPlan
+from mtrain_cli.profiling.imbalance_benchmark import _draw, _medians, _Rehearsal
+from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
+from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.records.record_files import open_records
 from mtrain_cli.training.trainer import Trainer
+
+CONFIG = compose(["seq=48", "train.micro_batch=2", "train.global_batch=2"])
+
+
+def drawn(layout_name: str, workers: int, groups: int = 1, group: int = 0) -> list[torch.Tensor]:
+    """Return q, k, v and dout of whole sequences, as all workers of one context group draw them."""
+    layout = make_layout(layout_name, workers, 48, 4)
+    choices = SimpleNamespace(layout=layout, dtype=torch.float32)
+    parts = []
+    for rank in range(workers):
+        dims = ParallelDims.of(workers * groups, cp=workers)
+        environment = SimpleNamespace(dims=dims, rank=group * workers + rank)
+        bench = SimpleNamespace(device=torch.device("cpu"), environment=environment)
+        exchange = SimpleNamespace(group=SimpleNamespace(rank=rank))
+        case = SimpleNamespace(choices=choices, config=CONFIG, exchange=exchange)
+        parts.append(list(_draw(case, bench)))  # type: ignore[arg-type]
+    whole = [layout.to_sequence(torch.stack(of)) for of in zip(*parts, strict=True)]
+    return [tensor[:, :48] for tensor in whole]
+
+
+@pytest.mark.parametrize(("layout", "workers"), [("striped", 3), ("zigzag", 2), ("contiguous", 4)])
+def test_all_layouts_compute_the_same_sequences(layout, workers):
+    alone = drawn("contiguous", 1)
+    heads, kv_heads = CONFIG.model.num_heads, CONFIG.model.num_kv_heads
+    assert [t.shape[2] for t in alone] == [heads, kv_heads, kv_heads, heads]
+    for tensor, other in zip(alone, drawn(layout, workers), strict=True):
+        assert tensor.equal(other)
+    assert not alone[0][0].equal(alone[0][1]), "sequences of a micro-batch differ"
+
+
+def test_context_groups_compute_different_sequences():
+    first, second = (drawn("striped", 2, 2, group) for group in (0, 1))
+    for tensor, other in zip(first, second, strict=True):
+        assert not tensor.equal(other)
+    for tensor, alone in zip(first, drawn("striped", 2), strict=True):
+        assert tensor.equal(alone)
+
+
+def test_medians_and_spread_are_of_the_slowest_worker():
+    """Seconds (forward, backward) of the slowest worker: 1 + 2, 2 + 4 and 9 + 3."""
+    slowest = np.array([[1.0, 2.0], [2.0, 4.0], [9.0, 3.0]])
+    found = _medians(SimpleNamespace(slowest=lambda _: slowest), [])  # type: ignore[arg-type]
+    assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(9 / 6)}
+
+
+def two_lengths(rank: int, world: int, folder: str) -> list[Any]:
+    """Measure two lengths. Return (file of rows, completed samples) after each sample."""
+    cases = [(f"{seq} tokens", compose([f"seq={seq}"])) for seq in (48, 96)]
+    plan = MeasurementPlan(ATTENTION_ONLY, cases, samples=2, quiet=True)
+    run_dir = RunDir(Path(folder))
+    plan.save(run_dir)
+    calls: list[Any] = []
+
+    class Watched(ProfileWriter):
+        def sampled(self, number, samples):
+            calls.append((number, samples))
+            super().sampled(number, samples)
+
+    imbalance_benchmark.ProfileWriter = Watched
+    environment = gloo.environment(rank, world)
+    assert not imbalance_benchmark.record_attention(cases[0][1], run_dir, environment, False)
+    return calls
+
+
+def test_each_sample_of_each_length_has_its_file_and_counts_once_all_lengths_have_it(tmp_path):
+    assert gloo.run(1, two_lengths, str(tmp_path)) == [[(1, 0), (2, 0), (3, 1), (4, 2)]]
+    frame = open_records(tmp_path).frame()
+    assert set(zip(frame.case, frame.iteration, strict=True)) == {(0, 1), (0, 2), (1, 1), (1, 2)}
 
 
 def samples(count: int) -> tuple[list[tuple[str, bool]], list[Any]]:
