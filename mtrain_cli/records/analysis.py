@@ -173,6 +173,14 @@ class CaseAnalysis:
         """Return the ranks with rows."""
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
+    def bare_ms(self, direction: str) -> float | None:
+        """Return the median time of one layer's pass without recording, on the slowest worker.
+
+        None if the profile lacks this time, or if the case has several layers.
+        """
+        ms = self.facts.get(f"{direction}_ms")
+        return float(ms) if ms is not None and len(self.layers) == 1 else None
+
     def bin_ms(self, name: str, direction: str | None = None) -> float:
         """Return the time of one category (`BINS`) per iteration in ms, averaged over ranks.
 

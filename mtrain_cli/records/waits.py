@@ -489,7 +489,9 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
         why = "which takes no longer than the others in any phase: a disturbed host or link"
     else:
         longer = float(charge.own[(OWN.index(kind), *at)] / charge.lost[at])
-        why = f"which {_DELAYS[kind].format(_ms(longer))}"
+        # The delay is a mean over the samples with a wait. The wait is a mean over all samples.
+        often = "at times " if longer > 2 * wait else ""
+        why = f"which {often}{_DELAYS[kind].format(_ms(longer))}"
     if len(places) > 1 and kind != "work":
         directions = (names[i] for i in sorted({direction for _, direction, _ in places}))
         notes.append(f"{' and '.join(directions)}, {len(places)} steps")

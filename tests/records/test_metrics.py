@@ -164,7 +164,7 @@ def test_damaged_lines_are_named_and_hide_no_other_step(tmp_path):
     read, damaged = read_readable_metrics(tmp_path)
     assert [step.step for step in read] == [1, 2, 3]
     assert damaged == [1, 4, 7, 8, 9]
-    message = r"metrics\.jsonl: damaged lines: 1, 4, 7, 8, 9; each line must be a step"
+    message = r"metrics\.jsonl: lines 1, 4, 7, 8, 9 are damaged; each line must be a step"
     with pytest.raises(ConfigError, match=message):
         read_metrics(tmp_path)
 

@@ -193,9 +193,9 @@ def test_folders_without_anything_to_report_are_skipped():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"step": 1, "loss": []}\n[]\n', "damaged lines: 1, 2; "),
-        ("{\n{}\n", "damaged lines: 1, 2; "),
-        ('{"step": "a", "loss": []}\n', "damaged lines: 1; "),
+        ('{"step": 1, "loss": []}\n[]\n', "lines 1, 2 are damaged; "),
+        ("{\n{}\n", "lines 1, 2 are damaged; "),
+        ('{"step": "a", "loss": []}\n', "line 1 is damaged; "),
         ('{"step": 1, "lo', "no steps"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_
     assert [step.step for step in source.metrics] == [1, 3]
     line = "; step 2 is missing"
     (remark,) = source.remarks
-    assert remark.startswith(f"{file}: damaged lines: 2")
+    assert remark.startswith(f"{file}: line 2 is damaged")
     assert remark.endswith(line)
     summary = tmp_path / "profile" / "summary.json"
     summary.parent.mkdir()
@@ -245,8 +245,8 @@ def test_a_damaged_result_of_an_evaluation_is_a_remark(tmp_path):
     source = open_source(tmp_path / "run")
     assert len(source.results) == 1
     (remark,) = source.remarks
-    assert remark.startswith(f"{file}: damaged lines: 2; ")
+    assert remark.startswith(f"{file}: line 2 is damaged; ")
     assert remark.endswith("Give the same `mtrain eval` again")
     file.write_text("{\n")
-    with pytest.raises(ConfigError, match="damaged lines: 1"):
+    with pytest.raises(ConfigError, match="line 1 is damaged"):
         open_source(tmp_path / "run")

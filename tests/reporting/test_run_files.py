@@ -82,9 +82,9 @@ def test_a_folder_of_evaluations_alone_lacks_no_file_of_a_run(run: Path):
     ("name", "lost"),
     [
         *LOST.items(),
-        ("metrics.jsonl", "damaged lines: 1; "),
-        ("evaluations.jsonl", "damaged lines: 1; "),
-        ("evaluation/results.jsonl", "damaged lines: 1; "),
+        ("metrics.jsonl", "line 1 is damaged; "),
+        ("evaluations.jsonl", "line 1 is damaged; "),
+        ("evaluation/results.jsonl", "line 1 is damaged; "),
         ("restarts.jsonl", "1 unreadable line skipped"),
     ],
 )
