@@ -507,7 +507,7 @@ def _show(request: EvaluationRequest, *, as_json: bool) -> None:
         for result in sorted(results, key=lambda result: result.step or 0):
             typer.echo(json_text(asdict(result)))
         return
-    from mtrain_cli.reporting.evaluation_tables import show_evaluations
+    from mtrain_cli.reporting.evaluations import show_evaluations
     from mtrain_cli.reporting.terminal import make_console
 
     console = make_console()

@@ -56,8 +56,8 @@ def show(
           Compare layouts for 32 workers
 
     Args:
-        plot: Also draw to this file. FILE.html shows the mask, which worker holds which rows, and
-            which rows workers exchange. FILE.svg shows the mask only.
+        plot: Also draw to this file. FILE.html shows the mask and which worker holds which rows.
+            FILE.svg shows the mask only.
         config_dir: Folder with your own option files, such as DIR/mask/mine.yaml. mtrain searches
             it before the shipped groups.
     """
@@ -112,11 +112,10 @@ def _is_picture(file: Path) -> bool:
 def _draw(plot: Path, masks: Sequence[MaskView], config: Config) -> None:
     """Draw the masks to a page, or the mask of the first kind of layers to an SVG file."""
     from mtrain_cli.reporting import mask_page
-    from mtrain_cli.reporting.mask_svg import svg
 
     if plot.suffix == _SVG:
         plot.write_text(
-            svg(masks[0].mask, f"{masks[0].title}, seq {config.seq:,}"), encoding="utf-8"
+            mask_page.svg(masks[0].mask, f"{masks[0].title}, seq {config.seq:,}"), encoding="utf-8"
         )
     else:
         shown = masks[0].title if config.data.mask_key else config.mask.describe()

@@ -118,7 +118,7 @@ def sparsity(
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import pattern_quality
-    from mtrain_cli.reporting.tables import sparsity_tables
+    from mtrain_cli.reporting.sparsity import sparsity_tables
     from mtrain_cli.reporting.terminal_width import print_table
     from mtrain_cli.sparsity.pattern import display_name
 

@@ -18,7 +18,7 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from mtrain_cli.console import Console
     from mtrain_cli.reporting.report_source import ReportSource
@@ -83,17 +83,17 @@ def report(
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()]
     for name, path in zip(runs or (), paths, strict=True):
-        if (found := _opened_elsewhere(path)) is not None:
+        if (other := _opened_elsewhere(path)) is not None:
             if len(paths) > 1:
                 raise ConfigError(
-                    f"{name}: a report shows {found.what} of `{found.command}` alone; give "
+                    f"{name}: a report shows {other.what} of `{other.command}` alone; give "
                     f"mtrain report {shlex.quote(name)}, or leave it out"
                 )
             if out is not None:
                 raise ConfigError(
-                    f"--out {out}: the page of {found.what} is in its folder; leave out --out"
+                    f"--out {out}: the page of {other.what} is in its folder; leave out --out"
                 )
-            page = found.show(as_json=as_json, html=html)
+            page = other.show(as_json=as_json, html=html)
             if show and page is not None:
                 _open_in_browser(page, make_console())
             return
@@ -103,25 +103,25 @@ def report(
         typer.echo(json_text([_document(source) for source in sources], indent=1))
         return
     recorded = [source for source in sources if source.shipped is None]
-    all_shipped = all(report_source.ships(path) for path in paths)
+    all_shipped = all(map(report_source.ships, paths))
     if out is not None and not recorded:
         raise ConfigError(
             f"--out {out}: {sources[0].name} is an older table without files; leave out --out"
         )
-    folder = None
-    if recorded and (html or csv) and not (all_shipped and out is None):
-        folder = _folder(out, recorded)
-    console = make_console()
-    # Write the files first: a reader that closes the pipe early must not prevent them.
-    written, page = _write(folder, recorded, html, csv) if folder is not None else ([], None)
+    console, written, page = make_console(), [], None
+    if recorded and (html or csv):
+        written = [f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR"]
+        if out is not None or not all_shipped:
+            # Write the files first: a reader that closes the pipe early must not prevent them.
+            written, page = _write(_folder(out, recorded), recorded, html, csv)
     if not runs:
-        console.print(
-            _shipped_note(paths) if all_shipped else str(sources[0].folder), soft_wrap=True
+        others = ", ".join(path.stem for path in report_source.shipped() if path not in paths)
+        note = (
+            "nothing in runs/ or measurements/ here; showing a profile that ships with mtrain. "
+            f"Others: {others}"
         )
+        console.print(note if all_shipped else str(sources[0].folder), soft_wrap=True)
     show_sources(console, sources)
-    if folder is None and recorded and (html or csv):
-        names = " ".join(path.stem for path in paths)
-        written = [f"figures  mtrain report {names} --out DIR"]
     for line in written:
         console.print(line, soft_wrap=True)
     if show and page is not None:
@@ -134,38 +134,23 @@ def _opened_elsewhere(path: Path) -> FolderReport | None:
     return next(filter(None, opened), None)
 
 
-def _shipped_note(paths: Sequence[Path]) -> str:
-    from mtrain_cli.reporting import report_source
-
-    others = ", ".join(path.stem for path in report_source.shipped() if path not in paths)
-    return (
-        "nothing in runs/ or measurements/ here; showing a profile that ships with mtrain. "
-        f"Others: {others}"
-    )
-
-
 def _document(source: ReportSource) -> dict[str, Any]:
-    from mtrain_cli.reporting.evaluation_names import distinguished
+    from mtrain_cli.reporting.evaluations import distinguished
 
     named = zip(source.results, distinguished(source.results), strict=True)
-    optional = {
+    optional: dict[str, Any] = {
         "training": [json.loads(m.to_json()) for m in source.metrics],
-        "evaluations": [asdict(evaluation) for evaluation in source.evaluations],
+        "evaluations": list(map(asdict, source.evaluations)),
         "results": [{"name": shown.attention, **asdict(result)} for result, shown in named],
         "sweep": source.swept,
         "recorded": source.shipped,
         "step": source.step,
         "sparsity": list(source.sparsity),
-        "experts": [
-            {"case": each.case, "label": each.label, **each.to_json()} for each in source.experts
-        ],
+        "experts": [{"case": e.case, "label": e.label, **e.to_json()} for e in source.experts],
         "study": [table.to_json() for table in source.study],
-        **{
-            name: rows
-            for kind, records in source.others
-            for name, rows in kind.rows(records).items()
-        },
     }
+    for kind, records in source.others:
+        optional |= kind.rows(records)
     return {
         "name": source.name,
         "folder": str(source.folder),

@@ -39,12 +39,3 @@ def listening() -> bool:
 def of_layer(name: str, layer: int, direction: str) -> AbstractContextManager[object]:
     """Label a part of one pass of a layer: `ROUTER` or `EXPERTS`."""
     return label(f"{name}/{layer}/{direction}") if listening() else _NOTHING
-
-
-def layer_of(annotation: str) -> tuple[str, int, str] | None:
-    """Return (name, layer, direction) of an annotation that `of_layer` made, else None."""
-    name, _, rest = annotation.removeprefix(PREFIX).partition("/")
-    layer, _, direction = rest.partition("/")
-    if name not in (ROUTER, EXPERTS) or not layer.isdigit() or not direction:
-        return None
-    return name, int(layer), direction

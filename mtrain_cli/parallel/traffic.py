@@ -151,31 +151,6 @@ def count_rows(
     return rows_moved(needed, held, nodes, times_of_rows(masks, layers))
 
 
-def rows_between(
-    masks: Sequence[SequenceMask],
-    shards: Sequence[IntArray],
-    *,
-    per_node: int | None = None,
-    block: int = ROW_BLOCK,
-) -> IntArray:
-    """Return the rows that rank s sends to rank r in a layer, int64 [workers, workers]."""
-    nodes = Nodes.of(len(shards), per_node)
-    blocks, g = -(-padded_length([masks]) // block), nodes.per_node
-    # Matrix products are faster in floating point, and exact below 2**53 rows.
-    held = np.stack([np.bincount(p // block, minlength=blocks) for p in shards]).astype(float)
-    needed = blocks_needed([masks], shards, block)[:, 0].astype(float)
-    of_local = held.reshape(nodes.count, g, blocks).sum(0)
-    sent = np.zeros((nodes.workers, nodes.workers))
-    for start in range(0, nodes.workers, g):
-        inside = np.arange(start, start + g)
-        entering = needed[inside].max(0)
-        relayed = entering * (of_local - held[inside])
-        sent[np.arange(nodes.workers), start + np.arange(nodes.workers) % g] = held @ entering
-        sent[start : start + g, start : start + g] = (held[inside] + relayed) @ needed[inside].T
-    np.fill_diagonal(sent, 0)
-    return sent.astype(np.int64) * len(masks)
-
-
 def blocks_needed(
     masks: LayerMasks, shards: Sequence[IntArray], block: int = ROW_BLOCK
 ) -> NDArray[np.bool_]:

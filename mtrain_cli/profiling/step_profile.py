@@ -240,16 +240,6 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
     def ms(ns: float) -> float:
         return ns / 1e6 / steps
 
-    experts = [
-        {
-            "layer": part.layer,
-            "direction": part.direction,
-            "router_ms": ms(part.router),
-            "experts_ms": ms(part.computing),
-            "waits_ms": ms(part.waiting),
-        }
-        for part in breakdown.experts
-    ]
     return {
         "rank": rank,
         "step_ms": ms(breakdown.step),
@@ -262,7 +252,6 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
         "launching_ms": ms(breakdown.launching),
         "syncs": breakdown.syncs / steps,
         "syncing_ms": ms(breakdown.syncing),
-        **({"experts": experts} if experts else {}),
         "ahead_us": None if breakdown.ahead is None else breakdown.ahead / 1e3,
     }
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from mtrain_cli.config.dense_layers import EVERY_KIND
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
-from mtrain_cli.records.estimate import Estimate
-from mtrain_cli.records.imbalance import degrees, ratios
+from mtrain_cli.records.imbalance import Estimate, degrees, ratios
 from mtrain_cli.records.pipeline_times import PipelineTimes
 from mtrain_cli.records.record_files import LINKS, RecordedFolder
 from mtrain_cli.records.record_sums import (
@@ -23,19 +22,16 @@ from mtrain_cli.records.record_sums import (
     SPENT,
     Iteration,
     RecordedShape,
+    TensorWaits,
     iterations,
     survey,
 )
-from mtrain_cli.records.tensor_waits import TensorWaits
-from mtrain_cli.records.wait_attribution import WaitAttribution
-from mtrain_cli.records.wait_causes import WaitCause, causes_of
+from mtrain_cli.records.waits import WaitAttribution, WaitCause, causes_of
 
 DEGREES = ("worker", "step", "total", "critical")
 # The categories of a pass's time (bins). `exposed LINK` is exposed communication on one link class.
 BINS = (*BUSY, LATE, *(f"{EXPOSED} {link}".strip() for link in LINKS))
 MOST_VALUES = 1 << 21  # step times kept for percentiles
-MOST_TABLES = 48  # samples kept for distributions
-QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -67,25 +63,18 @@ def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> d
 class PassAnalysis:
     """One direction (forward, recompute or backward) of a case. Times are in milliseconds.
 
-    A worker is a position in a context group. Arrays are means over samples.
+    A worker is a position in a context group. Arrays are means over samples, [workers, steps].
 
-    attention: time of attention kernels, [workers, steps].
-    elapsed: time of whole steps, [workers, steps].
-    late: the part of waits before the peer started to send, [workers, steps].
-    exposed: time of exposed communication, [workers, steps].
-    pairs: number of computed query-key pairs, [workers, steps].
-    blocks: number of block pairs with computed pairs, [workers, steps].
-    columns: time of attention to gathered single columns, [workers]. This time belongs to no step,
-        because a ring gathers these columns once per pass.
-    column_pairs: number of query-key pairs of these columns, [workers].
-    time: imbalance degrees of attention time.
-    work: imbalance degrees of the number of query-key pairs.
+    attention, elapsed: time of attention kernels, and of whole steps.
+    late, exposed: waits before the peer started to send, and exposed communication.
+    pairs, blocks: number of computed query-key pairs, and of block pairs with such pairs.
+    columns, column_pairs: time and pairs of attention to gathered single columns, [workers]. They
+        belong to no step, because a ring gathers these columns once per pass.
+    time, work: imbalance degrees of attention time and of the number of query-key pairs.
     duration: time of one layer's pass on the slowest worker, as an estimate over iterations.
     p50, p95, longest: 50th and 95th percentiles and maximum of the time of one worker's step.
     layers: for each layer, the time of the slowest worker's pass, and the times of attention, late
         waits and exposed communication, averaged over workers.
-    across_workers: quantiles (`QUANTILES`) over workers of the attention time, [steps, 5].
-    across_steps: quantiles over steps of the attention time, [workers, 5].
     """
 
     direction: str
@@ -105,8 +94,6 @@ class PassAnalysis:
     p95: float
     longest: float
     layers: list[dict[str, float]]
-    across_workers: np.ndarray
-    across_steps: np.ndarray
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -123,8 +110,6 @@ class PassAnalysis:
             "columns_ms": _json(self.columns),
             "column_pairs": _whole(self.column_pairs),
             "layers": _json(self.layers),
-            "across_workers_ms": _json(self.across_workers),
-            "across_steps_ms": _json(self.across_steps),
         }
 
 
@@ -138,13 +123,11 @@ class CaseAnalysis:
     passes: one analysis per direction.
     time, work, computation: as in `PassAnalysis`, averaged over forward and backward.
     bins: time per iteration by category in milliseconds, [directions, ranks, BINS].
-    passes_ms: time of all passes per iteration in milliseconds, [directions, ranks]. It is the sum
-        of ``bins``.
-    iteration_ms: time of a whole iteration on the slowest rank, in milliseconds.
+    passes_ms: time of all passes per iteration in milliseconds: the sum of ``bins``.
+    iteration_ms: time of a whole iteration on the slowest rank.
     tokens: number of tokens per iteration, over all context groups; None if unknown.
     samples: number of samples. A sample is one layer of one micro-batch in one context group.
     workers: number of ranks in a context group.
-    typical: number of the iteration whose passes took the median time.
     partial: whether iterations or ranks are missing.
     kinds: the same analysis of each kind of layers, if there are two.
     tensor: waits for messages of tensor groups per iteration; None without tensor parallelism.
@@ -169,7 +152,6 @@ class CaseAnalysis:
     workers: int
     groups: int
     layers: tuple[int, ...]
-    typical: int
     missing: tuple[int, ...]
     partial: bool
     causes: list[WaitCause] = field(default_factory=list)
@@ -192,11 +174,9 @@ class CaseAnalysis:
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
     def bare_ms(self, direction: str) -> float | None:
-        """Return the time of one layer's pass on the slowest worker, without recording, in ms.
+        """Return the median time of one layer's pass without recording, on the slowest worker.
 
-        The time is the median over iterations without recording. Recorded iterations take a little
-        longer (`PassAnalysis.duration`). Return None if the profile lacks this time, or if the case
-        has several layers.
+        None if the profile lacks this time, or if the case has several layers.
         """
         ms = self.facts.get(f"{direction}_ms")
         return float(ms) if ms is not None and len(self.layers) == 1 else None
@@ -211,16 +191,10 @@ class CaseAnalysis:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Return the time of exposed communication by link class, averaged over ranks.
-
-        The time is in ms per iteration. Omit link classes without exposed communication.
-        """
+        """Return the exposed communication by link class, in ms per iteration and rank."""
         by_bin = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
-        return {
-            name.removeprefix(EXPOSED).strip() or "link": ms
-            for name, ms in by_bin.items()
-            if ms > 0
-        }
+        names = {name: name.removeprefix(EXPOSED).strip() or "link" for name in by_bin}
+        return {names[name]: ms for name, ms in by_bin.items() if ms > 0}
 
     def to_json(self) -> dict[str, Any]:
         """Return the case's entry in the results of summary.json, rounded."""
@@ -236,7 +210,6 @@ class CaseAnalysis:
             "workers": self.workers,
             "groups": self.groups,
             "layers": list(self.layers),
-            "typical_iteration": self.typical,
             "tokens": self.tokens,
             "iteration_ms": _json(self.iteration_ms),
             **{name: _json(getattr(self, name)) for name in ("time", "work", "computation")},
@@ -291,7 +264,6 @@ class _CaseTotals:
     def __init__(self, shape: RecordedShape, waits: WaitAttribution) -> None:
         self.shape, self.waits = shape, waits
         directions, layers = len(shape.directions), len(shape.layers)
-        self.present = shape.present.any(0)  # workers with rows in at least one group
         self.sums = np.zeros((len(SPENT), directions, shape.workers, shape.slots))
         self.pairs, self.blocks = np.zeros((2, directions, shape.workers, shape.slots))
         self.counts = np.zeros((directions, shape.workers))
@@ -299,30 +271,27 @@ class _CaseTotals:
         self.passes = np.zeros((directions, shape.groups, shape.workers))
         # Per layer: number of samples, then ms of the slowest worker, attention, late, exposed.
         self.by_layer = np.zeros((directions, layers, 5))
-        # Per direction: [ms and pairs, 4 degrees, samples].
-        self.degrees: list[list[np.ndarray]] = [[] for _ in shape.directions]
-        self.ratios: list[list[np.ndarray]] = [[] for _ in shape.directions]
-        # Per direction: the iteration of each sample.
-        self.owners: list[list[np.ndarray]] = [[] for _ in shape.directions]
+        # Per direction: [ms and pairs, 4 degrees, samples], ratios, iteration and steps of samples.
+        self.degrees, self.ratios, self.owners, self.values = (
+            [list[np.ndarray]() for _ in shape.directions] for _ in range(4)
+        )
         self.durations: list[np.ndarray] = []  # one [directions] per iteration
         self.wholes: list[float] = []
         self.tensor = TensorWaits.none(shape.ranks) if shape.tensor > 1 else None
         self.pipeline: list[PipelineTimes] = []
         self.numbers: list[int] = []
-        self.values: list[list[np.ndarray]] = [[] for _ in shape.directions]
         self.longest = np.zeros(directions)
-        self.tables: list[list[np.ndarray]] = [[] for _ in shape.directions]
         total = len(shape.iterations) * len(shape.micros) * layers * shape.groups
         self.random = np.random.default_rng(0)
-        self.value_stride = max(1, total * shape.workers * shape.slots // MOST_VALUES)
-        self.table_stride = max(1, -(-total // MOST_TABLES))
+        self.stride = max(1, total * shape.workers * shape.slots // MOST_VALUES)
 
     def add(self, iteration: Iteration) -> None:
         shape = self.shape
         self.numbers.append(iteration.number)
         self.waits.add(iteration)
         if self.tensor is not None and iteration.tensor is not None:
-            self.tensor = self.tensor.sum(iteration.tensor)
+            self.tensor.late += iteration.tensor.late
+            self.tensor.exposed += iteration.tensor.exposed
         if iteration.pipeline is not None:
             self.pipeline.append(iteration.pipeline)
         self.bins[..., : len(BUSY)] += np.moveaxis(
@@ -366,10 +335,9 @@ class _CaseTotals:
     def _add_samples(
         self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray
     ) -> None:
-        """Add the samples of one direction.
+        """Add the samples of direction d.
 
         Args:
-            d: index of the direction.
             steps: number of steps of the schedule.
             spent: time by category in ms, [SPENT, samples, workers, slots].
             pairs: number of query-key pairs, [samples, workers, slots].
@@ -384,14 +352,10 @@ class _CaseTotals:
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
         # Draw a random subset: a fixed stride would pick the same steps or layers every time.
         kept = elapsed.reshape(-1)
-        if self.value_stride > 1:
-            kept = kept[self.random.random(kept.size) * self.value_stride < 1]
+        if self.stride > 1:
+            kept = kept[self.random.random(kept.size) * self.stride < 1]
         self.values[d].append(kept.astype(np.float32))
         self.longest[d] = max(self.longest[d], float(elapsed.max(initial=0)))
-        if spent.shape[2] == int(self.present.sum()):
-            drawn = self.random.random(len(in_steps)) * self.table_stride < 1
-            drawn[0] |= not self.tables[d]
-            self.tables[d] += list(in_steps[drawn].astype(np.float32))
 
     def _add_layers(
         self, d: int, layers: np.ndarray, spent: np.ndarray, slowest: np.ndarray
@@ -419,7 +383,6 @@ class _CaseTotals:
             np.mean([s[..., :samples] for s in shares], 0),
             np.concatenate(self.owners[chosen[0]])[:samples] if chosen else np.zeros(0, np.int64),
         )
-        total = np.array(self.durations).sum(1)
         facts, label = shape.facts, str(shape.facts.get("label") or f"case {shape.case}")
         if shape.kind:
             facts = facts | (facts.get("kinds") or {}).get(shape.kind, {})
@@ -427,7 +390,7 @@ class _CaseTotals:
         stages = 1 if shape.pipeline is None else shape.pipeline.stages
         groups = shape.groups // (shape.tensor * stages)  # that train on different sequences
         sequences = int(facts.get("micro_batch") or 1) * len(shape.micros) * groups
-        tensor = None if self.tensor is None else self.tensor.mean(count)
+        tensor = self.tensor and TensorWaits(self.tensor.late / count, self.tensor.exposed / count)
         tokens = int(facts.get("seq") or 0) * sequences
         return CaseAnalysis(
             number=shape.case,
@@ -446,7 +409,6 @@ class _CaseTotals:
             workers=shape.workers,
             groups=shape.groups,
             layers=shape.layers,
-            typical=self.numbers[int(np.argsort(total, kind="stable")[(len(total) - 1) // 2])],
             missing=shape.missing,
             partial=len(self.numbers) < wanted or bool(shape.missing),
             causes=causes_of(self.waits, tensor),
@@ -474,8 +436,6 @@ class _CaseTotals:
             )
             if number
         ]
-        empty = np.zeros((int(self.present.sum()), steps), np.float32)
-        tables = np.stack(self.tables[d] or [empty])
         return PassAnalysis(
             direction=name,
             attention=spent[SPENT.index(ATTENTION), :, inside],
@@ -496,8 +456,6 @@ class _CaseTotals:
             p95=p95,
             longest=float(self.longest[d]),
             layers=layers,
-            across_workers=np.quantile(tables, QUANTILES, axis=(0, 1)).T,
-            across_steps=np.quantile(tables, QUANTILES, axis=(0, 2)).T,
         )
 
 

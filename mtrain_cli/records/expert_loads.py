@@ -9,20 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError, ModelConfig
-from mtrain_cli.parallel.recording import BACKWARD, DIRECTIONS, EXPERTS, FORWARD, KINDS
+from mtrain_cli.parallel.recording import BACKWARD, DIRECTIONS, EXPERTS, FORWARD, KINDS, RECOMPUTE
 from mtrain_cli.records import record_files
-from mtrain_cli.records.estimate import Estimate
+from mtrain_cli.records.imbalance import Estimate
 from mtrain_cli.records.record_files import RecordedFolder
+
+if TYPE_CHECKING:
+    import pandas
 
 LOADS, LOAD_PARTS = "experts.parquet", "experts"
 FACT = "experts"  # key of a case of a model with experts in summary.json
 DEALT = (2, 4, 8)  # numbers of workers of the what-if
 DEGREES = ("worker", "step")
+_ORDER = (FORWARD, RECOMPUTE, BACKWARD)
 MOST_CELLS = 1 << 26  # layers x ranks x experts of a file
 ROW = np.dtype(
     [
@@ -38,14 +42,9 @@ ROW = np.dtype(
 
 
 def expert_facts(model: ModelConfig, parallel: int) -> dict[str, Any]:
-    """Return the fact ``experts`` of a case; empty for a model without experts.
-
-    parallel: number of workers over which the experts of a layer are dealt.
-    """
-    moe = model.moe
-    if not moe.experts:
-        return {}
-    return {FACT: {"count": moe.experts, "top_k": moe.top_k, "parallel": parallel}}
+    """Return the fact ``experts`` of a case; empty for a model without experts."""
+    fact = {"count": model.moe.experts, "top_k": model.moe.top_k, "parallel": parallel}
+    return {FACT: fact} if model.moe.experts else {}
 
 
 def write_loads(rows: np.ndarray, folder: Path, number: int) -> None:
@@ -68,7 +67,6 @@ def delete_loads_after(folder: Path, last: int) -> None:
 class ExpertAnalysis:
     """The loads of one case. Tokens count once for each expert that computes them.
 
-    case, label: number and name of the case in the summary.
     parallel: number of workers over which the experts of a layer are dealt.
     steps, layers, ranks: numbers of the training steps, layers and ranks with loads.
     worker, step: imbalance degrees of the number of tokens, over samples. A sample is a layer of a
@@ -79,9 +77,7 @@ class ExpertAnalysis:
     dropped: share of the chosen pairs of token and expert that are beyond an expert's capacity.
     shares: share of each expert in the tokens of its layer, float32 [steps, layers, E].
     by_rank: tokens of each rank that each expert computes, means over steps, [layers, ranks, E].
-    by_layer: for each layer, worker, step and largest as means over steps, [layers, 3].
-    time: worker imbalance degree of the recorded time of the experts; None without records. In a
-        recorded step, waits for messages do not count.
+    time: worker imbalance degree of the recorded time of the experts; None without records.
     ms: that time for one layer, by direction, as the mean over ranks, layers and steps.
     """
 
@@ -98,7 +94,6 @@ class ExpertAnalysis:
     dropped: float
     shares: np.ndarray
     by_rank: np.ndarray
-    by_layer: np.ndarray
     time: Estimate | None
     ms: dict[str, float]
 
@@ -146,8 +141,7 @@ def worker_tokens(tokens: np.ndarray, ranks: np.ndarray, parallel: int) -> np.nd
 def expert_degrees(computed: np.ndarray) -> tuple[float, float]:
     """Return the worker and the step imbalance degree of a layer.
 
-    Args:
-        computed: tokens that each worker computes with each expert it holds, [workers, experts].
+    computed: tokens that each worker computes with each expert it holds, [workers, experts].
     """
     totals, most = computed.sum(1), computed.max(1)
     busy = totals > 0
@@ -185,23 +179,28 @@ def analyse_experts(recorded: RecordedFolder) -> list[ExpertAnalysis]:
                     f"{file}: has loads of case {case}, which {record_files.SUMMARY} does not list"
                 )
             sums.setdefault(case, _CaseSums(case, facts, file)).add(step, rows)
-    times = {}
-    if sums and recorded.summary.get("kind") == record_files.STEP:
-        times = {0: _times_of_step(recorded.summary)}
-    elif sums and recorded.parts:
-        times = _times(recorded)
-    return [sums[case].result(times.get(case, {})) for case in sorted(sums)]
+    if not sums:
+        return []
+    times = _times(recorded)
+    return [sums[case].result(times[times.case == case]) for case in sorted(sums)]
 
 
-def _times_of_step(summary: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[int, float]]]:
-    """Return the ms of the experts in a recorded step: (step, layer) -> direction -> rank -> ms."""
-    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
-    step = int(summary.get("warmup") or 0) + 1
-    for rank in summary["ranks"]:
-        for row in rank.get("experts") or ():
-            of_layer = found.setdefault((step, row["layer"]), {})
-            of_layer.setdefault(row["direction"], {})[rank["rank"]] = row["experts_ms"]
-    return found
+def _times(recorded: RecordedFolder) -> pandas.DataFrame:
+    """Return the ms of the experts by case, step, layer, rank and direction."""
+    import pandas
+
+    key = ["case", "step", "layer", "rank", "direction"]
+    frames = [pandas.DataFrame(columns=[*key, "ms"])]
+    names = ("case", "iteration", "layer", "rank", "direction", "dur_us")
+    for batch in recorded.batches((*names, "phase")):
+        chosen = batch["phase"] == KINDS.index(EXPERTS)
+        if chosen.any():
+            frame = pandas.DataFrame({name: batch[name][chosen] for name in names})
+            frame.columns = frames[0].columns
+            frame["direction"] = [DIRECTIONS[code] for code in frame.direction]
+            frames.append(frame.assign(ms=frame.ms.astype(float) / 1e3))
+    # The rows of one layer and rank may lie in several batches.
+    return pandas.concat(frames[1:] or frames).groupby(key, as_index=False)["ms"].sum()
 
 
 def _samples(file: Path) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
@@ -236,9 +235,8 @@ class _CaseSums:
         self._case, self._facts, self._file = case, facts, file
         about = facts.get(FACT)
         about = about if isinstance(about, dict) else {}
-        parallel = about.get("parallel")
+        parallel, count = about.get("parallel"), about.get("count")
         self._parallel = parallel if isinstance(parallel, int) and parallel > 0 else 1
-        count = about.get("count")
         self._experts: int = count if isinstance(count, int) else 0
         self._shape: tuple[np.ndarray, np.ndarray] | None = None  # layers, ranks
         self._steps: list[int] = []
@@ -257,12 +255,8 @@ class _CaseSums:
             self._parallel = self._parallel if self._experts % self._parallel == 0 else 1
             self._shape = layers, ranks
             self._dealt = [n for n in DEALT if self._experts % n == 0]
-        known_layers, known_ranks = self._shape
-        if (
-            not np.array_equal(layers, known_layers)
-            or not np.array_equal(ranks, known_ranks)
-            or experts > self._experts
-        ):
+        same = all(map(np.array_equal, (layers, ranks), self._shape))
+        if not same or experts > self._experts:
             raise ConfigError(
                 f"{self._file}: step {step} has other layers, ranks or experts than steps before; "
                 "measure again"
@@ -285,17 +279,14 @@ class _CaseSums:
         )
 
     def _of_layer(self, tokens: np.ndarray, has: np.ndarray, ranks: np.ndarray) -> list[float]:
-        """Return worker, step, largest and dealt degrees of a layer.
-
-        has: whether a rank computes the layer, which only the ranks of a pipeline's stage do.
-        """
+        """Return worker, step, largest and dealt degrees of a layer, which some ranks compute."""
         totals = tokens.sum(0)
-        largest = float(totals.max() / totals.mean()) if totals.any() else 1.0
+        largest = dealt_degree(totals, self._experts)
         worker, step = expert_degrees(worker_tokens(tokens[has], ranks[has], self._parallel))
         return [worker, step, largest, *(dealt_degree(totals, n) for n in self._dealt)]
 
-    def result(self, times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> ExpertAnalysis:
-        """Return the analysis. times: result of `_times` for this case."""
+    def result(self, times: pandas.DataFrame) -> ExpertAnalysis:
+        """Return the analysis. times: rows of `_times` for this case."""
         assert self._shape is not None
         layers, ranks = self._shape
         degrees = np.stack(self._degrees)  # [steps, kinds, layers]
@@ -303,6 +294,7 @@ class _CaseSums:
         worker, step, largest, *dealt = (
             Estimate.of(degrees[:, kind], owners) for kind in range(degrees.shape[1])
         )
+        of_pass = times.groupby("direction")["ms"].mean()
         return ExpertAnalysis(
             case=self._case,
             label=str(self._facts.get("label") or "one step"),
@@ -317,46 +309,16 @@ class _CaseSums:
             dropped=self._dropped / self._chosen if self._chosen else 0.0,
             shares=np.stack(self._shares),
             by_rank=np.asarray(self._tokens) / len(self._steps),
-            by_layer=degrees[:, :3].mean(0).T,
             time=_time_degree(times),
-            ms=_mean_ms(times),
+            ms={n: float(ms) for n in _ORDER if not np.isnan(ms := of_pass.get(n, np.nan))},
         )
 
 
-def _times(
-    recorded: RecordedFolder,
-) -> dict[int, dict[tuple[int, int], dict[str, dict[int, float]]]]:
-    """Return the ms of the experts: case -> (step, layer) -> direction -> rank -> ms."""
-    columns = ("case", "iteration", "layer", "rank", "direction", "phase", "dur_us")
-    found: dict[int, dict[tuple[int, int], dict[str, dict[int, float]]]] = {}
-    for batch in recorded.batches(columns):
-        mine = batch["phase"] == KINDS.index(EXPERTS)
-        rows = zip(
-            *(batch[name][mine].tolist() for name in columns if name != "phase"), strict=True
-        )
-        for case, iteration, layer, rank, direction, us in rows:
-            of_layer = found.setdefault(case, {}).setdefault((iteration, layer), {})
-            by_rank = of_layer.setdefault(DIRECTIONS[direction], {})
-            by_rank[rank] = by_rank.get(rank, 0.0) + us / 1e3
-    return found
-
-
-def _time_degree(times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> Estimate | None:
+def _time_degree(times: pandas.DataFrame) -> Estimate | None:
     """Return the worker imbalance degree of the time of all passes; None without times."""
-    degrees, owners = [], []
-    for (step, _), directions in times.items():
-        ranks = {rank for by_rank in directions.values() for rank in by_rank}
-        sums = [sum(by_rank.get(r, 0.0) for by_rank in directions.values()) for r in ranks]
-        mean = sum(sums) / len(sums)
-        degrees.append(max(sums) / mean if mean > 0 else 1.0)
-        owners.append(step)
-    return Estimate.of(np.array(degrees), np.array(owners)) if degrees else None
-
-
-def _mean_ms(times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for directions in times.values():
-        for direction, by_rank in directions.items():
-            found.setdefault(direction, []).extend(by_rank.values())
-    order = (FORWARD, "recompute", BACKWARD)
-    return {name: sum(found[name]) / len(found[name]) for name in order if name in found}
+    if times.empty:
+        return None
+    by_rank = times.groupby(["step", "layer", "rank"])["ms"].sum()
+    layers = by_rank.groupby(["step", "layer"])
+    degrees = (layers.max() / layers.mean()).fillna(1.0)  # 0 / 0 if no rank took time
+    return Estimate.of(degrees.to_numpy(), degrees.index.get_level_values("step").to_numpy())

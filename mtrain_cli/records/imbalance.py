@@ -1,4 +1,4 @@
-"""Imbalance degrees and computation ratios of a matrix of times or work (MTraining, 3.3 and D.4).
+"""Imbalance degrees and computation ratios (MTraining, 3.3 and D.4), and estimates of samples.
 
 The matrix entry T[r, t] is the attention time, or the number of query-key pairs, of worker r in
 step t of a schedule. Steps in which no worker computes do not count. `profiles/definitions.md` has
@@ -7,7 +7,7 @@ the formulas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,6 +30,38 @@ class Imbalance:
     critical: float
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """Mean and standard deviation of n samples.
+
+    error: standard error of the mean; NaN with only one iteration.
+    """
+
+    mean: float
+    std: float
+    n: int
+    error: float = field(default=float("nan"), compare=False)
+
+    @staticmethod
+    def of(values: ArrayLike, iterations: np.ndarray | None = None) -> Estimate:
+        """Return the estimate from samples in any shape.
+
+        iterations: number of the iteration of each sample. `error` is then the standard error over
+            iteration means, because the layers of one iteration are correlated. None treats all
+            samples as independent.
+        """
+        values = np.asarray(values, np.float64).reshape(-1)
+        nan, n = float("nan"), len(values)
+        if not n:
+            return Estimate(nan, nan, 0)
+        means = values
+        if iterations is not None:
+            _, owner = np.unique(iterations, return_inverse=True)
+            means = np.bincount(owner, values) / np.bincount(owner)
+        error = float(means.std(ddof=1)) / len(means) ** 0.5 if len(means) > 1 else nan
+        return Estimate(float(values.mean()), float(values.std(ddof=1)) if n > 1 else 0.0, n, error)
+
+
 def imbalance(table: ArrayLike) -> Imbalance:
     """Return the imbalance degrees of one table of non-negative numbers, [workers, steps].
 
@@ -41,16 +73,12 @@ def imbalance(table: ArrayLike) -> Imbalance:
 
 
 def degrees(tables: ArrayLike, columns: np.ndarray | None = None) -> np.ndarray:
-    """Return the imbalance degrees of many tables, [4, samples].
-
-    The first axis has the order of the fields of `Imbalance`. Gathered single columns count as one
-    more step in the degrees that compare workers. The degree that compares the steps of a worker
-    ignores these columns.
+    """Return the imbalance degrees of many tables in the order of `Imbalance`, [4, samples].
 
     Args:
         tables: non-negative numbers, [samples, workers, steps].
-        columns: the same numbers of gathered single columns, [samples, workers]; None for no
-            columns.
+        columns: the same numbers of gathered single columns, [samples, workers]. They count as one
+            more step in the degrees that compare workers.
 
     Raises:
         ValueError: a table is empty, or an entry is negative or not finite.
@@ -73,15 +101,14 @@ def degrees(tables: ArrayLike, columns: np.ndarray | None = None) -> np.ndarray:
 def ratios(
     attention: np.ndarray, elapsed: np.ndarray, computed: np.ndarray, wall: np.ndarray
 ) -> np.ndarray:
-    """Return the computation ratios of many samples, [2, samples]; 1 is perfect.
+    """Return the shares of time that attention kernels take, [2, samples]; 1 is perfect.
 
-    A computation ratio is the share of a duration that attention kernels take:
-    - first row: share of a worker's step, averaged over workers and steps
-    - second row: share of the whole pass, averaged over workers
+    The first row is the share of a worker's step, averaged over workers and steps; the second is
+    the share of the whole pass, averaged over workers.
 
     Args:
         attention: time of attention kernels in each step, [samples, workers, steps].
-        elapsed: duration of each step, [samples, workers, steps].
+        elapsed: duration of each step, in the same shape.
         computed: time of all attention kernels of the pass, including gathered single columns,
             [samples, workers].
         wall: duration of the pass, [samples]. A duration of 0 gives the ratio 0.
@@ -96,9 +123,8 @@ def ratios(
         )
     counts = (attention.sum(1) > 0)[:, None, :] & (elapsed > 0)
     step = _mean_where(_ratio(attention, elapsed), counts, empty=0.0)
-    return np.stack(
-        [step, np.divide(computed.mean(1), wall, out=np.zeros(len(wall)), where=wall > 0)]
-    )
+    whole = np.divide(computed.mean(1), wall, out=np.zeros(len(wall)), where=wall > 0)
+    return np.stack([step, whole])
 
 
 def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
@@ -116,14 +142,8 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> np.ndarray:
-    """Average the chosen entries over all axes except the first.
-
-    Args:
-        counts: bool, whether an entry is chosen.
-        empty: result if no entry is chosen.
-    """
+    """Average the entries that count over all axes but the first; ``empty`` if none counts."""
     axes = tuple(range(1, values.ndim))
     number = counts.sum(axes)
-    return np.where(
-        number > 0, np.where(counts, values, 0).sum(axes) / np.maximum(number, 1), empty
-    )
+    means = np.where(counts, values, 0).sum(axes) / np.maximum(number, 1)
+    return np.where(number > 0, means, empty)

@@ -2,23 +2,15 @@
 
 The file is an archive of NumPy arrays, written layer by layer:
 - ``about``: JSON with the schema, the recorded setup and the list of entries
-- ``lengths``: number of tokens of each sequence, without padding
-- ``padded``: number of tokens of each sequence, with padding
-- ``mask<i>``: the mask of sequence i. If a query sees one interval of keys up to itself,
-  `SequenceMask.first` in run-length encoding, int64 [2, runs]: row 0 has the start of each run, row
-  1 its value. Otherwise the differences of low and high along the positions, int32
-  [intervals, 2, positions]
-- ``full<i>``: the mask of sequence i in the layers that ``about`` lists as ``full_layers``, if they
-  have another mask. ``about`` then has schema 2 and the number of ``layers`` of the model, too
-- If entry i is a vertical-slash index:
-  - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
-  - ``<i>.columns``: int32, positions of the single columns
-- If entry i is a bitmap:
-  - ``<i>.bits``: uint8, one bit per block pair, packed along the key blocks
-  - ``<i>.rows``: int32, numbers of the query blocks in ``<i>.bits``
-  - ``<i>.gates``, ``<i>.chunk``: fields of a `GatedBitmap`, only for this kind of bitmap
-Before compression, a vertical-slash index takes kilobytes per layer. A bitmap takes one bit per
-head and block pair.
+- ``lengths``, ``padded``: number of tokens of each sequence, without and with padding
+- ``mask<i>``: the mask of sequence i. If a query sees one interval of keys up to itself, the starts
+  and values of the runs of `SequenceMask.first`, int64 [2, runs]. Otherwise the differences of low
+  and high along the positions, int32 [intervals, 2, positions]
+- ``full<i>``: the same in the ``full_layers`` of ``about`` (schema 2), if they have another mask
+- ``<i>.slashes``, ``<i>.columns`` of a vertical-slash index i: uint8, one bit per diagonal, and
+  int32, positions of the single columns
+- ``<i>.bits``, ``<i>.rows`` of a bitmap i: uint8, one bit per block pair, packed along the key
+  blocks, and int32, numbers of its query blocks. ``<i>.gates``, ``<i>.chunk`` of a `GatedBitmap`
 """
 
 from __future__ import annotations
@@ -60,8 +52,7 @@ class RecordedSetup:
     """Settings of the recorded run that a replay needs.
 
     seq: number of tokens of a sequence before padding.
-    dtype_bytes: size of a number of the compute dtype in bytes.
-    layout, exchange, block_size, chunk: settings of the topology. A chunk of None means auto.
+    chunk: topology.balanced_chunk; None means auto.
     needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
@@ -115,9 +106,7 @@ class RecordedIndices:
         )
 
     def index(self, pattern: str, layer: int) -> Index | None:
-        """Read one index; None for dense attention.
-
-        If the file holds each worker's part of a bitmap, join the parts.
+        """Read one index, of joined parts if each worker has its own; None for dense attention.
 
         Raises:
             ConfigError: the file is damaged.
@@ -213,14 +202,8 @@ def load_indices(path: Path) -> RecordedIndices:
         raise
     except _FOREIGN as error:
         raise ConfigError(f"{path}: not an index file of mtrain, or damaged") from error
-    return RecordedIndices(
-        path,
-        setup,
-        masks,
-        tuple(stored),
-        full,
-        {key: tuple(parts) for key, parts in stored.items()},
-    )
+    parts = {key: tuple(entries) for key, entries in stored.items()}
+    return RecordedIndices(path, setup, masks, tuple(stored), full, parts)
 
 
 def _check(
@@ -345,10 +328,6 @@ def _joined(parts: Sequence[Index]) -> BlockBitmap:
         return whole
     if len(gated) < len(parts) or len({part.chunk for part in gated}) > 1:
         raise ValueError("an index has one form")
-    gates = (
-        torch.cat([part.gates for part in gated], 2)
-        .unflatten(2, (-1, whole.block))
-        .index_select(2, order)
-        .flatten(2, 3)
-    )
+    gates = torch.cat([part.gates for part in gated], 2).unflatten(2, (-1, whole.block))
+    gates = gates.index_select(2, order).flatten(2, 3)
     return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, gated[0].chunk)

@@ -1,65 +1,64 @@
-"""`metrics.jsonl`: one JSON object per optimizer step, written by the first worker."""
+"""`metrics.jsonl` and other files of steps: one JSON object per line, and what is wrong with them.
+
+A crash may cut the last line short. Such a line has no newline and does not count. Any other line
+that is not a step is damaged. A run that resumes first removes the steps after its checkpoint, so
+the steps of an intact file have the numbers 1, 2, 3, ...
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.records import step_lines
+from mtrain_cli.grouping import show_spans, spans
 
+T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
 # First steps that rates exclude: compilation, first communicators and growth of the allocator.
 WARM_UP_STEPS = 2
+_ALL = 0.995  # share of the allowed pairs from which a pattern leaves nothing out
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one optimizer step. They cover all workers, unless a line says otherwise.
+    """Metrics of one optimizer step, of all workers unless a line says otherwise.
 
     loss: mean loss of the tokens with a label, in nats; None if no token has a label.
     grad_norm: global L2 norm of the gradients before clipping; None if not computed.
-    tokens: number of tokens trained on since the start, without padding, including this step.
-    targets: number of labels of this step that count toward the loss. Masks of the data, a mask
-        that shows a query its next token, the ends of documents and padding leave labels out.
-    tokens_per_second_per_gpu: number of tokens of this step / seconds / workers.
-    targets_per_second_per_gpu: the same for targets; None in files of earlier versions.
-    mfu_model: MFU, a share of the GPU's peak FLOP/s (`flops.FlopsPerToken`). None on a CPU, on an
-        unknown GPU, and for a sparse step, which skips pairs that the mask allows.
-    mfu_executed: HFU, a share of the GPU's peak FLOP/s. None on a CPU and on an unknown GPU.
-    density: number of computed pairs / number of causal pairs of the whole sequence. A dense step
-        has density 1.0. With packed documents, its density is the share of causal pairs that lie
-        inside one document.
-    dense_density: density that the step would have with dense attention; None for a dense step.
+    tokens: tokens trained on since the start, without padding.
+    targets: labels of this step that count toward the loss.
+    tokens_per_second_per_gpu: tokens of this step / seconds / workers; targets likewise.
+    mfu_model: MFU (`flops.FlopsPerToken`). None on a CPU, on an unknown GPU, and for a sparse step,
+        which skips pairs that the mask allows.
+    mfu_executed: HFU. None on a CPU and on an unknown GPU.
+    density: computed pairs / causal pairs of the whole sequence. A dense step has 1.0, or with
+        packed documents the share of causal pairs that lie inside one document.
+    dense_density: density that a sparse step would have with dense attention.
     peak_memory_gib: peak allocated memory of the first worker in this step; None on a CPU.
-    seconds: wall-clock time of the step, including data loading.
-    epoch: number of passes over the data so far, with a fraction.
-    consumed: number of sequences read since the start.
-    data_seconds: longest time that a worker waited until its data were read and on the device. This
-        time is a part of `seconds`.
-    slashes: number of slashes per head, averaged over heads and layers; None for a dense step.
-    columns: number of single columns per head, averaged over heads and layers; None for a dense
-        step.
-    index_seconds: time that the first worker spent on index estimates; None for a dense step.
-    density_by_layer: density of each layer; None for a dense step.
-    balance_loss: mean of the balance loss of the routers, without its coefficient, over sequences
-        and layers. 1 is perfect balance. None for a model without experts, as the next five.
+    seconds: wall-clock time of the step, including data loading (`data_seconds`, the longest).
+    epoch, consumed: passes over the data, and sequences read, since the start.
+    slashes, columns: number per head, averaged over heads and layers, in a sparse step.
+    index_seconds: time that the first worker spent on index estimates in a sparse step.
+    density_by_layer: density of each layer in a sparse step.
+    balance_loss: balance loss of the routers without its coefficient, mean over sequences and
+        layers; 1 is perfect. None for a model without experts, as the next five.
     router_z: mean of logsumexp^2 of the routers' scores over tokens and layers.
-    expert_load: largest tokens of an expert / mean tokens of the experts of its layer, over layers.
-    expert_load_by_layer: the same of each layer that has experts.
+    expert_load: largest tokens of an expert / mean of the experts of its layer, over layers.
     router_entropy: mean entropy of the routers' scores over tokens and layers, in nats.
-    dropped: number of times that an expert did not compute a token that chose it, summed over
-        layers (train.expert_capacity).
-    skipped: whether the optimizer skipped the update, because of a spike (optim.skip_spikes) or
-        because no token has a label. None also means that no update was skipped.
+    dropped: times that an expert did not compute a token that chose it (train.expert_capacity).
+    skipped: whether the update was skipped: a spike (optim.skip_spikes), or no token with a label.
     """
 
     step: int
@@ -128,12 +127,7 @@ def rate_unit(steps: Sequence[StepMetrics]) -> str:
 class MetricsWriter:
     """Appends steps to `metrics.jsonl` of a run, and to TensorBoard if requested.
 
-    `start_step` is the step from which the run resumes, or 0 for a new run. Opening the file
-    removes two kinds of lines:
-    - steps after `start_step`, which an earlier attempt trained after its last checkpoint
-    - an incomplete last line, which a crash cut short
-
-    Damaged lines before them stay.
+    start_step: the step from which the run resumes, or 0. Opening the file removes later steps.
 
     Raises:
         ConfigError: TensorBoard is requested but not installed.
@@ -143,17 +137,12 @@ class MetricsWriter:
         self.path = Path(run_dir) / METRICS_FILE
         self._events = _summary_writer(Path(run_dir), start_step) if tensorboard else None
         if self.path.exists():
-            step_lines.drop_later_steps(self.path, start_step)
+            drop_later_steps(self.path, start_step)
         self._file = self.path.open("ab", buffering=0)
         self.lost = 0  # consecutive lines that could not be written
 
     def write(self, metrics: StepMetrics) -> str | None:
-        """Append one step and flush it to the operating system.
-
-        Returns:
-            A warning if the write fails, for example because the disk is full; else None. If
-            several writes in a row fail, only the first returns a warning.
-        """
+        """Append one step; return a warning if this fails, once for several failures in a row."""
         problem = None
         before = os.fstat(self._file.fileno()).st_size
         line = (metrics.to_json() + "\n").encode()
@@ -180,7 +169,6 @@ class MetricsWriter:
         return problem
 
     def close(self) -> None:
-        """Close the files. Later calls of `write` are not allowed."""
         self._file.close()
         if self._events is not None:
             self._events.close()
@@ -193,11 +181,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Do as `read_readable_metrics`, but refuse damaged lines.
-
-    Raises:
-        ConfigError: the file is missing, or a line is damaged.
-    """
+    """Do as `read_readable_metrics`, but raise ConfigError for damaged lines, too."""
     steps, damaged = read_readable_metrics(path)
     if damaged:
         file = metrics_file(path)
@@ -206,14 +190,9 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def read_readable_metrics(path: Path) -> tuple[list[StepMetrics], list[int]]:
-    """Read the steps of a `metrics.jsonl` in file order.
+    """Return the steps of a `metrics.jsonl`, and the numbers of its damaged lines, from 1.
 
-    Skip an incomplete last line, which a crash cut short. Ignore unknown keys and replace missing
-    values by None, so files of other versions can be read.
-
-
-    Returns:
-        The steps, and the numbers of the damaged lines, from 1.
+    Ignore unknown keys and replace missing values by None, so files of other versions can be read.
 
     Raises:
         ConfigError: the file is missing.
@@ -221,7 +200,7 @@ def read_readable_metrics(path: Path) -> tuple[list[StepMetrics], list[int]]:
     file = metrics_file(path)
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; give a run's folder or its {METRICS_FILE}")
-    return step_lines.read_steps(file, _from_row)
+    return read_steps(file, _from_row)
 
 
 def metrics_file(path: Path) -> Path:
@@ -245,10 +224,7 @@ def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
 
 
 def _summary_writer(run_dir: Path, start_step: int) -> Any:
-    """Open TensorBoard's files in `run_dir/tensorboard`.
-
-    TensorBoard then hides steps after `start_step` that an earlier attempt wrote.
-    """
+    """Open TensorBoard's files, which hide later steps of an earlier attempt."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -256,3 +232,121 @@ def _summary_writer(run_dir: Path, start_step: int) -> Any:
             f"run.tensorboard=true: tensorboard is not installed; {install_command('tensorboard')}"
         ) from error
     return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1)
+
+
+# --- files of steps -----
+
+
+def read_steps(path: Path, parse: Callable[[dict[str, Any]], T]) -> tuple[list[T], list[int]]:
+    """Return the steps of a file, and the numbers of its damaged lines, from 1.
+
+    parse: makes a step of a row. It raises UnreadableError for a row that is no step.
+    """
+    steps, damaged = [], []
+    for number, _, row in _lines(path):
+        try:
+            if _step_of(row) is None:
+                raise documents.UnreadableError("step is missing")
+            steps.append(parse(row or {}))
+        except documents.UnreadableError:
+            damaged.append(number)
+    return steps, damaged
+
+
+def drop_later_steps(path: Path, last: int) -> list[dict[str, Any]]:
+    """Remove the steps after ``last`` from a file atomically; return the rows that stay.
+
+    Damaged lines before these steps stay as they are: they may be earlier steps.
+    """
+    kept: list[bytes] = []
+    rows: list[dict[str, Any]] = []
+    is_later = False
+    for _, line, row in _lines(path):
+        step = _step_of(row)
+        is_later = is_later or (step is not None and step > last)
+        if row is not None and step is not None and step <= last:
+            kept.append(line)
+            rows.append(row)
+        elif step is None and not is_later:
+            kept.append(line)
+    with replacing(path) as draft, draft.open("wb") as file:
+        file.writelines(line + b"\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Yield the number, content and JSON object (or None) of each line that is not blank.
+
+    Only a newline ends a line: a carriage return inside of a line is white space of its JSON.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                row = documents.json_object(line)
+                if row is not None or line.endswith(b"\n"):
+                    yield number, line.rstrip(b"\r\n"), row
+
+
+def _step_of(row: dict[str, Any] | None) -> int | None:
+    step = None if row is None else row.get("step")
+    return step if isinstance(step, int) and documents.is_number(step) and step >= 0 else None
+
+
+# --- remarks -----
+
+
+def step_remarks(steps: Sequence[StepMetrics], last: int = 0) -> list[str]:
+    """Return what is wrong with the steps of a file, for example "step 5 is missing".
+
+    A step without a label has no loss, and no remark: its update was skipped.
+
+    last: a step that the run has reached. The file must have the steps up to it.
+    """
+    numbers = [step.step for step in steps]
+    present = sorted(set(numbers))
+    ends = [0, *present, max(last, *present, 0) + 1]
+    missing = [range(low + 1, high) for low, high in pairwise(ends) if high > low + 1]
+    repeated = {number for number, after in pairwise(sorted(numbers)) if number == after}
+    lossless = (
+        s.step for s in steps if not is_finite(s.loss) and not (s.loss is None and s.skipped)
+    )
+    remarks = [
+        _remark(missing, "is missing", "are missing"),
+        _remark(spans(sorted(repeated)), "appears more than once", "appear more than once"),
+        loss_remark(lossless),
+        "the steps are not in order" * any(after < n for n, after in pairwise(numbers)),
+    ]
+    return [remark for remark in remarks if remark]
+
+
+def loss_remark(numbers: Iterable[int]) -> str:
+    """Return a remark on steps without a finite loss; "" without such steps."""
+    return _remark(spans(sorted(set(numbers))), "has no finite loss", "have no finite loss")
+
+
+def nothing_left_out(step: StepMetrics) -> str:
+    """Return a note if a sparse step computed nearly all pairs that the mask allows, else ""."""
+    allowed = step.dense_density
+    if not allowed or step.density < _ALL * allowed:
+        return ""
+    share = "" if allowed > _ALL else ", as with dense attention"
+    return f"density {step.density:.0%}{share}: the pattern leaves nothing out at this length"
+
+
+def is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
+
+
+def _remark(found: Sequence[range], is_one: str, are_several: str) -> str:
+    if not found:
+        return ""
+    one = sum(map(len, found)) == 1
+    return f"step{'s' * (not one)} {show_spans(found)} {is_one if one else are_several}"
+
+
+def line_on_file(file: Path, damage: str, remarks: Sequence[str]) -> str:
+    """Return a line on a file. damage: a line that names the file, or ""."""
+    text = "; ".join(filter(None, (damage, *remarks)))
+    return f"{file}: {text}" if text and not damage else text

@@ -17,10 +17,7 @@ from mtrain_cli.parallel.pipeline_schedule import (
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
-    Action,
     Pipeline,
-    Played,
-    Span,
     TimedPipeline,
 )
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS, STAGE, WAIT
@@ -151,25 +148,6 @@ class StepSums:
         )
 
 
-def recorded_step(pipeline: Pipeline, rows: Mapping[str, np.ndarray], of_a_stage: int) -> Played:
-    """Return the passes in the pipeline of rank 0, in milliseconds from the first pass.
-
-    Args:
-        of_a_stage: number of ranks of a stage.
-    """
-    passes = (rows["phase"] == _PASS) & (rows["rank"] % of_a_stage == 0)
-    passes &= np.isin(rows["direction"], _CODES)
-    columns = ("rank", "direction", "step", "micro", "start_us", "dur_us")
-    mine = [rows[name][passes] for name in columns]
-    zero = float(mine[4].min()) if len(mine[4]) else 0.0
-    spans = []
-    for rank, direction, stage, micro, start, length in zip(*mine, strict=True):
-        action = Action(_KINDS[_CODES.index(int(direction))], int(stage), int(micro))
-        begin = float(start - zero) / 1e3
-        spans.append(Span(int(rank) // of_a_stage, action, begin, begin + float(length) / 1e3))
-    return Played(pipeline.stages, tuple(sorted(spans, key=lambda span: span.begin)))
-
-
 def pipeline_of(document: Any) -> Pipeline | None:
     """Return the pipeline of a case, from its fact ``pipeline``; None if it is absent or damaged.
 
@@ -188,24 +166,20 @@ def pipeline_of(document: Any) -> Pipeline | None:
 
 
 def predicted_pipeline(document: Any) -> PipelineTimes | None:
-    """Return the times of a prediction, from its entry ``pipeline`` in summary.json.
-
-    Return None if it is absent or damaged.
-    """
+    """Return the times of an entry ``pipeline`` in summary.json; None if absent or damaged."""
     pipeline = pipeline_of(document)
     if pipeline is None:
         return None
-    passes = [document.get(f"{kind}_ms") for kind in _KINDS]
-    hop = document.get("hop_ms")
-    for times in (*passes, [hop] * (pipeline.last + 1)):
-        if not isinstance(times, list) or len(times) != pipeline.last + 1:
-            return None
-        if not all(isinstance(ms, int | float) and 0 <= ms < float("inf") for ms in times):
-            return None
-    forward, backward = (tuple(map(float, times)) for times in passes)
-    if not any((*forward, *backward)):
+    try:
+        forward, backward = (tuple(map(float, document[f"{kind}_ms"])) for kind in _KINDS)
+        hop = float(document["hop_ms"])
+    except (KeyError, TypeError, ValueError):
         return None
-    return PipelineTimes.of(TimedPipeline(pipeline, forward, backward, float(hop)))
+    times = (*forward, *backward, hop)
+    sound = len(forward) == len(backward) == pipeline.last + 1 and any(times[:-1])
+    if not sound or not all(0 <= ms < float("inf") for ms in times):
+        return None
+    return PipelineTimes.of(TimedPipeline(pipeline, forward, backward, hop))
 
 
 def prediction_entry(timed: TimedPipeline) -> dict[str, Any]:

@@ -8,14 +8,15 @@ simulation writes rows with the same columns.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.atomic_files import replace_text, replacing
 from mtrain_cli.config.documents import read_json, reason
 from mtrain_cli.config.schema import ConfigError
@@ -105,9 +106,7 @@ class RecordedFolder:
     parts: tuple[Path, ...]
 
     def batches(self, columns: Iterable[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the rows in batches, as arrays by column name. A code of `WORDS` replaces a word.
-
-        columns: names of the columns to read; None for all columns.
+        """Yield the given columns, or all, in batches of arrays. Codes of `WORDS` replace words.
 
         Raises:
             ConfigError: a file is damaged or has another schema.
@@ -127,11 +126,7 @@ class RecordedFolder:
                     yield {name: _codes(batch.column(name), name, part) for name in wanted}
 
     def check_schemas(self) -> None:
-        """Check the schema of every file of rows.
-
-        Raises:
-            ConfigError: a file has another schema than the summary, or is not a parquet file.
-        """
+        """Raise ConfigError if a file has another schema than the summary, or is no parquet."""
         import pyarrow.parquet as pq
 
         for part in self.parts:
@@ -194,10 +189,8 @@ def write_rows(rows: np.ndarray, path: Path) -> None:
     import pyarrow.parquet as pq
 
     arrays = {name: pa.array(np.ascontiguousarray(rows[name])) for name in rows.dtype.names or ()}
-    for name, words in WORDS.items():
-        if name not in arrays:
-            continue
-        arrays[name] = pa.DictionaryArray.from_arrays(arrays[name], pa.array(words))
+    for name in WORDS.keys() & arrays:
+        arrays[name] = pa.DictionaryArray.from_arrays(arrays[name], pa.array(WORDS[name]))
     table = pa.table(arrays).replace_schema_metadata({"mtrain_schema": str(SCHEMA)})
     with replacing(path) as draft:
         pq.write_table(table, draft, compression="zstd")
@@ -210,10 +203,7 @@ def write_part(rows: np.ndarray, folder: Path, number: int, parts: str = PARTS) 
 
 
 def delete_parts_after(folder: Path, last: int, kind: str = PARTS) -> int:
-    """Delete the parts whose number is above ``last``. Return the number of remaining parts.
-
-    kind: name of the folder of parts.
-    """
+    """Delete the parts whose number is above ``last``. Return the number of remaining parts."""
     parts = sorted((folder / kind).glob("*.parquet"))
     for part in parts:
         if int(part.stem) > last:
@@ -228,11 +218,8 @@ def join_parts(folder: Path, kind: str = PARTS, joined: str = RECORDS) -> None:
     parts = sorted((folder / kind).glob("*.parquet"))
     if not parts:
         return
-    schema = pq.read_schema(parts[0])
-    with (
-        replacing(folder / joined) as draft,
-        pq.ParquetWriter(draft, schema, compression="zstd") as writer,
-    ):
+    schema, options = pq.read_schema(parts[0]), {"compression": "zstd"}
+    with replacing(folder / joined) as draft, pq.ParquetWriter(draft, schema, **options) as writer:
         for part in parts:
             writer.write_table(pq.read_table(part))
     for part in parts:
@@ -271,3 +258,36 @@ def open_records(folder: Path) -> RecordedFolder:
     whole = folder / RECORDS
     parts = (whole,) if whole.is_file() else tuple(sorted((folder / PARTS).glob("*.parquet")))
     return RecordedFolder(folder, summary, bool(summary.get("complete")), parts)
+
+
+# --- records of other packages -----
+
+Named = Sequence[tuple[str, Any]]  # (name of the run, its records)
+
+
+class RecordKind(Protocol):
+    """How a report reads and shows records of another package: entry points `mtrain.records`."""
+
+    def read(self, folder: Path) -> Any:
+        """Return the records of a folder, or None; raise ConfigError for a damaged file."""
+
+    def rows(self, records: Any) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Return {name of a CSV file: rows of text and numbers}."""
+
+    def tables(self, records: Any) -> Sequence[Any]:
+        """Return each `TextTable`, with its title, note and finding."""
+
+    def figures(self, named: Named) -> Sequence[Any]:
+        """Return each `plots.Figure` for the page."""
+
+
+def read_others(folder: Path) -> tuple[tuple[RecordKind, Any], ...]:
+    """Return each kind of records in a folder, with the records."""
+    kinds = plugins.load("mtrain.records", lambda _, kind: (kind, kind.read(folder)))
+    return tuple((kind, records) for kind, records in kinds if records)
+
+
+def by_kind(of_runs: Sequence[tuple[str, Sequence[tuple[RecordKind, Any]]]]) -> Iterator[Any]:
+    """Yield (kind, [(run, records)]) for each kind that a run has."""
+    for one in dict.fromkeys(kind for _, others in of_runs for kind, _ in others):
+        yield one, [(run, rs) for run, others in of_runs for kind, rs in others if kind is one]

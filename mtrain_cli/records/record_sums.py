@@ -24,10 +24,9 @@ from mtrain_cli.parallel.recording import (
     PASS,
     WAIT,
 )
-from mtrain_cli.parallel.schedule import GRADIENTS
+from mtrain_cli.parallel.schedule import GRADIENTS, TENSOR
 from mtrain_cli.records.pipeline_times import PipelineTimes, StepSums, pipeline_of
-from mtrain_cli.records.record_files import LINKS, PAYLOADS, SUMMARY, RecordedFolder
-from mtrain_cli.records.tensor_waits import TensorWaits
+from mtrain_cli.records.record_files import LINKS, PAYLOADS, SUMMARY, WORDS, RecordedFolder
 
 # The categories of a pass's time. A wait is `late` until the peer starts to send, then `exposed`.
 LATE, EXPOSED = "late", "exposed"
@@ -41,14 +40,39 @@ _COLUMNS = (
 _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank", "phase")
 
 
+@dataclass
+class TensorWaits:
+    """Waits for messages of tensor groups, between the passes of attention, in milliseconds.
+
+    late: the part of a rank's waits before the last worker started the message, by that worker,
+        [ranks, ranks]. exposed: the rest, which no computation hides, [ranks].
+    """
+
+    late: np.ndarray
+    exposed: np.ndarray
+
+    @staticmethod
+    def none(ranks: int) -> TensorWaits:
+        return TensorWaits(np.zeros((ranks, ranks)), np.zeros(ranks))
+
+    def add(self, rows: dict[str, np.ndarray]) -> None:
+        """Add the waits among the rows of one iteration."""
+        chosen = rows["phase"] == KINDS.index(WAIT)
+        chosen &= rows["link"] == WORDS["link"].index(TENSOR)
+        rank, peer = rows["rank"][chosen], rows["peer"][chosen]
+        whole = rows["dur_us"][chosen].astype(np.float64)
+        late = np.clip(rows["late_us"][chosen], 0, whole) * (peer >= 0)
+        np.add.at(self.late, (rank, peer), late / 1e3)
+        np.add.at(self.exposed, rank, (whole - late) / 1e3)
+
+
 @dataclass(frozen=True)
 class RecordedShape:
     """The iterations, layers, ranks and steps that a case's rows cover.
 
     facts: entry of the case in the summary.
     iterations, micros, layers: numbers of the iterations, micro-batches and layers with rows.
-    workers: number of ranks in a context group.
-    ranks: number of ranks in all context groups.
+    workers, ranks: number of ranks in a context group, and in all of them.
     present: whether a rank has rows, [groups, workers].
     steps: number of steps of the schedule, for each direction with rows.
     tensor: tensor-parallel degree. Consecutive ranks are a tensor group, so the ranks of a context
@@ -71,10 +95,7 @@ class RecordedShape:
     pipeline: Pipeline | None = None
 
     def of_kind(self, kind: str) -> RecordedShape | None:
-        """Return the shape of one kind of layers; None if the case has no rows of such layers.
-
-        kind: one of `EVERY_KIND`. A case whose layers are all alike has no kinds.
-        """
+        """Return the shape of one of `EVERY_KIND` of layers; None without rows of such layers."""
         named = (self.facts.get("layer_kinds") or {}).get(kind) or ()
         layers = tuple(layer for layer in self.layers if layer in named)
         return replace(self, layers=layers, kind=kind) if layers else None
@@ -116,22 +137,19 @@ def places_of(ranks: int, workers: int, tensor: int) -> np.ndarray:
 class Iteration:
     """Sums over one iteration of a case. Times are in milliseconds.
 
-    A sample is one layer of one micro-batch. `RecordedShape.slots` explains slots. Single columns
-    belong to no step, so slot 0 holds their time and their number of pairs.
+    A sample is one layer of one micro-batch. Slot 0 (`RecordedShape.slots`) also holds the time and
+    pairs of single columns, which belong to no step.
 
     spent: time by category, [SPENT, direction, sample, group, worker, slot].
-    pairs: number of computed query-key pairs, [direction, sample, group, worker, slot].
-    blocks: number of block pairs with computed pairs, in the shape of ``pairs``.
+    pairs, blocks: number of computed query-key pairs and block pairs, [direction, sample, ...].
     link: time of exposed communication by link class, as a sum over samples, [direction, LINKS,
         group, worker, slot].
     behind: peer and link of the wait with the longest late part, in the shape of ``pairs``, as the
         code ((peer + 1) * len(LINKS) + link) * 2 + gradients; -1 without a wait. ``gradients`` is 1
         if the message holds gradients, which a peer sends after it has computed its step; else 0.
-    start: start of the pass, [direction, sample, group, worker]; NaN if not recorded.
-    length: duration of the pass, in the shape of ``start``; NaN if not recorded.
+    start, length: start and duration of the pass, [direction, sample, group, worker]; NaN if not
+        recorded.
     whole: duration of the iteration, [group, worker]; NaN if not recorded.
-    tensor: waits for messages of tensor groups; None without such messages.
-    pipeline: the passes of a pipeline; None without a pipeline.
     """
 
     number: int
@@ -151,8 +169,7 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
     """Scan all rows once to find their cases, iterations, layers, ranks and steps.
 
     Returns:
-        Two dictionaries: the shape of each case by case number, and the number of the last batch
-        with rows of a (case, iteration).
+        The shape of each case, and the number of the last batch with rows of a (case, iteration).
 
     Raises:
         ConfigError: the rows do not match the summary.
@@ -225,8 +242,6 @@ def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
     """Yield the iterations of the given cases, each as soon as its last row has been read.
-
-    Only incomplete iterations stay in memory.
 
     shapes: the shape of each case. A shape of one kind of layers leaves the other layers out.
     last: second result of `survey`.

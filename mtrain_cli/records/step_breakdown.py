@@ -1,24 +1,13 @@
 """Divide the time of a training step into parts, from a `torch.profiler` trace.
 
-On a GPU, each instant counts for the first entry of this list that is active:
-1. a compute kernel; if several overlap, the one that started first
-2. a copy
-3. an NCCL transfer
-4. an NCCL wait for other ranks
-5. idle
+Each instant counts for the first that is active. On a GPU: a compute kernel (if several overlap,
+the one that started first), a copy, an NCCL transfer, an NCCL wait for other ranks, idle. On a CPU:
+the innermost operator of the training thread, a gloo message, the host.
 
-An NCCL kernel runs from the moment its rank arrives until the message is complete. The rank that
-arrives last therefore has the shortest kernel of a message. On all ranks, the duration of this
-shortest kernel counts as transfer. The rest of a rank's kernel counts as a wait for other ranks,
-whether a link or computation delayed those ranks. Only durations are compared, so the clocks of the
-ranks need not agree.
-
-On a CPU, each instant counts for the first entry of this list that is active:
-1. the innermost operator of the training thread
-2. a gloo message
-3. the host: Python, or a wait
-
-All times are whole nanoseconds, so sums are exact. This module needs no device.
+An NCCL kernel runs from the moment its rank arrives until the message is complete, so the rank that
+arrives last has the shortest kernel of a message. On all ranks, the duration of this kernel counts
+as transfer, and the rest of a kernel as a wait for other ranks. Only durations are compared, so the
+clocks of the ranks need not agree. All times are whole nanoseconds, so sums are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +15,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,28 +26,24 @@ from mtrain_cli.parallel.profiler_labels import (
     EXPERTS,
     INDEX,
     LOSS,
-    MESSAGE,
     OPTIMIZER,
     PREFIX,
     ROUTER,
     STEP,
-    layer_of,
-)
-from mtrain_cli.records.trace_spans import (
-    CATEGORIES,
-    DEVICE,
-    NCCL,
-    RUNTIME,
-    Event,
-    Interval,
-    Span,
-    claim,
-    innermost,
-    inside,
-    launched_in,
-    length,
 )
 
+Event = Mapping[str, Any]
+Interval = tuple[int, int]  # [begin, end) in nanoseconds
+Thread = tuple[Any, Any]  # process and thread
+Wanted = tuple[int, int, str]  # interval and its part
+NCCL = re.compile(r"^nccl", re.IGNORECASE)
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+RUNTIME = ("cuda_runtime", "cuda_driver")
+_OF_MESSAGE = (
+    *("Process Group Name", "Process Group Ranks", "Group size", "Collective name"),
+    *("In msg nelems", "Out msg nelems", "dtype"),
+)
+CATEGORIES = frozenset((*DEVICE, *RUNTIME, "cpu_op", "user_annotation"))
 PRODUCTS, ELEMENTWISE, WEIGHTS = "products", "element-wise", "weights"
 COPIES, OTHER = "copies", "other"
 LINKS, WAITS, IDLE, HOST = "links", "waits", "idle", "host"
@@ -76,31 +61,19 @@ _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
 _MESSAGES = "gloo:"  # Annotations of gloo messages start with this. They overlap operators.
 # The part of a kernel by its name, for kernels that were launched outside all ranges of
 # `profiler_labels`. The order matters: the name of CuTe's attention kernel also contains "cutlass".
-_KERNELS = (
-    (ATTENTION, re.compile(r"(?i)flash|fmha|attention|sdpa")),
-    (OPTIMIZER, re.compile(r"(?i)adam|multi_tensor_apply")),
-    (PRODUCTS, re.compile(r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_")),
-    (
-        ELEMENTWISE,
-        re.compile(r"(?i)^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm"),
-    ),
-)
+_KERNELS = {
+    ATTENTION: r"(?i)flash|fmha|attention|sdpa",
+    OPTIMIZER: r"(?i)adam|multi_tensor_apply",
+    PRODUCTS: r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_",
+    ELEMENTWISE: r"(?i)^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm",
+}
 # The part of one of PyTorch's CPU operators by its name.
-_OPERATORS = (
-    (
-        PRODUCTS,
-        re.compile(r"(add|b|badd|)mm|addmv|mv|dot|linear|matmul|mkldnn_linear|_linear_pointwise"),
-    ),
-    (COPIES, re.compile(r"copy_|_to_copy|clone|fill_|zero_|cat|_foreach_copy_")),
-    (
-        ELEMENTWISE,
-        re.compile(
-            r"(add|sub|mul|div|addcmul|addcdiv|neg|pow|exp|r?sqrt)_?"
-            r"|sigmoid|silu(_backward)?|sum|mean|cos|sin|.*rms_norm.*"
-        ),
-    ),
-)
-_NO_EXPERTS = ""  # label of the work that no layer with experts does
+_OPERATORS = {
+    PRODUCTS: r"(add|b|badd|)mm|addmv|mv|dot|linear|matmul|mkldnn_linear|_linear_pointwise",
+    COPIES: r"copy_|_to_copy|clone|fill_|zero_|cat|_foreach_copy_",
+    ELEMENTWISE: r"(add|sub|mul|div|addcmul|addcdiv|neg|pow|exp|r?sqrt)_?"
+    r"|sigmoid|silu(_backward)?|sum|mean|cos|sin|.*rms_norm.*",
+}
 _FUSED_OPERATOR = "## Call CompiledFxGraph"  # compiled CPU code outside of operators
 _LAUNCH = re.compile(r"^cu(da)?Launch")
 _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
@@ -108,12 +81,9 @@ _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 
 @dataclass(frozen=True)
 class OperationTotals:
-    """Totals of the GPU kernels or CPU operators with one name.
+    """Totals of the GPU kernels or CPU operators with one name and part of the step.
 
-    part: part of the step to which these kernels or operators belong.
-    calls: number of calls.
-    ns: time in these calls, in nanoseconds. The time of nested operators does not count. Time that
-        overlaps with other kernels counts.
+    ns: time in these calls, without nested operators, with time that overlaps with other kernels.
     """
 
     name: str
@@ -123,43 +93,14 @@ class OperationTotals:
 
 
 @dataclass(frozen=True)
-class ExpertTime:
-    """The time of one pass of a layer with experts, in all recorded steps of one rank.
-
-    layer, direction: number of the layer, and ``forward``, ``recompute`` or ``backward``.
-    router: nanoseconds of the router, without its backward pass.
-    computing: nanoseconds of the products and element-wise kernels of the experts.
-    waiting: nanoseconds of messages of router and experts that do not overlap with computation.
-    """
-
-    layer: int
-    direction: str
-    router: int
-    computing: int
-    waiting: int
-
-
-@dataclass(frozen=True)
 class StepBreakdown:
     """Sums over all recorded steps of one rank. Times are in nanoseconds.
 
-    step: wall-clock time of all steps.
-    parts: wall-clock time by part. The sum of the parts is `step`.
-    hidden: time of communication that overlaps with computation. The parts for links and waits hold
-        the exposed communication.
-
-    The fields below are for GPUs. On a CPU, these fields keep their defaults:
-
-    launching: host time in launch calls.
-    syncs: number of calls that wait for the device.
-    syncing: host time in calls that wait for the device.
+    step: wall-clock time of all steps, which is the sum of ``parts``.
+    hidden: communication that overlaps with computation. Links and waits hold the exposed one.
+    launching, syncing: host time in launch calls, and in calls that wait for the device (GPU).
     ahead: median time from the launch of a kernel to its start; None without kernels.
-    unmatched: number of NCCL messages that were not found on other ranks. The whole time of these
-        messages counts as transfer.
-
-    For a model with experts, on GPUs and CPUs:
-
-    experts: times of each pass of a layer with experts.
+    unmatched: NCCL messages that were not found on other ranks and count as transfer.
     """
 
     steps: int
@@ -173,7 +114,6 @@ class StepBreakdown:
     syncing: int = 0
     ahead: float | None = None
     unmatched: int = 0
-    experts: list[ExpertTime] = field(default_factory=list)
 
 
 def find_parts(
@@ -183,9 +123,7 @@ def find_parts(
 
     Args:
         events: `traceEvents` of the trace. Each step is an annotation named `profiler_labels.STEP`.
-        gpu: whether the steps ran on a GPU.
-        least: result of `shortest`. If a message is missing from it, the whole time of the message
-            counts as transfer.
+        least: result of `shortest`. The whole time of a message that it lacks counts as transfer.
 
     Raises:
         ValueError: the trace holds no step.
@@ -195,9 +133,7 @@ def find_parts(
 
 
 def messages(events: Iterable[Event]) -> dict[Message, int]:
-    """Return the duration of each NCCL message in the steps of one rank, in nanoseconds.
-
-    Skip a message if the trace does not give its group and size.
+    """Return the ns of each NCCL message of one rank whose group and size the trace gives.
 
     Raises:
         ValueError: the trace holds no step.
@@ -212,11 +148,10 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 
 
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
-    """Return the duration of each message on the rank where it was shortest, in nanoseconds.
+    """Return the ns of each message on the rank where it was shortest.
 
-    Messages of one kind have the same group, operation and size. Among messages of one kind, the
-    order identifies a message. Skip a message if a rank of its group lacks this message, or if
-    ranks have different numbers of messages of this kind.
+    Messages of one group, operation and size are told apart by their order. Skip a message that a
+    rank of its group lacks, or if ranks have different numbers of messages of this kind.
 
     everyone: results of `messages` on all ranks.
     """
@@ -234,27 +169,22 @@ def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
 
 def _kept(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
     kept = [Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in CATEGORIES]
-    steps = sorted(
-        (s for s in kept if s.category == "user_annotation" and s.name == _STEP),
-        key=lambda s: s.begin,
-    )
+    steps = [s for s in kept if s.category == "user_annotation" and s.name == _STEP]
     if not steps:
         raise ValueError(f"the trace has no annotation {_STEP}")
-    return kept, steps
+    return kept, sorted(steps, key=lambda s: s.begin)
 
 
 def kernel_part(name: str) -> str:
-    """Return the part to which a kernel of this name belongs."""
     if NCCL.search(name):
         return LINKS
-    return next((part for part, names in _KERNELS if names.search(name)), OTHER)
+    return next((part for part, names in _KERNELS.items() if re.search(names, name)), OTHER)
 
 
 def operator_part(name: str) -> str | None:
-    """Return the part to which a CPU operator of this name belongs.
+    """Return the part of a CPU operator by its name.
 
-    Return None for Python functions, autograd nodes and requests to gloo: their time counts for the
-    operators that they call.
+    None for Python functions, autograd nodes and requests to gloo, which call other operators.
     """
     if name.startswith(_FUSED_OPERATOR):
         return ELEMENTWISE
@@ -263,14 +193,13 @@ def operator_part(name: str) -> str | None:
         return WEIGHTS
     if not colons or library in ("autograd", "torch", "c10d", "_c10d_functional"):
         return None
-    return next((part for part, names in _OPERATORS if names.fullmatch(operator)), OTHER)
+    return next(
+        (part for part, names in _OPERATORS.items() if re.fullmatch(names, operator)), OTHER
+    )
 
 
 def range_part(name: str) -> str | None:
-    """Return the part to which all work inside an annotation of this name belongs.
-
-    Return None if the name does not determine a part.
-    """
+    """Return the part of all work inside an annotation of this name; None if it has none."""
     if name.startswith(PREFIX):
         own = name.removeprefix(PREFIX).partition("/")[0]
         return own if own in COMPUTING else None
@@ -292,17 +221,15 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
 
 
 def _messages(device: Iterable[Span]) -> list[Message | None]:
-    """Return the message of each span; None for a span that is not an NCCL message.
+    """Return the message of each span, numbered among those of its kind; None for other spans.
 
-    Messages of one kind (see `shortest`) are numbered by their start. Ranks agree on these numbers,
-    because all ranks of a group send the group's messages in the same order.
+    Ranks agree on the numbers: all ranks of a group send the group's messages in the same order.
     """
-    numbers: dict[tuple[Any, ...], int] = defaultdict(int)
+    numbers: Counter[tuple[Any, ...]] = Counter()
     numbered: list[Message | None] = []
     for span in device:
-        numbered.append(None if span.message is None else (*span.message, numbers[span.message]))
-        if span.message is not None:
-            numbers[span.message] += 1
+        numbered.append(span.message and (*span.message, numbers[span.message]))
+        numbers[span.message or ()] += 1
     return numbered
 
 
@@ -314,11 +241,13 @@ def _of_gpu(
     runtime = [s for s in spans if s.category in RUNTIME]
     # A runtime call may contain a driver call with the same correlation id. Keep the outer call.
     launches = {s.correlation: s for s in sorted(runtime, key=lambda s: -s.begin)}
+    words = launched_in(device, launches, spans)
     assigned = [
-        _device_part(span, word)
-        for span, word in zip(device, launched_in(device, launches, spans, range_part), strict=True)
+        LINKS
+        if span.category == "kernel" and NCCL.search(span.name)
+        else word or (kernel_part(span.name) if span.category == "kernel" else COPIES)
+        for span, word in zip(device, words, strict=True)
     ]
-
     parts, hidden, unmatched = _device_parts(device, assigned, steps, least)
     closing = [s for s in spans if s.name == _CLOSING]
     launching = [s for s in inside(launches.values(), steps) if _LAUNCH.match(s.name)]
@@ -347,7 +276,6 @@ def _of_gpu(
         syncing=sum(s.end - s.begin for s in syncing),
         ahead=statistics.median(ahead) if ahead else None,
         unmatched=unmatched,
-        experts=_expert_times(_device_times(device, launches, spans, steps)),
     )
 
 
@@ -357,15 +285,8 @@ def _device_parts(
     steps: Sequence[Span],
     least: Mapping[Message, int],
 ) -> tuple[dict[str, int], int, int]:
-    """Divide the steps among the parts.
-
-    Returns:
-        (time of each part, time of overlapped messages, number of unmatched messages). Times are in
-        nanoseconds.
-    """
-    computing, copying, moving, waiting, under_way = (
-        list[tuple[int, int, str]]() for _ in range(5)
-    )
+    """Return (ns of each part, ns of overlapped messages, number of unmatched messages)."""
+    computing, copying, moving, waiting, under_way = (list[Wanted]() for _ in range(5))
     unmatched = 0
     for span, word, message in zip(device, assigned, _messages(device), strict=True):
         if word != LINKS:
@@ -389,18 +310,6 @@ def _device_parts(
     return parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], unmatched
 
 
-def _device_part(span: Span, word: str | None) -> str:
-    """Return the part of a device span.
-
-    word: part of the host range that launched the span; None if unknown.
-    """
-    if span.category == "kernel" and NCCL.search(span.name):
-        return LINKS
-    if word is not None:
-        return word
-    return kernel_part(span.name) if span.category == "kernel" else COPIES
-
-
 # --- CPU ---
 
 
@@ -422,16 +331,11 @@ def _of_cpu(spans: Sequence[Span], steps: Sequence[Span]) -> StepBreakdown:
     parts[HOST] = length(free)
     kinds = _kinds((span.name, word, length(own)) for span, word, own in worked)
     hidden = in_all[LINKS] - parts[LINKS]
-    experts = _expert_times(_thread_times(spans, steps))
-    return StepBreakdown(len(steps), length(whole), parts, hidden, kinds, experts=experts)
+    return StepBreakdown(len(steps), length(whole), parts, hidden, kinds)
 
 
 def _self_times(spans: Sequence[Span]) -> list[tuple[Span, str | None, list[Interval]]]:
-    """Return (span, part, self time) of each span of one thread, ordered by start.
-
-    Self time is the list of intervals of a span that lie outside all nested spans. The part is None
-    if the self time counts for no part.
-    """
+    """Return (span, part or None, intervals outside nested spans) of the spans of one thread."""
     times: list[tuple[Span, str | None, list[Interval]]] = []
     # Open spans: index in times, end, part of the range around the span, begin of the self time
     # that is not yet in times.
@@ -466,64 +370,115 @@ def _self_times(spans: Sequence[Span]) -> list[tuple[Span, str | None, list[Inte
     return times
 
 
-def _device_times(
-    device: Sequence[Span],
-    launches: Mapping[Any, Span],
-    spans: Sequence[Span],
-    steps: Sequence[Span],
-) -> Iterator[tuple[str, bool, int]]:
-    """Yield (annotation, whether a wait, nanoseconds) of the work of layers with experts."""
-    labels = launched_in(device, launches, spans, _expert_label)
-    if not any(labels):
-        return
-    messages: list[tuple[int, int, str]] = []
-    others: list[tuple[int, int, str]] = []
-    for span, label in zip(device, labels, strict=True):
-        is_message = span.category == "kernel" and NCCL.search(span.name)
-        if not is_message:
-            others.append((span.begin, span.end, _NO_EXPERTS))
-            if label is not None:
-                yield label, False, span.end - span.begin
-        elif label is not None:
-            messages.append((span.begin, span.end, label))
-    free = claim([(s.begin, s.end) for s in steps], others, {_NO_EXPERTS: 0})
-    exposed = dict.fromkeys((label for *_, label in messages), 0)
-    claim(free, messages, exposed)
-    for label, ns in exposed.items():
-        yield label, True, ns
+# --- spans of a trace ---
 
 
-def _expert_label(name: str) -> str | None:
-    return name if layer_of(name) is not None else None
+@dataclass(frozen=True, slots=True)
+class Span:
+    category: str
+    name: str
+    thread: Thread
+    begin: int
+    end: int
+    correlation: Any
+    external: Any
+    message: tuple[Any, ...] | None  # NCCL kernels: values of `_OF_MESSAGE`
+
+    @staticmethod
+    def of(event: Event) -> Span:
+        begin, arguments = round(float(event["ts"]) * 1e3), event.get("args") or {}
+        end = begin + max(0, round(float(event.get("dur") or 0) * 1e3))
+        thread = event.get("pid"), event.get("tid")
+        message = None
+        if event["cat"] == "kernel" and NCCL.search(event["name"]) and "Group size" in arguments:
+            message = tuple(str(arguments.get(name)) for name in _OF_MESSAGE)
+        correlation, external = arguments.get("correlation"), arguments.get("External id")
+        return Span(event["cat"], event["name"], thread, begin, end, correlation, external, message)
 
 
-def _expert_times(times: Iterable[tuple[str, bool, int]]) -> list[ExpertTime]:
-    """Add up (annotation, whether a wait, nanoseconds) by layer and direction."""
-    sums: dict[tuple[int, str], dict[str, int]] = defaultdict(Counter)
-    for annotation, is_wait, ns in times:
-        found = layer_of(annotation)
-        assert found is not None
-        name, layer, direction = found
-        sums[layer, direction]["waiting" if is_wait else name] += ns
-    return [
-        ExpertTime(*key, found[ROUTER], found[EXPERTS], found["waiting"])
-        for key, found in sorted(sums.items())
-    ]
+def inside(spans: Iterable[Span], steps: Sequence[Span]) -> list[Span]:
+    """Return the spans that begin inside a step, ordered by start."""
+    return sorted(
+        (s for s in spans if any(step.begin <= s.begin < step.end for step in steps)),
+        key=lambda s: (s.begin, -s.end),
+    )
 
 
-def _thread_times(spans: Sequence[Span], steps: Sequence[Span]) -> Iterator[tuple[str, bool, int]]:
-    """Yield (annotation, whether a wait, nanoseconds) of layers with experts.
+def innermost(
+    ranges: Sequence[tuple[Span, str]], at: Sequence[tuple[Thread, int]]
+) -> list[str | None]:
+    """Return the part of the innermost (span, part) around each (thread, ns); None outside."""
+    latest_first = sorted(ranges, key=lambda r: (-r[0].begin, r[0].end))  # to pop from the end
+    by_thread = grouped(latest_first, lambda r: r[0].thread)
+    words: list[str | None] = [None] * len(at)
+    stacks: dict[Thread, list[tuple[Span, str]]] = defaultdict(list)
+    for number in sorted(range(len(at)), key=lambda n: at[n][1]):
+        thread, time = at[number]
+        coming, stack = by_thread.get(thread, []), stacks[thread]
+        while coming and coming[-1][0].begin <= time:
+            stack.append(coming.pop())
+        # The ranges of a thread nest, so the innermost one ends first.
+        while stack and stack[-1][0].end <= time:
+            stack.pop()
+        words[number] = stack[-1][1] if stack else None
+    return words
 
-    The whole time of an annotation counts, except waits for messages inside it.
+
+def claim(
+    free: Sequence[Interval], wanted: Sequence[Wanted], parts: dict[str, int]
+) -> list[Interval]:
+    """Give the free time inside each (begin, end, part) of ``wanted`` to its part.
+
+    Both lists are sorted by begin. The call adds the time to ``parts``, in nanoseconds, and returns
+    the intervals that remain free.
     """
-    own = [s for s in spans if s.category == "user_annotation" and s.name.startswith(PREFIX)]
-    own = inside(own, steps)
-    waits = [s for s in own if s.name == PREFIX + MESSAGE]
-    ranges = [(s, s.name) for s in own if _expert_label(s.name) is not None]
-    around = innermost(ranges, [(s.thread, s.begin) for s in waits])
-    for span, name in ranges:
-        yield name, False, span.end - span.begin
-    for span, label in zip(waits, around, strict=True):
-        if label is not None:
-            yield label, False, span.begin - span.end
-            yield label, True, span.end - span.begin
+    left: list[Interval] = []
+    # Index of the current free interval, and the time from which it is still free.
+    place, cursor = 0, None
+    for begin, end, word in wanted:
+        while place < len(free):
+            if cursor is None:
+                cursor = free[place][0]
+            until = free[place][1]
+            if until <= begin:
+                if cursor < until:
+                    left.append((cursor, until))
+                place, cursor = place + 1, None
+                continue
+            start, stop = max(begin, cursor), min(end, until)
+            if start < stop:
+                if cursor < start:
+                    left.append((cursor, start))
+                parts[word] += stop - start
+                cursor = stop
+            if end <= until:
+                break  # The next interval of `wanted` may begin in the same free interval.
+            place, cursor = place + 1, None
+    if place < len(free):
+        begin = free[place][0] if cursor is None else cursor
+        left += [(begin, free[place][1])] if begin < free[place][1] else []
+        left += free[place + 1 :]
+    return left
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    return sum(end - begin for begin, end in intervals)
+
+
+def launched_in(
+    device: Sequence[Span], launches: Mapping[Any, Span], spans: Sequence[Span]
+) -> list[str | None]:
+    """Return the part of the host range that launched each device span; None if unknown."""
+    host = [s for s in spans if s.category in ("cpu_op", "user_annotation")]
+    known = {s.thread for s in host}
+    operators = {s.external: s for s in host if s.external is not None}
+    at: list[tuple[Thread, int]] = []
+    for span in device:
+        call = launches.get(span.correlation)
+        if call is None or call.thread not in known:
+            # The launch was not recorded, or has another thread id. Use the operator around it.
+            call = operators.get(span.external)
+        at.append(((None, None), 0) if call is None else (call.thread, call.begin))
+    annotations = (s for s in spans if s.category == "user_annotation")
+    ranges = [(s, part) for s in annotations if (part := range_part(s.name)) is not None]
+    return innermost(ranges, at)

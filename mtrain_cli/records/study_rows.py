@@ -90,19 +90,15 @@ class StudyError:
 def errors(tables: Iterable[StudyTable]) -> list[StudyError]:
     """Return the errors by quantity, in the order of the values."""
     compared = [v for table in tables for v in table.values if v.counts and v.ratio is not None]
-    found = []
-    for quantity, values in grouped(compared, lambda value: value.quantity).items():
-        off = [value.ratio - 1 for value in values if value.ratio is not None]
-        found.append(
-            StudyError(
-                quantity,
-                len(off),
-                statistics.fmean(map(abs, off)),
-                max(off, key=abs),
-                sum(abs(each) <= TARGET for each in off),
-            )
+    groups = grouped(compared, lambda value: value.quantity)
+    off = {key: [v.ratio - 1 for v in own if v.ratio is not None] for key, own in groups.items()}
+    return [
+        StudyError(
+            *(quantity, len(own), statistics.fmean(map(abs, own)), max(own, key=abs)),
+            sum(abs(error) <= TARGET for error in own),
         )
-    return found
+        for quantity, own in off.items()
+    ]
 
 
 def tables_of(summary: Mapping[str, Any], folder: Path) -> tuple[StudyTable, ...]:

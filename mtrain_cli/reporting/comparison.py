@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mtrain_cli.records.analysis import CaseAnalysis
-from mtrain_cli.records.estimate import Estimate
-from mtrain_cli.records.metrics import StepMetrics, rate_unit, steady_steps, timed_steps
+from mtrain_cli.records.imbalance import Estimate
+from mtrain_cli.records.metrics import rate_unit, steady_steps, timed_steps
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.table import Column, Table
 
@@ -63,8 +63,7 @@ class RatioComparison:
 def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
     """Compare every later run with the first run, in each quantity that both have.
 
-    Cases with equal labels are compared. If no labels are equal and both runs have one case, these
-    two cases are compared.
+    Compare cases with equal labels or, without any, the only cases of both runs.
     """
     first = sources[0]
     rows: list[RatioComparison] = []
@@ -112,14 +111,14 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
 
 
 def _expert_figures(source: ReportSource, case: int) -> dict[str, Estimate]:
-    each = next((experts for experts in source.experts if experts.case == case), None)
-    if each is None:
+    loads = next((experts for experts in source.experts if experts.case == case), None)
+    if loads is None:
         return {}
-    times = {} if each.time is None else {"experts: worker imbalance, time": each.time}
+    times = {} if loads.time is None else {"experts: worker imbalance, time": loads.time}
     return {
-        "experts: worker imbalance": each.worker,
-        "experts: step imbalance": each.step,
-        "experts: largest load": each.largest,
+        "experts: worker imbalance": loads.worker,
+        "experts: step imbalance": loads.step,
+        "experts: largest load": loads.largest,
         **times,
     }
 
@@ -131,30 +130,24 @@ def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
     last = metrics[-max(1, len(metrics) // 10) :]
 
     def final(name: str) -> Estimate:
-        values = [value for m in last if (value := getattr(m, name)) is not None]
-        return Estimate.of(np.array(values))
+        return Estimate.of([value for m in last if (value := getattr(m, name)) is not None])
 
-    held_out = [e.loss for e in source.evaluations[-1:]]
+    rates = np.array([m.tokens_per_second_per_gpu for m in rest])
+    seconds = np.array([m.seconds for m in rest])
+    whole = seconds.sum()
+    # Total tokens / total time: a mean of rates gives slow steps too little weight.
+    rate = float((rates * seconds).sum() / whole) if whole > 0 else np.nan
+    losses = np.array([e.loss for e in source.evaluations[-1:]], float)
     return {
         "loss, last tenth of the steps": final("loss"),
-        "held-out loss, last": Estimate.of(np.array(held_out, dtype=float)),
-        "s / step, mean": Estimate.of(np.array([m.seconds for m in rest])),
-        f"{unit}, mean": _rate(rest),
+        "held-out loss, last": Estimate.of(losses),
+        "s / step, mean": Estimate.of(seconds),
+        f"{unit}, mean": replace(Estimate.of(rates), mean=rate),
         # Only runs with experts have these.
         "balance loss, last tenth": final("balance_loss"),
         "largest expert load, last tenth": final("expert_load"),
         "routing entropy, last tenth": final("router_entropy"),
     }
-
-
-def _rate(steps: Sequence[StepMetrics]) -> Estimate:
-    """Return total tokens / total time. A mean of rates gives slow steps too little weight."""
-    rates = np.array([m.tokens_per_second_per_gpu for m in steps])
-    seconds = np.array([m.seconds for m in steps])
-    whole = seconds.sum()
-    return replace(
-        Estimate.of(rates), mean=float((rates * seconds).sum() / whole) if whole > 0 else np.nan
-    )
 
 
 def compare_table(sources: Sequence[ReportSource]) -> Table:
@@ -183,10 +176,9 @@ def incomparable(sources: Sequence[ReportSource]) -> list[str]:
     """
     warnings = []
     for fact, value_of in (("workers", _workers_of), ("machines", _machine_of)):
-        values = [(source.name, value_of(source)) for source in sources]
-        known = [(name, value) for name, value in values if value]
-        if len({value for _, value in known}) > 1:
-            listed = "; ".join(f"{name}: {value}" for name, value in known)
+        known = {source.name: value for source in sources if (value := value_of(source))}
+        if len(set(known.values())) > 1:
+            listed = "; ".join(f"{name}: {value}" for name, value in known.items())
             warnings.append(
                 f"the runs differ in {fact} ({listed}): settings alone do not explain their times"
             )
@@ -194,16 +186,15 @@ def incomparable(sources: Sequence[ReportSource]) -> list[str]:
 
 
 def _workers_of(source: ReportSource) -> str:
-    documents = source.summary, source.step or {}
     setting = source.settings.get("topology.workers")
-    known = [*(document.get("workers") for document in documents), setting]
-    # `auto` means one worker per GPU, or two processes on a CPU.
-    automatic = str(len(source.facts.get("gpus") or []) or 2) if setting == "auto" else ""
-    return next((str(value) for value in known if isinstance(value, int)), automatic)
+    if setting == "auto":  # one worker per GPU, or two processes on a CPU
+        setting = len(source.facts.get("gpus") or []) or 2
+    counts = (source.summary.get("workers"), (source.step or {}).get("workers"), setting)
+    return next((str(count) for count in counts if isinstance(count, int)), "")
 
 
 def _machine_of(source: ReportSource) -> str:
     if isinstance(source.summary.get("cluster"), dict):
         return source.where
-    gpus, host = source.facts.get("gpus") or [], source.facts.get("host")
-    return f"{gpus[0] if gpus else 'CPU'} of {host}" if host else ""
+    gpus, host = source.facts.get("gpus") or ["CPU"], source.facts.get("host")
+    return f"{gpus[0]} of {host}" if host else ""

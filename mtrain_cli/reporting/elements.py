@@ -14,7 +14,7 @@ from typing import Any
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.printable import same_width
 from mtrain_cli.reporting.plots import Figure
-from mtrain_cli.reporting.table import Lines, Map, Section, Table
+from mtrain_cli.reporting.table import Map, Section, Table
 
 _HERE = Path(__file__).parent
 # plotly.js-cartesian-dist-min 4.1.1 from npm, gzipped, with its MIT licence in the same folder.
@@ -29,12 +29,8 @@ def write(path: Path, title: str, body: Sequence[str], drawn: Sequence[Figure]) 
     drawn: the figures of the page.
     """
     views_of = [
-        {
-            "name": f.name,
-            "together": f.together,
-            "linked": f.linked,
-            "views": [asdict(view) for view in f.views],
-        }
+        {name: getattr(f, name) for name in ("name", "together", "linked")}
+        | {"views": [asdict(view) for view in f.views]}
         for f in drawn
     ]
     data = json.dumps(views_of, separators=(",", ":"), allow_nan=False)
@@ -46,8 +42,9 @@ def write(path: Path, title: str, body: Sequence[str], drawn: Sequence[Figure]) 
         title=escape(title),
         style=style,
         body="\n".join(body),
-        plotly=_base64(_PLOTLY.read_bytes()),
-        data=_base64(gzip.compress(data.encode(), mtime=0)),
+        plotly=base64.b64encode(_PLOTLY.read_bytes()).decode(),
+        # Base64 text cannot contain the end of a script element.
+        data=base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode(),
         script=script,
     )
     # Replace control characters: a user may print the file to a terminal.
@@ -86,9 +83,8 @@ def table(
 ) -> str:
     """Return a table, or "" without rows.
 
-    Args:
-        words: indices of the columns that hold text. The other columns hold numbers.
-        states: CSS class of each row.
+    words: indices of the columns that hold text. The other columns hold numbers.
+    states: CSS class of each row.
     """
     if not rows:
         return ""
@@ -109,18 +105,19 @@ def table(
 
 def report_section(described: Section) -> str:
     """Return a section with its tables and sentences. Figures replace its heat maps."""
-    content, parts = "", [part for part in described.parts if not isinstance(part, Map)]
-    for part in parts:
+    content = ""
+    for part in described.parts:
+        if isinstance(part, Map):
+            continue
+        if isinstance(part, Table):
+            shown = shown_table(part)
+        else:
+            tag, lines = "ol" if part.numbered else "ul", part.lines
+            listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            shown = listed and f"<{tag}>{listed}</{tag}>"
         title = part.title if part.title != described.title else ""
-        shown = shown_table(part) if isinstance(part, Table) else _lines(part)
         content += f"<h3>{escape(title)}</h3>{shown}" if title and shown else shown
     return section(described.title, content)
-
-
-def _lines(lines: Lines) -> str:
-    tag = "ol" if lines.numbered else "ul"
-    listed = "".join(f"<li>{escape(line)}</li>" for line in lines.lines)
-    return listed and f"<{tag}>{listed}</{tag}>"
 
 
 def shown_table(shown: Table) -> str:
@@ -147,20 +144,13 @@ def figure(drawn: Figure) -> str:
         place = f'<div class="panels" id="figure-{drawn.name}">{panels}</div>'
     else:
         selectors = "".join(
-            f"<label>{escape(name)} "
-            f'<select data-figure="{drawn.name}" data-at="{i}"'
-            + (f' data-link="{escape(name)}"' if drawn.linked else "")
-            + "></select></label>"
+            f'<label>{escape(name)} <select data-figure="{drawn.name}" data-at="{i}"'
+            f"{f' data-link={chr(34)}{escape(name)}{chr(34)}' * drawn.linked}></select></label>"
             for i, name in enumerate(drawn.selectors)
         )
         place = (
             f'<div class="selectors">{selectors}</div>'
             f'<div class="figure" id="figure-{drawn.name}"></div>'
         )
-    found = f"<p>{escape(drawn.finding)}</p>" if drawn.finding else ""
-    return section(drawn.title, f"{found}{place}", drawn.note)
-
-
-def _base64(packed: bytes) -> str:
-    """Encode bytes as base64 text, which cannot contain the end of a script element."""
-    return base64.b64encode(packed).decode()
+    finding = f"<p>{escape(drawn.finding)}</p>" if drawn.finding else ""
+    return section(drawn.title, f"{finding}{place}", drawn.note)

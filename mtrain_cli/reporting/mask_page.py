@@ -1,8 +1,9 @@
-"""The page of `mtrain mask show --plot`: the mask, who holds and who sends which rows."""
+"""The files of `mtrain mask show --plot`: a page with the mask and its layouts, or an SVG file."""
 
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli import __version__
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.dispatch import RowPrices
+from mtrain_cli.printable import same_width
 from mtrain_cli.reporting import elements, plots
 from mtrain_cli.reporting.mask_view import LayoutShare, MaskView, cell_edges, density, holders
 from mtrain_cli.reporting.table import Column, Section, Table, count, fixed, percent
@@ -24,8 +27,19 @@ _RANKS = (
 _MASK = "91,125,214"
 _PARTS = (8, 4)  # into which ticks divide an axis
 _STRIP = 16  # columns of the strip that shows the ranks of a cell's rows
-_NUMBERED = 16  # most ranks of a heat map with a number in each cell
-_SHOWN = 64  # most ranks in a table or figure
+_WIDTH, _MARGIN, _LINE = 208, 8, 15  # units of the drawing
+_CELLS = 64  # rows and columns of the SVG file
+_LETTERS = 30  # of a title that fit into a line
+_STYLE = """
+svg { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }
+text { fill: #1f2328; font-size: 12px } .card { fill: #ffffff; stroke: #d1d9e0 }
+.back { fill: #eef1f4 } .full { fill: #2f6fc4 } .partial { fill: #9cbce4 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .card { fill: #0d1117; stroke: #3d444d }
+  .back { fill: #21262d } .full { fill: #5b9be0 } .partial { fill: #35547a }
+}
+"""
+MEANING = "Queries from top to bottom, keys from left to right. Dark: all pairs. Light: some pairs."
 
 
 def write(path: Path, title: str, masks: Sequence[MaskView], cluster: str = "auto") -> None:
@@ -33,22 +47,19 @@ def write(path: Path, title: str, masks: Sequence[MaskView], cluster: str = "aut
 
     cluster: `topology.cluster` of the prices.
     """
-    picture, travels = mask_figure(masks), travel_figure(masks)
-    pair = "".join(f'<div class="panel">{elements.figure(one)}</div>' for one in (picture, travels))
+    picture = mask_figure(masks)
+    named = [f": {view.title}" * (len(masks) > 1) for view in masks]
+    tables = [
+        layouts_table(view, f"Layouts{name}") for view, name in zip(masks, named, strict=True)
+    ]
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
-        *(elements.report_section(_layouts(view, len(masks) > 1)) for view in masks),
+        *(elements.report_section(Section(table.title, [table])) for table in tables),
         elements.note(layouts_note(masks[0].shares[0].prices, cluster)),
-        f'<div class="panels">{pair}</div>',
-        *(_ranks(view, len(masks) > 1) for view in masks),
+        elements.figure(picture),
         f"<footer>written by mtrain {escape(__version__)}</footer>",
     ]
-    elements.write(path, title, body, (picture, travels))
-
-
-def _layouts(view: MaskView, named: bool) -> Section:
-    title = f"Layouts: {view.title}" if named else "Layouts"
-    return Section(title, [layouts_table(view, title)])
+    elements.write(path, title, body, [picture])
 
 
 def layouts_note(prices: RowPrices, cluster: str) -> str:
@@ -82,9 +93,7 @@ def mask_figure(masks: Sequence[MaskView]) -> plots.Figure:
         "The strip on the left has the colors of the ranks that hold the rows of each cell. The "
         "darker a cell, the larger the share of its pairs that the mask allows."
     )
-    return plots.Figure(
-        "mask", "Who holds which rows", ("layers", "layout"), drawn, note, False, True
-    )
+    return plots.Figure("mask", "Who holds which rows", ("layers", "layout"), drawn, note)
 
 
 def _view(view: MaskView, share: LayoutShare, data: list[plots.Trace]) -> plots.FigureView:
@@ -109,17 +118,8 @@ def _density(cells: list, middles: list[float]) -> plots.Trace:
     # Even a cell with few allowed pairs must show.
     scale = [[0, f"rgba({_MASK},0)"], [1e-6, f"rgba({_MASK},0.3)"], [1, f"rgba({_MASK},1)"]]
     hover = "query %{y:,.0f}, key %{x:,.0f}: %{z:.0%} of the pairs"
-    return plots.heat(
-        cells,
-        middles,
-        middles,
-        "",
-        hover,
-        colorscale=scale,
-        reversescale=False,
-        zmax=1,
-        showscale=False,
-    )
+    look = {"colorscale": scale, "reversescale": False, "zmax": 1, "showscale": False}
+    return plots.heat(cells, middles, middles, "", hover, **look)
 
 
 def _strip(share: LayoutShare, edges: np.ndarray, middles: list[float]) -> list[plots.Trace]:
@@ -160,44 +160,6 @@ def _strip(share: LayoutShare, edges: np.ndarray, middles: list[float]) -> list[
     return [strip, *legend]
 
 
-def travel_figure(masks: Sequence[MaskView]) -> plots.Figure:
-    """Draw the rows that a group cast moves, by receiving and sending rank."""
-    most = max((int(s.sent.max()) for view in masks for s in view.shares), default=0)
-    drawn = []
-    for view in masks:
-        for share in view.shares:
-            workers = share.layout.workers
-            shown = plots.evenly(range(workers), _SHOWN)
-            rows = share.sent.T[np.ix_(shown, shown)]
-            few = len(shown) <= _NUMBERED
-            numbered = {"text": [[_short(n) for n in row] for row in rows.tolist()]}
-            trace = plots.heat(
-                rows.tolist(),
-                [str(rank) for rank in shown],
-                [str(rank) for rank in shown],
-                "rows",
-                "rank %{y} receives %{z:,} rows from rank %{x}",
-                zmax=max(1, most),
-                **({**numbered, "texttemplate": "%{text}"} if few else {}),
-            )
-            x = plots.axis("sending rank", type="category")
-            y = plots.downward("receiving rank", type="category")
-            shape = plots.layout(640, x, y)
-            drawn.append(plots.FigureView((view.title, share.layout.name), [trace], shape))
-    note = (
-        "Rows of keys and values that a group cast moves. If the ranks fill several nodes, a row "
-        "enters a node once, and a rank of the node passes it on (hierarchical_group_cast)."
-    )
-    return plots.Figure("travels", "What travels", ("layers", "layout"), drawn, note, False, True)
-
-
-def _short(rows: int) -> str:
-    """Return a number of rows in at most five letters; "" for 0. k is 1,024."""
-    if rows < 10_000:
-        return str(rows) if rows else ""
-    return f"{rows / 1024:.3g}k" if rows < 1000 * 1024 else f"{rows / 1024**2:.3g}m"
-
-
 def layouts_table(view: MaskView, title: str) -> Table:
     """Return a table with a row per layout."""
     columns = [
@@ -212,17 +174,50 @@ def layouts_table(view: MaskView, title: str) -> Table:
     return Table(title, columns, view.shares)
 
 
-def _ranks(view: MaskView, named: bool) -> str:
-    columns = [Column("rank", lambda rank: rank, words=True)]
-    for share in view.shares:
-        name, traffic, outer = share.layout.name, share.traffic, share.traffic.outer.received
-        far = [Column("rows from other nodes", outer.__getitem__, count, group=name)]
-        columns += [
-            Column("pairs", traffic.pairs.__getitem__, count, group=name),
-            Column("rows received", traffic.received.__getitem__, count, group=name),
-            *(far if outer.any() else []),
-            Column("cost", share.costs.__getitem__, fixed(3), group=name),
-        ]
-    title = f"Ranks: {view.title}" if named else "Ranks"
-    shown = plots.evenly(range(view.shares[0].layout.workers), _SHOWN)
-    return elements.report_section(Section(title, [Table(title, columns, shown)]))
+def svg(mask: SequenceMask, title: str) -> str:
+    """Return an SVG file with the title above the mask, for light and dark pages."""
+    lines = textwrap.wrap(title, _LETTERS)
+    side = _WIDTH - 2 * _MARGIN
+    top = _MARGIN + _LINE * len(lines)
+    height = top + side + _MARGIN
+    texts = (
+        f'<text x="{_MARGIN}" y="{_MARGIN + _LINE * row - 4}">{escape(line)}</text>'
+        for row, line in enumerate(lines, 1)
+    )
+    parts = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}">',
+        f"<title>{escape(title)}</title><desc>{MEANING}</desc>",
+        f"<style>{_STYLE}</style>",
+        f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="6" class="card"/>',
+        *texts,
+        f'<rect x="{_MARGIN}" y="{top}" width="{side}" height="{side}" class="back"/>',
+        _cells(mask, _MARGIN, top, side),
+        "</svg>",
+        "",
+    )
+    # Replace control characters: a user may print the file to a terminal.
+    return same_width("\n".join(parts))
+
+
+def _cells(mask: SequenceMask, left: float, top: float, side: float) -> str:
+    table = density(mask, _CELLS)
+    full, some = table == 1, (table > 0) & (table < 1)
+    scale = side / len(table)
+    place = f"translate({left:g} {top:g}) scale({scale:.6g})"
+    paths = "".join(
+        f'<path class="{kind}" d="{_runs(flags)}"/>'
+        for kind, flags in (("full", full), ("partial", some))
+        if flags.any()
+    )
+    return f'<g transform="{place}" shape-rendering="crispEdges">{paths}</g>'
+
+
+def _runs(flags: np.ndarray) -> str:
+    """Return a path with one rectangle per run of true cells of a row. Each cell is 1 x 1."""
+    path = []
+    for row, cells in enumerate(flags):
+        edges = np.flatnonzero(np.diff(cells.astype(np.int8), prepend=0, append=0)).tolist()
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        path += [f"M{a} {row}h{b - a}v1h{a - b}z" for a, b in pairs]
+    return "".join(path)

@@ -16,7 +16,7 @@ from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel.cast_rows import row_block, too_many_to_count
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import Balanced, Layout
-from mtrain_cli.parallel.traffic import Traffic, count_traffic, rows_between
+from mtrain_cli.parallel.traffic import Traffic, count_traffic
 from mtrain_cli.training.batch import unseen_labels
 from mtrain_cli.training.layout_choice import choose_layout, make_balancer
 
@@ -27,17 +27,14 @@ _CELLS = 128  # rows and columns of a picture
 class LayoutShare:
     """What the workers of a layout compute under a mask, and which rows a group cast moves.
 
-    layout: which worker holds which tokens.
     slices: number of rectangles, full, causal or banded, that cover the pairs of each worker.
     traffic: pairs and rows of each worker. A row is the key and the value of one token.
-    sent: int64 [workers, workers], the rows that worker s sends to worker r.
     prices: number of pairs that take as long as one received row.
     """
 
     layout: Layout
     slices: tuple[int, ...]
     traffic: Traffic
-    sent: IntArray
     prices: RowPrices
 
     @property
@@ -57,11 +54,7 @@ class LayoutShare:
 
 @dataclass(frozen=True)
 class MaskView:
-    """The mask of one kind of layer.
-
-    labels: number of labels that count.
-    shares: one per layout.
-    """
+    """The mask of one kind of layer, the labels that count, and a share per layout."""
 
     title: str
     mask: SequenceMask
@@ -159,7 +152,6 @@ def share_of(
         layout,
         tuple(len(mask.spans(own, everywhere).slices) for own in shards),
         count_traffic([[mask]], shards, per_node=per_node, block=together),
-        rows_between([mask], shards, per_node=per_node, block=together),
         prices or RowPrices(),
     )
 

@@ -50,8 +50,7 @@ class FigureView:
 class Figure:
     """A figure of the page.
 
-    selectors: name of each selector, with which a reader chooses a view.
-    note: what a reader must know to read the figure, such as what the figure leaves out.
+    selectors: name of each drop-down list, with which a reader chooses a view.
     together: whether to show all views side by side, without selectors.
     linked: whether a choice also applies to the other linked figures, in selectors of one name.
     finding: what the figure shows, in sentences.
@@ -103,28 +102,14 @@ def whole(count: int) -> dict[str, Any]:
 
 def bar(x: Any, y: Any, colour: str, hover: str, **more: Any) -> Trace:
     """Return horizontal bars, unless ``more`` changes the orientation."""
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "x": x,
-        "y": y,
-        "marker": {"color": colour},
-        "hovertemplate": f"{hover}<extra></extra>",
-        **more,
-    }
+    look = {"marker": {"color": colour}, "hovertemplate": f"{hover}<extra></extra>"}
+    return {"type": "bar", "orientation": "h", "x": x, "y": y, **look, **more}
 
 
 def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": list(x),
-        "y": numbers(y),
-        "line": {"color": colour},
-        "marker": {"color": colour, "size": 6},
-        **more,
-    }
+    look = {"line": {"color": colour}, "marker": {"color": colour, "size": 6}}
+    common = {"type": "scatter", "mode": "lines+markers", "name": name}
+    return {**common, "x": list(x), "y": numbers(y), **look, **more}
 
 
 def styled(name: str, x: Sequence[Any], y: Sequence[Any], number: int, **more: Any) -> Trace:
@@ -133,36 +118,20 @@ def styled(name: str, x: Sequence[Any], y: Sequence[Any], number: int, **more: A
     number: number of the line in its figure.
     """
     turn, at = divmod(number, len(PALETTE))
-    return line(name, x, y, PALETTE[at], **stroke(PALETTE[at], turn), **more)
-
-
-def stroke(colour: str, turn: int) -> Trace:
-    """Return the dash and marker of a line. turn: number of earlier lines of the same color."""
     dash, symbol = _STROKES[turn % len(_STROKES)]
-    return {
-        "line": {"color": colour, "dash": dash},
-        "marker": {"color": colour, "size": 6, "symbol": symbol},
-    }
+    look = {"line": {"color": PALETTE[at], "dash": dash}}
+    marker = {"color": PALETTE[at], "size": 6, "symbol": symbol}
+    return line(name, x, y, PALETTE[at], **look, marker=marker, **more)
 
 
 def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **more: Any) -> Trace:
-    """Return a heat map.
-
-    unit: title of the color bar. For density, recall and share, the ticks are in percent.
-    """
+    """Return a heat map. The ticks of the units density, recall and share are in percent."""
     share = {"tickformat": ".0%"} if unit in ("density", "recall", "share") else {}
-    return {
-        "type": "heatmap",
-        "z": z,
-        "x": list(x),
-        "y": list(y),
-        "colorscale": "YlGnBu",
-        "reversescale": True,
-        "zmin": 0,
-        "colorbar": {"title": {"text": unit}, "thickness": 14, **share},
-        "hovertemplate": f"{hover}<extra></extra>",
-        **more,
-    }
+    bar = {"title": {"text": unit}, "thickness": 14, **share}
+    look = {"colorscale": "YlGnBu", "reversescale": True, "zmin": 0, "colorbar": bar}
+    hover = f"{hover}<extra></extra>"
+    places = {"x": list(x), "y": list(y), "z": z, "hovertemplate": hover}
+    return {"type": "heatmap", **places, **look, **more}
 
 
 def heat_view(
@@ -190,14 +159,13 @@ def heat_view(
     )
     top = most or float(np.nanmax(small, initial=0)) or 1.0
     trace = heat(numbers(small, 4), across, down, unit, hover, zmax=top, **more)
-    axes = axis(x[0], **_ticks(across)), downward(y[0], **_ticks(down))
+
+    def ticks(labels: Sequence[Any]) -> dict[str, Any]:
+        words = any(isinstance(label, str) for label in labels)
+        return {"type": "category"} if words else whole(labels[-1] - labels[0] + 1)
+
+    axes = axis(x[0], **ticks(across)), downward(y[0], **ticks(down))
     return FigureView(labels, [trace], layout(190 + 18 * min(30, max(4, len(down))), *axes))
-
-
-def _ticks(labels: Sequence[Any]) -> dict[str, Any]:
-    if any(isinstance(label, str) for label in labels):
-        return {"type": "category"}
-    return whole(labels[-1] - labels[0] + 1)
 
 
 def cell_labels(positions: Sequence[int], cells: int) -> list[Any]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from mtrain_cli.config import resolved_file
+import numpy as np
+
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
 from mtrain_cli.parallel.cast_rows import whole_shares
-from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange, parse_label
+from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.operations import Arrange
 from mtrain_cli.parallel.program import (
@@ -40,11 +40,8 @@ from mtrain_cli.records.analysis import CaseAnalysis
 from mtrain_cli.records.record_sums import LATE
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
-from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
+from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.table import Column, Table
-from mtrain_cli.sparsity.pattern import make_pattern
-from mtrain_cli.training.attention_memory import column_width
-from mtrain_cli.training.layout_choice import choose_layout
 
 RANKS = 8  # most ranks in the figure
 BARS = 6_000  # most bars in all views together
@@ -65,12 +62,9 @@ class DrawnExchange:
     sizes: ShardSizes
 
     @staticmethod
-    def of(source: ReportSource, case: CaseAnalysis | None = None) -> DrawnExchange | None:
-        """Return the exchange of a case, or of a training run without cases.
-
-        Return None if there is only one worker, or if the exchange is unknown.
-        """
-        facts = _planned(source) if case is None else case.facts
+    def of(source: ReportSource, case: CaseAnalysis) -> DrawnExchange | None:
+        """Return the exchange of a case; None for one worker, or an unknown exchange."""
+        facts = case.facts
         names = ("seq", "num_heads", "num_kv_heads", "head_dim", "cp", "per_node")
         numbers = [n for name in names if isinstance(n := facts.get(name), int) and n > 0]
         if len(numbers) < len(names):
@@ -91,8 +85,7 @@ class DrawnExchange:
         # A profile does not record which rows a group cast moves. Draw the sizes of whole shards.
         casts = whole_shares(make_schedule(name, options))
         sizes = ShardSizes(tokens, *shape, column_width=width, sequences=batch, casts=casts)
-        passes = case.passes.values() if case is not None else ()
-        columns = facts.get("columns") or any(analysis.columns.any() for analysis in passes)
+        columns = facts.get("columns") or any(p.columns.any() for p in case.passes.values())
         gathered = bool(columns) and not EXCHANGE_TRAITS[name].gathers
         return DrawnExchange(name, options, Traits(columns=gathered), sizes)
 
@@ -103,38 +96,6 @@ class DrawnExchange:
             lower(schedule, rank, backward=direction == "backward", traits=self.traits)
             for rank in range(min(ranks, schedule.workers))
         ]
-
-
-def _planned(source: ReportSource) -> dict[str, Any]:
-    """Return the facts of a training run from its settings, or {} if the exchange is unknown."""
-    try:
-        config = resolved_file.load(source.folder / RESOLVED)
-        topology, model, batch = config.topology, config.of_worker.model, config.train.micro_batch
-        degree, gpus = topology.tensor_parallel, len(source.facts.get("gpus") or ())
-        known = topology.context_workers
-        sharing = degree * topology.pipeline_parallel
-        workers = known if isinstance(known, int) else gpus // sharing
-        if topology.exchange == "auto" or workers < 2:
-            return {}
-        per_node = workers
-        if isinstance(topology.gpus_per_node, int):
-            per_node = max(1, topology.gpus_per_node // degree)
-        sizes = model.num_heads, model.num_kv_heads, model.head_dim
-        columns = config.sparsity.column_bound
-        layout = choose_layout(config, workers, min(per_node, workers)).layout
-        tokens = layout.padded_seq * batch
-        needs = ExchangeNeeds(workers, per_node, tokens, *sizes, 2, columns=columns)
-        choice = choose_exchange(topology, needs)
-        pattern = make_pattern(config.sparsity, config.seed)
-    except ConfigError:
-        return {}
-    return {
-        **dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True)),
-        **{"seq": config.seq, "cp": workers, "per_node": choice.per_node, "micro_batch": batch},
-        **{"exchange": choice.label, "columns": columns != 0 and choice.shared_columns},
-        "padded_seq": layout.padded_seq,
-        "column_width": column_width(config, pattern, layout, choice),
-    }
 
 
 @dataclass(frozen=True)
@@ -154,13 +115,11 @@ def place(
     programs: Sequence[Program], sizes: ShardSizes
 ) -> tuple[list[list[PlacedOperation]], list[float]]:
     """Return the placed operations of each rank, and the x position at which each step begins."""
-    widths = [0.0] * max(program.steps for program in programs)
-    for program in programs:
-        of_rank = [0.0] * len(widths)
+    own = np.zeros((len(programs), max(program.steps for program in programs)))
+    for rank, program in enumerate(programs):
         for op in program.operations:
-            of_rank[op.step] += _width(op)
-        widths = [max(pair) for pair in zip(widths, of_rank, strict=True)]
-    begins = [sum(widths[:step]) for step in range(len(widths))]
+            own[rank, op.step] += _width(op)
+    begins = [0.0, *np.cumsum(own.max(0)).tolist()][:-1]
     lanes = []
     for program in programs:
         at, lane = list(begins), []
@@ -221,11 +180,8 @@ def transfers(
             yield placed.operation, placed, waits[number]
 
 
-def program_figure(shown: Sequence[tuple[str, ReportSource, CaseAnalysis | None]]) -> Figure:
-    """Draw each distinct exchange once, with a view per pass.
-
-    shown: (label, run, case) of each case. For a training run without cases, the case is None.
-    """
+def program_figure(shown: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> Figure:
+    """Draw each distinct exchange of (label, run, case) once, with a view per pass."""
     drawn: dict[DrawnExchange, str] = {}
     for label, source, case in shown:
         if (exchange := DrawnExchange.of(source, case)) is not None:
@@ -314,10 +270,7 @@ def _trace(group: str, bars: Sequence[tuple[Any, ...]]) -> Trace:
 
 
 def program_table(source: ReportSource, case: CaseAnalysis) -> Table | None:
-    """Return a table of rank 0's steps in one layer.
-
-    Return None if there are too many steps, or if `DrawnExchange.of` finds no exchange.
-    """
+    """Return a table of rank 0's steps in one layer; None without exchange, or for many steps."""
     exchange = DrawnExchange.of(source, case)
     if exchange is None:
         return None

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
@@ -20,7 +18,6 @@ from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.printable import one_line
-from mtrain_cli.records import other_records
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.expert_loads import ExpertAnalysis, analyse_experts
 from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics
@@ -34,17 +31,12 @@ from mtrain_cli.records.record_files import (
     SUMMARY,
     SWEEP,
     RecordedFolder,
+    RecordKind,
     open_records,
+    read_others,
 )
-from mtrain_cli.records.record_sums import select
 from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
-from mtrain_cli.reporting.run_files import (
-    CHOICES_LOST,
-    FACTS_LOST,
-    RunFiles,
-    read_run_files,
-)
-from mtrain_cli.reporting.run_settings import RESOLVED, with_choices
+from mtrain_cli.reporting.run_files import RESOLVED, RunFiles, read_run_files, with_choices
 from mtrain_cli.reporting.step_tables import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation
 
@@ -70,13 +62,11 @@ class ReportSource:
     cases: analysis of `recorded`.
     steps_wanted: planned number of training steps; None if unknown.
     shipped: content of a shipped profile in the older file format, which has tables only.
-    evaluations: held-out losses.
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
     others: kinds of records of other packages, each with its records.
     study: published tables with predictions, of `mtrain study`.
-    settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
-        instead of ``auto``.
+    settings: resolved configuration by dotted key, with the choices of the run for ``auto``.
     damage: a line on each damaged file, of which the report lacks a part.
     """
 
@@ -92,7 +82,7 @@ class ReportSource:
     step: dict[str, Any] | None = None
     sparsity: tuple[dict[str, Any], ...] = ()
     results: tuple[evaluation_results.Result, ...] = ()
-    others: tuple[tuple[other_records.RecordKind, Any], ...] = ()
+    others: tuple[tuple[RecordKind, Any], ...] = ()
     study: tuple[StudyTable, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
@@ -101,19 +91,17 @@ class ReportSource:
 
     @property
     def kind(self) -> str:
-        if self.shipped is not None:
-            return "recorded profile"
-        if self.step is not None:
-            return "recorded step"
-        if self.sparsity:
-            return "sparsity profile"
-        if self.study:
-            return "study"
-        if self.results and not self.metrics and self.recorded is None:
-            return "evaluation"
-        if self.metrics or self.recorded is None:
-            return "training run"
-        return str(self.summary.get("kind") or "profile")
+        trained = self.metrics or self.recorded is None
+        kinds = {
+            "recorded profile": self.shipped is not None,
+            "recorded step": self.step is not None,
+            "sparsity profile": self.sparsity,
+            "study": self.study,
+            "evaluation": self.results and not self.metrics and self.recorded is None,
+            "training run": trained,
+        }
+        found = (name for name, applies in kinds.items() if applies)
+        return next(found, str(self.summary.get("kind") or "profile"))
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -178,12 +166,7 @@ class ReportSource:
                 "compare work instead"
             )
         if self.cases and all(case.workers == 1 for case in self.cases):
-            one = "one worker"
-            if any(case.groups > 1 for case in self.cases):
-                one = "each context group has one worker"
-            remarks.append(
-                f"{one}: nothing to compare with; imbalance degrees across workers are 1"
-            )
+            remarks.append("context groups of one worker: imbalance degrees across workers are 1")
         remarks += self.damage
         if self._stopped:
             remarks.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
@@ -192,44 +175,22 @@ class ReportSource:
     def _progress(self) -> str:
         done = max((case.iterations for case in self.cases), default=0)
         wanted = self.summary.get("samples_wanted")
-        behind = [
-            f"{case.label}: {case.iterations}" for case in self.cases if case.iterations < done
-        ]
+        behind = [f"{c.label}: {c.iterations}" for c in self.cases if c.iterations < done]
         cases = self.summary.get("cases") or []
-        left_out = len(cases) - len(self.cases)
-        of_wanted = f" of the {wanted} requested" if wanted else ""
-        text = f"{done}{of_wanted} iteration{'s' * ((wanted or done) != 1)} recorded"
+        text = f"{done}{f' of the {wanted} requested' if wanted else ''} iterations recorded"
         text += f" ({', '.join(behind)})" if behind else ""
-        text += f"; {left_out} of {len(cases)} cases have no sample" if left_out > 0 else ""
-        covered = "this iteration" if done == 1 else "these iterations"
-        return f"{text}; all figures cover only {covered}"
+        if lost := len(cases) - len(self.cases):
+            text += f"; {lost} of {len(cases)} cases have no sample"
+        return f"{text}; all figures cover only these iterations"
 
 
 def labelled_cases(sources: Sequence[ReportSource]) -> list[tuple[str, ReportSource, CaseAnalysis]]:
     """Return (label, run, case) of each case. With several runs, labels name the run."""
-    several = len(sources) > 1
-    return [
-        (f"{source.name}: {case.label}" if several else case.label, source, case)
-        for source in sources
-        for case in source.cases
-    ]
+    return [(label_of(s, c.label, sources), s, c) for s in sources for c in s.cases]
 
 
-def typical_rows(
-    recorded: RecordedFolder,
-    case: CaseAnalysis,
-    columns: Sequence[str],
-    layers: Sequence[int] | None = None,
-) -> dict[str, np.ndarray]:
-    """Read the rows of the iteration `CaseAnalysis.typical`, of some layers or of all."""
-    parts = []
-    for batch in recorded.batches(columns):
-        mine = (batch["case"] == case.number) & (batch["iteration"] == case.typical)
-        if layers is not None:
-            mine &= np.isin(batch["layer"], layers)
-        if mine.any():
-            parts.append(select(batch, mine))
-    return {name: np.concatenate([part[name] for part in parts]) for name in columns}
+def label_of(source: ReportSource, label: object, sources: Sequence[ReportSource]) -> str:
+    return f"{source.name}: {label}" if len(sources) > 1 else str(label)
 
 
 def find(name: str, holding: str = "") -> Path:
@@ -256,18 +217,17 @@ def find(name: str, holding: str = "") -> Path:
             return candidate
     if name == "latest" and (newest := known()):
         return newest[0]
-
-    def is_useful(folder: Path) -> bool:
-        return not holding or any((p / holding).is_file() for p in (folder, folder / PROFILE))
-
-    ships = [path.stem for path in shipped() if is_useful(path)]
-    most = len(ships) + SHOWN
     root = path.parent if "/" in name else MEASUREMENTS
     studies = [] if holding else [file.parent for file in root.glob(f"*/{run_dir.STUDY}")]
-    names = [*ships, *(folder.name for folder in [*known(), *sorted(studies)] if is_useful(folder))]
-    if "/" in name:
-        names = sorted(str(folder) for folder in {*_dated(root), *studies} if is_useful(folder))
+    own = sorted({*_dated(root), *studies}) if "/" in name else [*known(), *sorted(studies)]
+    ships = [] if "/" in name else shipped()
+    names = [
+        str(folder) if "/" in name else folder.stem if folder in ships else folder.name
+        for folder in (*ships, *own)
+        if not holding or any((place / holding).is_file() for place in (folder, folder / PROFILE))
+    ]
     kind = "run, measurement or shipped profile"
+    most = len(ships) + SHOWN
     why = no_such(kind, str(path), names, "the folder of a run or measurement", most)
     raise ConfigError(f"{name}: {why}")
 
@@ -352,27 +312,23 @@ def open_source(path: Path) -> ReportSource:
 
 def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSource:
     """Return a source with a profile or simulation."""
-    source, kind = _bare(path, recorded, files), recorded.summary.get("kind")
+    source, summary, folder = _bare(path, recorded, files), recorded.summary, recorded.folder
+    kind = summary.get("kind")
     if kind == STEP:
-        if damage := damage_of_step(recorded.summary):
-            raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-        return _with_experts(replace(source, step=recorded.summary), recorded)
+        if damage := damage_of_step(summary):
+            raise ConfigError(f"{folder / SUMMARY}: {damage}; measure again")
+        return _with_experts(replace(source, step=summary), recorded)
     if kind == STUDY:
-        return replace(source, study=tables_of(recorded.summary, recorded.folder))
+        return replace(source, study=tables_of(summary, folder))
     if kind == SPARSITY:
-        rows, others = _sparsity(recorded.folder), other_records.read(recorded.folder)
-        return replace(source, sparsity=rows, others=others)
+        return replace(source, sparsity=_sparsity(folder), others=read_others(folder))
     recorded.check_schemas()
     cases = tuple(analyse(recorded))
-    if not cases and not files.metrics and not recorded.summary.get("sweep"):
-        if recorded.complete or recorded.summary.get("samples"):
-            raise ConfigError(
-                f"{recorded.folder}: {RECORDS} is missing, although {SUMMARY} lists samples; "
-                "measure again"
-            )
-        raise ConfigError(
-            f"{recorded.folder}: no sample yet; the profile still runs or stopped too early"
-        )
+    if not cases and not files.metrics and not summary.get("sweep"):
+        why = "no sample yet; the profile still runs or stopped too early"
+        if recorded.complete or summary.get("samples"):
+            why = f"{RECORDS} is missing, although {SUMMARY} lists samples; measure again"
+        raise ConfigError(f"{folder}: {why}")
     source = replace(_with_experts(source, recorded), recorded=recorded, cases=cases)
     return _with_files(source, files)
 
@@ -381,21 +337,22 @@ def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> Repor
     summary = recorded.summary if recorded is not None else {}
     command = {"command": summary["command"]} if summary.get("command") else {}
     facts = {**(summary.get("environment") or {}), **command, **files.facts}
-    damage = tuple(_without_recorded(line, recorded) for line in files.damage)
-    settings, name = _settings(recorded, files), os.path.basename(path.resolve()) or str(path)
-    return ReportSource(name, path, facts, settings=settings, damage=damage)
+    settings = with_choices(files.settings, _choices(summary, files))
+    name = os.path.basename(path.resolve()) or str(path)
+    return ReportSource(name, path, facts, settings=settings, damage=files.damage)
 
 
-def _without_recorded(line: str, recorded: RecordedFolder | None) -> str:
-    """Return a line on a lost file, which names the profile if it has what the file had."""
-    summary = recorded.summary if recorded is not None else {}
-    for lost, has in (
-        (CHOICES_LOST, summary.get("cases")),
-        (FACTS_LOST, summary.get("environment")),
-    ):
-        if has and line.endswith(lost):
-            return line.replace(lost, lost.replace("not shown", "those of the profile"))
-    return line
+def _choices(summary: dict[str, Any], files: RunFiles) -> dict[str, str]:
+    """Return the choices of a run, or else those of its cases, by dotted key."""
+    if files.state is not None and files.state.chosen:
+        return {k: str(v) for k, v in files.state.chosen.items() if k in _CHOSEN}
+    measured = [summary.get("settings"), *(summary.get("cases") or ())]
+    cases = [facts for facts in measured if isinstance(facts, dict)]
+    values = {
+        key: dict.fromkeys(str(facts[fact]) for facts in cases if facts.get(fact))
+        for key, fact in _CHOSEN.items()
+    }
+    return {key: ", ".join(own) for key, own in values.items() if own}
 
 
 def _with_files(source: ReportSource, files: RunFiles) -> ReportSource:
@@ -415,21 +372,6 @@ def _with_experts(source: ReportSource, recorded: RecordedFolder) -> ReportSourc
     except ConfigError as error:
         line = f"{error.problems[0]}; loads of experts are not shown"
         return replace(source, damage=(*source.damage, line))
-
-
-def _settings(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any]:
-    """Return `ReportSource.settings`."""
-    if files.state is not None and files.state.chosen:
-        chosen = {k: str(v) for k, v in files.state.chosen.items() if k in _CHOSEN}
-        return with_choices(files.settings, chosen)
-    summary = recorded.summary if recorded is not None else {}
-    measured = [summary.get("settings"), *(summary.get("cases") or ())]
-    cases = [facts for facts in measured if isinstance(facts, dict)]
-    used = {}
-    for key, fact in _CHOSEN.items():
-        if values := dict.fromkeys(str(facts[fact]) for facts in cases if facts.get(fact)):
-            used[key] = ", ".join(values)
-    return with_choices(files.settings, used)
 
 
 def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
@@ -466,26 +408,18 @@ def _nothing(path: Path) -> str:
         content = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
-    if not content:
-        return f"{path}: empty folder; give the folder of a run, a profile or a simulation"
     if RECORDS in content or PARTS in content:
         return f"{path}: records without {SUMMARY}, which describes them; measure again"
     if RESOLVED in content:
         return f"{path}: a run that has no step and no profile yet"
-    if (path / PROFILE).is_dir():
-        return f"{path}: no {METRICS_FILE}, and {PROFILE}/ has no {SUMMARY}"
-    inside = [
-        entry
-        for entry in content
-        if (path / entry / SUMMARY).is_file() or (path / entry / METRICS_FILE).is_file()
-    ]
+    files = SUMMARY, METRICS_FILE
+    inside = [name for name in content if any((path / name / file).is_file() for file in files)]
     if inside:
-        listed = f"{', '.join(inside[:SHOWN])}{' and more' * (len(inside) > SHOWN)}"
-        return f"{path}: not a run, but contains {listed}; give one of these"
-    listed = ", ".join(content[:3]) + " and more" * (len(content) > 3)
+        return f"{path}: not a run, but contains {', '.join(inside[:SHOWN])}; give one of these"
+    listed = ", ".join(content[:SHOWN]) or "nothing"
     return (
         f"{path}: not a run, profile or simulation "
-        f"({SUMMARY} and {METRICS_FILE} are missing; contains {listed})"
+        f"({' and '.join(files)} are missing; contains {listed})"
     )
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mtrain_cli.evaluation.results import Part, Result
 from mtrain_cli.records.study_rows import sheet_rows
-from mtrain_cli.reporting import tables, training_tables
+from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.comparison import compare_table
-from mtrain_cli.reporting.evaluation_names import distinguished, named_settings
-from mtrain_cli.reporting.evaluation_tables import evaluation_tables
-from mtrain_cli.reporting.expert_step_tables import time_rows
-from mtrain_cli.reporting.expert_tables import expert_files, expert_section
+from mtrain_cli.reporting.evaluations import distinguished, evaluation_tables, named_settings
+from mtrain_cli.reporting.experts import expert_files, expert_table, routing_table
 from mtrain_cli.reporting.pipeline_page import pipeline_table, stages_data
 from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.sparsity import sparsity_tables
 from mtrain_cli.reporting.step_tables import side_by_side, step_section
+from mtrain_cli.reporting.study_tables import study_sections
 from mtrain_cli.reporting.sweeps import sweep_table, why_not
 from mtrain_cli.reporting.table import Lines, Section, Table, data
+from mtrain_cli.reporting.training import positions_table, training_table
 
 Row = dict[str, Any]
 _TRAINING = (
@@ -28,7 +28,7 @@ _TRAINING = (
 
 
 def own_sections(source: ReportSource) -> list[Section]:
-    """Return what a report says about one run, without the study's tables."""
+    """Return what a report says about one run."""
     sections = []
     if source.shipped is not None:
         command = Lines([f"recorded by {source.shipped.get('command', '')}"], style="dim")
@@ -39,35 +39,34 @@ def own_sections(source: ReportSource) -> list[Section]:
         impossible = [f"impossible: {reason}" for reason in why_not(source.steps)]
         predicted = sweep_table([(source.name, source.steps)])
         sections.append(Section(predicted.title, [predicted, Lines(impossible, style="dim")]))
-    sections.append(Section("Patterns", tables.sparsity_tables(source.sparsity)))
-    names = [
-        f"{each.task}: {each.name}: {'; '.join(each.settings)}"
-        for each in named_settings(source.results)
-    ]
+    sections.append(Section("Patterns", sparsity_tables(source.sparsity)))
+    names = named_settings(source.results)
     legend = [Lines(names, "Names in these tables and in figures")] if names else []
     sections.append(Section("Evaluations", [*evaluation_tables(source.results), *legend]))
     sections += [table.section for kind, records in source.others for table in kind.tables(records)]
-    return sections
+    return [*sections, *study_sections(source.study)]
 
 
 def shared_sections(sources: Sequence[ReportSource]) -> list[Section]:
     """Return what a report says about all runs together."""
     steps = [(source.name, source.step) for source in sources if source.step is not None]
     trained = [source for source in sources if source.metrics]
-    cases = [(source.name, case) for source in sources for case in source.cases]
-    measured, names = [case for _, case in cases], [run for run, _ in cases if len(sources) > 1]
-    together = [
-        *([side_by_side(steps)] if len(steps) > 1 else []),
-        *([training_tables.training_table(trained)] if trained else []),
-        training_tables.positions_table(sources),
-        expert_section(sources),
+    cases = [
+        (source.name * (len(sources) > 1), case) for source in sources for case in source.cases
+    ]
+    experts = [routing_table(sources), expert_table(sources)]
+    together: list[Section | Table | None] = [
+        side_by_side(steps) if len(steps) > 1 else None,
+        training_table(trained) if trained else None,
+        positions_table(sources),
+        Section("Experts", experts),
         pipeline_table(sources),
-        *([tables.balance_section(measured, names)] if cases else []),
+        tables.balance_section(cases) if cases else None,
     ]
     if len(cases) == 1:
         (source,) = (source for source in sources if source.cases)
-        together.append(program_table(source, measured[0]))
-    together += [tables.causes_section(measured, names), compare_table(sources)]
+        together.append(program_table(source, cases[0][1]))
+    together += [tables.causes_section(cases), compare_table(sources)]
     return [
         part if isinstance(part, Section) else Section(part.title, [part])
         for part in together
@@ -78,61 +77,38 @@ def shared_sections(sources: Sequence[ReportSource]) -> list[Section]:
 def files(sources: Sequence[ReportSource]) -> list[Table]:
     """Return the CSV files that have rows."""
     swept = [(source.name, source.swept) for source in sources if source.swept]
-    steps = [(source.name, source.step) for source in sources if source.step is not None]
-    training = [
-        {"run": source.name, **{name: getattr(metrics, name) for name in _TRAINING}}
-        for source in sources
-        for metrics in source.metrics
-    ]
-    study = [{"run": source.name, **row} for source in sources for row in sheet_rows(source.study)]
+    rows: dict[str, list[Row]] = {"training": [], "positions": [], "evaluations": [], "study": []}
+    for source in sources:
+        run = {"run": source.name}
+        for metrics in source.metrics:
+            rows["training"].append(run | {name: getattr(metrics, name) for name in _TRAINING})
+        for e in source.evaluations:
+            names = {**run, "step": e.step, "attention": e.attention}
+            rows["positions"] += [names | vars(bucket) for bucket in e.buckets]
+        rows["evaluations"] += [run | row for row in _results(source)]
+        rows["study"] += [run | row for row in sheet_rows(source.study)]
+        for kind, records in source.others:
+            for name, own in kind.rows(records).items():
+                rows.setdefault(name, []).extend({**run, **row} for row in own)
     written = [
         *tables.details([(source.name, case) for source in sources for case in source.cases]),
-        data("training", training),
-        data("positions", [row for source in sources for row in _positions(source)]),
-        data("evaluations", [row for source in sources for row in _results(source)]),
-        *_others(sources),
-        data("study", study),
+        *(data(name, own) for name, own in rows.items()),
         stages_data(sources),
         *expert_files(sources),
-        data("expert_times", list(time_rows(steps))),
         compare_table(sources),
         *([sweep_table(swept)] if swept else []),
     ]
     return [table for table in written if table.rows]
 
 
-def _others(sources: Sequence[ReportSource]) -> list[Table]:
-    """Return the files of records of other packages."""
-    rows_of: dict[str, list[Row]] = {}
-    for source in sources:
-        for kind, records in source.others:
-            for name, rows in kind.rows(records).items():
-                rows_of.setdefault(name, []).extend({"run": source.name, **row} for row in rows)
-    return [data(name, rows) for name, rows in rows_of.items()]
-
-
-def _positions(source: ReportSource) -> Iterator[Row]:
-    for e in source.evaluations:
-        for bucket in e.buckets:
-            names = {"run": source.name, "step": e.step, "attention": e.attention}
-            span = {"begin": bucket.begin, "end": bucket.end}
-            yield {**names, **span, "tokens": bucket.tokens, "loss": bucket.loss}
-
-
 def _results(source: ReportSource) -> Iterator[Row]:
     """Yield a row per result of `mtrain eval`, then a row per part of it."""
     for r, named in zip(source.results, distinguished(source.results), strict=True):
-        names = {"run": source.name, "step": r.step, "task": r.task, "length": r.length}
-        names |= {"attention": r.attention, "unit": r.unit}
+        place = {name: getattr(r, name) for name in ("step", "task", "length", "attention", "unit")}
         # The name in tables and figures, all settings, and the key in results.jsonl.
         settings = "; ".join((*r.settings, *filter(None, r.details)))
         about = {"name": named.attention, "settings": settings, "key": r.key}
         whole = {"begin": None, "end": None, "count": r.samples}
-        yield {**names, **whole, **_with_error(r), **about}
+        yield {**place, **whole, "score": r.score, "error": r.error, **about}
         for part in r.parts:
-            span = {"begin": part.begin, "end": part.end, "count": part.count}
-            yield {**names, **span, **_with_error(part), **about}
-
-
-def _with_error(scored: Result | Part) -> Row:
-    return {"score": scored.score, "error": scored.error}
+            yield {**place, **vars(part), **about}

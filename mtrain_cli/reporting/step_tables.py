@@ -1,4 +1,4 @@
-"""Tables of `mtrain profile step`: the breakdown of a training step."""
+"""`mtrain profile step`: tables and a figure of the parts of a training step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import io
 import re
 import statistics
 from collections.abc import Sequence
+from functools import partial
+from html import escape
 from operator import itemgetter
 from typing import Any
 
 from mtrain_cli.console import Console
 from mtrain_cli.records.metrics import sound_mfu
 from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
-from mtrain_cli.reporting.expert_step_tables import time_table
+from mtrain_cli.reporting import plots
+from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_cli.reporting.table import (
     TOTAL,
     Column,
@@ -27,14 +30,18 @@ from mtrain_cli.reporting.table import (
 from mtrain_cli.reporting.terminal_width import print_section
 
 NAME = 44  # characters of a kernel's name
+RANKS = 64  # most bars in a figure
+Named = Sequence[tuple[str, dict[str, Any]]]  # name of a run, and content of its summary.json
 _STEP, _BARE = "step", "without recording"  # rows that are no parts
 _PART = Column("part", itemgetter(0), words=True)
+_OF_CODE = (
+    "attention, index, router, experts, loss (with its products), weights (FSDP copies), "
+    "optimizer: every {0} that this part of the code {1}; other parts: by {0} name"
+)
 _GPU = (
     "Each instant of the GPU counts once: for a compute kernel, else a copy, else NCCL. If kernels "
     "overlap, the first to start counts. links: exposed NCCL communication{}; idle: nothing runs. "
-    "attention, index, router, experts, loss (with its products), weights (FSDP copies), "
-    "optimizer: every kernel that this part of the code launches; other parts: by kernel name"
-)
+) + _OF_CODE.format("kernel", "launches")
 _WAITS = (
     "; waits: exposed NCCL time beyond the shortest time of the same message on any rank, spent "
     "waiting for other ranks"
@@ -42,9 +49,11 @@ _WAITS = (
 _NO_WAITS = ", including waits for other ranks"
 _CPU = (
     "Each instant counts once: for the training thread's innermost operator, else for gloo. "
-    "links: exposed gloo communication, including waits for other ranks; host: Python, and other "
-    "waits. attention, index, router, experts, loss (with its products), weights (FSDP copies), "
-    "optimizer: every operator that this part of the code calls; other parts: by operator name"
+    f"links: exposed gloo communication{_NO_WAITS}; host: Python, and other waits. "
+) + _OF_CODE.format("operator", "calls")
+_COLOURS = (
+    *("#2f6fb5", "#d97706", "#4d9f6f", "#8c6bb1", "#7fb2e5", "#f7c873"),
+    *("#a6d19f", "#d26fa5", "#7a5c3e", "#e6b8a2", "#5b5b5b", "#b8b8b8"),
 )
 
 
@@ -57,7 +66,6 @@ def step_section(document: dict[str, Any]) -> Section:
         parts_table(ranks),
         Lines([legend], style="dim"),
         Lines(lines(document), indent=10),
-        time_table([("", document)]),
         top_table(document["top"], gpu),
     )
     return Section("One training step", parts)
@@ -77,19 +85,12 @@ def damage_of_step(document: dict[str, Any]) -> str | None:
 
 
 def _about(document: dict[str, Any]) -> str:
-    s, steps = document["settings"], document["steps"]
-    workers = (
-        f"{document['workers']} x {document['device']}"
-        if document["gpu"]
-        else f"{document['workers']} CPU process{'es' * (document['workers'] > 1)}"
-    )
-    number_of = document["warmup"] + 1
-    recorded = (
-        f"step {number_of}" if steps == 1 else f"steps {number_of} to {number_of + steps - 1}"
-    )
+    s, steps, first = document["settings"], document["steps"], document["warmup"] + 1
+    kind = document["device"] if document["gpu"] else "CPU"
+    recorded = f"step {first}" if steps == 1 else f"steps {first} to {first + steps - 1}"
+    settings = ", ".join(str(s[name]) for name in ("pattern", "layout", "exchange", "kernel"))
     sizes = f"{s['model']}, seq {s['seq']:,}"
-    settings = f"{sizes}, {s['pattern']}, {s['layout']}, {s['exchange']}, {s['kernel']}"
-    return f"{workers}: {settings}; {recorded}"
+    return f"{document['workers']} x {kind}: {sizes}, {settings}; {recorded}"
 
 
 def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
@@ -115,8 +116,8 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
     return Table(title, columns, rows, note, state=lambda row: TOTAL * (row[0] == _STEP))
 
 
-def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Return a table that compares recorded steps: the time of every part, averaged over ranks.
+def side_by_side(named: Named) -> Table:
+    """Return a table of the time of every part in each recorded step, averaged over ranks.
 
     For two steps, the table also has the ratio of the times.
     """
@@ -130,20 +131,19 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     rows.append((_STEP, [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every]))
     rows.append((_BARE, [max(rank["plain_ms"] for rank in ranks) for ranks in every]))
     # Earlier versions counted waits as part of the links.
-    mixed = len({WAITS in ranks[0]["parts"] for ranks in every}) > 1
+    apart = [WAITS in ranks[0]["parts"] for ranks in every]
 
     def time(row: tuple[str, list[float]], run: int) -> str:
-        if row[0] == WAITS and WAITS not in every[run][0]["parts"]:
-            return f"in {LINKS}"
-        return _ms(row[1][run])
+        return f"in {LINKS}" if row[0] == WAITS and not apart[run] else _ms(row[1][run])
 
     def ratio(row: tuple[str, list[float]]) -> float | None:
         name, (first, second) = row
-        return second / first if first and not (name in (LINKS, WAITS) and mixed) else None
+        comparable = name not in (LINKS, WAITS) or len(set(apart)) == 1
+        return second / first if first and comparable else None
 
     columns = [
         _PART,
-        *(Column(run, lambda row, i=i: time(row, i)) for i, (run, _) in enumerate(named)),
+        *(Column(run, partial(time, run=i)) for i, (run, _) in enumerate(named)),
         *([Column("ratio", ratio, fixed(3))] if len(named) == 2 else []),
     ]
     return Table(
@@ -160,68 +160,53 @@ def lines(document: dict[str, Any]) -> list[str]:
     def mean(name: str) -> float:
         return statistics.fmean(rank[name] for rank in ranks)
 
-    def part_ms(name: str) -> str:
-        return _ms(statistics.fmean(rank["parts"][name] for rank in ranks))
+    def part(name: str) -> float:  # files of earlier versions lack waits
+        return statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks)
 
-    result = [_cost_of_recording(ranks, before)]
-    if before is not None:
-        result.append(f"speed     {_speed(before, gpu)}, without recording")
-    result += _message_line(ranks, mean("links_hidden_ms"), gpu)
-    if not gpu:
-        return [*result, f"host      {part_ms(HOST)} ms outside of operators and messages"]
-    ahead = [rank["ahead_us"] for rank in ranks if rank["ahead_us"] is not None]
-    start = statistics.median(ahead) / 1e3 if ahead else 0
-    delay = f"; kernels start {_ms(start)} ms after launch (median)" if ahead else ""
-    return [
-        *result,
-        f"launches  {mean('launches'):,.0f} kernels; launch overhead "
-        f"{_ms(mean('launching_ms'))} ms on the host{delay}",
-        f"syncs     {mean('syncs'):,.0f} host waits for the GPU, {_ms(mean('syncing_ms'))} ms; "
-        f"GPU idle {part_ms(IDLE)} ms",
-    ]
-
-
-def _message_line(ranks: Sequence[dict[str, Any]], hidden: float, gpu: bool) -> list[str]:
-    """Return a line about messages, or no line without messages."""
-    # Files of earlier versions lack waits and unmatched messages.
-    waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)
-    exposed = statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits
-    if not (exposed or hidden):
-        return []
-    name, work = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
-    waiting = f" (waiting for other ranks: {_ms(waits)} ms)" if waits else ""
-    if unmatched := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
-        waiting += f"; {unmatched:,.0f} messages, not found on other ranks, count as links"
-    return [
-        f"{name:<10}{_ms(exposed + hidden)} ms: {_ms(hidden)} ms overlapped with {work}, "
-        f"{_ms(exposed)} ms exposed{waiting}"
-    ]
-
-
-def _cost_of_recording(ranks: Sequence[dict[str, Any]], before: dict[str, Any] | None) -> str:
     plain, recorded = (max(rank[key] for rank in ranks) for key in ("plain_ms", "recorded_ms"))
     # The difference includes noise. If recorded steps are faster, the cost is smaller than that.
-    cost = "no cost of recording beyond noise"
-    if recorded > plain:
-        cost = f"{recorded / plain - 1:+.1%}, recording and noise"
+    cost = f"{recorded / plain - 1:+.1%}, recording and noise"
+    cost = cost if recorded > plain else "no cost of recording beyond noise"
     which = "the step before"
     if before is not None and before["steps"] > 1:
         which = f"median of {before['steps']} steps before"
     elif before is not None and before.get("first") == 1:
         which = "the first step, which compiles and loads"
-    return (
+    result = [
         f"step      slowest rank {_ms(recorded)} ms; without recording {_ms(plain)} ms ({which}): "
         f"{cost}"
-    )
+    ]
+    if before is not None:
+        result.append(f"speed     {_speed(before, gpu)}, without recording")
+    hidden, waits = mean("links_hidden_ms"), part(WAITS)
+    if (exposed := part(LINKS) + waits) or hidden:
+        name, work = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
+        waiting = f" (waiting for other ranks: {_ms(waits)} ms)" if waits else ""
+        if unmatched := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
+            waiting += f"; {unmatched:,.0f} messages, not found on other ranks, count as links"
+        result.append(
+            f"{name:<10}{_ms(exposed + hidden)} ms: {_ms(hidden)} ms overlapped with {work}, "
+            f"{_ms(exposed)} ms exposed{waiting}"
+        )
+    if not gpu:
+        return [*result, f"host      {_ms(part(HOST))} ms outside of operators and messages"]
+    ahead = [rank["ahead_us"] / 1e3 for rank in ranks if rank["ahead_us"] is not None]
+    start = f"; kernels start {_ms(statistics.median(ahead or [0]))} ms after launch (median)"
+    delay = start if ahead else ""
+    return [
+        *result,
+        f"launches  {mean('launches'):,.0f} kernels; launch overhead "
+        f"{_ms(mean('launching_ms'))} ms on the host{delay}",
+        f"syncs     {mean('syncs'):,.0f} host waits for the GPU, {_ms(mean('syncing_ms'))} ms; "
+        f"GPU idle {_ms(part(IDLE))} ms",
+    ]
 
 
 def _speed(before: dict[str, Any], gpu: bool) -> str:
-    shares = (
-        ("MFU", sound_mfu(before["mfu_model"], before["mfu_executed"])),
-        ("HFU", before["mfu_executed"]),
-    )
+    hfu = before["mfu_executed"]
+    shares = {"MFU": sound_mfu(before["mfu_model"], hfu), "HFU": hfu}
     facts = [f"{before['tokens_per_second_per_gpu']:,.0f} tokens/s/{'GPU' if gpu else 'worker'}"]
-    facts += [f"{name} {share:.1%}" for name, share in shares if share is not None]
+    facts += [f"{name} {share:.1%}" for name, share in shares.items() if share is not None]
     facts += [f"density {before['density']:.1%}"] if before["density"] < 1 else []
     if before["peak_memory_gib"] is not None:
         facts.append(f"peak {before['peak_memory_gib']:.1f} GiB")
@@ -256,7 +241,10 @@ def short_name(name: str, width: int = NAME) -> str:
     than ``width``, its middle is cut out.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
-    bare = _without(_without(plain, "<>"), "()").strip()
+    bare, before = plain, ""
+    while bare != before:  # from the innermost brackets
+        bare, before = re.sub(r"<[^<>]*>|\([^()]*\)", "", bare), bare
+    bare = bare.strip()
     bare = bare.rpartition("::")[2] if "at::native" in bare or "cutlass::" in bare else bare
     bare = " ".join(bare.split()) or name
     bare = re.sub(r"^nvjet_sm\d+_", "nvjet_", bare)  # cuBLAS: the end of the name differs
@@ -269,14 +257,40 @@ def short_name(name: str, width: int = NAME) -> str:
     return bare if len(bare) <= width else f"{bare[: width - end - 2]}..{bare[-end:]}"
 
 
-def _without(text: str, brackets: str) -> str:
-    """Return the text without brackets and the text inside brackets."""
-    depth, kept = 0, []
-    for character in text:
-        if character == brackets[0]:
-            depth += 1
-        elif character == brackets[1] and depth:
-            depth -= 1
-        elif not depth:
-            kept.append(character)
-    return "".join(kept)
+# --- figure -----
+
+
+def step_figure(named: Named) -> Figure:
+    """Draw the parts of recorded steps, by rank and, for several runs, by run."""
+    every = [rank["parts"] for _, document in named for rank in document["ranks"]]
+    parts = list(dict.fromkeys(part for own in every for part in own))
+
+    def view(label: str, places: list[str], rows: Sequence[dict[str, float]]) -> FigureView:
+        data = []
+        for i, part in enumerate(parts):
+            values = plots.numbers([row.get(part, 0.0) for row in rows])
+            colour = "#c8352b" if part == WAITS else _COLOURS[i % len(_COLOURS)]
+            if any(values):
+                hover = f"%{{y}}: {part} %{{x:.4g}} ms"
+                data.append(plots.bar(values, places, colour, hover, name=part))
+        x, y = plots.from_zero("ms per step"), {"autorange": "reversed", "automargin": True}
+        height = 170 + 30 * min(len(places), 24)
+        shape = plots.layout(height, x, y, barmode="stack", margin={"l": 10})
+        return FigureView((label,), data, shape)
+
+    views = []
+    if len(named) > 1:
+        means = [
+            {
+                part: statistics.fmean(rank["parts"].get(part, 0.0) for rank in document["ranks"])
+                for part in parts
+            }
+            for _, document in named
+        ]
+        views.append(view("all runs", [escape(name) for name, _ in named], means))
+    for name, document in named:
+        shown = document["ranks"][:: -(-len(document["ranks"]) // RANKS)]
+        places = [f"rank {rank['rank']}" for rank in shown]
+        views.append(view(name, places, [rank["parts"] for rank in shown]))
+    note = "Means over the recorded steps. The parts add up to the step."
+    return Figure("step", "Breakdown of one training step", ("run",), views, note)

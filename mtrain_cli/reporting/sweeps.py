@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
+from operator import itemgetter
 from typing import Any
 
 from mtrain_cli.config.sizes import format_size
@@ -33,45 +34,50 @@ def swept_settings(row: Row) -> dict[str, str]:
 def sweep_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
     """Return a table with a row per configuration, and sweep.csv. runs: (name, rows) of each run.
 
-    The states of the rows are:
-    - best: the fastest row that fits into memory, among rows with equal settings and number of GPUs
-    - not: a row that does not fit into memory, or that is impossible (`why_not` says why)
+    A row is `BEST` if it is the fastest that fits into memory, among rows with equal settings and
+    number of GPUs. It is `NOT` if it does not fit, or is impossible (`why_not` says why).
     """
     every = [(run, row) for run, rows in runs for row in rows]
     points = dict.fromkeys(name for _, row in every for name in row.get("point", {}))
-    fastest: dict[tuple, float] = {}
-    for run, row in every:
-        if row.get("fits"):
-            group = (run, *_group(row))
-            fastest[group] = min(row["seconds"]["value"], fastest.get(group, float("inf")))
 
-    grouping = any(row.get("dp", 1) > 1 for _, row in every)
+    def group(run: str, row: Row) -> tuple:
+        return run, *swept_settings(row).items(), row["workers"]
+
+    fitting = grouped((pair for pair in every if pair[1].get("fits")), lambda pair: group(*pair))
+    fastest = {key: min(r["seconds"]["value"] for _, r in own) for key, own in fitting.items()}
 
     def state(pair: tuple[str, Row]) -> str:
-        run, row = pair
-        if not row.get("fits"):
+        if not pair[1].get("fits"):
             return NOT
-        return BEST * (row["seconds"]["value"] == fastest[run, *_group(row)])
+        return BEST * (pair[1]["seconds"]["value"] == fastest[group(*pair)])
 
+    def possible(value: Callable[[Row], Any]) -> Callable[[Row], Any]:
+        return lambda row: None if "cannot" in row else value(row)
+
+    def swept(name: str) -> Column:
+        shown = "" if name in _AXES else name
+        return _column(shown, lambda row: row.get("point", {}).get(name), key=f"swept {name}")
+
+    several_groups = any(row.get("dp", 1) > 1 for _, row in every)
     columns = [
-        Column("run" * (len(runs) > 1), lambda pair: pair[0], key="run", words=True),
-        *map(_swept_column, points),
+        Column("run" * (len(runs) > 1), itemgetter(0), key="run", words=True),
+        *map(swept, points),
         _column("GPUs", _get("workers"), key="workers"),
-        *([_column("data x context", _groups, drop=3)] if grouping else []),
+        *([_column("data x context", _groups, drop=3)] if several_groups else []),
         _column("", _get("cp"), key="cp"),
         _column("layout", _get("layout"), key="layout", words=True),
         _column("exchange", _get("exchange"), short_label, "exchange", words=True),
         *(_column("", _get(name), key=name) for name in ("kernel", "seq", "density")),
-        _column("", _seconds("low"), key="seconds_low"),
-        _column("s / step", _seconds("value"), partial(number, digits=4), "seconds"),
-        _column("best - worst", _bounds, drop=2),
-        _column("", _seconds("high"), key="seconds_high"),
-        _column("tokens/s/GPU", _likely_rate, count, "tokens_per_second_per_gpu"),
+        _column("", possible(lambda row: row["seconds"]["low"]), key="seconds_low"),
+        _column("s / step", possible(lambda row: row["seconds"]["value"]), _four, "seconds"),
+        _column("best - worst", possible(_bounds), drop=2),
+        _column("", possible(lambda row: row["seconds"]["high"]), key="seconds_high"),
+        _column("tokens/s/GPU", possible(_rate), count, "tokens_per_second_per_gpu"),
         _column("", _get("mfu"), key="mfu"),
         _column("HFU", _get("hfu"), percent, "hfu", drop=1),
-        _column("GiB", _gib, fixed(1), "memory_gib"),
+        _column("GiB", possible(_gib), fixed(1), "memory_gib"),
         _column("fits", _fits, words=True),
-        _column("", lambda row: "cannot" not in row and row["fits"], key="fits"),
+        _column("", lambda row: bool(row.get("fits")), key="fits"),
         _column("", _get("cannot"), key="cannot"),
     ]
     return Table("Predicted steps", columns, every, LEGEND, "sweep", state)
@@ -82,39 +88,32 @@ def _column(name: str, value: Callable[[Row], Any], *more: Any, **options: Any) 
     return Column(name, lambda pair: value(pair[1]), *more, **{"missing": "", **options})
 
 
-def _swept_column(name: str) -> Column:
-    shown = "" if name in _AXES else name
-    return _column(shown, lambda row: row.get("point", {}).get(name), key=f"swept {name}")
-
-
 def _get(name: str) -> Callable[[Row], Any]:
     return lambda row: row.get(name)
 
 
-def _seconds(bound: str) -> Callable[[Row], Any]:
-    return lambda row: row.get("seconds", {}).get(bound)
+def _four(value: float) -> str:
+    return number(value, 4)
 
 
 def _groups(row: Row) -> str | None:
     return f"{row['dp']} x {row['cp']}" if "dp" in row else None
 
 
-def _bounds(row: Row) -> str | None:
-    if "cannot" in row:
-        return None
+def _bounds(row: Row) -> str:
     return f"{number(row['seconds']['low'])} - {number(row['seconds']['high'])}"
-
-
-def _likely_rate(row: Row) -> float | None:
-    return None if "cannot" in row else _rate(row, "value")
 
 
 def _fits(row: Row) -> str:
     return "impossible" if "cannot" in row else "yes" if row["fits"] else "no"
 
 
-def _gib(row: Row) -> float | None:
-    return None if "cannot" in row else row["memory_bytes"] / 2**30
+def _rate(row: Row, bound: str = "value") -> float:
+    return row["tokens_per_second_per_gpu"][bound]
+
+
+def _gib(row: Row, _bound: str = "") -> float:
+    return row["memory_bytes"] / 2**30
 
 
 def why_not(rows: Sequence[Row]) -> list[str]:
@@ -122,22 +121,14 @@ def why_not(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["cannot"] for row in rows if "cannot" in row))
 
 
-def _group(row: Row) -> tuple:
-    return (*swept_settings(row).items(), row["workers"])
-
-
 # (title, value of a row at one of the bounds low, value and high, whether it ideally grows linearly
 # with the number of GPUs)
 _QUANTITIES = (
     ("tokens/s, all GPUs", lambda row, at: _rate(row, at) * row["workers"], True),
-    ("tokens/s/GPU", lambda row, at: _rate(row, at), False),
+    ("tokens/s/GPU", _rate, False),
     ("seconds per step", lambda row, at: row["seconds"][at], False),
-    ("GiB per GPU", lambda row, at: row["memory_bytes"] / 2**30, False),  # noqa: ARG005
+    ("GiB per GPU", _gib, False),
 )
-
-
-def _rate(row: Row, bound: str) -> float:
-    return row["tokens_per_second_per_gpu"][bound]
 
 
 def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
@@ -154,10 +145,7 @@ def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
             for label, group in grouped(good, partial(_label_of, with_seq=gpus)).items()
             for title, value, linear in _QUANTITIES
         ]
-    note = (
-        "Band: the fastest line with all constants at their best or worst; hover for the bounds of "
-        "the other lines. Crosses do not fit into memory."
-    )
+    note = "Hover for the bounds of all constants. Crosses do not fit into memory."
     return Figure("scaling", "Scaling", ("sweep", "settings", "quantity"), views, note)
 
 
@@ -169,21 +157,17 @@ def _label_of(row: Row, with_seq: bool) -> str:
 def _view(
     labels: tuple[str, ...], rows: Sequence[Row], value: Any, *, gpus: bool, ideal: bool
 ) -> FigureView:
-    """Draw a line per layout and exchange, and a band between the bounds of the fastest line."""
+    """Draw a line per layout and exchange."""
     lines = grouped(rows, lambda row: (row["layout"], row["exchange"].partition(" (")[0]))
     at = "workers" if gpus else "seq"
     exchanges = list(dict.fromkeys(exchange for _, exchange in lines))
     layouts = list(dict.fromkeys(layout for layout, _ in lines))
-    fastest = min(rows, key=lambda row: (-row[at], row["seconds"]["value"]))
     data: list[Trace] = []
     for (layout_name, exchange), line in lines.items():
         colour = plots.PALETTE[exchanges.index(exchange) % len(plots.PALETTE)]
         dash = _DASHES[layouts.index(layout_name) % len(_DASHES)]
         name = escape(f"{layout_name}, {exchange}")
-        traces = _line(name, sorted(line, key=lambda row: row[at]), at, value, colour, dash)
-        # Several bands would hide each other. The other lines show their bounds on hover.
-        band = [trace for trace in traces if "fill" in trace and fastest in line]
-        data = [*band, *data, *(trace for trace in traces if "fill" not in trace)]
+        data += _line(name, sorted(line, key=lambda row: row[at]), at, value, colour, dash)
     ticks = sorted({row[at] for row in rows})
     if ideal:
         first = min(rows, key=lambda row: (row[at], -value(row, "value")))
@@ -211,31 +195,13 @@ def _line(
     fits = ["fits" if row["fits"] else "does not fit" for row in line]
     bounds = "(%{customdata[0]:,.4g} to %{customdata[1]:,.4g})"
     common = {"type": "scatter", "legendgroup": name}
-    traces = [
-        plots.line(
-            name,
-            x,
-            likely,
-            colour,
-            legendgroup=name,
-            line={"color": colour, "dash": dash},
-            customdata=[list(hover) for hover in zip(low, high, fits, strict=True)],
-            hovertemplate=f"{name}: %{{y:,.4g}} {bounds}, %{{customdata[2]}}<extra></extra>",
-        )
-    ]
+    hover = f"{name}: %{{y:,.4g}} {bounds}, %{{customdata[2]}}<extra></extra>"
+    customdata = [list(point) for point in zip(low, high, fits, strict=True)]
+    style = {"legendgroup": name, "line": {"color": colour, "dash": dash}}
+    more = {"customdata": customdata, "hovertemplate": hover, **style}
+    traces = [plots.line(name, x, likely, colour, **more)]
     if unfit := [i for i, row in enumerate(line) if not row["fits"]]:
-        traces.append(
-            {
-                **common,
-                "mode": "markers",
-                "x": [x[i] for i in unfit],
-                "y": [likely[i] for i in unfit],
-                "marker": {"color": colour, "size": 12, "symbol": "x"},
-                **plots.QUIET,
-            }
-        )
-    if low != high:
-        band = {"x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "fill": "toself"}
-        style = {"mode": "lines", "line": {"width": 0}, "fillcolor": colour, "opacity": 0.15}
-        traces.append({**common, **band, **style, **plots.QUIET})
+        cross = {"mode": "markers", "marker": {"color": colour, "size": 12, "symbol": "x"}}
+        places = {"x": [x[i] for i in unfit], "y": [likely[i] for i in unfit]}
+        traces.append({**common, **cross, **places, **plots.QUIET})
     return traces

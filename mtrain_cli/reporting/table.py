@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from mtrain_cli.config.atomic_files import replacing
-from mtrain_cli.records.estimate import Estimate
+from mtrain_cli.records.imbalance import Estimate
 
 BEST, NOT, TOTAL = "best", "not", "total"  # states of rows
 
@@ -58,10 +58,6 @@ class Column:
         return self.missing if value is None else self.format(value)
 
 
-def _no_state(_: Any) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Table:
     """Rows of any type, and the columns that read them.
@@ -77,7 +73,7 @@ class Table:
     rows: Sequence[Any]
     note: str = ""
     name: str = ""
-    state: Callable[[Any], str] = _no_state
+    state: Callable[[Any], str] = lambda _: ""
 
     @property
     def shown(self) -> list[Column]:
@@ -86,14 +82,13 @@ class Table:
 
     def cells(self) -> list[list[Any]]:
         """Return the cells of terminal and page."""
-        rows, above = [], None
-        columns = self.shown
-        for row in self.rows:
-            cells = [column.cell(row) for column in columns]
-            label = [c for c, column in zip(cells, columns, strict=True) if column.once]
-            if label and label == above:
-                cells = ["" if column.once else c for c, column in zip(cells, columns, strict=True)]
-            rows.append(cells)
+        columns, above = self.shown, None
+        rows = [[column.cell(row) for column in columns] for row in self.rows]
+        once = [i for i, column in enumerate(columns) if column.once]
+        for cells in rows:
+            label = [cells[i] for i in once]
+            if label == above:
+                cells[:] = ["" if i in once else cell for i, cell in enumerate(cells)]
             above = label
         return rows
 
@@ -173,14 +168,9 @@ def text_table(
     words: number of columns with text, which come first. The other columns hold numbers.
     spare: headings of the columns that a narrow terminal drops, in this order.
     """
+    drops = {head: place for place, head in enumerate(spare, 1)}
     columns = [
-        Column(
-            head,
-            itemgetter(i),
-            lambda cell: cell,
-            words=i < words,
-            drop=spare.index(head) + 1 if head in spare else 0,
-        )
+        Column(head, itemgetter(i), lambda cell: cell, words=i < words, drop=drops.get(head, 0))
         for i, head in enumerate(heads)
     ]
     return Table(title, columns, rows, note)

@@ -9,6 +9,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from rich.cells import cell_len
@@ -59,13 +60,11 @@ def say(console: Console, line: str, indent: int = 0, style: str | None = None) 
     """
     width = limit(console)
     if width is not None:
-        line = textwrap.fill(
-            line,
-            max(width, 2 * indent),
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
+        wrapper = textwrap.TextWrapper(
+            max(width, 2 * indent), break_long_words=False, break_on_hyphens=False
         )
+        wrapper.subsequent_indent = " " * indent
+        line = wrapper.fill(line)
     console.print(line, style=style, soft_wrap=True)
 
 
@@ -97,22 +96,26 @@ def print_table(console: Console, table: Table) -> None:
     width = limit(console)
     if table.title:
         say(console, table.title, style="table.title")
-    stacks = _stacks(table, narrow=False)
-    widths = [stack.width for stack in stacks]
     dropped: list[str] = []
-    if width is None or _total(widths, 1) <= width:
-        _print_columns(console, table, stacks, widths, 1)
-    else:
-        stacks = _stacks(table, narrow=True)
+    stacks = _stacks(table, narrow=False)
+    widths, padding = [stack.width for stack in stacks], 1
+    if width is not None and _total(widths, 1) > width:
+        stacks, padding = _stacks(table, narrow=True), 0
         rest = sorted((stack for stack in stacks if stack.drop), key=lambda stack: stack.drop)
-        while _total(_narrowest(stacks)) > width and rest:
+        while _total([stack.least for stack in stacks]) > width and rest:
             stacks.remove(rest[0])
             dropped.append(rest.pop(0).name)
-        if _total(_narrowest(stacks)) > width:
-            _print_rows(console, table)
-            dropped = []
-        else:
-            _print_columns(console, table, stacks, _widths(stacks, width), 0)
+        widths = [stack.width for stack in stacks]
+        if _total([stack.least for stack in stacks]) > width:
+            stacks, dropped = [], []
+        while stacks and _total(widths) > width:
+            # The widest column of text shrinks first.
+            shrinkable = [i for i, stack in enumerate(stacks) if widths[i] > stack.least]
+            widths[max(shrinkable, key=widths.__getitem__)] -= 1
+    if stacks:
+        _print_columns(console, table, stacks, widths, padding)
+    else:
+        _print_rows(console, table)
     if table.note:
         say(console, table.note, style="table.caption")
     if dropped:
@@ -130,25 +133,18 @@ def _total(widths: Sequence[int], padding: int = 0) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """One column of the terminal: a column of a table, or the columns of a group."""
+    """One column of the terminal: a column of a table, or the columns of a group.
+
+    width, least: number of characters, and the smallest one: numbers and words do not break.
+    """
 
     name: str
     heading: str
     cells: list[Text]
     words: bool
     drop: int
-
-    @property
-    def width(self) -> int:
-        return max(cell_len(line) for text in self._texts for line in text.split("\n"))
-
-    @property
-    def longest_word(self) -> int:
-        return max((cell_len(word) for text in self._texts for word in text.split()), default=0)
-
-    @property
-    def _texts(self) -> list[str]:
-        return [self.heading, *(cell.plain for cell in self.cells)]
+    width: int
+    least: int
 
 
 def _text(cell: object) -> Text:
@@ -158,19 +154,23 @@ def _text(cell: object) -> Text:
 def _stacks(table: Table, *, narrow: bool) -> list[_Stack]:
     """Return the columns of the terminal. narrow: whether headings break."""
     columns = table.shown
-    cells = [list(map(_text, of_row)) for of_row in table.cells()]
+    cells = [list(map(_text, row)) for row in table.cells()]
     stacks = []
     for _, numbers in groupby(range(len(columns)), lambda i: columns[i].group or i):
         at = list(numbers)
-        joined = [Text("\n").join(of_row[i] for i in at) for of_row in cells]
+        joined = [Text("\n").join(row[i] for i in at) for row in cells]
         lines = [line for cell in joined for line in cell.plain.split("\n")]
         first, names = columns[at[0]], [columns[i].name for i in at]
         top, *below = [first.group, *names] if first.group else names
         if narrow or first.group:
             top = _broken(top, max(map(cell_len, [*lines, *below]), default=0))
+        heading = "\n".join([top, *below])
+        lines += heading.split("\n")
+        width = max(map(cell_len, lines))
+        longest = max((cell_len(word) for line in lines for word in line.split()), default=0)
         name = " ".join((first.group or first.name).split())
-        drop = max(columns[i].drop for i in at)
-        stacks.append(_Stack(name, "\n".join([top, *below]), joined, first.words, drop))
+        drop, least = max(columns[i].drop for i in at), longest if first.words else width
+        stacks.append(_Stack(name, heading, joined, first.words, drop, width, least))
     return stacks
 
 
@@ -180,31 +180,14 @@ def _broken(heading: str, widest: int) -> str:
         return heading
     heading = heading.replace("tokens/s/", "tokens/s\n/")
     width = max([widest, *map(len, heading.split()), 1])
-    broken: list[str] = []
-    for line in heading.splitlines():
-        broken += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
-    return "\n".join(broken)
-
-
-def _narrowest(stacks: Sequence[_Stack]) -> list[int]:
-    return [stack.longest_word if stack.words else stack.width for stack in stacks]
-
-
-def _widths(stacks: Sequence[_Stack], width: int) -> list[int]:
-    """Return the widths of columns that together fit. The widest column of text shrinks first."""
-    widths, least = [stack.width for stack in stacks], _narrowest(stacks)
-    while _total(widths) > width:
-        wider = [i for i, of_stack in enumerate(widths) if of_stack > least[i]]
-        widths[max(wider, key=lambda i: widths[i])] -= 1
-    return widths
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(part for line in heading.splitlines() for part in wrap(line) or [""])
 
 
 def _print_columns(
     console: Console, table: Table, stacks: list[_Stack], widths: Sequence[int], padding: int
 ) -> None:
-    columns = [
-        (stack.heading, stack.words, width) for stack, width in zip(stacks, widths, strict=True)
-    ]
+    columns = [(s.heading, s.words, width) for s, width in zip(stacks, widths, strict=True)]
     rows = [
         (cells, _STYLES.get(state, ""), state == TOTAL)
         for state, *cells in zip(
@@ -224,16 +207,16 @@ def _print_columns(
 def _print_rows(console: Console, table: Table) -> None:
     """Print a row as lines: its names, a line per group, and a line with all other columns."""
     for row in table.rows:
-        pairs = [
-            (column, ", ".join(_text(column.cell(row)).plain.split("\n"))) for column in table.shown
-        ]
-        named = [cell for column, cell in pairs if column.words and not column.group]
-        say(console, ", ".join(filter(None, named)), 2, "bold")
+        names: list[str] = []
         parts: dict[str, list[str]] = {}
-        for column, cell in pairs:
-            if cell and (column.group or not column.words):
+        for column in table.shown:
+            cell = ", ".join(_text(column.cell(row)).plain.split("\n"))
+            if column.words and not column.group:
+                names += [cell] * bool(cell)
+            elif cell:
                 name = " ".join(column.name.split())
                 parts.setdefault(column.group, []).append(f"{name} {cell}")
+        say(console, ", ".join(names), 2, "bold")
         for group, texts in parts.items():
             line = f"  {group}: {', '.join(texts)}" if group else f"  {', '.join(texts)}"
             say(console, line, 4, _STYLES.get(table.state(row)))

@@ -1,17 +1,12 @@
-"""Write records as traces.
+"""Write records as `trace.json`, for Perfetto and chrome://tracing.
 
-`trace.json` is for Perfetto and chrome://tracing. The files of single ranks are for
-HolisticTraceAnalysis (HTA).
-
-In a trace, each rank is a process. Its first thread is the compute stream. The other threads are
-lanes of the links: messages at the same time are on different lanes. An arrow connects the sending
-of a shard with its arrival. Every row of the records becomes one slice, with
-two exceptions: gaps, and compute phases and waits of zero duration.
+Each rank is a process. Its first thread is the compute stream; the others are lanes of the links,
+since messages may overlap. An arrow connects the sending of a shard with its arrival. Every row is
+one slice, except gaps, and compute phases and waits of zero duration.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +15,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from mtrain_cli.config.atomic_files import replacing
-from mtrain_cli.grouping import grouped
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.parallel.recording import (
     COMPUTING,
     EXPERTS,
@@ -36,49 +30,28 @@ from mtrain_cli.parallel.recording import (
 from mtrain_cli.records.record_files import ROW, as_frame
 
 MOST_ROWS = 400_000  # A browser can open this many. A larger trace has only some of the layers.
-FOLDER = "trace"
 _COMPUTE = 0  # thread number of the compute stream
 _LANES = 100  # thread numbers for each link class and direction
 
 
 def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
-    """Write the trace of all ranks to ``path``, and a trace per rank to a folder next to ``path``.
+    """Write the trace of all ranks to ``path``. Return the number of slices.
 
-    Args:
-        rows: records of one iteration of every case, of dtype `ROW`.
-
-    Returns:
-        The number of slices.
+    rows: records of one iteration of every case, of dtype `ROW`.
     """
-    rows = _drawn(rows)
-    frame = _in_order(as_frame({name: rows[name] for name in ROW.names or ()}))
-    events = list(_events(frame, summary))
-    info = {
-        "mtrain": {
-            "cases": [case["label"] for case in summary["cases"]],
-            "layers": sorted(map(int, set(frame.layer) - {-1})),
-        }
-    }
-    _write(path, {"displayTimeUnit": "ms", "otherData": info}, events)
-    folder = path.parent / FOLDER
-    folder.mkdir(exist_ok=True)
-    for rank, mine in grouped(map(_as_kernel, events), lambda event: event["pid"]).items():
-        about = {"rank": rank, "world_size": summary["workers"], "backend": "mtrain"}
-        _write(
-            folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": about}, mine
-        )
-    return sum(event["ph"] == "X" for event in events)
-
-
-def _drawn(rows: np.ndarray) -> np.ndarray:
-    """Return the rows to draw: no gaps and, if there are too many rows, only some layers."""
     rows = rows[rows["phase"] != KINDS.index(GAP)]
     if len(rows) > MOST_ROWS:
         layers = np.unique(rows["layer"][rows["layer"] >= 0])
         count = max(1, len(layers) * MOST_ROWS // len(rows))
         chosen = [-1, *layers[np.linspace(0, len(layers) - 1, count).astype(int)]]
         rows = rows[np.isin(rows["layer"], chosen)]
-    return rows
+    frame = _in_order(as_frame({name: rows[name] for name in ROW.names or ()}))
+    events = list(_events(frame, summary))
+    shown = sorted(map(int, set(frame.layer) - {-1}))
+    info = {"cases": [case["label"] for case in summary["cases"]], "layers": shown}
+    document = {"displayTimeUnit": "ms", "otherData": {"mtrain": info}, "traceEvents": events}
+    replace_text(path, json.dumps(document, separators=(",", ":")))
+    return sum(event["ph"] == "X" for event in events)
 
 
 def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
@@ -128,20 +101,6 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
     yield from _arrows(rows)
 
 
-def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
-    """Turn a slice into a kernel on a stream, which HTA expects."""
-    if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):
-        return event
-    # HTA recognizes communication by the names of NCCL's kernels.
-    name = f"ncclKernel {event['name']}" if event["cat"] == "message" else event["name"]
-    return {
-        **event,
-        "cat": "kernel",
-        "name": name,
-        "args": {**event["args"], "stream": event["tid"], "correlation": -1},
-    }
-
-
 def _category(phase: str) -> str:
     if phase in (SEND, RECEIVE):
         return "message"
@@ -162,21 +121,14 @@ def _name(row: Any) -> str:
 
 def _arguments(row: Any, cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     facts = cases[row.case]
-    arguments: dict[str, Any] = {
-        "case": facts["label"],
-        "iteration": int(row.iteration),
-        "layer": int(row.layer),
-        "step": int(row.step),
-    }
+    arguments: dict[str, Any] = {"case": facts["label"]}
+    arguments |= {name: int(getattr(row, name)) for name in ("iteration", "layer", "step")}
     for kind, layers in facts.get("layer_kinds", {}).items():
         if row.layer in layers:
             arguments["layer_kind"] = kind
-    for name in ("shard", "peer"):
-        if getattr(row, name) >= 0:
-            arguments[name] = int(getattr(row, name))
-    for name in ("blocks", "columns", "pairs", "bytes"):
-        if getattr(row, name):
-            arguments[name] = int(getattr(row, name))
+    present = [name for name in ("shard", "peer") if getattr(row, name) >= 0]
+    present += [name for name in ("blocks", "columns", "pairs", "bytes") if getattr(row, name)]
+    arguments |= {name: int(getattr(row, name)) for name in present}
     if row.late_us > 0:
         arguments["late_us"] = round(float(row.late_us), 3)
     return arguments
@@ -220,13 +172,3 @@ def _arrows(rows: pandas.DataFrame) -> Iterator[dict[str, Any]]:
 def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict[str, Any]:
     place = {"pid": int(rank), "tid": int(tid), "ts": 0}
     return {"ph": "M", "name": kind, **place, "args": {key: value}}
-
-
-def _write(path: Path, about: dict[str, Any], events: list[dict[str, Any]]) -> None:
-    is_packed = path.suffix == ".gz"
-    with replacing(path) as draft, gzip.open(draft, "wt") if is_packed else draft.open("w") as file:
-        # HTA finds the rank by a pattern with a space after the colon. So only the events, not the
-        # facts before them, are written without spaces.
-        file.write(json.dumps(about)[:-1] + ', "traceEvents": ')
-        json.dump(events, file, separators=(",", ":"))
-        file.write("}")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.records.step_lines import drop_later_steps, read_steps
+from mtrain_cli.records.metrics import drop_later_steps, read_steps
 
 if TYPE_CHECKING:
     from mtrain_cli.training.batch import Batch, HostBatch

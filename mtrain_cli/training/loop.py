@@ -17,8 +17,13 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics
-from mtrain_cli.records.step_remarks import line_on_file, nothing_left_out, step_remarks
+from mtrain_cli.records.metrics import (
+    MetricsWriter,
+    line_on_file,
+    nothing_left_out,
+    read_readable_metrics,
+    step_remarks,
+)
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import Callback, FinishedStep

@@ -22,7 +22,7 @@ from mtrain_cli.commands.completion import complete_attentions
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.runner import STOPPED
 from mtrain_cli.launch.manifest import Manifest, checksum
-from mtrain_cli.reporting.evaluation_figures import evaluation_figures
+from mtrain_cli.reporting.evaluations import evaluation_figures
 
 # Not Triton: its interpreter, in which tests run, takes minutes for what the other kernels do in
 # seconds, and the kernel is not what these tests are about.

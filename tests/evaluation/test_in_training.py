@@ -19,7 +19,7 @@ from mtrain_cli.evaluation.results import ResultsFolder, read_results
 from mtrain_cli.evaluation.runner import Runner
 from mtrain_cli.inference.model_source import open_source
 from mtrain_cli.launch.run_dir import RunDir, RunLock
-from mtrain_cli.reporting.evaluation_tables import evaluation_tables
+from mtrain_cli.reporting.evaluations import evaluation_tables
 from mtrain_cli.reporting.report_source import open_source as open_report
 from mtrain_cli.training.loop import train
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from mtrain_cli.model import experts
 from mtrain_cli.model.decoder import SwiGLU
 from mtrain_cli.model.experts import record_experts, reset_biases
-from mtrain_cli.parallel.profiler_labels import layer_of
 from mtrain_cli.parallel.recording import Recorder
 
 SETTINGS = [
@@ -162,6 +161,10 @@ def test_a_profiler_sees_the_passes_without_a_recorder():
     x = torch.ones(4, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         record_experts(_Slow.apply, x, None, 5, again=False).sum().backward()
-    spans = {layer_of(e.name): e.time_range for e in recorded.events() if layer_of(e.name)}
+    spans = {
+        (name.removeprefix("mtrain."), int(layer), way): e.time_range
+        for e in recorded.events()
+        for name, layer, way in [e.name.split("/")] * (e.name.count("/") == 2)
+    }
     assert set(spans) == {("experts", 5, "forward"), ("experts", 5, "backward")}
     assert all(span.elapsed_us() >= 10_000 for span in spans.values())

@@ -32,7 +32,7 @@ from mtrain_cli.parallel.tensor_group import (
 from mtrain_cli.parallel.transport import ExchangeError
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.records.record_files import WORDS
-from mtrain_cli.records.tensor_waits import TensorWaits
+from mtrain_cli.records.record_sums import TensorWaits
 
 
 def make(rank: int, world: int, tp: int, cp: int = 1) -> TensorGroup:

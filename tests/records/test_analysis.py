@@ -12,11 +12,10 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 
 from mtrain_cli.parallel.recording import KINDS
 from mtrain_cli.records.analysis import BINS, _CaseTotals, analyse
-from mtrain_cli.records.estimate import Estimate
-from mtrain_cli.records.imbalance import imbalance, ratios
+from mtrain_cli.records.imbalance import Estimate, imbalance, ratios
 from mtrain_cli.records.record_files import open_records
 from mtrain_cli.records.record_sums import iterations, survey
-from mtrain_cli.records.wait_attribution import WaitAttribution
+from mtrain_cli.records.waits import WaitAttribution
 
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
 
@@ -84,10 +83,6 @@ def test_tables_and_degrees_match_the_played_times(tmp_path):
         in_steps, in_all = ratios(attention, elapsed, attention.sum(2), wall)
         assert mine.computation.step.mean == pytest.approx(in_steps[0], rel=1e-5)
         assert mine.computation.total.mean == pytest.approx(in_all[0], rel=1e-5)
-        assert mine.across_workers[:, [0, -1]] == pytest.approx(
-            np.array([[t[0], t[-1]] for t in zip(*table, strict=True)]), rel=1e-5
-        )
-        assert mine.across_steps[:, 2] == pytest.approx(np.median(table, axis=1), rel=1e-5)
         assert [layer["layer"] for layer in mine.layers] == [2, 5]
     assert found.time.worker.mean == pytest.approx(
         sum(p.time.worker.mean for p in found.passes.values()) / 2
@@ -219,31 +214,23 @@ def test_samples_drawn_from_long_recordings_cover_every_step_and_layer(tmp_path,
     )
     rows = np.tile(what, count)
     rows["iteration"] = np.repeat(np.arange(count), len(what))
-    # One value of as many as there are steps is kept, one table of as many as there are layers.
     monkeypatch.setattr("mtrain_cli.records.analysis.MOST_VALUES", count * layers * (steps + 1))
-    monkeypatch.setattr("mtrain_cli.records.analysis.MOST_TABLES", count)
     recorded = open_records(
         write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count)
     )
     shapes, last = survey(recorded)
     totals = _CaseTotals(shapes[0], WaitAttribution(shapes[0], 0.0))
-    assert (totals.value_stride, totals.table_stride) == (steps, layers)
+    assert totals.stride == steps
     for _, iteration in iterations(recorded, shapes, last):
         totals.add(iteration)
     times = [[10 * (layer + 1) + step for step in range(steps)] for layer in range(layers)]
     values = np.rint(np.concatenate(totals.values[0]))
     assert len(values) == pytest.approx(count * layers * steps, rel=0.2)  # of four times as many
     assert set(values) == {time for layer in times for time in layer}
-    assert len(totals.tables[0]) == pytest.approx(count, rel=0.4)
-    assert {tuple(np.rint(table[0])) for table in totals.tables[0]} == {
-        tuple(layer) for layer in times
-    }
     found = totals.result(count).passes["forward"]
     assert found.p50 == pytest.approx(np.percentile(times, 50), abs=1)
     assert found.p95 == pytest.approx(np.percentile(times, 95), abs=1)
     assert found.longest == pytest.approx(53)
-    assert found.across_workers[:, [0, -1]] == pytest.approx(np.array([times[0], times[-1]]).T)
-    assert found.across_steps[:, [0, -1]] == pytest.approx(np.array([[10, 53]] * steps))
 
 
 def test_one_worker_has_degrees_of_one(tmp_path):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from synthetic_records import Play, facts_of, ring, rows_of, write
 
-from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.records.analysis import analyse
@@ -22,7 +21,6 @@ from mtrain_cli.records.expert_loads import (
     dealt_degree,
     delete_loads_after,
     expert_degrees,
-    expert_facts,
     join_loads,
     worker_tokens,
     write_loads,
@@ -104,7 +102,6 @@ def test_an_analysis_covers_all_steps_and_layers(tmp_path):
     }
     assert found.shares[1, 0] == pytest.approx([12 / 24, 4 / 24, 2 / 24, 6 / 24])
     assert found.by_rank[0] == pytest.approx(1.5 * TOKENS[0])
-    assert found.by_layer == pytest.approx(np.array([[1, 2, 2], [1, 1, 1]]))
     assert found.dropped == pytest.approx(16 / (48 + 96 + 16))
     document = found.to_json()
     assert document["worker"] == {"mean": 1.0, "std": 0.0, "n": 4}
@@ -179,9 +176,3 @@ def test_a_damaged_or_changing_file_is_refused(tmp_path):
     folder = profile(tmp_path / "b", loads(), loads(TOKENS[:1], step=2))
     with pytest.raises(ConfigError, match="step 2 has other layers"):
         analyse_experts(open_records(folder))
-
-
-def test_only_a_model_with_experts_has_the_fact():
-    assert expert_facts(compose(["model=tiny"]).model, 1) == {}
-    fact = {FACT: {"count": 8, "top_k": 2, "parallel": 4}}
-    assert expert_facts(compose(["model=tiny_moe"]).model, 4) == fact

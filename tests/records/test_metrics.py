@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,15 @@ from mtrain_cli.records import metrics as module
 from mtrain_cli.records.metrics import (
     MetricsWriter,
     StepMetrics,
+    drop_later_steps,
+    loss_remark,
     median_rate,
+    nothing_left_out,
     read_metrics,
     read_readable_metrics,
-    sound_mfu,
+    read_steps,
     steady_steps,
+    step_remarks,
 )
 
 STEP = StepMetrics(
@@ -116,25 +121,11 @@ def test_rates_leave_out_two_steps_after_each_start():
     assert median_rate([run[0], run[1], run[9]]) == 6.0
 
 
-def test_an_mfu_may_equal_hfu():
-    assert [sound_mfu(*shares) for shares in ((0.5, 0.5), (0.51, 0.5), (0.5, None))] == [
-        0.5, None, 0.5,
-    ]  # fmt: skip
-
-
 def test_resuming_drops_the_steps_after_the_checkpoint(tmp_path):
     write(tmp_path, [1, 2, 3, 4, 5])
     write(tmp_path, [4, 5, 6], start_step=3)
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_resuming_drops_a_line_that_a_crash_cut_short(tmp_path):
-    write(tmp_path, [1, 2])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "lo')
-    write(tmp_path, [3], start_step=2)
-    assert steps(tmp_path) == [1, 2, 3]
 
 
 def test_a_failed_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
@@ -176,16 +167,6 @@ def test_damaged_lines_are_named_and_hide_no_other_step(tmp_path):
     message = r"metrics\.jsonl: lines 1, 4, 7, 8, 9 are damaged; each line must be a step"
     with pytest.raises(ConfigError, match=message):
         read_metrics(tmp_path)
-
-
-def test_resuming_keeps_damaged_lines_before_the_steps_that_it_drops(tmp_path):
-    write(tmp_path, [1, 2, 3])
-    path = tmp_path / "metrics.jsonl"
-    first, second, third = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([first, b"\xffoops\n", second, third, b"later\n"]))
-    write(tmp_path, [3], start_step=2)
-    assert path.read_bytes() == b"".join([first, b"\xffoops\n", second, third])
-    assert read_readable_metrics(tmp_path)[1] == [2]
 
 
 def test_a_missing_file_is_reported(tmp_path):
@@ -255,3 +236,142 @@ def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_file", real)
     writer.close()
     assert steps(tmp_path) == [1, 4]
+
+
+ROWS = [b'{"step": 1}\n', b"\xffoops\n", b"\n", b'{"step": 2}\n', b'{"step": 3}\n']
+
+
+def steps_of(file: Path) -> tuple[list[int], list[int]]:
+    return read_steps(file, lambda row: row["step"])
+
+
+def test_a_damaged_line_hides_no_other(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"".join(ROWS) + b'{"step": true}\n{}\n[1]\n{"step": -1}\n{"step": 4, "lo')
+    # true is no number, although Python says so.
+    assert steps_of(file) == ([1, 2, 3], [2, 6, 7, 8, 9])
+
+
+def test_later_steps_go_and_damaged_lines_before_them_stay(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"".join(ROWS) + b"oops\n")
+    assert drop_later_steps(file, 2) == [{"step": 1}, {"step": 2}]
+    assert file.read_bytes() == ROWS[0] + ROWS[1] + ROWS[3]
+    file.write_bytes(ROWS[0] + ROWS[1] + b'{"step": 2, "lo')
+    assert drop_later_steps(file, 1) == [{"step": 1}]
+    assert file.read_bytes() == ROWS[0] + ROWS[1]
+
+
+def test_the_last_line_counts_if_it_is_whole(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    for last, steps in ((b'{"step": 2}', [1, 2]), (b'{"step": 2', [1]), (b"12", [1])):
+        file.write_bytes(b'{"step": 1}\n' + last)
+        assert read_steps(file, lambda row: row["step"]) == (steps, [])
+
+
+def test_the_new_content_is_on_the_disk_before_it_replaces_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "steps.jsonl"
+    old = b"".join(ROWS)
+    file.write_bytes(old)
+    synced = []
+
+    def fsync(descriptor):
+        assert file.read_bytes() == old
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(module.os, "fsync", fsync)
+    drop_later_steps(file, 2)
+    assert synced == [file.stat().st_size] != [len(old)]
+
+
+@pytest.mark.parametrize("cut", [b'{"step": 2, "lo', b"{", b"\xff"])
+def test_a_cut_line_is_not_damaged_and_goes_with_a_rewrite(tmp_path, cut):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(ROWS[0] + cut)
+    assert steps_of(file) == ([1], [])
+    drop_later_steps(file, 9)
+    assert file.read_bytes() == ROWS[0]
+    file.write_bytes(ROWS[0] + cut + b"\n")
+    assert steps_of(file) == ([1], [2])
+    drop_later_steps(file, 9)
+    assert file.read_bytes() == ROWS[0] + cut + b"\n"
+
+
+def test_a_whole_last_line_gets_its_newline(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(b'{"step": 1}\r\n{"step": 2}')
+    drop_later_steps(file, 2)
+    assert file.read_bytes() == ROWS[0] + ROWS[3]
+
+
+def test_only_a_newline_ends_a_line(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    line = '{"step": 1,\r"note": "a\u2028b\x85c"}\n'.encode()
+    file.write_bytes(line + ROWS[3])
+    assert steps_of(file) == ([1, 2], [])
+    drop_later_steps(file, 1)
+    assert file.read_bytes() == line
+
+
+def remarks_of(*numbers: int, last: int = 0) -> list[str]:
+    return step_remarks([replace(STEP, step=number) for number in numbers], last)
+
+
+def test_an_intact_file_has_no_remark(tmp_path):
+    assert (
+        remarks_of()
+        == remarks_of(1)
+        == remarks_of(1, 2, 3, last=3)
+        == remarks_of(1, 2, 3, last=2)
+        == []
+    )
+    write(tmp_path, [1, 2, 3, 4, 5])
+    write(tmp_path, [4, 5, 6], start_step=3)  # a run that resumes at its checkpoint
+    assert step_remarks(read_metrics(tmp_path), 6) == []
+
+
+def test_missing_steps_are_named_at_the_start_inside_and_at_the_end():
+    assert remarks_of(2, 3) == ["step 1 is missing"]
+    assert remarks_of(1, 4, 6, 10**15) == [f"steps 2-3, 5, 7-{10**15 - 1} are missing"]
+    assert remarks_of(1, last=3) == ["steps 2-3 are missing"]
+    assert remarks_of(last=1) == ["step 1 is missing"]
+
+
+def test_repeated_and_disordered_steps_are_named():
+    assert remarks_of(1, 2, 2, 2, 3) == ["step 2 appears more than once"]
+    assert remarks_of(1, 2, 1, 2) == [
+        "steps 1-2 appear more than once",
+        "the steps are not in order",
+    ]
+    assert remarks_of(1, 3, 2) == ["the steps are not in order"]
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), float("-inf")])
+def test_a_step_without_a_finite_loss_is_named_unless_it_had_no_label(loss):
+    steps = [STEP, replace(STEP, step=2, loss=loss), replace(STEP, step=3, loss=loss)]
+    assert step_remarks(steps) == ["steps 2-3 have no finite loss"]
+    unlabelled = replace(STEP, step=3, loss=None, skipped=True)
+    assert step_remarks([*steps[:2], unlabelled]) == ["step 2 has no finite loss"]
+
+
+def test_steps_in_any_order_are_named_in_their_order():
+    assert loss_remark([3, 1, 2, 3]) == "steps 1-3 have no finite loss"
+
+
+@pytest.mark.parametrize(
+    ("density", "allowed", "note"),
+    [
+        (1.0, 1.0, "density 100%: the pattern leaves nothing out at this length"),
+        (0.996, 1.0, "density 100%: the pattern leaves nothing out at this length"),
+        (
+            0.43,
+            0.43,
+            "density 43%, as with dense attention: the pattern leaves nothing out at this length",
+        ),
+        (0.99, 1.0, ""),
+        (0.40, 0.43, ""),
+        (1.0, None, ""),  # a dense step
+    ],
+)
+def test_a_pattern_that_leaves_nothing_out_is_noted(density, allowed, note):
+    assert nothing_left_out(replace(STEP, density=density, dense_density=allowed)) == note

@@ -19,7 +19,6 @@ from mtrain_cli.records.pipeline_times import (
     pipeline_of,
     predicted_pipeline,
     prediction_entry,
-    recorded_step,
 )
 from mtrain_cli.records.record_files import PAYLOADS, ROW, WORDS, open_records
 
@@ -117,22 +116,6 @@ def test_a_step_without_the_rows_of_a_stage_has_no_times():
     sums = StepSums(EVEN.pipeline, 3)
     sums.add(arrays(rows[rows["rank"] != 1]))
     assert sums.result() is None
-
-
-def test_the_line_of_rank_0_has_its_passes_in_order():
-    rows = rows_of_stages(TIMED, 2)
-    rows["start_us"] += 500 * (rows["rank"] % 2)  # the other pipeline began later
-    found = recorded_step(TIMED.pipeline, arrays(rows, wait(0, 1, 0)), 2)
-    assert found.stages == 2
-    expected = sorted(TIMED.played.spans, key=lambda span: (span.begin, span.stage))
-    assert len(found.spans) == len(expected)
-    for span, other in zip(
-        sorted(found.spans, key=lambda span: (round(span.begin, 3), span.stage)),
-        expected,
-        strict=True,
-    ):
-        assert (span.stage, span.action) == (other.stage, other.action)
-        assert (span.begin, span.end) == pytest.approx((other.begin, other.end), abs=1e-3)
 
 
 def profile(folder: Path, *, pipeline: bool) -> CaseAnalysis:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from mtrain_cli.records.step_breakdown import (
     OperationTotals,
-    StepBreakdown,
+    Span,
+    claim,
     find_parts,
+    innermost,
+    inside,
     kernel_part,
     messages,
     operator_part,
@@ -503,13 +507,6 @@ def test_names_of_operators_and_ranges():
     assert range_part("mtrain.step") is range_part("## Call") is None
 
 
-def us(found: StepBreakdown) -> list[tuple[int, str, float, float, float]]:
-    return [
-        (e.layer, e.direction, e.router / 1e3, e.computing / 1e3, e.waiting / 1e3)
-        for e in found.experts
-    ]
-
-
 def nccl(begin: float, end: float, at: float, tid: int = 100) -> list[dict]:
     return kernel("ncclDevKernel_SendRecv(x)", begin, end, at, tid)
 
@@ -529,31 +526,44 @@ def test_kernels_of_a_gpu_belong_to_the_layer_that_launches_them():
         *kernel("gemm", 75, 90, at=72, tid=BACKWARD),
     ]
     found = find_parts(events, gpu=True)
-    assert us(found) == [(3, "backward", 0, 15, 0), (3, "forward", 4, 20, 6 + 5)]
     assert found.parts["router"] == 4000
     assert found.parts["experts"] == 35_000
     assert sum(found.parts.values()) == found.step
 
 
-def test_on_a_cpu_waits_inside_the_experts_are_no_computation():
-    events = [
-        step(0, 100),
-        within("mtrain.router/0/forward", 1, 11),
-        within("mtrain.message", 4, 6),
-        event("cpu_op", "aten::softmax", 2, 4),
-        within("mtrain.experts/0/forward", 20, 50),
-        event("cpu_op", "aten::mm", 21, 30),
-        within("mtrain.message", 30, 45),
-        within("mtrain.message", 60, 65),  # of no layer
-        within("mtrain.experts/1/forward", 70, 71),
-        event("cpu_op", "mtrain.experts/1/forward", 80, 90),  # no annotation
-        within("mtrain.experts/1/forward", 110, 120),  # after the step
-    ]
-    found = find_parts(events, gpu=False)
-    assert us(found) == [(0, "forward", 8, 15, 2 + 15), (1, "forward", 0, 1, 0)]
-    assert found.parts["experts"] == 9000
+def test_parts_of_random_kernels_match_a_count_of_every_nanosecond():
+    draw = random.Random(3)
+    for _ in range(200):
+        free = [(0, 40), (60, 100)]
+        wanted = sorted(
+            (b := draw.randrange(110), b + draw.randrange(1, 25), draw.choice("xyz"))
+            for _ in range(draw.randrange(12))
+        )
+        parts = dict.fromkeys("xyz", 0)
+        left = claim(free, wanted, parts)
+        painted = {t: "" for begin, end in free for t in range(begin, end)}
+        for begin, end, word in wanted:
+            for t in range(begin, end):
+                if painted.get(t) == "":
+                    painted[t] = word
+        assert parts == {word: list(painted.values()).count(word) for word in "xyz"}
+        assert [t for begin, end in left for t in range(begin, end)] == [
+            t for t, word in painted.items() if not word
+        ]
+        assert all(begin < end for begin, end in left)
 
 
-def test_other_annotations_name_no_layer():
-    events = [step(0, 10), within("mtrain.experts/x/forward", 1, 2), within("experts/1/x", 3, 4)]
-    assert find_parts(events, gpu=False).experts == []
+def ranged(name: str, begin: int, end: int, thread: int = 0) -> Span:
+    return Span("user_annotation", name, (0, thread), begin, end, None, None, None)
+
+
+def test_the_innermost_range_of_a_thread_counts():
+    ranges = [(ranged("outer", 0, 100), "a"), (ranged("inner", 20, 40), "b")]
+    at = [((0, 0), t) for t in (10, 30, 50, 100)] + [((0, 1), 30)]
+    assert innermost(ranges, at) == ["a", "b", "a", None, None]
+
+
+def test_spans_inside_steps_come_by_their_start():
+    spans = [ranged("late", 12, 13), ranged("outside", 30, 31), ranged("early", 2, 3)]
+    steps = [ranged("step", 0, 20)]
+    assert [s.name for s in inside(spans, steps)] == ["early", "late"]

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from records.test_expert_loads import loads, profile
-from reporting.test_evaluation_names import ONE, TWO
-from reporting.test_evaluation_tables import NIAH, SPARSE, ruler
-from reporting.test_expert_step_tables import DOCUMENT
-from reporting.test_expert_tables import with_experts
+from reporting.test_evaluations import NIAH, ONE, SPARSE, TWO, ruler
 from reporting.test_pipeline_page import measured, simulated
+from reporting.test_reported_experts import with_experts
 from reporting.test_sweeps import ROWS
 from reporting.training_runs import trained
 from synthetic_records import Play, recorded_once, ring
@@ -37,13 +35,6 @@ def _profile(folder: Path) -> ReportSource:
 
 def _shipped(name: str) -> ReportSource:
     return open_source(next(path for path in shipped() if path.stem == name))
-
-
-def _step(folder: Path) -> ReportSource:
-    document = dict(_shipped("step-128k-4xh200").step or {})
-    pairs = zip(document["ranks"], 2 * DOCUMENT["ranks"], strict=True)
-    ranks = [{**rank, "experts": own["experts"]} for rank, own in pairs]
-    return ReportSource("step", folder, step={**document, "ranks": ranks})
 
 
 def _sparsity(folder: Path) -> ReportSource:
@@ -75,7 +66,7 @@ def every_kind(folder: Path) -> dict[str, list[ReportSource]]:
         "profile": [_profile(folder / "a")],
         "two profiles": [_profile(folder / "b"), _profile(folder / "c")],
         "older profile": [_shipped("layer-4xh200")],
-        "step": [_step(folder)],
+        "step": [_shipped("step-128k-4xh200")],
         "two steps": [_shipped("step-1m-4xh200"), _shipped("step-512k-4xh200")],
         "experts": [
             open_source(profile(folder / "d", loads(), loads(step=2))),

@@ -34,7 +34,7 @@ def test_all_kinds_are_here(kinds):
     written = {table.name for sources in kinds.values() for table in files(sources)}
     assert written == {
         *("summary", "steps", "time_by_rank", "layers", "causes", "training", "positions"),
-        *("evaluations", "pipeline", "experts", "expert_balance", "expert_times", "routing"),
+        *("evaluations", "pipeline", "experts", "routing"),
         *("compare", "sweep"),
     }
 

@@ -40,24 +40,6 @@ def test_rank_bars_belong_to_the_ranks_that_spent_the_time(tmp_path):
         assert dict(zip(bar["x"], bar["y"], strict=True)) == pytest.approx(known, rel=1e-3)
 
 
-def test_distributions_cover_the_axis_in_their_label(tmp_path):
-    drawn_views = views(figures_of(recorded_once(tmp_path, Play(ring(3), uneven)))["spread"])
-    names = ("lowerfence", "q1", "median", "q3", "upperfence")
-    for direction in ("forward", "backward"):
-        table = np.array(
-            [[uneven(direction, rank, step) for step in range(3)] for rank in range(3)]
-        )
-        for quantity, axis in (
-            ("across the workers of a step", 0),
-            ("across the steps of a worker", 1),
-        ):
-            (box,) = drawn_views[direction, quantity]
-            known = np.quantile(table, (0, 0.25, 0.5, 0.75, 1), axis=axis)
-            assert box["x"] == [0, 1, 2]
-            for name, values in zip(names, known, strict=True):
-                assert box[name] == pytest.approx(values, rel=1e-3), (direction, quantity, name)
-
-
 def test_heat_maps_show_the_direction_and_quantity_in_their_labels(tmp_path):
     def pairs(direction: str, rank: int, step: int) -> float:
         return uneven(direction, rank, step) * 1000
@@ -95,6 +77,6 @@ def test_heat_maps_show_the_direction_and_quantity_in_their_labels(tmp_path):
 def test_axis_titles_fit_a_narrow_page(tmp_path):
     """A page of 500 px has about 280 px below the bars of long case names, or 40 letters."""
     drawn = figures_of(recorded_once(tmp_path, Play(ring(3), uneven), layers=(0, 1)))
-    assert set(drawn) == {"cases", "heat", "timeline", "ranks", "spread", "layers", "program"}
+    assert set(drawn) == {"heat", "ranks", "program"}
     titles = {view.layout["xaxis"]["title"]["text"] for f in drawn.values() for view in f.views}
     assert max(map(len, titles)) <= 30, titles

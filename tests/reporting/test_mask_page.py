@@ -1,16 +1,20 @@
-"""The page of a mask shows who holds which rows, and which rows travel."""
+"""The page of a mask shows who holds which rows."""
 
 from __future__ import annotations
 
-import itertools
+import re
+import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
 from reporting.test_html import figures_in
 
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.reporting import mask_page
-from mtrain_cli.reporting.mask_page import layouts_table
+from mtrain_cli.reporting.mask_page import layouts_table, svg
 from mtrain_cli.reporting.mask_view import MaskView, density, holders, views
 
 SEQ = 8192
@@ -28,7 +32,6 @@ def chosen(figure, masks):
     shares = [(view, share) for view in masks for share in view.shares]
     assert [v.labels for v in figure.views] == [(v.title, s.layout.name) for v, s in shares]
     assert figure.selectors == ("layers", "layout")
-    assert figure.linked
     yield from zip(figure.views, shares, strict=True)
 
 
@@ -80,52 +83,63 @@ def test_a_cell_with_several_ranks_shows_their_shares():
         assert row == [rank for rank in range(4) for _ in range(4)]
 
 
-def test_the_heat_map_has_the_rows_of_each_pair_of_ranks(masks):
-    most = max(share.sent.max() for view in masks for share in view.shares)
-    for drawn, (_, share) in chosen(mask_page.travel_figure(masks), masks):
-        (heat,) = drawn.data
-        for receiving, sending in itertools.product(range(10), repeat=2):
-            rows = share.sent[sending, receiving]
-            assert heat["z"][receiving][sending] == rows
-            assert heat["text"][receiving][sending] == (str(rows) if rows else "")
-        assert heat["zmax"] == most
-
-
-def test_large_numbers_of_rows_are_short():
-    shown = [mask_page._short(n) for n in (0, 9_999, 12_800, 1023 * 1024, 5 << 20)]
-    assert shown == ["", "9999", "12.5k", "0.999m", "5m"]
-
-
-def test_many_ranks_have_no_numbers_and_some_are_left_out():
-    (view,) = views(compose(["seq=16k"], plan=True), 80)
-    figure = mask_page.travel_figure([view])
-    (heat,) = figure.views[0].data
-    assert "text" not in heat
-    assert len(heat["z"]) == len(heat["x"]) == 64
-    assert (heat["x"][0], heat["x"][-1]) == ("0", "79")
-
-
-def test_the_page_has_tables_of_layouts_and_ranks(masks, tmp_path):
+def test_the_page_has_tables_of_layouts(masks, tmp_path):
     title = "<b>a</b> & \x1b"
     mask_page.write(tmp_path / "m.html", title, masks)
     text = (tmp_path / "m.html").read_text()
     assert "<h1>&lt;b&gt;a&lt;/b&gt; &amp; \ufffd</h1>" in text
-    assert [figure["name"] for figure in figures_in(text)] == ["mask", "travels"]
-    assert all(figure["linked"] for figure in figures_in(text))
-    assert text.count('data-link="layout"') == 2
+    assert [figure["name"] for figure in figures_in(text)] == ["mask"]
     for view in masks:
         assert f"<h2>Layouts: {view.title}</h2>" in text
-        assert f"<h2>Ranks: {view.title}</h2>" in text
-        cells = []
-        for share in view.shares:
-            traffic, outer = share.traffic, share.traffic.outer.received
-            cells += [f"{traffic.pairs[3]:,}", f"{traffic.received[3]:,}"]
-            cells += [f"{outer[3]:,}"] if outer.any() else []
-            cells += [f"{share.costs[3]:.3f}"]
-        assert "<tr><td class=words>3</td>" + "".join(f"<td>{c}</td>" for c in cells) in text
         for share, row in zip(view.shares, layouts_table(view, "").cells(), strict=True):
             assert row[0] == share.layout.name
             first, *rest = row
             assert f"<td class=words>{first}</td>" + "".join(f"<td>{c}</td>" for c in rest) in text
     inner, outer = masks[0].shares[0].prices
     assert f"costs as much as {inner:,} pairs, and {outer:,} if it comes from another node" in text
+
+
+RUN = re.compile(r"M(\d+) (\d+)h(\d+)v1h-(\d+)z")
+CHUNKED = MaskRule(False, MASKS["block_window"](block=20, back=1)).undivided(320, 320)
+
+
+def painted(text: str, kind: str) -> np.ndarray:
+    """Return which cells of the picture a path covers."""
+    cells = np.zeros((64, 64), bool)
+    (path,) = re.findall(rf'<path class="{kind}" d="([^"]*)"', text)
+    assert RUN.sub("", path) == ""
+    for left, top, wide, back in ((int(n) for n in run) for run in RUN.findall(path)):
+        assert wide == back
+        assert not cells[top, left : left + wide].any()
+        cells[top, left : left + wide] = True
+    return cells
+
+
+def test_cells_are_full_partial_or_empty():
+    table = density(CHUNKED, 64)
+    text = svg(CHUNKED, "t")
+    assert (painted(text, "full") == (table == 1)).all()
+    assert 'class="partial"' not in text, "chunks of 20 tokens are 4 cells of 5"
+    causal = SequenceMask.causal(320, 320)
+    text = svg(causal, "t")
+    assert (painted(text, "partial") == np.eye(64, dtype=bool)).all()
+    assert (painted(text, "full") == np.tri(64, k=-1, dtype=bool)).all()
+
+
+def test_a_short_sequence_has_a_cell_per_token():
+    text = svg(SequenceMask.causal(3, 3), "t")
+    assert (painted(text, "full")[:3, :3] == np.tri(3, dtype=bool)).all()
+    assert "scale(64)" in text
+
+
+def test_the_file_is_xml_with_the_title_literally_and_both_modes():
+    title = "<script>&\x1b " + "word " * 12
+    text = svg(CHUNKED, title)
+    tree = ET.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    assert tree.find(f"{space}title").text == title.replace("\x1b", "\ufffd")
+    lines = [line.text for line in tree.findall(f"{space}text")]
+    assert len(lines) == 3
+    assert lines[0].startswith("<script>&")
+    assert float(tree.get("height")) == 8 + 3 * 15 + 192 + 8
+    assert "prefers-color-scheme: dark" in text

@@ -50,14 +50,13 @@ def test_the_table_compares_measured_idle_time_with_formula_and_prediction(tmp_p
     assert found[1][8:] == ["-", "-"]
 
 
-def test_the_same_figure_shows_recorded_played_and_predicted_passes(tmp_path):
+def test_the_same_figure_shows_measured_and_predicted_passes(tmp_path):
     drawn = pipeline_figure([measured(tmp_path / "a"), simulated(tmp_path / "b")])
     assert drawn.together
-    recorded, played, predicted = drawn.views
-    assert recorded.labels == ("a: one, recorded",)
-    assert played.labels == ("a: one, played with the mean times",)
+    played, predicted = drawn.views
+    assert played.labels == ("a: one",)
     assert predicted.labels == ("b: two, predicted",)
-    for view, factor in ((recorded, 1.0), (played, 1.0), (predicted, 1e-3)):
+    for view, factor in ((played, 1.0), (predicted, 1e-3)):
         bars = {
             (trace["name"].partition(",")[0], place[1], place[0]): (stage, begin, length)
             for trace in view.data
@@ -75,7 +74,6 @@ def test_the_same_figure_shows_recorded_played_and_predicted_passes(tmp_path):
         for trace in view.data:
             assert trace["text"] == [str(micro_batch) for micro_batch, _ in trace["customdata"]]
         assert view.layout["yaxis"]["ticktext"] == ["stage 0", "stage 1"]
-    assert "iteration 0" in drawn.note
 
 
 def test_a_report_without_a_pipeline_shows_nothing(tmp_path):
@@ -87,9 +85,9 @@ def test_a_report_without_a_pipeline_shows_nothing(tmp_path):
 
 def test_too_many_passes_are_not_drawn(tmp_path, monkeypatch):
     sources = [measured(tmp_path / "a"), simulated(tmp_path / "b")]
-    monkeypatch.setattr(pipeline_page, "BARS", 2 * 32 + 31)
-    assert len(pipeline_figure(sources).views) == 2
-    monkeypatch.setattr(pipeline_page, "BARS", 63)
+    monkeypatch.setattr(pipeline_page, "BARS", 32 + 31)
+    assert len(pipeline_figure(sources).views) == 1
+    monkeypatch.setattr(pipeline_page, "BARS", 31)
     assert pipeline_figure(sources).views == []
 
 

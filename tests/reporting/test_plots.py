@@ -30,18 +30,7 @@ def test_evenly_spaced_items_include_both_ends(most):
     assert most < 3 or gaps.max() - gaps.min() <= 1
 
 
-def test_an_axis_of_few_places_has_a_tick_at_each():
-    assert plots.whole(20) == {"dtick": 1}
-    assert "dtick" not in plots.whole(21)
-
-
 def test_exposed_communication_is_named_by_its_link():
     assert plots.exposed_label("") == plots.EXPOSED_LABEL
     assert plots.exposed_label("outer") == "exposed (outer link)"
     assert plots.link_colour("outer") != plots.link_colour("inner")
-
-
-def test_shares_show_in_percent_on_the_colour_bar():
-    bar = plots.heat([[0.5]], [0], [0], "recall", "%{z}")["colorbar"]
-    assert bar["tickformat"] == ".0%"
-    assert "tickformat" not in plots.heat([[0.5]], [0], [0], "ms", "%{z}")["colorbar"]

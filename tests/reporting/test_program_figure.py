@@ -6,26 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reporting.training_runs import trained
 from synthetic_records import Play, facts_of, ring, rows_of, write
 
-from mtrain_cli.composition.compose import compose
-from mtrain_cli.config import resolved_file
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, parse_label
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Compute, Wait
-from mtrain_cli.parallel.recording import DIRECTIONS
-from mtrain_cli.reporting.profile_figures import RANKS
 from mtrain_cli.reporting.program_figure import (
+    DIRECTIONS,
+    RANKS,
     DrawnExchange,
+    place,
     program_figure,
     program_table,
     transfers,
 )
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.simulation.recommend import place
-from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.layout_choice import choose_layout
 
 # (label of the exchange, schedule)
 EXCHANGES = {
@@ -144,21 +139,6 @@ def test_sizes_count_the_padding_and_the_gathered_columns(tmp_path):
     assert most["columns"] == 2 * 128 * 4 * 32 * 4
 
 
-@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
-def test_the_sizes_of_a_training_run_are_those_of_its_memory_estimate(sparsity, tmp_path):
-    words = ["model=qwen3b", "seq=65000", "topology.workers=4", "topology.exchange=ring"]
-    words += ["topology.columns=once", f"sparsity={sparsity}", "train.dtype=float32"]
-    config = compose(words)
-    resolved_file.save(config, tmp_path / "resolved.yaml")
-    exchange = DrawnExchange.of(trained("run", tmp_path))
-    assert exchange is not None
-    layout, choice = choose_layout(config, 4, 4).layout, ExchangeChoice("ring", "", 4)
-    assert layout.padded_seq > config.seq
-    expected = AttentionMemory(config, layout, choice, "reference", 4).sizes
-    assert exchange.sizes == expected
-    assert exchange.traits.columns == (expected.column_width > 0) == (sparsity != "dense")
-
-
 def test_the_terminal_lists_what_rank_0_sends_while_it_computes(tmp_path):
     source = source_of(tmp_path, "ring")
     table = program_table(source, source.cases[0])
@@ -202,18 +182,3 @@ def test_one_worker_or_an_unknown_exchange_has_no_figure(tmp_path):
 def test_a_label_determines_the_schedule(choice):
     assert parse_label(choice.label, 8, choice.per_node) == (choice.name, choice.options(8))
     assert parse_label("carrier pigeons", 8, 4) is None
-
-
-def test_a_training_run_shows_the_exchange_that_its_settings_name(tmp_path):
-    words = ["model=qwen3b", "seq=64k", "topology.workers=4", "topology.exchange={}"]
-    for exchange, messages in (("ring", 3), ("ulysses", 2), ("auto", None)):
-        folder = tmp_path / exchange
-        folder.mkdir()
-        resolved_file.save(
-            compose([word.format(exchange) for word in words]), folder / "resolved.yaml"
-        )
-        views = program_figure([("run", trained("run", folder), None)]).views
-        assert bool(views) == (messages is not None)
-        for view in views[:1]:
-            names = [t["name"] for t in view.data if t["name"].startswith("message")]
-            assert sum(len(bars(view.data, name, 3)) for name in names) == messages

@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import keys
+from mtrain_cli.config.documents import UnreadableError
 from mtrain_cli.config.resolved_file import save
 from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import StateReporter, read_state, write_state
-from mtrain_cli.reporting.run_files import read_run_files
+from mtrain_cli.reporting.run_files import (
+    attention_lines,
+    read_run_files,
+    read_settings,
+    with_choices,
+)
 
 
 @pytest.fixture
@@ -48,21 +55,21 @@ def test_an_undamaged_run_has_everything(run: Path):
     assert read_run_files(run / "empty").damage == ()
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "state.json"])
-def test_the_missing_configuration_of_a_run_is_named(run: Path, left: str):
-    for name in {"metrics.jsonl", "state.json", "resolved.yaml"} - {left}:
-        (run / name).unlink()
-    line = f"{run / 'resolved.yaml'}: missing; settings are not shown"
-    assert line in read_run_files(run).damage
+LOST = {
+    "resolved.yaml": "settings are not shown",
+    "state.json": "choices of the run may be missing",
+    "environment.json": "command and machine may be missing",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "lost"),
-    [("state.json", "choices of the run are"), ("environment.json", "command and machine are")],
-)
-def test_a_missing_file_of_a_run_is_named_with_what_it_had(run: Path, name: str, lost: str):
+@pytest.mark.parametrize("name", LOST)
+def test_a_missing_file_of_a_run_and_a_folder_in_its_place_are_named(run: Path, name: str):
     (run / name).unlink()
-    assert read_run_files(run).damage == (f"{run / name}: missing; {lost} not shown",)
+    assert f"{run / name}: missing; {LOST[name]}" in read_run_files(run).damage
+    (run / name).mkdir()
+    (line,) = read_run_files(run).damage
+    assert line.startswith(f"{run / name}: cannot be read (")
+    assert line.endswith(LOST[name])
 
 
 def test_a_folder_of_evaluations_alone_lacks_no_file_of_a_run(run: Path):
@@ -74,27 +81,10 @@ def test_a_folder_of_evaluations_alone_lacks_no_file_of_a_run(run: Path):
 @pytest.mark.parametrize(
     ("name", "lost"),
     [
-        ("resolved.yaml", "settings are"),
-        ("state.json", "choices of the run are"),
-        ("environment.json", "command and machine are"),
-    ],
-)
-def test_a_folder_in_the_place_of_a_file_is_named(run: Path, name: str, lost: str):
-    (run / name).unlink()
-    (run / name).mkdir()
-    assert read_run_files(run).damage == (f"{run / name}: is a folder; {lost} not shown",)
-
-
-@pytest.mark.parametrize(
-    ("name", "lost"),
-    [
-        ("resolved.yaml", "settings are not shown"),
-        ("state.json", "choices of the run are not shown"),
-        ("environment.json", "command and machine are not shown"),
-        ("metrics.jsonl", "line 1 is damaged; this step is not shown"),
-        ("evaluations.jsonl", "line 1 is damaged; this evaluation is not shown"),
-        ("evaluation/results.jsonl", "line 1 is damaged; this result is not shown"),
-        ("evaluation/evaluation.json", 'Write {"model": ".."} into it and give'),
+        *LOST.items(),
+        ("metrics.jsonl", "line 1 is damaged; "),
+        ("evaluations.jsonl", "line 1 is damaged; "),
+        ("evaluation/results.jsonl", "line 1 is damaged; "),
         ("restarts.jsonl", "1 unreadable line skipped"),
     ],
 )
@@ -125,14 +115,15 @@ def test_a_wrong_number_of_steps_is_named(run: Path):
         ('{"step": 1, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n', "step 2 is missing"),
         (
             '{"step": 1, "loss": 2.0}\n{"step": -2, "loss": 1.0}\n{"step": 3, "loss": NaN}\n',
-            "line 2 is damaged; this step is not shown; step 2 is missing; "
-            "step 3 has no finite loss",
+            "step 2 is missing; step 3 has no finite loss",
         ),
     ],
 )
 def test_one_line_names_missing_steps_and_losses(run: Path, lines: str, remark: str):
     (run / "metrics.jsonl").write_text(lines)
-    assert read_run_files(run).damage == (f"{run / 'metrics.jsonl'}: {remark}",)
+    (line,) = read_run_files(run).damage
+    assert line.startswith(f"{run / 'metrics.jsonl'}: ")
+    assert line.endswith(remark)
 
 
 def test_held_out_losses_that_are_not_finite_are_named(run: Path):
@@ -166,3 +157,66 @@ def test_the_steps_of_a_run_that_has_not_ended_may_not_be_written_yet(run: Path)
         damage = read_run_files(run).damage
         assert len(damage) == lines, damage
     assert "step 3 is missing" in damage[0]
+
+
+@pytest.mark.parametrize("content", [b"a: " + b"[" * 5000, b"\xff\xfe", b"a: [", b"- 1"])
+def test_settings_that_cannot_be_read_say_why(tmp_path, content):
+    file = tmp_path / "resolved.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UnreadableError, match=r"nested|UTF-8|line 1|no settings"):
+        read_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("a: &x [*x]", "nested too deeply"),
+        ("a: &x {b: *x}", "nested too deeply"),
+        (f"seed: 0\nnote: {'x' * 10_001}", "note is longer than 10,000 characters"),
+        (f"seed: 0x{'f' * 5000}", "too many digits"),
+    ],
+)
+def test_settings_that_cannot_be_shown_say_why(tmp_path, content, why):
+    file = tmp_path / "resolved.yaml"
+    file.write_text(content)
+    with pytest.raises(UnreadableError, match=why):
+        read_settings(file)
+    file.write_text(f"note: {'x' * 10_000}")
+    assert len(read_settings(file)["note"]) == 10_000
+
+
+def test_choices_replace_auto_and_nothing_is_added():
+    settings = {"topology.exchange": "auto", "topology.layout": "zigzag", "seed": 0}
+    chosen = {"topology.exchange": "ring", "topology.layout": "zigzag", "train.kernel": "sdpa"}
+    assert with_choices(settings, chosen) == {
+        "topology.exchange": "ring (auto)",
+        "topology.layout": "zigzag",
+        "seed": 0,
+    }
+
+
+def test_the_lines_on_attention_name_mask_layout_and_exchange():
+    words = ["mask=sliding_window", "mask.window=64", "topology.exchange=ring"]
+    settings = with_choices(keys.values(compose(words)), {"topology.layout": "balanced"})
+    assert attention_lines(settings) == [
+        "mask: kind sliding_window, window 64, global_tokens 0, full_every 0, full_first 0, "
+        "document_mask true",
+        "workers: workers auto, context_parallel auto, layout balanced (auto), exchange ring",
+        "attention: pattern dense, kernel auto, dtype auto",
+    ]
+    (_, line, *_) = attention_lines(keys.values(compose(["topology.tensor_parallel=2"])))
+    assert line.startswith(
+        "workers: workers auto, context_parallel auto, tensor_parallel 2, layout"
+    )
+    (line, *_) = attention_lines(keys.values(compose(["mask=video"], plan=True)))
+    assert "kind video, " in line
+    assert "causal false" in line
+    assert attention_lines({"data.mask_key": "mask", "mask.kind": "causal"}) == [
+        "mask: mask_key mask, kind causal"
+    ]
+    assert attention_lines({}) == []
+
+
+def test_the_line_on_attention_names_layers_and_steps_that_are_dense():
+    settings = {"sparsity.pattern": "moba", "sparsity.dense_layers": 2, "sparsity.dense_steps": 0}
+    assert attention_lines(settings) == ["attention: pattern moba, dense_layers 2"]

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 
 import pytest
-from reporting.test_evaluation_names import ONE, TWO
+from reporting.test_evaluations import ONE, TWO
 from reporting.test_tables import heavy
 from synthetic_records import Play, recorded_once, ring
 

@@ -1,10 +1,18 @@
-"""Lines and names in the tables of a recorded step."""
+"""Tables and the figure of a recorded step."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from mtrain_cli.reporting.step_tables import NAME, lines, short_name
+from mtrain_cli.reporting.step_tables import (
+    NAME,
+    RANKS,
+    lines,
+    short_name,
+    step_figure,
+)
 
 
 def test_lines_name_their_rank_and_quantity():
@@ -89,3 +97,28 @@ def test_lines_name_their_rank_and_quantity():
 def test_kernel_names_are_shortened_in_their_least_informative_part(name, short):
     assert short_name(name) == short
     assert len(short) <= NAME
+
+
+def parts(ranks: int, scale: float = 1.0) -> dict[str, Any]:
+    own = [{"attention": scale * (r + 1), "loss": scale, "host": 0.0} for r in range(ranks)]
+    return {"ranks": [{"rank": rank, "parts": values} for rank, values in enumerate(own)]}
+
+
+def bars(view) -> dict[str, list[float]]:
+    return {trace["name"]: list(trace["x"]) for trace in view.data}
+
+
+def test_a_step_has_a_bar_of_every_part_and_rank_and_runs_are_compared_by_means():
+    (view,) = step_figure([("run", parts(2))]).views
+    assert bars(view) == {"attention": [1, 2], "loss": [1, 1]}, "parts without time have no bar"
+    first, *others = step_figure([("<a>", parts(3)), ("b", parts(1, 10.0))]).views
+    assert first.labels == ("all runs",)
+    assert bars(first) == {"attention": [2, 10], "loss": [1, 10]}
+    assert list(first.data[0]["y"]) == ["&lt;a&gt;", "b"]
+    assert [view.labels for view in others] == [("<a>",), ("b",)]
+
+
+@pytest.mark.parametrize(("ranks", "every"), [(RANKS, 1), (RANKS + 1, 2), (3 * RANKS, 3)])
+def test_ranks_are_thinned_evenly(ranks, every):
+    (view,) = step_figure([("run", parts(ranks))]).views
+    assert list(view.data[0]["y"]) == [f"rank {n}" for n in range(0, ranks, every)]

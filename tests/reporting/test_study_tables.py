@@ -6,7 +6,9 @@ import io
 
 from mtrain_cli.console import Console
 from mtrain_cli.records.study_rows import StudyTable, StudyValue
-from mtrain_cli.reporting.study_tables import cells, error_cells, notes, show_study, study_section
+from mtrain_cli.reporting.elements import report_section
+from mtrain_cli.reporting.study_tables import show_study, study_sections
+from mtrain_cli.reporting.table import Lines, Table
 
 VALUES = (
     StudyValue("<b>a</b>", "GiB", 40.0, 50.0, note="<i>why</i>"),
@@ -18,23 +20,28 @@ TABLE = StudyTable("t", "<u>title</u>", "paper", "table 1", "a100_4x8", VALUES, 
 
 
 def test_cells_say_what_is_missing():
-    assert cells(TABLE) == [
+    section, errors = study_sections([TABLE])
+    table, notes = section.parts
+    assert isinstance(table, Table)
+    assert table.cells() == [
         ["<b>a</b>", "GiB", "40", "50", "", "1.25", "not measured"],
         ["", "speed-up", "2", "2.5", "1.5 - 3.5", "1.25", "1.93 (4 x GPU)"],
         ["c", "speed-up", "figure only", "3", "", "", "not measured"],
         ["d", "speed-up", "3", "-", "", "", "not measured"],
     ]
-    assert notes(TABLE) == ["<b>a</b>: <i>why</i>", "left out"]
-    assert error_cells([TABLE])[0] == ["GiB", "1", "25.0%", "+25.0%", "1 of 1"]
+    assert isinstance(notes, Lines)
+    assert notes.lines == ["<b>a</b>: <i>why</i>", "left out"]
+    assert isinstance(errors.parts[1], Table)
+    assert errors.parts[1].cells()[0] == ["GiB", "1", "25.0%", "+25.0%", "1 of 1"]
+    assert study_sections([]) == []
 
 
 def test_a_page_escapes_what_a_file_holds():
-    page = study_section([TABLE])
+    page = "".join(map(report_section, study_sections([TABLE])))
     for tag in ("<b>", "<i>", "<u>"):
         assert tag not in page
     assert "&lt;u&gt;title" in page
     assert page.count("<table>") == 2
-    assert study_section([]) == ""
 
 
 def test_a_terminal_shows_tables_notes_and_errors():

@@ -10,7 +10,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.console import Console
-from mtrain_cli.records.tensor_waits import TensorWaits
+from mtrain_cli.records.record_sums import TensorWaits
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.table import Table, ms
@@ -50,7 +50,7 @@ def source(tmp_path) -> ReportSource:
 
 def test_the_summary_has_every_figure_in_100_columns(source):
     (case,) = source.cases
-    text = printed(tables.summary_table(source.cases))
+    text = printed(tables.summary_table([("", case)]))
     assert max(map(len, text.splitlines())) <= 100
     for value in (case.time.worker, case.work.worker, case.time.step):
         assert f"{value.mean:.2f} ±{value.std:.2f}" in text
@@ -64,7 +64,7 @@ def test_the_caption_says_that_a_pass_of_one_step_has_no_imbalance_of_steps(tmp_
         (case,) = open_source(
             recorded_once(tmp_path / exchange, Play(ring(4, exchange=exchange)))
         ).cases
-        assert printed(tables.summary_table([case])).count("if a pass has one step") == number
+        assert printed(tables.summary_table([("", case)])).count("if a pass has one step") == number
 
 
 def test_a_case_is_marked_as_partial_only_beside_complete_cases(tmp_path):
@@ -74,7 +74,10 @@ def test_a_case_is_marked_as_partial_only_beside_complete_cases(tmp_path):
     ).cases
     (whole,) = open_source(recorded_once(tmp_path / "b", Play(ring(4)))).cases
     for cases, marks in (([partial], 0), ([partial, partial], 0), ([partial, whole], 1)):
-        assert printed(tables.summary_table(cases)).count("(partial)") == marks
+        assert (
+            printed(tables.summary_table([("", case) for case in cases])).count("(partial)")
+            == marks
+        )
 
 
 def cells(table: Table) -> dict[str, list[str]]:
@@ -88,10 +91,10 @@ def test_waits_for_late_peers_and_exposed_communication_are_apart(tmp_path):
     # waits 0.5 ms for rank 1 and 3 ms for the link; rank 1 waits only 0.5 ms, for the link.
     rows = rows_of(Play(ring(2), link={"context": 3.0}, starts={1: 1.5}), directions=("forward",))
     (case,) = open_source(write(tmp_path, [rows], [facts_of(ring(2))])).cases
-    summary = cells(tables.summary_table([case]))
+    summary = cells(tables.summary_table([("", case)]))
     assert summary["waits ms, late peers"] == ["0.25"]
     assert summary["waits ms, exposed"] == ["context 1.75"]
-    shares = cells(tables.bins_table([case]))
+    shares = cells(tables.bins_table([("", case)]))
     assert (shares["ms"], shares["late"], shares["exposed context"]) == (["4"], ["6.2%"], ["43.8%"])
 
 
@@ -100,12 +103,10 @@ def test_every_table_of_several_runs_names_the_run(tmp_path):
         open_source(recorded_once(tmp_path / name, Play(ring(2), times)))
         for name, times in (("left", heavy), ("right", rising))
     ]
+    cases = [(source.name, source.cases[0]) for source in sources]
     for table in (tables.summary_table, tables.bins_table):
-        assert cells(table([s.cases[0] for s in sources], ["left", "right"]))["run"] == [
-            "left",
-            "right",
-        ]
-        assert "run" not in cells(table(sources[0].cases))
+        assert cells(table(cases))["run"] == ["left", "right"]
+        assert "run" not in cells(table([("", cases[0][1])]))
     for width in (70, 120):
         file = io.StringIO()
         show_sources(
@@ -134,39 +135,19 @@ def test_a_heat_map_shows_the_direction_in_its_title(tmp_path):
         assert [float(line.split()[-1]) for line in lines[1:3]] == pytest.approx(sums, rel=1e-2)
 
 
-def test_with_tensor_parallelism_tables_say_which_ranks_a_worker_is(source):
-    whole = source.cases[0]
-    for words in (
-        printed(tables.heat_map(whole, "forward")),
-        printed(tables.summary_table([whole])),
-    ):
-        assert "tensor group" not in words
-    case = replace(
-        whole, facts=whole.facts | {"tp": 2}, groups=2, tensor=TensorWaits.none(2 * whole.workers)
-    )
-    ranks = "worker N: the tensor group of ranks 2 N to 2 N + 1; mean over 2 context groups"
-    assert ranks in printed(tables.heat_map(case, "forward"))
-    several = printed(tables.heat_map(replace(case, groups=4), "forward"))
-    assert "the tensor group of 2 ranks at place N of a context group; mean over 4" in several
-    summary = printed(tables.summary_table([replace(case, groups=whole.groups)]))
-    summary = " ".join(summary.split())
-    assert "waits: per worker and iteration, without messages of tensor groups" in summary
-
-
-def test_one_worker_in_each_of_several_groups_waits_outside_of_attention(tmp_path):
-    recorded_once(tmp_path, Play(ring(1)))
-    source = open_source(tmp_path)
-    (case,) = source.cases
-    assert tables.no_causes(case) == "One worker: no waits."
-    several = replace(case, groups=2)
-    assert "each context group has one." in tables.no_causes(several)
-    said = replace(source, cases=(several,)).remarks
-    assert any(line.startswith("each context group has one worker") for line in said)
+def test_with_tensor_parallelism_the_summary_says_which_waits_it_lacks(source):
+    lacks = "waits: per worker and iteration, without messages of tensor groups"
+    for tensor in (None, TensorWaits.none(4)):
+        case = replace(source.cases[0], tensor=tensor)
+        summary = " ".join(printed(tables.summary_table([("", case)])).split())
+        assert (lacks in summary) == (tensor is not None)
 
 
 def test_shares_of_the_bins_add_up(source):
     line = next(
-        line for line in printed(tables.bins_table(source.cases)).splitlines() if "%" in line
+        line
+        for line in printed(tables.bins_table([("", source.cases[0])])).splitlines()
+        if "%" in line
     )
     shares = [float(word.removesuffix("%")) for word in line.split() if word.endswith("%")]
     assert sum(shares) == pytest.approx(100, abs=0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 from collections import defaultdict
@@ -64,19 +63,6 @@ def test_arrows_lead_from_each_send_to_its_arrival(tmp_path):
     for number, start in starts.items():
         assert (ends[number]["pid"] - start["pid"]) % 4 in (1, 3), "a neighbour in the ring"
         assert ends[number]["ts"] >= start["ts"]
-
-
-def test_each_rank_has_a_file_for_hta(tmp_path):
-    written(tmp_path)
-    for rank in range(4):
-        packed = (tmp_path / trace.FOLDER / f"rank-{rank}.json.gz").read_bytes()
-        text = gzip.decompress(packed).decode()
-        assert f'"rank": {rank}' in text
-        document = json.loads(text)
-        assert {event["pid"] for event in document["traceEvents"]} == {rank}
-        kernels = [e["name"] for e in document["traceEvents"] if e.get("cat") == "kernel"]
-        assert any(name.startswith("ncclKernel send") for name in kernels)
-        assert "attention" in kernels
 
 
 def test_a_large_trace_has_only_some_layers(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.reporting.report_source import open_source
-from mtrain_cli.reporting.training_tables import positions_table
+from mtrain_cli.reporting.training import positions_table
 from mtrain_cli.training.evaluation import (
     ContextBucket,
     Evaluation,

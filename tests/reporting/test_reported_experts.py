@@ -14,8 +14,10 @@ from synthetic_records import Play, facts_of, ring, rows_of, write
 
 from mtrain_cli.console import Console
 from mtrain_cli.records.expert_loads import LOADS
+from mtrain_cli.reporting import experts
 from mtrain_cli.reporting.comparison import comparison
-from mtrain_cli.reporting.expert_tables import expert_table, routing_table, share_map
+from mtrain_cli.reporting.experts import expert_table, routing_table
+from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sections import files
@@ -76,27 +78,14 @@ def test_the_routing_of_a_run_is_its_first_and_last_step(tmp_path):
     assert headings[1:3] == ["balance loss, first", "balance loss, last"]
 
 
-def test_terminal_shows_tables_and_a_heat_map(tmp_path):
+def test_the_terminal_shows_both_tables(tmp_path):
     source = open_source(profile(tmp_path / "a", loads()))
     text = shown(tmp_path, [source, with_experts("run", tmp_path)])
     assert "Experts" in text
     assert "Routing" in text
-    assert "share of tokens by layer and expert" in text
-    for width in (60, 80):
-        narrow = shown(tmp_path, [source], width)
-        assert "step" in narrow
     dense = shown(tmp_path, [trained("dense", tmp_path)])
     assert "Experts" not in dense
     assert "Routing" not in dense
-
-
-def test_a_large_heat_map_is_folded(tmp_path):
-    (each,) = open_source(profile(tmp_path, loads(np.ones((3, 2, 8))))).experts
-    with (tmp_path / "out").open("w") as file:
-        Console(file=file, width=100).print(share_map(each, "x", cells=2))
-    text = (tmp_path / "out").read_text()
-    assert "each cell is the maximum of several experts or layers" in text
-    assert "0-1 " in text
 
 
 def test_page_and_csv_escape_names(tmp_path):
@@ -112,7 +101,6 @@ def test_page_and_csv_escape_names(tmp_path):
     assert found[0]["tokens"] == 12.0
     assert found[0]["share"] == pytest.approx(0.5)
     assert found[0]["load"] == pytest.approx(2.0)
-    assert [row["step_id"] for row in rows([source], "expert_balance")] == [2.0, 1.0]
     assert rows([with_experts("r", tmp_path)], "routing")[3] == {
         **{"run": "r", "step": 4, "balance_loss": 1.04, "expert_load": 2.04},
         **{"router_entropy": 1.3, "router_z": 4.0, "dropped": 0},
@@ -157,3 +145,55 @@ def test_a_profile_without_loads_or_with_a_damaged_file_still_shows(tmp_path):
     assert damaged.experts == ()
     assert "loads of experts are not shown" in " ".join(damaged.remarks)
     assert damaged.cases
+
+
+def drawn(sources, name):
+    (figure,) = [figure for figure in figures(sources) if figure.name == name]
+    return figure
+
+
+def test_heat_maps_show_shares_by_layer(tmp_path):
+    source = open_source(profile(tmp_path, loads(), loads(TOKENS[::-1], step=5)))
+    figure = drawn([source], "experts")
+    assert [view.labels for view in figure.views] == [
+        ("one", "mean of 2 steps"),
+        ("one", "step 1"),
+        ("one", "step 5"),
+    ]
+    mean, first, _ = (np.array(view.data[0]["z"]) for view in figure.views)
+    assert first[0] == pytest.approx([12 / 24, 4 / 24, 2 / 24, 6 / 24], rel=1e-3)
+    assert mean[0] == pytest.approx((first[0] + 0.25) / 2, rel=1e-3)
+    assert {view.data[0]["zmax"] for view in figure.views} == {0.5}
+
+
+def test_a_single_step_has_one_heat_map(tmp_path):
+    source = open_source(profile(tmp_path, loads()))
+    assert [view.labels[1] for view in drawn([source], "experts").views] == ["step 1"]
+
+
+def test_routing_is_drawn_over_steps_and_layers(tmp_path):
+    source = with_experts("run", tmp_path)
+    titles = [view.labels[0] for view in drawn([source], "routing").views]
+    assert titles[-1] == "tokens dropped"
+    assert len(titles) == 5
+    (view,) = drawn([source], "expert-load").views
+    assert view.data[0]["y"] == [1, 2], "the first of three layers is dense"
+    assert view.data[0]["z"][1][0] == pytest.approx(2.01)
+    dense = {figure.name for figure in figures([trained("dense", tmp_path)])}
+    assert not {"routing", "expert-load", "experts"} & dense
+    (curve,) = drawn([trained("dense", tmp_path), source], "routing").views[0].data
+    colours = {
+        trace["name"]: trace["line"]["color"]
+        for trace in drawn([trained("dense", tmp_path), source], "training").views[0].data
+    }
+    assert (curve["name"], curve["line"]["color"]) == ("run", colours["run"])
+
+
+def test_large_tables_shrink_and_few_are_drawn(tmp_path, monkeypatch):
+    source = open_source(profile(tmp_path, loads(), loads(step=2), loads(step=3)))
+    monkeypatch.setattr(experts, "NUMBERS", 20)
+    monkeypatch.setattr(experts, "_SIDE", 2)
+    figure = drawn([source], "experts")
+    assert len(figure.views) == 2
+    assert figure.views[0].data[0]["x"] == ["0-1", "2-3"]
+    assert "2 x 2 cells" in figure.note

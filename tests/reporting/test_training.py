@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 from reporting.test_tables import cells, printed
-from reporting.training_runs import step
+from reporting.training_runs import step, trained
 
 from mtrain_cli.console import Console
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sections import files
-from mtrain_cli.reporting.training_figures import training_figure
-from mtrain_cli.reporting.training_tables import medians_note, training_table
+from mtrain_cli.reporting.training import (
+    held_out_figure,
+    medians_note,
+    smoothed,
+    training_figure,
+    training_table,
+)
 from mtrain_cli.training.progress import TrainingProgress
 
 
@@ -126,3 +131,39 @@ def test_targets_and_a_density_of_all_pairs_are_shown():
     other = ReportSource("b", Path(), metrics=(step(1),))
     assert "; odd: density 100%: " in medians_note([source, other])
     assert cells(training_table([other]))["targets"] == ["-"]
+
+
+def test_held_out_losses_are_drawn_over_steps_and_by_context(tmp_path):
+    figure = held_out_figure([trained("one", tmp_path)])
+    views = {view.labels[0]: view.data for view in figure.views}
+    assert figure.together
+    (line,) = views["all tokens, over steps"]
+    assert (line["x"], line["y"]) == ([0, 40], [4.0, 3.0])
+    begin, end = views["by context, last evaluation"]
+    assert (end["x"], begin["y"], end["y"]) == ([128, 1024], [4.0, 3.5], [3.0, 2.5])
+
+
+def test_restarts_of_a_run_are_marked(tmp_path):
+    source = trained("one", tmp_path, restarts=(Restart(0.0, "rank 1 was killed", 1, 25, 20, 2),))
+    shapes = {
+        view.labels[0]: [(s["x0"], s["line"]["dash"]) for s in view.layout["shapes"]]
+        for view in training_figure([source]).views
+    }
+    assert shapes["seconds per step"] == [(20, "dash")]
+    text = write_page(tmp_path / "report.html", [source]).read_text()
+    assert "from step 20, after step 25: rank 1 was killed" in text
+
+
+def test_moving_averages_are_unbiased_and_raw_values_stay(tmp_path):
+    assert smoothed([2.0] * 20, 5) == pytest.approx([2.0] * 20)
+    assert smoothed([1.0, None, float("nan"), 1.0], 5) == [
+        pytest.approx(1.0),
+        None,
+        None,
+        pytest.approx(1.0),
+    ]
+    figure = training_figure([trained("one", tmp_path)])
+    loss = next(view.data for view in figure.views if view.labels == ("loss, nats",))
+    assert loss[0]["y"] == pytest.approx([4 - n / 40 for n in range(1, 41)], rel=1e-4)
+    assert loss[1]["y"] != loss[0]["y"]
+    assert "moving average" in figure.note

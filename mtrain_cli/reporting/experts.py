@@ -1,0 +1,169 @@
+"""The experts of a model in a report: their recorded loads, and the routing over a run's steps.
+
+`profiles/definitions.md` defines every number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+from mtrain_cli.records.expert_loads import DEALT, ExpertAnalysis
+from mtrain_cli.records.metrics import StepMetrics
+from mtrain_cli.reporting import plots
+from mtrain_cli.reporting.plots import Figure
+from mtrain_cli.reporting.report_source import ReportSource, label_of
+from mtrain_cli.reporting.table import Column, Table, count, data, fixed, ms, percent, spread
+from mtrain_cli.reporting.training import curves, layers_over_steps
+
+NOTE = (
+    "max over mean of the tokens that experts compute, 1 is perfect: worker imbalance across the "
+    "workers of a layer, step imbalance across the experts of a worker, largest load across all "
+    "experts of a layer; if dealt over N: the worker imbalance that these loads would have with "
+    "expert parallelism over N workers; by time: worker imbalance of the time of the experts; mean "
+    "± standard deviation over n layers of steps; ms: of one layer's experts, backward without the "
+    "second forward pass. In a recorded step, times have no waits for messages"
+)
+ROUTING_NOTE = (
+    "balance loss: without its coefficient, 1 is perfect; largest load: tokens of the expert with "
+    "the most over the mean, of the worst layer; entropy of the router's scores in nats, and that "
+    "of even scores; z: mean of logsumexp^2; dropped: tokens beyond an expert's capacity, of all "
+    "steps"
+)
+NUMBERS = 20_000  # most cells of all heat maps of one figure
+_SIDE = 256  # most experts or layers on an axis
+_FIELDS = ("balance_loss", "expert_load", "router_entropy", "router_z", "dropped")
+_CURVES = (
+    ("largest load, times the mean", "expert_load", True),
+    ("balance loss, 1 = even", "balance_loss", False),
+    ("entropy of routing, nats", "router_entropy", False),
+    ("z: mean of logsumexp^2", "router_z", False),
+    ("tokens dropped", "dropped", True),
+)
+Loads = Sequence[tuple[str, ExpertAnalysis]]  # (label, loads) of each case
+
+
+def labelled_experts(sources: Sequence[ReportSource]) -> list[tuple[str, ExpertAnalysis]]:
+    """Return (label, loads) of each case. With several runs, labels name the run."""
+    return [(label_of(s, e.label, sources), e) for s in sources for e in s.experts]
+
+
+def expert_table(sources: Sequence[ReportSource]) -> Table:
+    """Return a table with a row per recorded case."""
+
+    def dealt(loads: ExpertAnalysis) -> str:
+        degrees = map(loads.dealt.get, DEALT)
+        return " / ".join("-" if value is None else f"{value.mean:.2f}" for value in degrees)
+
+    def times(loads: ExpertAnalysis) -> str:
+        both = map(loads.ms.get, ("forward", "backward"))
+        return " / ".join("-" if value is None else ms(value) for value in both)
+
+    columns = [
+        Column("case", lambda row: row[0], words=True),
+        Column("ep", lambda row: row[1].parallel, drop=2),
+        Column("worker imbalance", lambda row: row[1].worker, spread),
+        Column("step imbalance", lambda row: row[1].step, spread),
+        Column("largest load", lambda row: row[1].largest, spread),
+        Column(f"if dealt over {' / '.join(map(str, DEALT))}", lambda row: dealt(row[1])),
+        Column("worker imbalance, by time", lambda row: row[1].time, spread, drop=5),
+        Column("ms forward / backward", lambda row: times(row[1]), drop=3),
+        Column("dropped", lambda row: row[1].dropped, percent, drop=4),
+        Column("n", lambda row: row[1].worker.n, drop=1),
+    ]
+    return Table("Experts", columns, labelled_experts(sources), NOTE)
+
+
+def routing_table(sources: Sequence[ReportSource]) -> Table:
+    """Return a table with a row per training run with experts."""
+
+    def ends(group: str, name: str, digits: int) -> tuple[Column, Column]:
+        return (
+            Column("first", lambda row: getattr(row[1][0], name), fixed(digits), group=group),
+            Column("last", lambda row: getattr(row[1][-1], name), fixed(digits), group=group),
+        )
+
+    def even(row: tuple[ReportSource, list[StepMetrics]]) -> float | None:
+        experts = row[0].settings.get("model.moe.experts")
+        return float(np.log(experts)) if isinstance(experts, int) and experts > 0 else None
+
+    columns = [
+        Column("run", lambda row: row[0].name, words=True),
+        *ends("balance loss", "balance_loss", 3),
+        *ends("largest load", "expert_load", 2),
+        *ends("entropy", "router_entropy", 3),
+        Column("even", even, fixed(3), drop=2),
+        Column("last", lambda row: row[1][-1].router_z, fixed(3), group="z", drop=1),
+        Column("dropped", lambda row: sum(step.dropped or 0 for step in row[1]), count, drop=3),
+    ]
+    return Table("Routing", columns, _routed(sources), ROUTING_NOTE)
+
+
+def _routed(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, list[StepMetrics]]]:
+    """Return the runs whose metrics describe a routing, with these steps."""
+    routed = [(s, [m for m in s.metrics if m.expert_load is not None]) for s in sources]
+    return [(source, steps) for source, steps in routed if steps]
+
+
+def expert_files(sources: Sequence[ReportSource]) -> list[Table]:
+    """Return experts.csv, a row per case, layer and expert, and routing.csv, a row per step."""
+    shares = []
+    for source in sources:
+        for loads in source.experts:
+            names = {"run": source.name, "case": loads.label, "steps": len(loads.steps)}
+            tokens, share = loads.by_rank.sum(1), loads.shares.mean(0)
+            for (i, layer), expert in product(enumerate(loads.layers), range(loads.experts)):
+                own = float(share[i, expert])
+                values = {"tokens": float(tokens[i, expert]), "share": own}
+                load = {"load": own * loads.experts}
+                shares.append({**names, "layer": layer, "expert": expert, **values, **load})
+    routing = [
+        {"run": source.name, "step": step.step, **{name: getattr(step, name) for name in _FIELDS}}
+        for source, _ in _routed(sources)
+        for step in source.metrics
+    ]
+    return [data("experts", shares), data("routing", routing)]
+
+
+def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:
+    """Draw the routing over training steps, and the shares of experts by layer."""
+    loads = labelled_experts(sources)
+    # With dense runs, too, so that a run has the same color in all curves.
+    trained = [source for source in sources if source.metrics]
+    dropped = any(step.dropped for source in trained for step in source.metrics)
+    return [
+        curves("routing", "Routing", trained, _CURVES if dropped else _CURVES[:-1]),
+        layers_over_steps(
+            *("expert-load", "Largest load of an expert by layer"),
+            trained,
+            "expert_load_by_layer",
+            "load",
+            "step %{x}, layer %{y}: %{z:.3g} times the mean",
+        ),
+        _shares(loads),
+    ]
+
+
+def _shares(loads: Loads) -> Figure:
+    views = []
+    for label, each in loads:
+        count = max(0, NUMBERS // (max(1, len(each.layers) * each.experts) * len(loads)) - 1)
+        tables = [(f"mean of {len(each.steps)} steps", each.shares.mean(0))]
+        if len(each.steps) == 1:
+            tables = [(f"step {each.steps[0]}", each.shares[0])]
+        elif count:
+            chosen = plots.evenly(range(len(each.steps)), count)
+            tables += [(f"step {each.steps[i]}", each.shares[i]) for i in chosen]
+        most = max(float(table.max()) for _, table in tables)
+        places = ("expert", range(each.experts)), ("layer", each.layers)
+        hover = "layer %{y}, expert %{x}: %{z:.2%} of the tokens"
+        for name, table in tables:
+            labels = label, name
+            view = plots.heat_view(labels, table, *places, "share", hover, side=_SIDE, most=most)
+            views.append(view)
+    note = "Share of the layer's tokens that each expert computes."
+    if any(max(each.shares.shape[1:]) > _SIDE for _, each in loads):
+        note += f" Larger tables shrink to {_SIDE} x {_SIDE} cells, each the maximum of its group."
+    return Figure("experts", "Tokens by expert and layer", ("case", "step"), views, note)
