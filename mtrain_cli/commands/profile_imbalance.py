@@ -44,6 +44,7 @@ def imbalance(
     warmup: Annotated[int, bounded(0, MOST_STEPS)] = 1,
     every: Annotated[int, bounded(1, MOST_STEPS)] = 1,
     attention_only: Annotated[bool, flag("--attention-only")] = False,
+    peer: Annotated[bool, flag("--peer")] = False,
     as_json: SummaryAsJson = False,
 ) -> None:
     """Measure how long each worker computes, which workers wait, for whom, and why.
@@ -66,8 +67,8 @@ def imbalance(
           Compare two layouts with one dynamic index
       [cyan]mtrain profile imbalance --exchange ring,all_gather model=qwen3b --warmup 9[/cyan]
           Compare two exchanges after nine steps of training
-      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k[/cyan]
-          Compare one layer at two lengths
+      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k --peer[/cyan]
+          Compare one layer at two lengths, and with PyTorch on the same GPUs
 
     Args:
         layout: Layouts to compare; by default topology.layout.
@@ -84,6 +85,8 @@ def imbalance(
             kind under mask.full_every or sparsity.dense_layers. With data.mask_key, the masks are
             those of the first sequences of the data. No model is needed, so sequences may be longer
             than a model's memory allows.
+        peer: With --attention-only on GPUs: also time dense attention with PyTorch's context
+            parallelism (all-gather, cuDNN, bfloat16).
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
@@ -95,10 +98,19 @@ def imbalance(
         raise ConfigError(
             f"--seq {seq}: only with --attention-only; otherwise give one length, as seq=N"
         )
+    if peer and not attention_only:
+        raise ConfigError("--peer: compares one layer's attention; add --attention-only")
     typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
     cases, remark = _cases(words, {name: parse_names(name, text) for name, text in typed.items()})
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
+    dims, dtype = environment.dims, config.train.dtype
+    on_gpus = environment.device != "cpu"
+    if peer and not (on_gpus and dims.cp == dims.workers and dtype != "float32"):
+        raise ConfigError(
+            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and "
+            "bfloat16; leave it out"
+        )
     for _, case in cases:
         if attention_only:
             for degree in ("tensor_parallel", "pipeline_parallel"):
@@ -113,7 +125,7 @@ def imbalance(
 
     run = run_dir.create(config, words)
     mode = ATTENTION_ONLY if attention_only else TRAINING
-    MeasurementPlan(mode, cases, steps, warmup, every, quiet=as_json).save(run)
+    MeasurementPlan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
     print_summary(run, as_json)
     raise typer.Exit(code)

@@ -39,6 +39,7 @@ from mtrain_cli.training.flops import attention_kept, causal_pairs
 from mtrain_cli.training.router_batches import OwnLoads, RouterBatches
 from mtrain_cli.training.trainer import Trainer
 
+PEER = "torch context_parallel, cuDNN, dense"
 MicroBatches = Sequence[Sequence[PackedSample]]
 
 
@@ -162,6 +163,8 @@ def record_attention(bench: Bench, plan: MeasurementPlan) -> bool:
             mine = [case for case in cases if case.config.seq == seq]
             first_part = 1 + plan.samples * cases.index(mine[0])
             stopped = stopped or _measure(mine, bench, writer, progress, first_part)
+            if plan.peer and not stopped:
+                writer.peer(_measure_peer(mine[0].config, bench, plan.samples))
     writer.finish()
     if not plan.quiet:
         writer.show()
@@ -318,6 +321,56 @@ def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
                 whole = torch.randn(config.seq, head_dim, generator=generator, **options)
                 sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
         yield tensor
+
+
+def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
+    """Time PyTorch's context parallelism on the same shapes, with dense attention in bfloat16."""
+    model, world = config.model, bench.environment.dims.cp
+    call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
+    options: dict[str, Any] = {"device": bench.device, "dtype": torch.bfloat16}
+    shape = config.seq // world, model.head_dim
+    q, k, v, dout = (
+        torch.randn(config.train.micro_batch, heads, *shape, **options)
+        for heads in (model.num_heads, *[model.num_kv_heads] * 2, model.num_heads)
+    )
+    inputs = _Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
+    times = []
+    for _ in range(repeats + 1):
+        bench.synchronize()
+        times.append(inputs.time_passes(call, bench.collector.recorder))
+    measured = _medians(bench, times[1:])  # the first is a warm-up
+    bench.free_memory()
+    return {"label": PEER, "seq": config.seq, "workers": world, **measured}
+
+
+def torch_context_parallel(world: int, group: int) -> Callable[..., torch.Tensor]:
+    """Return a call of PyTorch's context parallelism: all-gather of KV, cuDNN, its own balancing.
+
+    The call takes this rank's q [1, heads, tokens, head_dim], and k and v [1, kv_heads, tokens,
+    head_dim].
+
+    Args:
+        group: query heads per KV head. The call repeats each KV head this many times, because
+            PyTorch's context parallelism needs as many KV heads as query heads.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("cp",))
+    set_rotate_method("allgather")
+    buffer = torch.zeros(2 * world, device="cuda")
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        with (
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]),
+        ):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return call
 
 
 def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:

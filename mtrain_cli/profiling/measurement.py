@@ -63,6 +63,7 @@ class MeasurementPlan(BenchmarkPlan):
     cases: a (label, configuration) pair for each case.
     samples: number of recorded iterations per case.
     warmup, every: training steps before the first sample, and from one to the next.
+    peer: whether to time PyTorch's context parallelism in the same run.
     """
 
     mode: str
@@ -70,6 +71,7 @@ class MeasurementPlan(BenchmarkPlan):
     samples: int
     warmup: int = 0
     every: int = 1
+    peer: bool = False
 
     def save(self, run_dir: RunDir) -> None:
         folder = run_dir.path / "cases"

@@ -61,6 +61,7 @@ class ProfileWriter:
             **{"samples_wanted": plan.samples, "samples": 0, "environment": facts},
             **{"clock": {"uncertainty_us": None}, "overhead": None},
             **{"cases": list(entries), "results": [], "command": facts.get("command", [])},
+            "peers": [],
         }
         if self.first:
             record_files.write_summary(self.folder, self._document)
@@ -120,6 +121,10 @@ class ProfileWriter:
         record_files.write_part(rows, self.folder, number)
         expert_loads.write_loads(np.concatenate(loads), self.folder, number)
         record_files.write_summary(self.folder, self._document)
+
+    def peer(self, measured: dict[str, Any]) -> None:
+        """Add the times of another implementation to the summary."""
+        self._document["peers"].append(measured)
 
     def facts(self, case: MeasurementCase) -> dict[str, Any]:
         """Return the case's entry in the summary, to read or change it."""
@@ -182,6 +187,9 @@ class ProfileWriter:
             return
         console, folder = make_console(), shlex.quote(str(self.folder))
         show_sources(console, [open_source(self.folder)])
+        for peer in self._document["peers"]:
+            times = f"{peer['forward_ms']:.1f} ms forward, {peer['backward_ms']:.1f} ms backward"
+            console.print(f"peer  {peer['label']}, {peer['seq']:,} tokens: {times}", soft_wrap=True)
         if (cost := recording_cost(self._document)) is not None:
             console.print(f"recording  {cost}", soft_wrap=True)
         console.print(f"files  {self.folder}", soft_wrap=True)

@@ -256,6 +256,11 @@ def test_profile_balance_is_the_same_command():
         (["--pattern moba sparsity=moba"], "sparsity=moba: --pattern moba already compares this"),
         (["--pattern dense sparsity.p_v=0.5"], "sparsity.p_v=0.5: none of the patterns dense has"),
         (["--seq 512,1k"], "--seq 512,1k: only with --attention-only; otherwise give one length"),
+        (["--peer seq=512"], "--peer: compares one layer's attention; add --attention-only"),
+        (
+            ["--peer --attention-only seq=512"],
+            "--peer: PyTorch's context parallelism with cuDNN needs",
+        ),
         (["--seq 512,x --attention-only"], "--seq x: expected"),
         (["--steps 0"], "--steps 0: must be at least 1"),
         (["--exchange all_gather,ring topology.chunks=2"], "topology.chunks=2: works only with"),
