@@ -57,7 +57,10 @@ def study_sections(tables: Sequence[StudyTable]) -> list[Section]:
         title = f"{table.name}: {table.title} ({table.paper}, {table.where}; for {table.cluster})"
         of_rows = [f"{value.row}: {value.note}" for value in table.values if value.note]
         notes = Lines(list(dict.fromkeys([*of_rows, *table.remarks])))
-        sections.append(Section(title, [Table(title, _COLUMNS, table.values), notes]))
+        shown = (
+            Table(title, _COLUMNS, table.values) if table.values else Lines([title], style="bold")
+        )
+        sections.append(Section(title, [shown, notes]))
     found = Table("Errors", _ERRORS, errors(tables))
     return [*sections, Section("Errors", [Lines([NOTE], style="dim"), found])] if tables else []
 

@@ -475,7 +475,8 @@ def describe_workers(plan: RunPlan) -> str:
     on_gpu = environment.device == "cuda"
     units = f"{dims.workers} x {hardware.gpu}"
     if not on_gpu or hardware.is_guess:
-        units = with_count(dims.workers, "GPU" if on_gpu else "CPU worker")
+        cpus = f"{dims.workers:,} CPU process{'' if dims.workers == 1 else 'es'}"
+        units = with_count(dims.workers, "GPU") if on_gpu else cpus
     text = f"{units} = {dims}"
     if environment.nodes > 1:
         text += f", {environment.nodes} nodes of {environment.workers_per_node}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from mtrain_cli.console import Console
 from mtrain_cli.records.study_rows import StudyTable, StudyValue
@@ -51,3 +52,9 @@ def test_a_terminal_shows_tables_notes_and_errors():
     assert "t: <u>title</u> (paper, table 1; for a100_4x8)" in text
     assert "left out" in text
     assert "mean error" in text
+
+
+def test_a_table_without_numbers_keeps_its_heading():
+    file = io.StringIO()
+    show_study(Console(file=file, width=200), [replace(TABLE, values=())])
+    assert file.getvalue().startswith("t: <u>title</u> (paper, table 1; for a100_4x8)")

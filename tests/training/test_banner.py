@@ -24,7 +24,7 @@ def test_the_banner_says_what_runs_and_why_in_80_columns():
     )
     for word in (
         "tiny (qwen2), 822 K parameters",
-        "2 CPU workers",
+        "2 CPU processes",
         "all_gather: ",
         "sdpa: ",
         "striped",
