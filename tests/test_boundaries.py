@@ -22,6 +22,8 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/evaluation/ruler_files.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
     "mtrain_cli/parallel/gather.py": "config.exchanges names the functions",
+    "mtrain_cli/profiling/imbalance_benchmark.py": "measurement.TARGETS names the functions",
+    "mtrain_cli/profiling/kernel_benchmark.py": "the fields of `derived`",
     "mtrain_cli/parallel/ring.py": "config.exchanges names the functions",
     "mtrain_cli/training/checkpoint_files.py": "torch's DCP and file objects",
     "mtrain_lm_eval": "lm-eval's interface of models, and the entry points of pyproject.toml",

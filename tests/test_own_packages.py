@@ -22,9 +22,9 @@ IMPORTED = {
         parallel.collectives
     """,
     "mtrain_studies/attention": """
-        attention.index attention.mask attention.partials commands.options config.atomic_files
-        config.schema config.sizes console evaluation.cost launch.environment model.rope
-        profiling.pattern_quality reporting reporting.plots reporting.tables
+        attention.index attention.mask attention.partials commands.options config
+        config.atomic_files config.schema config.sizes console evaluation.cost launch.environment
+        model.rope profiling.pattern_quality reporting reporting.plots reporting.tables
         reporting.terminal_width sparsity.pattern sparsity.recall
     """,
 }

@@ -295,8 +295,7 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
     ]
     bare = any(p.bare is not None for case in compared for p in case.passes.values())
     definition = (
-        "without recording, the median (`mtrain report`: bare), or, for several layers, while "
-        "recording, the mean"
+        "without recording, the median, or, for several layers, while recording, the mean"
         if bare
         else "while recording, the mean (`mtrain report`: pass ms)"
     )

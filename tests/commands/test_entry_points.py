@@ -120,10 +120,8 @@ def test_an_installation_without_the_studies_says_so(tmp_path):
     found = mtrain_with(tmp_path, "--version", first=none)
     assert (found.returncode, found.stdout[:7]) == (0, "mtrain ")
     assert found.stderr == (
-        "mtrain: warning: study: this installation lacks the command, or is older than the code; "
-        "reinstall mtrain\n"
-        "mtrain: warning: eval lm-eval: this installation lacks the command, or is older than the "
-        "code; reinstall mtrain\n"
+        "mtrain: warning: study: this installation lacks the command; reinstall mtrain\n"
+        "mtrain: warning: eval lm-eval: this installation lacks the command; reinstall mtrain\n"
     )
 
 
@@ -132,10 +130,11 @@ def test_an_installation_without_the_studies_measures_patterns(tmp_path):
         "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"
     )
     words = ("seq=256", "sparsity.block=16", "topology.device=cpu", "--rows", "8", "--steps", "1")
-    out = tmp_path / "heads.parquet"
-    found = mtrain_with(tmp_path, "profile", "sparsity", *words, "--out", str(out), first=none)
+    found = mtrain_with(
+        tmp_path, "profile", "sparsity", *words, f"run.dir={tmp_path}/heads", first=none
+    )
     assert found.returncode == 0, found.stderr
-    assert out.is_file()
+    assert (tmp_path / "heads/summary.json").is_file()
     refused = mtrain_with(tmp_path, "profile", "sparsity", "--maps", "0:0", first=none)
     assert "No such option: --maps" in refused.stderr
 
