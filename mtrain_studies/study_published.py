@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import statistics
-import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli import __version__
 from mtrain_cli.commands.completion import Candidate
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
 from mtrain_cli.commands.simulate import Calibrations
@@ -165,19 +162,11 @@ def _folder(out: Path | None, names: Sequence[str]) -> Path:
 
 
 def _document(tables: Sequence[StudyTable]) -> dict[str, Any]:
+    from mtrain_cli.records.record_files import computed_summary
     from mtrain_cli.records.study_rows import STUDY, errors
 
     return {
-        "kind": STUDY,
-        "complete": True,
-        "samples_wanted": 1,
-        "samples": 1,
-        "command": ["mtrain", *sys.argv[1:]],
-        "environment": {
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": {"mtrain": __version__},
-            "gpus": [],
-        },
+        **computed_summary(STUDY),
         "tables": [table.to_json() for table in tables],
         "errors": [vars(error) for error in errors(tables)],
     }

@@ -15,7 +15,6 @@ from typing import Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mtrain_cli import __version__
 from mtrain_cli.commands import simulate_output as output
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_request import Job
@@ -315,17 +314,8 @@ def _document(cluster: Cluster, calibration: Calibration | None, **more: Any) ->
     rows = [*(more.get("cases") or ()), *(more.get("sweep") or ())]
     kernel = next((row["kernel"] for row in rows if row.get("kernel")), None)
     return {
-        "kind": "simulation",
+        **record_files.computed_summary("simulation"),
         "mode": "attention",
-        "complete": True,
-        "samples_wanted": 1,
-        "samples": 1,
-        "command": ["mtrain", *sys.argv[1:]],
-        "environment": {
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "versions": {"mtrain": __version__},
-            "gpus": [],
-        },
         "clock": {"uncertainty_us": 0.0},
         "overhead": None,
         "cluster": {

@@ -95,7 +95,7 @@ class ColumnWriter:
 def column_sizes(
     fields: TokenFields | None, written: WrittenColumns, tokens: int, documents: int
 ) -> dict[str, int]:
-    """Return the bytes of each file of columns after so many tokens and documents, by file name.
+    """Return the size in bytes of each column's file after a number of tokens and documents.
 
     fields: keys of the corpus; None for a corpus of text, whose store has no columns.
     """

@@ -118,7 +118,12 @@ class Perplexity(Measurement):
                     )
             yield item
 
-    def measure(self, scorer: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:  # noqa: ARG002
+    def measure(
+        self,
+        scorer: Scorer,
+        cell: Cell,  # noqa: ARG002
+        items: Sequence[Item],
+    ) -> list[Row]:
         return [self._measure(scorer, item) for item in items]
 
     def _measure(self, scorer: Scorer, item: Item) -> Row:

@@ -176,7 +176,12 @@ class Retrieval(Measurement):
     def items(self, cell: Cell) -> Iterator[Item]:
         return self.make(cell.length)
 
-    def measure(self, scorer: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:  # noqa: ARG002
+    def measure(
+        self,
+        scorer: Scorer,
+        cell: Cell,  # noqa: ARG002
+        items: Sequence[Item],
+    ) -> list[Row]:
         return [_measure(scorer, item) for item in items]
 
     def result(self, rows: Sequence[Row], result: Result) -> Result:

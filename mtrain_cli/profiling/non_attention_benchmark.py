@@ -178,7 +178,12 @@ class _NoAttention(torch.autograd.Function):
         return dout, torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001
+def _no_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int,  # noqa: ARG001
+) -> torch.Tensor:
     return _NoAttention.apply(q, k, v)
 
 

@@ -8,6 +8,8 @@ simulation writes rows with the same columns.
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mtrain_cli import __version__
 from mtrain_cli.config import plugins
 from mtrain_cli.config.atomic_files import replace_text, replacing
 from mtrain_cli.config.documents import read_json, reason
@@ -225,6 +228,22 @@ def join_parts(folder: Path, kind: str = PARTS, joined: str = RECORDS) -> None:
     for part in parts:
         part.unlink()
     (folder / kind).rmdir()
+
+
+def computed_summary(kind: str) -> dict[str, Any]:
+    """Return what summary.json says of a result that this process computed, not measured."""
+    return {
+        "kind": kind,
+        "complete": True,
+        "samples_wanted": 1,
+        "samples": 1,
+        "command": ["mtrain", *sys.argv[1:]],
+        "environment": {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": {"mtrain": __version__},
+            "gpus": [],
+        },
+    }
 
 
 def write_summary(folder: Path, document: dict[str, Any]) -> None:

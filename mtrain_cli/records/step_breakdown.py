@@ -150,8 +150,8 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
     """Return the ns of each message on the rank where it was shortest.
 
-    Messages of one group, operation and size are told apart by their order. Skip a message that a
-    rank of its group lacks, or if ranks have different numbers of messages of this kind.
+    Messages of one group, operation and size are matched in order. A message does not count if a
+    rank of its group lacks it, or if ranks have different numbers of messages of this kind.
 
     everyone: results of `messages` on all ranks.
     """

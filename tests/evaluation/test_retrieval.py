@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def score_with(item: dict, wrong: set[int]) -> tuple[dict, Result]:
         return torch.where(hits, 0.0, 5.0), hits
 
     own = Retrieval([2048], lambda _: iter([item]), {})
-    (row,) = own.measure(SimpleNamespace(token_scores=copying), CELL, [item])  # type: ignore[arg-type]
+    scorer: Any = SimpleNamespace(token_scores=copying)
+    (row,) = own.measure(scorer, CELL, [item])
     return row, own.result([row], RESULT)
 
 
