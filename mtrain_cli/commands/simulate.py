@@ -28,6 +28,7 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.simulate_request import DEFAULT_CLUSTER, Job, parse_job
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import nearest
 
 
 class _Group(TyperGroup):
@@ -41,7 +42,21 @@ class _Group(TyperGroup):
             is_setting = bool(args) and first not in self.commands
         if is_setting and first not in ctx.help_option_names:
             args = ["run", *args]
+        if not ctx.resilient_parsing:
+            self._refuse_commands_as_options(args)
         return super().parse_args(ctx, args)
+
+    def _refuse_commands_as_options(self, args: list[str]) -> None:
+        known = {
+            option[2:]
+            for command in self.commands.values()
+            for parameter in command.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        for word in args:
+            name = nearest(word[2:].partition("=")[0], [*known, *self.commands])
+            if word.startswith("--") and name in self.commands and name not in known:
+                raise ConfigError(f"{word}: no such option; give `mtrain simulate {name} ...`")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         run = self.commands["run"]

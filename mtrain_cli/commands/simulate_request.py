@@ -18,6 +18,7 @@ from mtrain_cli.commands.options import (
     parse_names,
     parse_whole_number,
     warn,
+    warn_of_unused_settings,
 )
 from mtrain_cli.config.exchanges import (
     COMPARED_EXCHANGES,
@@ -250,7 +251,7 @@ class Request:
         wrong = [
             f"{key}={ours}: index={file} was recorded with {theirs}; leave it out"
             for key, (ours, theirs) in shapes.items()
-            if ours != theirs and (self.sets(key) or self.sets("model"))
+            if ours != theirs and (self.sets(key) or (self.sets("model") and key != "seq"))
         ]
         if wrong:
             raise ConfigError(*wrong)
@@ -274,7 +275,10 @@ class Request:
         problem, file = self._load_recorded(), self.recorded_file()
         index, name = problem.index(problem.layers[0]), problem.pattern.partition(" ")[0]
         recorded = 0 if problem.full is None else len(problem.full.layers)
-        follow: dict[str, Any] = {"topology.block_size": problem.made.block_size}
+        follow: dict[str, Any] = {
+            "seq": problem.made.seq,
+            "topology.block_size": problem.made.block_size,
+        }
         if name in PATTERNS and name != DENSE and index is not None and not self.sets("sparsity"):
             dense = {"sparsity.dense_layers": recorded} if recorded else {}
             follow = {"sparsity": name, "sparsity.block": index.block, **dense, **follow}
@@ -367,7 +371,13 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
     from mtrain_cli.simulation.calibration_files import calibration_files
 
     given, words = _split(typed)
-    axes = {name: values for word in words for name, values in _axis(word).items()}
+    axes: dict[str, list[str]] = {}
+    for word in words:
+        for name, values in _axis(word).items():
+            if not values or name in axes:
+                why = "has no value" if not values else "give all values at once"
+                raise ConfigError(f"{word}: {why}, as {name}=VALUE,VALUE")
+            axes[name] = values
     words = [word for word in words if not _axis(word)]
     first = [f"{name}={values[0]}" for name, values in axes.items()]
     axes |= {name: given.pop(name).split(",") for name in _AXES if "," in given.get(name, "")}
@@ -390,6 +400,8 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
     config = None if request.without_a_model else request.compose(first)
     if config is not None and cluster is None:
         cluster = config.topology.cluster if config.topology.cluster != "auto" else None
+    if config is not None and not axes:
+        warn_of_unused_settings(words, config)
     name = cluster or DEFAULT_CLUSTER
     machine = load_cluster(name, f"cluster={name}", nodes=nodes, typed_nodes=f"nodes={nodes}")
     for value in axes.get("nodes", ()):

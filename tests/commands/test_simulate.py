@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from commands.typed_line import document, run, split
+from commands.typed_line import STRIPED, document, run, split
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,8 @@ MISTAKES = {
     "sweep density=1%,2% sparsity=dense": "density=0.01: has no effect on dense attention",
     "sweep columns=3,4 sparsity=fixed": "columns=3: sparsity=fixed has its own keys",
     "sweep seq=16k topology=a100_4x8,b200_4x8": "topology=a100_4x8,b200_4x8: a command predicts",
+    "seq=,": "seq=,: has no value, as seq=VALUE,VALUE",
+    "seq=16k,32k seq=64k,128k": "seq=64k,128k: give all values at once, as seq=VALUE,VALUE",
     "recommend seq=64k,128k": "seq=64k,128k: one value; `mtrain simulate sweep` takes several",
     "--attention-only seq=64k,128k": "seq: --attention-only takes one value",
     # pairs
@@ -89,6 +91,8 @@ MISTAKES = {
     "recommend --out new --no-files": "--out new: --no-files writes no files; give one of the two",
     "recommend --recompute": "No such option: --recompute",
     "model=tiny seq=16k recommend": "recommend: expected key=value",
+    "--recomend": "--recomend: no such option; give `mtrain simulate recommend ...`",
+    "model=tiny seq=16k --sweep": "--sweep: no such option; give `mtrain simulate sweep ...`",
     "recomend": "No such command recomend. Did you mean recommend?",
 }
 
@@ -143,3 +147,11 @@ def test_an_option_is_a_setting_under_another_name():
     typed, set_ = (document("model=tiny seq=64k", words) for words in (options, keys))
     assert typed["predicted"] == set_["predicted"]
     assert typed["workers"] == 16
+
+
+def test_a_setting_without_effect_is_named():
+    found = run("simulate model=tiny seq=16k workers=1 optim.schedule=constant --no-files")
+    assert (found.exit_code, found.stderr) == (0, "")
+    found = run("simulate model=tiny seq=16k workers=1 model.rope.factor=2 --no-files", STRIPED)
+    assert found.exit_code == 0
+    assert "warning: model.rope.factor=2" in found.stderr
