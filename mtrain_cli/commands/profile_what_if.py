@@ -53,16 +53,12 @@ def what_if(
 ) -> None:
     """Replay a profile's dynamic indices with other layouts, exchanges and worker counts.
 
-    Runs on this machine without a GPU. Counts work exactly, in query-key pairs, and predicts no
-    times. worker, step, total and critical are imbalance degrees of work (largest over mean,
-    forward and backward; 1 is perfect). largest: the most loaded worker's share of the work, and
-    the share under perfect balance. sent: bytes from the worker that sends most, in both passes of
-    a layer. The bar shows the work of every worker.
+    Runs without a GPU, counts work exactly, in query-key pairs, and predicts no times. worker,
+    step, total and critical are imbalance degrees of work (largest over mean; 1 is perfect).
+    largest: the most loaded worker's share of the work, and the share under perfect balance.
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain profile what-if measurements/imbalance-20260101-120000[/cyan]
-          Compare three layouts and two exchanges on the recorded workers
       [cyan]mtrain profile what-if RUN --workers 8,32 --per-node 8[/cyan]
           Compare the same index on one node and on four
 
@@ -72,12 +68,10 @@ def what_if(
         layout: Layouts to compare.
         exchange: Exchanges to compare.
         workers: Numbers of workers that share a sequence; by default the recorded one.
-        per_node: Workers per node; by default the cluster's or, without --cluster, the recorded
-            number.
+        per_node: Workers per node; by default the cluster's, else the recorded number.
         layers: Layers to replay; all by default.
         pattern: Patterns to replay; all recorded patterns by default.
-        cluster: Cluster whose GPUs and links the balanced layout is made for, as in `mtrain
-            simulate`; by default H200s.
+        cluster: Cluster for which the balanced layout is made; by default H200s.
     """
     from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.config.exchanges import exchange_names
@@ -85,7 +79,7 @@ def what_if(
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
-    from mtrain_cli.simulation.what_if import InvalidSetup, replay, setups_of
+    from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, replay
 
     layouts = parse_names("--layout", layout, LAYOUTS)
     exchanges = parse_names("--exchange", exchange, exchange_names())
@@ -106,7 +100,11 @@ def what_if(
     machine = None if cluster is None else load_cluster(cluster)
     made, counts = recorded.setup, list(dict.fromkeys(counts))
     usual = made.per_node if machine is None else machine.gpus_per_node
-    setups = list(setups_of(layouts, exchanges, counts or [made.workers], per_node or usual))
+    setups = [
+        ReplaySetup(of_layout, of_exchange, count, per_node or usual)
+        for count in counts or [made.workers]
+        for of_layout, of_exchange in itertools.product(layouts, exchanges)
+    ]
     numbers = list(dict.fromkeys(wanted)) or None
     try:
         replays = {name: replay(recorded, name, setups, numbers, machine) for name in patterns}

@@ -75,8 +75,8 @@ Calibrations = Annotated[
     str | None,
     option(
         "FILE,...",
-        help="Times of your GPU: files that `mtrain profile kernels` and `mtrain profile "
-        "non-attention` wrote with --out. Their times replace the shipped times.",
+        help="Times of your GPU instead of the shipped ones: files that `mtrain profile kernels` "
+        "and `mtrain profile non-attention` wrote with --out.",
     ),
 ]
 ClusterName = Annotated[
@@ -102,24 +102,21 @@ class SimulateOptions:
         too: cluster=a100_4x8 means --cluster a100_4x8.
     nodes: Number of nodes; by default the cluster's.
     workers: Number of GPUs in total; by default all of the cluster.
-    layout: Layouts to compare; by default zigzag and striped, balanced under a mask other than
-        causal, and the layout of a recipe.
-    exchange: Exchanges to compare. By default ring and all_gather, between nodes also their
-        hierarchical forms, and group casts under a mask other than causal; for `recommend`, all.
+    layout: Layouts to compare; by default zigzag, striped, that of a recipe, and balanced under a
+        mask other than causal.
+    exchange: Exchanges to compare; by default rings and gathers, and under a mask other than causal
+        group casts. `recommend` compares all.
     index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
         dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
         sparsity=; with density or columns, the family clustered.
     density: Share of the causal blocks that the slashes of a synthetic index cover, such as
-        0.05 or 5%; columns add to this share. By default 5%, within sparsity.min_slashes and
-        max_slashes.
+        0.05 or 5%; by default 5%. Columns add to it.
     columns: Single key columns per head of a synthetic index; 2048 by default.
-    layers: Number of layers to predict, each with its own index; by default 1, or all layers
-        of a recorded index.
+    layers: Number of layers to predict, each with its own index; by default 1, or all recorded.
     kernel: Attention kernel, as train.kernel.
     expert_loads: Loads of experts: zipf:X, with which the expert of rank r gets a share ~ 1 / r^X,
         or a profile with loads of experts; zipf:0 (equal loads) by default.
     slow: Stragglers, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
-    jitter: Spread of message times: standard deviation of their logarithm.
     tokens: Tokens to train on, such as 20b. Adds the days and dollars of the training run.
     price: Dollars per GPU-hour; by default the price of the cluster.
     """
@@ -138,7 +135,6 @@ class SimulateOptions:
     calibration: Calibrations = None
     expert_loads: Annotated[str | None, option("zipf:X|DIR")] = None
     slow: Annotated[str | None, option("RANK=X,...")] = None
-    jitter: Annotated[str | None, option("X")] = None
     tokens: Annotated[str | None, option("N")] = None
     price: Annotated[str | None, option("X")] = None
     out: Out = None
@@ -150,16 +146,14 @@ class SimulateOptions:
 def simulate() -> None:
     """Predict training steps on a cluster, without a GPU.
 
-    Counts work exactly and plans memory as `mtrain train --dry-run` does. Times come from measured
-    kernels and from the constants of the cluster, each with its source. best and worst are the
-    bounds of a predicted time.
-
+    Counts work exactly, plans memory as `mtrain train --dry-run` does, and takes times from
+    measured kernels and the constants of the cluster. best and worst are the bounds of a time.
     `run` is the default command; `mtrain simulate run --help` shows its options.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate model=qwen3b seq=512k cluster=a100_4x8 density=5%[/cyan]
-          Compare two layouts and four exchanges on 32 GPUs, with a sparse index
+          Compare layouts and exchanges on 32 GPUs, with a sparse index
       [cyan]mtrain simulate recommend model=qwen3b cluster=h100_4x8[/cyan]
           Recommend a configuration
     """
@@ -172,14 +166,10 @@ def run(
     attention_only: Annotated[bool, flag("--attention-only")] = False,
     recompute: Annotated[bool, flag("--recompute")] = False,
 ) -> None:
-    """Predict a training step for every layout and exchange.
-
-    If other settings have several values, `run` predicts every combination.
+    """Predict a training step for every layout, exchange and combination of settings.
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate run model=qwen3b seq=512k cluster=a100_4x8 density=5%[/cyan]
-          Compare two layouts and four exchanges on 32 GPUs, with a synthetic sparse index
       [cyan]mtrain simulate run index=measurements/imbalance-x cluster=h100_4x8[/cyan]
           Predict the attention of a profile on another cluster
       [cyan]mtrain simulate run model=qwen3b seq=4m cluster=my.yaml nodes=128[/cyan]
@@ -193,10 +183,7 @@ def run(
     job = parse_job(typed)
     alone = attention_only or job.request.without_a_model
     if recompute and not alone:
-        raise ConfigError(
-            "--recompute: only with --attention-only; for whole steps, set "
-            "train.activation_checkpoint"
-        )
+        raise ConfigError("--recompute: only with --attention-only")
     if not alone:
         job.require_gpus()
     elif job.axes:
@@ -215,9 +202,7 @@ def run(
 @app.command()
 @with_options(SimulateOptions)
 def sweep(typed: SimulateOptions) -> None:
-    """Predict every combination of lengths, workers, nodes, densities or settings.
-
-    Give several values to settings, or to nodes=, workers=, density= and columns=.
+    """Predict every combination of settings with several values, nodes, workers and densities.
 
     [bold]Examples[/bold]
 
@@ -247,18 +232,15 @@ def _single(typed: SimulateOptions, **more: bool) -> Job:
 @app.command()
 @with_options(SimulateOptions)
 def recommend(typed: SimulateOptions) -> None:
-    """Recommend the fastest configuration that fits, and explain why.
+    """Recommend the fastest configuration that fits, and explain why; exit code 1 if nothing fits.
 
     Tries layouts, exchanges, context groups, tensor, pipeline and expert parallelism, recomputation
     and train.keep_mlp.
-    The exit code is 1 if nothing fits.
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate recommend model=qwen3b seq=1m cluster=h100_4x8[/cyan]
-          Recommend a configuration, with reasons
       [cyan]mtrain simulate recommend model=qwen3b seq=1m tokens=20b price=2[/cyan]
-          Also predict training time and cost
+          Recommend a configuration, with reasons, training time and cost
     """
     job = _single(typed, every_exchange=True)
     from mtrain_cli.commands.simulate_actions import recommend as search
@@ -266,7 +248,7 @@ def recommend(typed: SimulateOptions) -> None:
     search(job)
 
 
-_OF_PAIRS = ("index", "density", "columns", "layers", "calibration", "slow", "jitter")
+_OF_PAIRS = ("index", "density", "columns", "layers", "calibration", "slow")
 _OF_STEPS = ("layout", "exchange", "expert_loads", "tokens", "price", "out", "files")
 
 
@@ -275,8 +257,8 @@ _OF_STEPS = ("layout", "exchange", "expert_loads", "tokens", "price", "out", "fi
 def methods(typed: SimulateOptions) -> None:
     """Compare methods of parallelism: memory, traffic, idle time and limits, each used alone.
 
-    Compares DP, ZeRO-1 to ZeRO-3, TP, TP with SP, PP, Ulysses, ring and zigzag ring. Each method
-    gets the largest degree that the model and the GPUs allow.
+    DP, ZeRO-1 to ZeRO-3, TP, TP with SP, PP, Ulysses, ring and zigzag ring each get the largest
+    degree that the model and the GPUs allow.
 
     [bold]Examples[/bold]
 
@@ -304,21 +286,17 @@ def validate(
     files: Files = True,
     as_json: Json = False,
 ) -> None:
-    """Compare predictions with measurements, for every step and worker.
-
-    Predicts the cases of profiles that `mtrain profile imbalance` measured.
+    """Compare predictions with `mtrain profile imbalance`, for every step and worker.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate validate measurements/imbalance-x --cluster my.yaml[/cyan]
           Predict the cases of a profile now
-      [cyan]mtrain simulate validate measurements/after --prediction measurements/before[/cyan]
-          Use a prediction that was written before the measurement
 
     Args:
         runs: Folders of profiles, or names of shipped profiles.
-        prediction: Use predictions that `mtrain simulate run --out DIR` saved earlier, instead of
-            new predictions. Can be repeated.
+        prediction: Predictions that `mtrain simulate run --out DIR` saved before the measurement,
+            instead of new ones. Can be repeated.
     """
     from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration_files import calibration_files
@@ -328,7 +306,5 @@ def validate(
         calibration_files(calibration)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.commands.simulate_validate import validate as compare
-    from mtrain_cli.simulation.calibration import load_user_calibration
 
-    own = load_user_calibration(calibration)
-    compare(runs, prediction or [], machine, own, out, files=files, as_json=as_json)
+    compare(runs, prediction or [], machine, calibration, out, files=files, as_json=as_json)

@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -48,7 +50,6 @@ from mtrain_cli.simulation.scenario import (
 )
 from mtrain_cli.simulation.validation import digest
 from mtrain_cli.simulation.workload import AttentionWorkload
-from mtrain_cli.training.run_plan import RunPlan
 
 _SHOWN = 8  # configurations in the table of a recommendation
 _MOST_POINTS = 5000
@@ -56,7 +57,7 @@ _MOST_POINTS = 5000
 
 def predict_steps(job: Job) -> None:
     """Predict a training step for every layout and exchange."""
-    scenario, folder = job.request.scenario(), folder_of(job)
+    scenario, folder = job.request.scenario(), _folder_of(job)
 
     def predict(number: int, layout: str, exchange: str) -> PredictedScenario:
         run, rows = (job.workers, layout, exchange), job.typed.files
@@ -86,7 +87,7 @@ def predict_attention(job: Job, recompute: bool) -> None:
     """Predict a layer's attention for every layout and exchange."""
     request, planned = job.request, not job.request.without_a_model
     scenario = request.scenario() if planned else request.scenario_without_model()
-    problem, calibration, folder = scenario.problem, scenario.calibration, folder_of(job)
+    problem, calibration, folder = scenario.problem, scenario.calibration, _folder_of(job)
 
     def predict(number: int, layout: str, exchange: str) -> Prediction:
         return predict_attention_alone(
@@ -121,7 +122,7 @@ def recommend(job: Job) -> None:
             "slow: this command tries context groups of several sizes; set "
             "topology.context_parallel=N, or leave slow out"
         )
-    folder = folder_of(job)
+    folder = _folder_of(job)
     # Settings that the user typed stay fixed.
     fixed = job.request.sets("train.activation_checkpoint")
     kinds = {"recomputations": (scenario.config.train.activation_checkpoint,)} if fixed else {}
@@ -166,7 +167,7 @@ def _recommendation(job: Job, scenario: Scenario, result: Recommendation) -> dic
     ]
     recommended = {
         "ranked": ranked,
-        "rejected": [{"what": r.what, "why": r.why} for r in result.rejected],
+        "rejected": [{"what": what, "why": why} for what, why in result.rejected],
         "lines": list(output.recommendation_lines(job.cluster, result, scenario.words)),
     }
     return _document(job.cluster, scenario.calibration, **entries, recommended=recommended)
@@ -182,7 +183,7 @@ def predict_sweep(job: Job) -> None:
     ]
     if (count := len(points) * len(job.layouts) * len(job.exchanges)) > _MOST_POINTS:
         raise ConfigError(f"{count} configurations to sweep; allowed: at most {_MOST_POINTS}")
-    folder = folder_of(job)
+    folder = _folder_of(job)
     scenarios: dict[str, Scenario] = {}
     pair_lines: dict[str, None] = {}
     rows: list[dict[str, Any]] = []
@@ -200,8 +201,8 @@ def predict_sweep(job: Job) -> None:
     rows = list({str([row[k] for k in identity]): row for row in reversed(rows)}.values())[::-1]
     if all("cannot" in row for row in rows):
         raise ConfigError(rows[0]["cannot"])
-    of_rows = [row["remarks"] for row in rows if "cannot" not in row]
-    remarks = [text for text in of_rows[0] if all(text in others for others in of_rows)]
+    first, *others = [row["remarks"] for row in rows if "cannot" not in row]
+    remarks = [text for text in first if all(text in other for other in others)]
     for row in rows:
         row["remarks"] = [text for text in row.get("remarks", ()) if text not in remarks]
     most = max(row["workers"] for row in rows)
@@ -213,8 +214,8 @@ def predict_sweep(job: Job) -> None:
             sweeps.sweep_table([(folder.name, rows)]).write(folder)
 
     def show(console: Console) -> None:
-        output.print_lines(console, (f"pairs  {line}" for line in pair_lines))
-        output.print_lines(console, output.kernel_lines(row.get("kernel") for row in rows))
+        kernels = output.kernel_lines(row.get("kernel") for row in rows)
+        output.print_lines(console, [*(f"pairs  {line}" for line in pair_lines), *kernels])
         print_table(console, sweeps.sweep_table([("", rows)]))
         output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(rows)))
         output.print_notes(console, remarks)
@@ -238,12 +239,7 @@ def _point_rows(job: Job, point: Mapping[str, str], scenario: Scenario) -> Itera
         cluster = load_cluster(job.request.cluster, nodes=int(point["nodes"]))
     workers = int(point.get("workers", job.given_workers or cluster.gpus))
     for layout, exchange in itertools.product(job.layouts, job.exchanges):
-        row: dict[str, Any] = {
-            "point": dict(point),
-            "workers": workers,
-            "layout": layout,
-            "exchange": exchange,
-        }
+        row = {"point": dict(point), "workers": workers, "layout": layout, "exchange": exchange}
         try:
             outcome = predict_training(cluster, scenario, workers, layout, exchange)
         except ConfigError as error:
@@ -256,10 +252,7 @@ def _point_rows(job: Job, point: Mapping[str, str], scenario: Scenario) -> Itera
 def show_methods(job: Job) -> None:
     """Print what each method of parallelism costs a worker, as a table or as JSON."""
     config, workers = job.request.compose(), job.workers
-
-    def plan(of: Any) -> RunPlan:
-        return plan_on(job.cluster, of, workers=workers)
-
+    plan = partial(plan_on, job.cluster, workers=workers)
     methods = compare(config, workers, min(job.cluster.gpus_per_node, workers), plan)
     if job.typed.as_json:
         about = {
@@ -274,6 +267,21 @@ def show_methods(job: Job) -> None:
         typer.echo(json_text(about, indent=1))
         return
     output.print_methods(Console(highlight=False, soft_wrap=True), job, config, methods)
+
+
+def _write_files(folder: Path, content: dict[str, Any], rows: Sequence[np.ndarray]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, of_prediction in enumerate(rows):
+        record_files.write_part(of_prediction, folder, number)
+    record_files.join_parts(folder)
+    record_files.write_summary(folder, content)
+    if rows:
+        # With the digest of the records in the summary, the summary's digest covers both.
+        content["records_sha256"] = digest(folder / record_files.RECORDS)
+        record_files.write_summary(folder, content)
+        results = analyse(record_files.open_records(folder))
+        content["results"] = [result.to_json() for result in results]
+        record_files.write_summary(folder, content)
 
 
 @contextmanager
@@ -296,7 +304,8 @@ def _deliver(
 ) -> None:
     """Write the files unless ``folder`` is None, and print the result as JSON or as tables."""
     if folder is not None:
-        _write_files(folder, content, predictions)
+        with writing(folder):
+            _write_files(folder, content, [p.rows for p in predictions if p.rows is not None])
     if job.typed.as_json:
         typer.echo(json_text(content, indent=1))
         return
@@ -338,11 +347,7 @@ def _entries(
     steps: Sequence[Mapping[str, Any]] = (),
     pipelines: Sequence[TimedPipeline | None] = (),
 ) -> dict[str, Any]:
-    """Return the entries of summary.json that describe predictions.
-
-    steps: rows of `row_of`, one per prediction, if whole steps were predicted.
-    pipelines: the pipelines of these steps.
-    """
+    """Return the entries of summary.json on predictions, and their steps (rows of `row_of`)."""
     predicted: list[dict[str, Any]] = [
         {
             "label": p.facts["label"],
@@ -375,33 +380,19 @@ def _entries(
     }
 
 
-def folder_of(job: Job) -> Path | None:
-    """Return the folder for the files, or None for --no-files.
+def new_folder(kind: str, out: Path | None, files: bool, *names: str) -> Path | None:
+    """Return ``out``, or a folder in measurements/; None without ``files``.
 
     Raises:
-        ConfigError: the folder holds a profile or simulation, or cannot be written; or --out and
+        ConfigError: the folder holds a file of these names, or cannot be written; or --out and
             --no-files are both given.
     """
-    if not wants_files(job.typed.out, job.typed.files):
+    if not files:
+        if out is not None:
+            raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
         return None
-    return new_folder("simulation", job.typed.out, record_files.SUMMARY)
-
-
-def wants_files(out: Path | None, files: bool) -> bool:
-    """Return ``files``. Raise ConfigError if --out is given together with --no-files."""
-    if out is not None and not files:
-        raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
-    return files
-
-
-def new_folder(kind: str, out: Path | None, *files: str) -> Path:
-    """Return ``out``, or a folder in measurements/.
-
-    Raises:
-        ConfigError: the folder holds one of the files, or cannot be written.
-    """
     folder = out or Path("measurements", f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if any((folder / name).exists() for name in files):
+    if any((folder / name).exists() for name in names):
         raise ConfigError(f"--out {folder}: already holds a profile or {kind}; give a new folder")
     place = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
@@ -409,32 +400,12 @@ def new_folder(kind: str, out: Path | None, *files: str) -> Path:
     return folder
 
 
-def _write_files(
-    folder: Path, content: dict[str, Any], predictions: Sequence[Prediction] = ()
-) -> None:
-    """Write summary.json and the records."""
-    rows = [p.rows for p in predictions if p.rows is not None]
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, of_prediction in enumerate(rows):
-            record_files.write_part(of_prediction, folder, number)
-        record_files.join_parts(folder)
-        record_files.write_summary(folder, content)
-        if rows:
-            # With the digest of the records in the summary, the summary's digest covers both.
-            content["records_sha256"] = digest(folder / record_files.RECORDS)
-            record_files.write_summary(folder, content)
-            results = analyse(record_files.open_records(folder))
-            content["results"] = [result.to_json() for result in results]
-            record_files.write_summary(folder, content)
+def _folder_of(job: Job) -> Path | None:
+    return new_folder("simulation", job.typed.out, job.typed.files, record_files.SUMMARY)
 
 
 def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) -> dict[str, Any]:
-    """Return a row with the time and the cost of training, in days and dollars.
-
-    tokens: number of tokens to train on; None leaves the row as it is.
-    price: dollars per GPU hour; None if unknown.
-    """
+    """Return a row with the days and dollars of training on ``tokens``; as it is without."""
     if tokens is None:
         return row
     workers = row["workers"]
@@ -451,11 +422,9 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
     attention skips, so it may exceed 1.
     """
     step, plan = outcome.step, outcome.plan
-    passes = [outcome.attention.passes[name] for name in ("forward", "backward")]
     degrees = {
-        f"{name}_{of}": sum(getattr(getattr(one, of), name) for one in passes) / 2
-        for of in ("time", "work")
-        for name in ("worker", "step")
+        f"{name}_{of}": output.mean_degree(outcome.attention, of, name)
+        for of, name in itertools.product(("time", "work"), ("worker", "step"))
     }
     return {
         "layout": outcome.layout,

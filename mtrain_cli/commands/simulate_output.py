@@ -10,21 +10,27 @@ from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
+from mtrain_cli.grouping import grouped
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.table import BEST, NOT, Column, Table, count, fixed, number, percent
 from mtrain_cli.reporting.terminal_width import print_table, say
-from mtrain_cli.simulation.expert_cost import WAIT_FOR_NUMBERS
 from mtrain_cli.simulation.families import FAMILIES
 from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequences_of
-from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR
+from mtrain_cli.simulation.predicted_step import (
+    EXPERTS,
+    PIPELINE,
+    TENSOR,
+    part_name,
+    training_days,
+    training_dollars,
+)
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
     Recommendation,
     label,
     memory_settings,
-    place,
     reasons,
     usable,
 )
@@ -45,25 +51,22 @@ STEP_LEGEND = (
     "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "
     "the peak FLOP/s, by the model's FLOP and by all executed FLOP. waits: for slower workers, "
     "for keys and values, for weights and gradients, and for hidden states, rows of experts or "
-    "other stages under these kinds of parallelism. worker, step: imbalance degrees of attention "
-    "work, largest over mean. rows: time of rows of experts without and with overlap. GiB: per "
-    "GPU, as planned by `mtrain train --dry-run`. all_gather in N: gathers N head groups, each "
-    f"while the previous one is computed. {_CASTS} {FITS}."
+    "other stages. worker, step: imbalance degrees of attention work, largest over mean. rows: of "
+    "experts, time without and with overlap. GiB: per GPU, as planned by `mtrain train "
+    f"--dry-run`. all_gather in N: gathers N head groups one after another. {_CASTS} {FITS}."
 )
 _METHODS_LEGEND = (
     "GiB of one worker. weights: float32 shards, and what is whole in the compute dtype at the "
     "same time. activations: the most that layers keep for backward. received: weights, gradients, "
     "keys, values and hidden states, per step. idle: share of the time in which a stage idles. "
     "imbalance: attention work of the worker with the most, over the mean. Workers that a method "
-    "leaves over share the sequences of a step (data). *: a formula, because mtrain does not have "
-    "this method; the other rows are those of `mtrain train --dry-run`."
+    "leaves over share the sequences of a step (data). *: a formula, as mtrain lacks this method."
 )
 # Sizes of a method, by their rank among the columns that a narrow terminal drops.
 _SIZES = {"weights": 0, "gradients": 4, "optimizer": 5, "activations": 0, "received": 0}
 _WAITS = ("late", "links", "weights", TENSOR, EXPERTS, PIPELINE)
-# Parts of a step whose name could be read as work.
-_WAITED = {TENSOR: "hidden states", EXPERTS: "rows of experts", PIPELINE: "other stages"}
 _BOTH = ("forward", "backward")
+_DEGREES = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
 _LABEL = len("note   ")  # width of the label that begins each line
 
 
@@ -83,11 +86,10 @@ def attention_table(
     heading = title(cluster, problem, first.facts["density"], first.setup.workers)
 
     def degree(name: str, drop: int) -> Column:
-        return Column(
-            name,
-            lambda p: f"{_mean_degree(p, 'time', name):.2f} ({_mean_degree(p, 'work', name):.2f})",
-            drop=drop,
-        )
+        def shown(p: Prediction) -> str:
+            return f"{mean_degree(p, 'time', name):.2f} ({mean_degree(p, 'work', name):.2f})"
+
+        return Column(name, shown, drop=drop)
 
     columns = [
         Column("layout", lambda p: p.setup.layout, words=True),
@@ -101,7 +103,6 @@ def attention_table(
         Column("best - worst", lambda p: f"{p.duration.low:.1f} - {p.duration.high:.1f}", drop=7),
         degree("worker", 4),
         degree("step", 2),
-        Column("computed", _computed, fixed(2), drop=3),
         Column("late ms", lambda p: sum(one.late for one in p.passes.values()), fixed(2), drop=1),
         Column("exposed ms", _exposed, words=True, drop=5),
     ]
@@ -115,14 +116,10 @@ def attention_table(
     )
 
 
-def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
+def mean_degree(prediction: Prediction, of: str, name: str) -> float:
+    """Return an imbalance degree of time or work, the mean of forward and backward."""
     passes = prediction.passes
     return sum(getattr(getattr(passes[d], of), name) for d in _BOTH) / 2
-
-
-def _computed(prediction: Prediction) -> float:
-    both = [prediction.passes[name] for name in _BOTH]
-    return sum(b.computed * b.duration.value for b in both) / sum(b.duration.value for b in both)
 
 
 def _exposed(prediction: Prediction) -> str:
@@ -143,10 +140,8 @@ def step_table(
     chosen = [column for column in _CHOICES if len({column.value(o) for o in outcomes}) > 1]
     if any(o.plan.dims.cp < dims.workers for o in outcomes):
         chosen.insert(0, Column("dp x cp x tp x pp", _groups, words=True, drop=8))
-    rows = (
-        [Column("rows s", _exposed_rows, drop=7)] if any(o.step.experts for o in outcomes) else []
-    )
-    mfu = [Column("MFU", lambda o: o.step.mfu, percent, drop=3)] if first.dense else []
+    rows = [Column("rows s", _exposed_rows, drop=7)] * any(o.step.experts for o in outcomes)
+    mfu = [Column("MFU", lambda o: o.step.mfu, percent, drop=3)] * first.dense
     columns = [
         Column("layout", lambda o: o.layout, words=True),
         Column("exchange", lambda o: short_label(o.plan.exchange.label), words=True),
@@ -157,8 +152,8 @@ def step_table(
         *mfu,
         Column("HFU", lambda o: o.step.hfu, percent, drop=6),
         Column("waits s", _waits, drop=1),
-        Column("worker", lambda o: _mean_degree(o.attention, "work", "worker"), fixed(2), drop=4),
-        Column("step", lambda o: _mean_degree(o.attention, "work", "step"), fixed(2), drop=2),
+        Column("worker", lambda o: mean_degree(o.attention, "work", "worker"), fixed(2), drop=4),
+        Column("step", lambda o: mean_degree(o.attention, "work", "step"), fixed(2), drop=2),
         *rows,
         Column("GiB", lambda o: o.step.gib, fixed(1)),
         Column("fits", lambda o: "yes" if o.step.fits else "no", words=True),
@@ -187,9 +182,7 @@ def _groups(outcome: PredictedScenario) -> str:
 
 def _bounds(outcome: PredictedScenario) -> str:
     seconds = outcome.step.seconds
-    if seconds.low >= seconds.high:
-        return ""
-    return f"{number(seconds.low)} - {number(seconds.high)}"
+    return f"{number(seconds.low)} - {number(seconds.high)}" * (seconds.low < seconds.high)
 
 
 def _waits(outcome: PredictedScenario) -> str:
@@ -211,41 +204,27 @@ def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
 
 
 def best_line(outcomes: Sequence[PredictedScenario]) -> str:
-    """Return a line on the fastest outcome that fits, its lead, and what else to try."""
+    """Return a line on the fastest outcome that fits, and its lead."""
     fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.seconds.value)
     if not fitting:
-        return (
-            "best   none of these fits; `mtrain simulate recommend` tries settings that need less "
-            "memory, or says what would fit"
-        )
+        return "best   none of these fits; `mtrain simulate recommend` says what would fit"
     best, more = fitting[0], ""
     if len(fitting) > 1:
         gap = fitting[1].step.seconds.value / best.step.seconds.value - 1
         more = f", {gap:.1%} faster than the next"
-        if gap < CLOSE:
-            more += ": too close for the prediction to tell, so measure both"
-    return (
-        f"best   {best.layout} {best.plan.exchange.label}{more}; `mtrain simulate recommend` also "
-        "tries context groups, other kinds of parallelism, recomputation and train.keep_mlp"
-    )
+        more += ": too close for the prediction to tell, so measure both" * (gap < CLOSE)
+    more += "; `mtrain simulate recommend` also tries other parallelism and memory settings"
+    return f"best   {best.layout} {best.plan.exchange.label}{more}"
 
 
 def step_lines(
     outcome: PredictedScenario, tokens: float | None, price: float | None
 ) -> Iterable[str]:
-    """Yield lines on the parts of the step time, on memory, and on the cost of the training run.
-
-    Args:
-        tokens: tokens to train on; None yields no cost.
-        price: dollars per GPU-hour; None if unknown.
-    """
+    """Yield lines on the parts of the step time, on memory, and on the cost of ``tokens``."""
     step, plan = outcome.step, outcome.plan
     by_size = sorted(step.parts.items(), key=lambda item: -item[1])
     shares = [(name, seconds / step.seconds.value) for name, seconds in by_size]
-    names = {name: f"waits for {what}" for name, what in _WAITED.items()}
-    listed = ", ".join(
-        f"{names.get(name, name)} {share:.1%}" for name, share in shares if share >= 5e-4
-    )
+    listed = ", ".join(f"{part_name(name)} {share:.1%}" for name, share in shares if share >= 5e-4)
     yield (
         f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weight "
         "transfers hidden"
@@ -254,8 +233,7 @@ def step_lines(
         yield (
             f"experts dealt over {plan.config.topology.expert_parallel} workers: "
             f"{rows.size / GIB:.2f} GiB of rows reach each worker in a step; {rows.exposed:.3g} s "
-            f"exposed, with {WAIT_FOR_NUMBERS.value / 1e3:g} ms per layer and micro-batch for the "
-            f"wait of the host; {rows.hidden:.3g} s hidden; {rows.late:.3g} s late"
+            f"exposed, {rows.hidden:.3g} s hidden, {rows.late:.3g} s late"
         )
     memory = plan.memory
     parts = {name.replace("_", " "): size for name, size in memory.peak.parts.items()}
@@ -266,20 +244,18 @@ def step_lines(
         f"({usable(plan):.1f} usable) at its peak, the {memory.peak.name}: {listed}"
     )
     if memory.host:
-        saving = memory.saving / GIB
-        more = f", {saving:.2f} more while saving a checkpoint" if memory.saving else ""
-        yield (
-            f"host   {memory.host / GIB:.2f} GiB per GPU{more}, of {plan.host_share / GIB:.1f} "
-            "usable"
-        )
+        more = f" and {memory.saving / GIB:.2f} while saving" if memory.saving else ""
+        share = plan.host_share / GIB
+        yield f"host   {memory.host / GIB:.2f} GiB per GPU{more}, of {share:.1f} usable"
     if tokens is None:
         return
     text = f"train  {tokens:.3g} tokens on {plan.dims.workers} GPUs: "
-    text += _days(step.days(tokens))
+    days = training_days(step.tokens_per_second_per_gpu, plan.dims.workers, tokens)
+    text += _days(days)
     if price is None:
         yield f"{text}; cost unknown, set price=X in dollars per GPU-hour"
         return
-    cost = step.dollars(tokens, price)
+    cost = training_dollars(days, plan.dims.workers, price)
     yield (
         f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} per "
         "GPU-hour"
@@ -314,46 +290,34 @@ def recommendation_lines(
         config = best.plan.config
         yield f"best   {label(best.plan)}: {_figures(best)}"
         if others:
-            other = "; the fastest with another layout, exchange or group"
-            if place(others[0]) == place(best):
-                other = ""
-            yield f"next   {label(others[0].plan)}: {_figures(others[0])}{other}"
+            yield f"next   {label(others[0].plan)}: {_figures(others[0])}"
             yield "why    " + "; ".join(reasons(best, others[0], words))
         changes = {
             "topology.layout": best.layout,
             "topology.exchange": config.topology.exchange,
             **({"topology.context_parallel": best.context} if best.plan.dims.dp > 1 else {}),
-            **_degrees(config),
+            **{
+                f"topology.{name}": degree
+                for name in _DEGREES
+                if (degree := getattr(config.topology, name)) > 1
+            },
             "train.activation_checkpoint": config.train.activation_checkpoint,
             **memory_settings(config),
         }
         yield f"type   {train_line(cluster, best.plan, words, changes)}"
-    by_reason: dict[str, list[str]] = {}
-    for rejected in result.rejected:
-        by_reason.setdefault(rejected.why, []).append(rejected.what)
-    for why, names in by_reason.items():
+    for why, rejected in grouped(result.rejected, lambda one: one[1]).items():
+        names = [what for what, _ in rejected]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield f"not    {'; '.join(names[:3])}{more}: {why}"
 
 
-def _degrees(config: Config) -> dict[str, int]:
-    names = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
-    degrees = {f"topology.{name}": getattr(config.topology, name) for name in names}
-    return {key: degree for key, degree in degrees.items() if degree > 1}
-
-
 def _smallest(result: Recommendation) -> str:
-    plan = result.least
-    if plan is None:
+    if (plan := result.least) is None:
         return ""
-    host, available = "", f"{usable(plan):.1f} GiB"
-    if plan.memory.host_peak:
-        host = f" and {plan.memory.host_peak / GIB:.1f} GiB of host memory"
-        available = f"{usable(plan):.1f} and {plan.host_share / GIB:.1f} GiB"
-    return (
-        f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {available} usable "
-        f"({label(plan)})"
-    )
+    size = f"{plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB usable"
+    if host := plan.memory.host_peak:
+        size += f", and {host / GIB:.1f} of {plan.host_share / GIB:.1f} GiB of host memory"
+    return f": a GPU needs at least {size} ({label(plan)})"
 
 
 def _figures(outcome: PredictedScenario) -> str:
@@ -399,7 +363,7 @@ def print_assumed(console: Console, job: Job, pairs: str, kernels: Iterable[str 
 
 
 def kernel_lines(kernels: Iterable[str | None]) -> list[str]:
-    """Return a line with the names of kernels, each once; no line without a name."""
+    """Return a line with the names of kernels; no line without a name."""
     names = ", ".join(dict.fromkeys(name for name in kernels if name))
     return [f"kernel {names}, with all packages installed"] if names else []
 

@@ -56,8 +56,8 @@ class Request:
 
     words: settings, such as ``model=qwen3b``.
     slow: factor by which computation takes longer, by rank.
-    cluster: name or file of the cluster; "auto" for the one that the settings name.
-    Other fields: see `SimulateOptions`; None if not given.
+    cluster: name or file; "auto" for the one that the settings name.
+    Other fields: see `SimulateOptions`.
     """
 
     words: tuple[str, ...]
@@ -67,12 +67,10 @@ class Request:
     layers: int | None = None
     calibration: str | None = None
     slow: dict[int, float] = field(default_factory=dict)
-    jitter: float = 0.0
     expert_loads: str | None = None
     cluster: str = "auto"
 
     def at(self, settings: Iterable[str], **pairs: Any) -> Request:
-        """Return the request at a point of a sweep. pairs: density and columns."""
         return replace(self, words=(*self.words, *settings), **pairs)
 
     def scenario(self) -> Scenario:
@@ -89,21 +87,15 @@ class Request:
         self, config: Config, problem: AttentionWorkload, more: Sequence[str] = ()
     ) -> Scenario:
         from mtrain_cli.simulation.calibration import load_user_calibration
-        from mtrain_cli.simulation.router_loads import parse_loads
+        from mtrain_cli.simulation.expert_cost import parse_loads
         from mtrain_cli.simulation.scenario import Scenario
-        from mtrain_cli.simulation.timeline import Disturbances
 
         calibration = load_user_calibration(self.calibration)
-        conditions = Disturbances(slow=self.slow, jitter=self.jitter)
         loads = parse_loads(self.expert_loads, config.model)
-        return Scenario(config, problem, calibration, conditions, (*self.words, *more), loads)
+        return Scenario(config, problem, calibration, self.slow, (*self.words, *more), loads)
 
     def scenario_without_model(self) -> Scenario:
-        """Return recorded attention, whose configuration has only topology and kernel.
-
-        Raises:
-            ConfigError: a setting has no effect, since only the shape of attention is known.
-        """
+        """Return recorded attention, whose configuration has only topology and kernel."""
         for word in self.words:
             key = word.partition("=")[0]
             if key not in _OF_SHAPE and not key.startswith("model."):
@@ -143,16 +135,12 @@ class Request:
         layers = self._layers(config)
         kinds = (DENSE, FIXED) if pattern is not None else (FIXED,)
         if index is not None and any((index == kind) != (pattern == kind) for kind in kinds):
-            wrong = f"contradicts sparsity={pattern or DENSE}; give only one of the two"
-            raise ConfigError(f"index={index}: {wrong}")
+            raise ConfigError(f"index={index}: contradicts sparsity={pattern or DENSE}; give one")
         if DENSE in (index, pattern):
             self._refuse("has no effect on dense attention; leave it out")
             return PairSource(DENSE, layers=layers)
         if pattern == FIXED:
-            self._refuse(
-                "sparsity=fixed has its own keys: sparsity.density, sparsity.slashes and "
-                "sparsity.columns"
-            )
+            self._refuse("sparsity=fixed has its own keys: sparsity.density, slashes and columns")
         source = PairSource.of(config if pattern else None, layers, index, density, columns)
         if pattern in (None, FIXED):
             return source
@@ -176,9 +164,7 @@ class Request:
     def describe_pairs(self, pairs: str, point: Iterable[str] | None = None) -> str:
         """Describe in a line which pairs the prediction assumes, and how to change them.
 
-        Args:
-            pairs: name of the pattern of the pairs.
-            point: settings of a point of a sweep, whose table shows the density.
+        pairs: name of their pattern. point: settings of a sweep, whose table shows the density.
         """
         if (file := self.recorded_file()) is not None:
             return f"recorded in {file} ({pairs})"
@@ -199,10 +185,10 @@ class Request:
         return f"synthetic ({pairs}){purpose}, {one}; set index for the pairs of a profile"
 
     def _layers(self, config: Config) -> int:
-        mixed = next((name for name in FULL_LAYERS if getattr(config.mask, name)), None)
-        if self.layers is not None and mixed is not None:
-            value = getattr(config.mask, mixed)
-            raise ConfigError(f"layers={self.layers}: mask.{mixed}={value} needs all; leave it out")
+        for name in FULL_LAYERS:
+            if self.layers is not None and (value := getattr(config.mask, name)):
+                why = f"mask.{name}={value} needs all; leave it out"
+                raise ConfigError(f"layers={self.layers}: {why}")
         most = config.model.num_layers - (config.sparsity.dense_layers or 0)
         if (self.layers or 1) > most:
             why = f"{config.model.name} has {most} that are not in sparsity.dense_layers"
@@ -210,7 +196,7 @@ class Request:
         return self.layers or 1
 
     def recorded_file(self) -> Path | None:
-        """Return the index.npz that ``index`` names, or None for dense or a synthetic index."""
+        """Return the index.npz that ``index`` names; None for dense or a synthetic index."""
         from mtrain_cli.simulation.families import FAMILIES
 
         if self.index is None or self.index in (DENSE, FIXED, *FAMILIES):
@@ -230,7 +216,6 @@ class Request:
         return file
 
     def _load_recorded(self) -> AttentionWorkload:
-        """Load recorded indices. ConfigError: their shape or layers contradict the keys."""
         from mtrain_cli.records.index_file import load_indices
         from mtrain_cli.simulation.what_if import index_of
         from mtrain_cli.simulation.workload import AttentionWorkload
@@ -317,9 +302,7 @@ def _allowed(config: Config) -> str:
 class Job:
     """What to predict and compare, and where the results go.
 
-    cluster: with the number of nodes that is not swept.
     axes: values of each swept key or setting.
-    workers: number of GPUs; None for all of the cluster.
     tokens: tokens to train on, to predict days and dollars; None to predict neither.
     price: dollars per GPU-hour; None if unknown.
     """
@@ -349,8 +332,7 @@ class Job:
     def each(self, predict: Callable[[int, str, str], T], label: Callable[[T], str]) -> list[T]:
         """Call ``predict(number, layout, exchange)`` for every layout and exchange to compare.
 
-        Keep one of the predictions that are equal because ``auto`` chose the exchange of another.
-        label: returns the label of the exchange that a prediction is for.
+        label: names the exchange of a prediction; ``auto`` may choose that of another.
         """
         predicted: dict[tuple[str, str], T] = {}
         for layout, exchange in product(self.layouts, self.exchanges):
@@ -363,9 +345,6 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
     """Parse the keys of `mtrain simulate`, and load the cluster.
 
     every_exchange: compare all exchanges if none is given.
-
-    Raises:
-        ConfigError: a key or a setting is wrong.
     """
     from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration_files import calibration_files
@@ -430,10 +409,7 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
 def _compared(
     config: Config | None, sweeps: bool, several: bool, every_exchange: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the layouts and exchanges to compare if none are given.
-
-    Those of a recipe are among them. Group casts are, under a mask other than causal.
-    """
+    """Return the layouts and exchanges to compare if none are given, with those of a recipe."""
     layouts, exchanges = [*DEFAULT_LAYOUTS], [*COMPARED_EXCHANGES[: _SWEPT if sweeps else None]]
     casts = config is not None and config.mask.kind != "causal"
     if casts and not sweeps:
@@ -448,8 +424,8 @@ def _compared(
         chosen = config.topology.exchange
         exchanges.append(chosen if several else flat_name(chosen))
         layouts.append(config.topology.layout)
-    found = ([n for n in dict.fromkeys(names) if n != "auto"] for names in (layouts, exchanges))
-    return next(found), next(found)
+    layouts, exchanges = (list(dict.fromkeys(names)) for names in (layouts, exchanges))
+    return [n for n in layouts if n != "auto"], [n for n in exchanges if n != "auto"]
 
 
 def _split(typed: SimulateOptions) -> tuple[dict[str, str], list[str]]:
@@ -530,7 +506,6 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
         "a share above 0 and at most 1, such as 0.05 or 5%",
     ),
     "slow": (_slow, "RANK=X,..., such as 3=1.5, with factors from 0.1 to 100"),
-    "jitter": (lambda text: _within(float(text), 0, 2), "a number from 0 to 2"),
     "tokens": (_tokens, "a number of tokens such as 20b (b = 10^9, t = 10^12) or 512m"),
     "price": (lambda text: _within(float(text), 0, 1e6), "dollars per GPU-hour, at least 0"),
 }

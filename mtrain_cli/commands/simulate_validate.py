@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,22 @@ import typer
 
 from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
-from mtrain_cli.commands.simulate_actions import new_folder, wants_files
+from mtrain_cli.commands.simulate_actions import new_folder
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
+from mtrain_cli.grouping import grouped
 from mtrain_cli.records import record_files
 from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.reporting.table import Column, Table
 from mtrain_cli.reporting.terminal_width import print_table, say
-from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
+from mtrain_cli.simulation.calibration import (
+    Calibration,
+    describe_source,
+    load_user_calibration,
+    same_device,
+)
 from mtrain_cli.simulation.validation import (
     CaseComparison,
     MeasuredRun,
@@ -35,11 +41,10 @@ from mtrain_cli.simulation.validation import (
     compare,
     digest,
     key_of,
+    micro_batch_tables,
     open_prediction,
     open_run,
     replay,
-    replayed_work,
-    sources,
     write_predictions,
 )
 from mtrain_cli.training.flops import peak_flops
@@ -56,7 +61,7 @@ def validate(
     runs: Sequence[Path],
     saved: Sequence[Path],
     cluster: Cluster,
-    calibration: Calibration | None,
+    calibration_files: str | None,
     out: Path | None,
     *,
     files: bool,
@@ -64,10 +69,9 @@ def validate(
 ) -> None:
     """Compare predictions with measurements, and print the errors of the predictions.
 
-    Args:
-        saved: folders of predictions, or folders that contain folders of predictions. If empty,
-            predict the cases now.
+    saved: folders of predictions, or folders of such folders; if empty, predict the cases now.
     """
+    calibration = load_user_calibration(calibration_files)
     with _folder(out, files) as folder:
         measured = [open_run(run) for run in runs]
         predictions = [path for place in saved for path in _predictions_in(find_shipped(place))]
@@ -111,8 +115,8 @@ def validate(
 @contextmanager
 def _folder(out: Path | None, files: bool) -> Iterator[Path]:
     """Yield a folder for the files, or a temporary folder if ``files`` is false."""
-    if wants_files(out, files):
-        yield new_folder("validation", out, FILE, record_files.SUMMARY)
+    if folder := new_folder("validation", out, files, FILE, record_files.SUMMARY):
+        yield folder
         return
     with tempfile.TemporaryDirectory() as place:
         yield Path(place, "validation")
@@ -141,9 +145,11 @@ def _compare(
         by_case, replayed = given, {}
         if not predictions:
             now = [replay(run, case, cluster, calibration, n) for n, case in enumerate(run.cases)]
-            write_predictions(folder / f"predicted-{number}", now, "attention")
+            write_predictions(folder / f"predicted-{number}", now)
             by_case = open_prediction(folder / f"predicted-{number}")
-            replayed = replayed_work(run, by_case)
+            layers = {c.number: by_case[key_of(c.facts)].analysis.layers for c in run.cases}
+            iteration = run.indices.setup.iteration
+            replayed = micro_batch_tables(run.recorded, run.cases, layers, iteration)
         for case in run.cases:
             label, predicted = f"{run.folder.name}: {case.label}", by_case.get(key_of(case.facts))
             if predicted is None:
@@ -166,16 +172,18 @@ def _origin(
 
     ``elsewhere`` has a line for each run that was measured on another device than was predicted.
     """
+    named: str | None = cluster.name
+    gpu: str | None = cluster.gpu.name
+    on_cpu = cluster.gpu.is_cpu
+    sources = {name: constant.source for name, constant in cluster.constants().items()}
+    files: dict[str, Any] | None = describe_source(cluster.gpu.name, calibration)
     if predictions:
         first = record_files.open_records(predictions[0].expanduser()).summary
         described = first.get("cluster") or {}
-        constants, named = described.get("constants") or {}, described.get("name")
-        files, gpu = first.get("calibration"), described.get("gpu")
+        named, gpu, files = described.get("name"), described.get("gpu"), first.get("calibration")
+        constants = described.get("constants") or {}
+        sources = {name: constant["source"] for name, constant in constants.items()}
         on_cpu = gpu is not None and peak_flops(gpu) is None  # it does not record the device type
-    else:
-        constants, named = cluster.constants(), cluster.name
-        files = describe_source(cluster.gpu.name, calibration)
-        gpu, on_cpu = cluster.gpu.name, cluster.gpu.is_cpu
     elsewhere = [
         f"{run.folder} ran on {name}, but the prediction is for {named}, which has {gpu}. The "
         "errors compare different hardware; give --cluster FILE that describes the machine of the "
@@ -186,7 +194,7 @@ def _origin(
     ]
     return {
         "cluster": named,
-        "constants": sources(constants.items()),
+        "constants": grouped(sources, sources.__getitem__),
         "elsewhere": elsewhere,
         "calibration": files,
     }
@@ -202,21 +210,25 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
     for line in document["elsewhere"]:
         say(console, f"warning: {line}", style="yellow")
     print_table(console, _table(compared))
-    for line in (*_agreement_lines(document), *_source_lines(document)):
+    for line in _lines(document):
         say(console, line, _LABEL)
     for entry in document["predictions"]:
         console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
-    for line in _order_lines(document, compared):
-        say(console, line, _LABEL)
-    notes = [
-        *dict.fromkeys(remark for case in compared for remark in case.remarks),
-        *(f"measured, but not predicted: {label}" for label in document["not_predicted"]),
-    ]
-    for note in notes:
+    started = {run["folder"]: run["started"] for run in document["runs"]}
+    for written, run in sorted({(case.written, case.run) for case in compared if case.written}):
+        order = ""
+        with suppress(TypeError, ValueError):  # a time of another form
+            late = datetime.fromisoformat(written) > datetime.fromisoformat(started[run])
+            order = f", {'AFTER' if late else 'before'} it was measured"
+        say(console, f"when       predicted {written}{order}, measured {started[run]}", _LABEL)
+    remarks = [remark for case in compared for remark in case.remarks]
+    missing = [f"measured, but not predicted: {label}" for label in document["not_predicted"]]
+    for note in dict.fromkeys([*remarks, *missing]):
         say(console, f"note       {note}", _LABEL, style="yellow")
 
 
-def _agreement_lines(document: dict[str, Any]) -> Iterator[str]:
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    """Yield lines on the errors, and on the sources of the predicted times."""
     errors = document["agreement"]
     passes = "".join(f", {name} {error:.1%}" for name, error in errors["mape_of_passes"].items())
     yield (
@@ -236,11 +248,6 @@ def _agreement_lines(document: dict[str, Any]) -> Iterator[str]:
     for group, value in errors["spearman"].items():
         fastest = "was found" if errors["fastest_found"][group] else "was another one"
         yield f"ranking    {Path(group).name}: Spearman {value:+.2f}, the fastest {fastest}"
-    if not errors["spearman"]:
-        yield "ranking    fewer than three comparable layouts and exchanges"
-
-
-def _source_lines(document: dict[str, Any]) -> Iterator[str]:
     for source, names in document["constants"].items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"{source:<10} {', '.join(names[:_SHOWN])}{more}"
@@ -253,23 +260,6 @@ def _kernel_source(calibration: dict[str, Any] | None) -> str:
         return "from a calibration that the prediction does not name"
     scaled = ", another device: scaled by peak FLOP/s" if calibration.get("scaled") else ""
     return f"{', '.join(calibration['files'])} of {calibration['device']}{scaled}"
-
-
-def _order_lines(document: dict[str, Any], compared: Sequence[CaseComparison]) -> Iterator[str]:
-    started = {run["folder"]: run["started"] for run in document["runs"]}
-    pairs = sorted({(case.written, started[case.run]) for case in compared if case.written})
-    for written, measured in pairs:
-        first, second, order = _seconds(written), _seconds(measured), ""
-        if first is not None and second is not None:
-            order = f", {'before' if first <= second else 'AFTER'} it was measured"
-        yield f"when       predicted {written}{order}, measured {measured}"
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S%z"))
-    except ValueError:
-        return None
 
 
 def _table(compared: Sequence[CaseComparison]) -> Table:
@@ -293,18 +283,12 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
         _column("worker ID", lambda p: _degree(p, "worker"), drop=3),
         _column("step ID", lambda p: _degree(p, "step"), drop=1),
     ]
-    bare = any(p.bare is not None for case in compared for p in case.passes.values())
-    definition = (
-        "without recording, the median, or, for several layers, while recording, the mean"
-        if bare
-        else "while recording, the mean (`mtrain report`: pass ms)"
-    )
     note = (
-        f"ms: of a layer on the slowest worker, measured {definition}. ±: spread of the "
-        "recorded iterations. error: predicted / measured - 1. in: measured is within the "
-        "predicted bounds. steps: mean absolute error of attention over workers and steps. "
-        "ranks: largest error of a rank's time. ID: predicted imbalance degree of time, and its "
-        "difference from the measured one."
+        "ms: of a layer on the slowest worker, measured without recording (median) or while "
+        "recording (mean). ±: spread of the recorded iterations. error: predicted / measured - 1. "
+        "in: measured is within the predicted bounds. steps: mean absolute error of attention over "
+        "workers and steps. ranks: largest error of a rank's time. ID: predicted imbalance degree "
+        "of time, and its difference from the measured one."
     )
     return Table("predicted against measured", columns, compared, note)
 
@@ -324,8 +308,7 @@ def _column(
 
 
 def _rank_error(p: PassComparison) -> str:
-    measured, predicted = p.ranks
-    errors = predicted / np.maximum(measured, 1e-9) - 1
+    errors = p.ranks[1] / np.maximum(p.ranks[0], 1e-9) - 1
     return f"{errors[np.argmax(np.abs(errors))]:+.1%}"
 
 

@@ -210,7 +210,7 @@ def load_cluster(
         ``--cluster NAME`` and ``--nodes N``.
 
     Raises:
-        ConfigError: there is no such cluster, or the file is wrong. The error lists all problems.
+        ConfigError: there is no such cluster, or the file is wrong.
     """
     try:
         path = file_of(name)
@@ -224,11 +224,11 @@ def load_cluster(
             f"{typed_nodes or f'--nodes {nodes}'}: {name} does not describe links between nodes; "
             f"allowed: 1, or a cluster with such links: {others}, or a file with links.outer"
         )
-    reader = _Reader(path, content)
-    cluster = reader.cluster(nodes)
-    if reader.problems or cluster is None:
-        raise ConfigError(*(f"{path}: {problem}" for problem in reader.problems))
-    return cluster
+    try:
+        given = content if nodes is None else {**content, "nodes": nodes}
+        return _read({"name": path.stem, **given})
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _links_nodes(content: Mapping[str, Any]) -> bool:
@@ -327,153 +327,123 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_section(value: Any) -> bool:
-    return isinstance(value, Mapping)
+def _read(content: Mapping[str, Any]) -> Cluster:
+    """Read a cluster. ValueError: a key is wrong or missing."""
+    _require_known(content, _KEYS, "")
+    name = _get(content, "name", "a name", _is_name)
+    count = _get(content, "nodes", _COUNT[0], _is_count)
+    per_node = _get(content, "gpus_per_node", _COUNT[0], _is_count)
+    section = _section(content, "gpu")
+    gpu_name = _get(section, "name", "a name", _is_name, "gpu.")
+    device = str(section.get("device", CPU if _NAME_OF_CPU.search(gpu_name) else CUDA))
+    if device not in (CUDA, CPU):
+        raise ValueError(f"gpu.device={device}: allowed: {CUDA}, {CPU}")
+    gpu = _constants(_with_defaults(section), _GPU_CHECKS, "gpu.", ("name", "device"))
+    gemm, peak = gpu["gemm_tflops"], gpu["peak_tflops"].high
+    gpu["gemm_tflops"] = replace(gemm, high=min(gemm.high, max(gemm.value, peak)))
+    links = _section(content, "links")
+    _require_known(links, ("inner", "outer"), "links.")
+    inner, outer = _link(links, "inner"), None
+    if count > 1 or links.get("outer") is not None:
+        outer = _link(links, "outer")
+        if per_node % (shared := int(outer.shared_by.value)):
+            why = f"does not divide gpus_per_node={per_node}; allowed: {divisors(per_node)}"
+            raise ValueError(f"links.outer.shared_by={shared}: {why}")
+    price = content.get("dollars_per_gpu_hour")
+    cost = None if price is None else _constant(price, _AT_LEAST, "dollars_per_gpu_hour")
+    return Cluster(
+        name=name,
+        nodes=count,
+        gpus_per_node=per_node,
+        gpu=Gpu(name=gpu_name, device=device, **gpu),
+        inner=inner,
+        outer=outer,
+        dollars_per_gpu_hour=cost,
+    )
 
 
-class _Reader:
-    """Reads one document and collects all problems in it."""
+def _link(links: Mapping[str, Any], name: str) -> Link:
+    section = _section(links, name, "links.")
+    given = {key: value for key, value in section.items() if value is not None}
+    left_out = [key for key in _DEFAULTS if key not in given]
+    given.setdefault("collective_ranks", _RANKS)
+    if name == "inner":
+        given.setdefault("shared_by", _OWN_LINKS)
+    checks = {key: check for key, check in _LINK_CHECKS.items() if key not in left_out}
+    constants = _constants(given, checks, f"links.{name}.", tuple(left_out))
+    for key in left_out:  # in an order in which a default's own default comes first
+        constants[key] = constants[_DEFAULTS[key]]
+    return Link(**constants)
 
-    def __init__(self, path: Path, content: dict[str, Any]) -> None:
-        self.path, self.content = path, content
-        self.problems: list[str] = []
 
-    def cluster(self, nodes: int | None) -> Cluster | None:
-        content = self.content if nodes is None else {**self.content, "nodes": nodes}
-        self._unknown(content, _KEYS, "")
-        name = self._get({"name": self.path.stem, **content}, "name", "a name", _is_name)
-        count = self._get(content, "nodes", _COUNT[0], _is_count)
-        per_node = self._get(content, "gpus_per_node", _COUNT[0], _is_count)
-        section = self._section(content, "gpu")
-        gpu_name, device, gpu = "", CUDA, dict[str, Constant]()
-        if section is not None:
-            gpu_name = self._get(section, "name", "a name", _is_name, "gpu.") or ""
-            device = str(section.get("device", CPU if _NAME_OF_CPU.search(gpu_name) else CUDA))
-            if device not in (CUDA, CPU):
-                self.problems.append(f"gpu.device={device}: allowed: {CUDA}, {CPU}")
-            given = _with_defaults(section)
-            gpu = self._constants(given, _GPU_CHECKS, "gpu.", ("name", "device"))
-        links = self._section(content, "links")
-        inner, outer = dict[str, Constant](), dict[str, Constant]()
-        if links is not None:
-            self._unknown(links, ("inner", "outer"), "links.")
-            inner = self._link(links, "inner")
-            if (count or 1) > 1 or links.get("outer") is not None:
-                outer = self._link(links, "outer")
-        price = content.get("dollars_per_gpu_hour")
-        cost = None if price is None else self._constant(price, _AT_LEAST, "dollars_per_gpu_hour")
-        shared = outer.get("shared_by")
-        if per_node and shared and per_node % int(shared.value):
-            self.problems.append(
-                f"links.outer.shared_by={int(shared.value)}: does not divide "
-                f"gpus_per_node={per_node}; allowed: {divisors(per_node)}"
-            )
-        if self.problems:
-            return None
-        gemm, peak = gpu["gemm_tflops"], gpu["peak_tflops"].high
-        gpu["gemm_tflops"] = replace(gemm, high=min(gemm.high, max(gemm.value, peak)))
-        return Cluster(
-            name=name,
-            nodes=count,
-            gpus_per_node=per_node,
-            gpu=Gpu(name=gpu_name, device=device, **gpu),
-            inner=Link(**inner),
-            outer=Link(**outer) if outer else None,
-            dollars_per_gpu_hour=cost,
+def _constants(
+    section: Mapping[str, Any], checks: Mapping[str, _Check], prefix: str, more: tuple[str, ...]
+) -> dict[str, Constant]:
+    _require_known(section, (*checks, *more), prefix)
+    for key, check in checks.items():
+        if section.get(key) is None and key != "gemm_tflops":  # derived from the peak
+            form = f"{check[0]} as {_form(None)}"
+            raise ValueError(f"{prefix}{key}: is missing; expected {form}")
+    given = [key for key in checks if section.get(key) is not None]
+    return {key: _constant(section[key], checks[key], f"{prefix}{key}") for key in given}
+
+
+def _constant(content: Any, check: _Check, key: str) -> Constant:
+    expected, allows = check
+    if not isinstance(content, Mapping):
+        form = f"{expected} with its source, as {_form(content)}"
+        raise ValueError(f"{key}={content}: expected {form}")
+    _require_known(content, _PARTS, f"{key}.")
+
+    def fits(raw: Any) -> bool:
+        return math.isfinite(value := _as_number(raw)) and allows(value)
+
+    values = {
+        name: _as_number(_get(content, name, expected, fits, f"{key}."))
+        for name in ("value", "low", "high")
+        if name == "value" or content.get(name) is not None
+    }
+    allowed = f"one of {', '.join(SOURCES)}"
+    source = _get(content, "source", allowed, lambda name: name in SOURCES, f"{key}.")
+    value = values["value"]
+    if check is _COUNT:
+        values = {"low": value, "high": value, **values}
+    constant = Constant.of(source=source, note=str(content.get("note") or ""), **values)
+    if not constant.low <= value <= constant.high:
+        raise ValueError(
+            f"{key}: value={value:g} must lie between low={constant.low:g} and "
+            f"high={constant.high:g}"
         )
+    return constant
 
-    def _link(self, links: Mapping[str, Any], name: str) -> dict[str, Constant]:
-        content = self._section(links, name, "links.")
-        if content is None:
-            return {}
-        given = {key: value for key, value in content.items() if value is not None}
-        left_out = [key for key in _DEFAULTS if key not in given]
-        given.setdefault("collective_ranks", _RANKS)
-        if name == "inner":
-            given.setdefault("shared_by", _OWN_LINKS)
-        # An omitted constant takes its default's value. Check and name only the default.
-        checks = {key: check for key, check in _LINK_CHECKS.items() if key not in left_out}
-        constants = self._constants(given, checks, f"links.{name}.", tuple(left_out))
-        for key in left_out:  # in an order in which a default's own default comes first
-            if _DEFAULTS[key] in constants:
-                constants[key] = constants[_DEFAULTS[key]]
-        return constants
 
-    def _constants(
-        self,
-        content: Mapping[str, Any],
-        checks: Mapping[str, _Check],
-        prefix: str,
-        more: tuple[str, ...],
-    ) -> dict[str, Constant]:
-        self._unknown(content, (*checks, *more), prefix)
-        constants = {}
-        for key, check in checks.items():
-            if content.get(key) is not None:
-                if constant := self._constant(content[key], check, f"{prefix}{key}"):
-                    constants[key] = constant
-            elif key != "gemm_tflops":  # derived from the peak, whose absence is reported
-                self._get(content, key, f"{check[0]} as {_form(None)}", _is_section, prefix)
-        return constants
+def _section(content: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
+    expected = f"a section with {', '.join(_NEEDED[key])}"
+    section: Mapping[str, Any] = _get(
+        content, key, expected, lambda raw: isinstance(raw, Mapping), prefix
+    )
+    return section
 
-    def _constant(self, content: Any, check: _Check, key: str) -> Constant | None:
-        if not isinstance(content, Mapping):
-            form = f"{check[0]} with its source, as {_form(content)}"
-            self.problems.append(f"{key}={content}: expected {form}")
-            return None
-        before = len(self.problems)
-        self._unknown(content, _PARTS, f"{key}.")
 
-        def fits(raw: Any) -> bool:
-            return math.isfinite(value := _as_number(raw)) and check[1](value)
+def _get(
+    content: Mapping[str, Any],
+    key: str,
+    expected: str,
+    fits: Callable[[Any], bool],
+    prefix: str = "",
+) -> Any:
+    if (raw := content.get(key)) is not None and fits(raw):
+        return raw
+    given = ": is missing;" if raw is None else f"={raw}:"
+    raise ValueError(f"{prefix}{key}{given} expected {expected}")
 
-        values = {
-            name: _as_number(self._get(content, name, check[0], fits, f"{key}."))
-            for name in ("value", "low", "high")
-            if name == "value" or content.get(name) is not None
-        }
-        allowed = f"one of {', '.join(SOURCES)}"
-        source = self._get(content, "source", allowed, lambda name: name in SOURCES, f"{key}.")
-        if len(self.problems) > before:
-            return None
-        value = values["value"]
-        if check is _COUNT:
-            values = {"low": value, "high": value, **values}
-        note = str(content.get("note") or "")
-        constant = Constant.of(source=source, note=note, **values)
-        if not constant.low <= value <= constant.high:
-            self.problems.append(
-                f"{key}: value={value:g} must lie between low={constant.low:g} and "
-                f"high={constant.high:g}"
-            )
-            return None
-        return constant
 
-    def _section(self, content: Mapping[str, Any], key: str, prefix: str = "") -> Any:
-        expected = f"a section with {', '.join(_NEEDED[key])}"
-        return self._get(content, key, expected, _is_section, prefix)
-
-    def _get(
-        self,
-        content: Mapping[str, Any],
-        key: str,
-        expected: str,
-        fits: Callable[[Any], bool],
-        prefix: str = "",
-    ) -> Any:
-        """Return a value of a section; report a missing or wrong one, and return None."""
-        if (raw := content.get(key)) is not None and fits(raw):
-            return raw
-        given = ": is missing;" if raw is None else f"={raw}:"
-        self.problems.append(f"{prefix}{key}{given} expected {expected}")
-        return None
-
-    def _unknown(self, content: Mapping[str, Any], allowed: tuple[str, ...], prefix: str) -> None:
-        for key in content:
-            if key not in allowed:
-                hint = did_you_mean(str(key), allowed)
-                given = f"{prefix}{key}={content[key]}"
-                self.problems.append(f"{given}: unknown key{hint}; allowed: {', '.join(allowed)}")
+def _require_known(content: Mapping[str, Any], allowed: tuple[str, ...], prefix: str) -> None:
+    for key in content:
+        if key not in allowed:
+            hint = did_you_mean(str(key), allowed)
+            given = f"{prefix}{key}={content[key]}"
+            raise ValueError(f"{given}: unknown key{hint}; allowed: {', '.join(allowed)}")
 
 
 def _as_number(raw: Any) -> float:
@@ -488,8 +458,8 @@ def _with_defaults(gpu: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a GPU section with default values for optional keys that the file omits."""
     given = _GPU_DEFAULTS | dict(gpu)
     peak = gpu.get("peak_tflops")
-    value: Any = peak.get("value") if isinstance(peak, Mapping) else None
-    if "gemm_tflops" not in given and is_number(value) and value > 0:
+    value = _as_number(peak.get("value")) if isinstance(peak, Mapping) else 0.0
+    if "gemm_tflops" not in given and value > 0:
         note = "not in the file; an H200 reaches this share of its peak"
         low, likely, high = (share * value for share in _GEMM_SHARES)
         given["gemm_tflops"] = _guess(likely, note, low, high)

@@ -1,7 +1,6 @@
 """Curves of attention kernels, fitted to measurements, and the curves to take for a GPU.
 
-Forward and backward are fitted separately. A kernel's efficiency grows
-with the work w of a call as w / (w + w0). At full speed, the work w0 takes the fixed time.
+A kernel's efficiency grows with the work w of a call as w / (w + w0); w0 takes the fixed time.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,22 +31,16 @@ from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
 FloatArray = NDArray[np.float64]
-# Forms of a kernel call:
-# - DENSE: the mask allows whole intervals of keys.
-# - LISTS: a list of blocks, for a striped layout without an index.
-# - SPARSE: slashes and columns of an index together.
-# - DIAGONALS: slashes only.
-# - ALONE_COLUMNS: columns only.
+# Forms of a kernel call: whole intervals of keys, a list of blocks (a striped layout without an
+# index), slashes and columns of an index together, slashes only, columns only.
 DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
-# `profiling.non_attention_benchmark` measures these parts of a step: FORWARD and BACKWARD of a
-# layer without attention, INDEX (estimating an index), and LOSS (LM head, loss and embedding).
+# Measured parts of a step: FORWARD and BACKWARD of a layer without attention, INDEX (estimating an
+# index), and LOSS (LM head, loss and embedding).
 LOSS = "loss"
 LOW, VALUE, HIGH = "low", "value", "high"
-# Bounds of a kernel's time on a GPU that was not measured, as factors on the expected time.
-UNKNOWN = (1 / 1.6, 2.0)
-# The same bounds for times that others published for this GPU: clocks drop in a run, and kernels
-# differ between versions.
-PUBLISHED = (0.95, 1.25)
+# Bounds, as factors on the expected time: on a GPU that was not measured, and of times that others
+# published for this GPU, whose clocks drop in a run.
+UNKNOWN, PUBLISHED = (1 / 1.6, 2.0), (0.95, 1.25)
 _LEAST_ERROR = 0.05  # relative; GPUs of one model differ by this much
 # The smallest size is launch-bound if its measured / expected time exceeds the lowest such ratio by
 # this factor.
@@ -62,7 +55,7 @@ class Curve:
     error: mean absolute relative leave-one-out error.
     low, high: factors that turn the time into its lower and upper bound.
     fixed_bounds: fixed_ms in the (lower, upper) bound; None to keep fixed_ms.
-        scaled: name of the measured device if the curve is scaled to another one.
+    scaled: name of the measured device if the curve is scaled to another one.
     skips: whether the kernel skips the pairs that an index leaves out.
     peak: FLOP/s of the GPU, which no lower bound exceeds.
     """
@@ -144,12 +137,8 @@ class NonAttentionTimes:
     ) -> tuple[float, bool]:
         """Return a part's measured / expected time, and whether it lies near measured sizes.
 
-        The ratio is interpolated over the logarithm of the expected time. If the smallest measured
-        size is launch-bound, smaller sizes take the same time.
-
-        Args:
-            expected: expected microseconds of the part.
-            of: returns the expected microseconds of a measured point.
+        The ratio is interpolated over the logarithm of the expected microseconds, which ``of``
+        returns for a measured point. Sizes below a launch-bound one take the same time.
         """
         ratios = self._medians(part, of, lambda point: point.us / of(point))
         us, shares = list(ratios), list(ratios.values())
@@ -212,7 +201,12 @@ def load_calibration(*paths: Path) -> Calibration:
         try:
             if document["kind"] == NON_ATTENTION_FILE:
                 file_points = [_non_attention_point(time) for time in document["times"]]
-                _check_parts(path, file_points)
+                timed = {point.part for point in file_points}
+                if absent := [part for part in (FORWARD, BACKWARD, LOSS) if part not in timed]:
+                    raise ConfigError(
+                        f"--calibration {path}: it lacks times of {' and '.join(absent)}; the "
+                        "measurement ended early, measure again"
+                    )
                 _add_same(path, dtypes, str(document["dtype"]), "dtype")
                 non_attention += file_points
                 continue
@@ -226,14 +220,16 @@ def load_calibration(*paths: Path) -> Calibration:
                 f"--calibration {path}: is damaged ({reason(problem)}); measure again"
             ) from problem
     curves = []
-    for (kernel, direction), forms in _group_by_kernels(points):
-        measured = [points[kernel, form, direction] for form in forms]
-        for form, form_points, constants, error in zip(
-            forms, measured, fit_together(measured), held_out_errors(measured), strict=True
+    # The three forms of calls with an index are fitted together.
+    of_index = (SPARSE, DIAGONALS, ALONE_COLUMNS)
+    for names in grouped(points, lambda n: (n[0], n[2], "" if n[1] in of_index else n[1])).values():
+        measured = [points[name] for name in names]
+        for name, form_points, constants, error in zip(
+            names, measured, fit_together(measured), held_out_errors(measured), strict=True
         ):
             spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
-            low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in dense_only
-            name, number = (kernel, form, direction), len(form_points)
+            low, high, skips = 1 - min(spread, 0.9), 1 + spread, name[0] not in dense_only
+            number = len(form_points)
             curves.append(Curve(*name, *constants, error, number, low, high, skips=skips))
     times = NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None
     return Calibration(devices[0], tuple(curves), tuple(p.name for p in paths), times, published)
@@ -255,11 +251,7 @@ def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]
 
 
 def load_user_calibration(files: str | None) -> Calibration | None:
-    """Load the files or shipped names in ``FILE,...``; None if there are none.
-
-    Raises:
-        ConfigError: see `load_calibration`.
-    """
+    """Load the files or shipped names in ``FILE,...``; None if there are none."""
     return None if files is None else load_calibration(*calibration_files(files))
 
 
@@ -269,16 +261,6 @@ def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
         raise ConfigError(
             f"--calibration {path}: measured with {what} {value}, but the first file was measured "
             f"with {what} {values[0]}; give files of one {what}"
-        )
-
-
-def _check_parts(path: Path, points: Sequence[NonAttentionPoint]) -> None:
-    timed = {point.part for point in points}
-    absent = [part for part in (FORWARD, BACKWARD, LOSS) if part not in timed]
-    if absent:
-        raise ConfigError(
-            f"--calibration {path}: it lacks times of {' and '.join(absent)}; the measurement "
-            "ended early, measure again"
         )
 
 
@@ -294,20 +276,6 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
     if min(us, size, heads) <= 0 or (part != INDEX and flop + moved <= 0):
         raise ValueError(f"{part}: ms, tokens, rows, flop and moved must be above 0")
     return NonAttentionPoint(part, size, us, flop, moved, heads)
-
-
-def _group_by_kernels(
-    measured: Iterable[tuple[str, str, str]],
-) -> list[tuple[tuple[str, str], list[str]]]:
-    """Return ((kernel, direction), forms) groups that `fit_together` fits.
-
-    The three forms of calls with an index are one group.
-    """
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for kernel, form, direction in measured:
-        family = SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form
-        groups.setdefault((kernel, direction, family), []).append(form)
-    return [((kernel, direction), forms) for (kernel, direction, _), forms in groups.items()]
 
 
 @lru_cache(maxsize=1)
@@ -349,18 +317,14 @@ def kernels_for(
     peak: float,
     kernel: str,
     form: str,
-    peaks: dict[str, float],
     calibration: Calibration | None = None,
 ) -> KernelCurves:
-    """Return the curves of a kernel on a GPU.
-
-    Args:
-        peak: peak FLOP/s of this GPU.
-        peaks: peak FLOP/s of the measured devices, by name.
-    """
+    """Return the curves of a kernel on a GPU. peak: FLOP/s of this GPU."""
     source, measured = _source(gpu, calibration, kernel)
-    factor, low, high, remarks = _scale(gpu, peak, kernel, source, measured, peaks)
-    by_stripes = _takes_call_per_stripe(source, kernel, form)
+    factor, low, high, remarks = _scale(gpu, peak, kernel, source, measured)
+    # Stripes, each a call of `attention.sdpa`, were not measured.
+    missing = source.find(kernel, LISTS, FORWARD) is None
+    by_stripes = kernel == "sdpa" and form == LISTS and missing and source.times(kernel)
     if by_stripes:
         remarks.append(
             f"{kernel} was not measured on striped layouts of {gpu}: a step takes one call per "
@@ -375,11 +339,10 @@ def kernels_for(
         curve, stands = _curve(source, kernel, form, direction)
         if stands is not None and not by_stripes:
             low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
-            remark = (
+            remarks.append(
                 f"{kernel} was not measured on {form} calls: times are those of {stands}, with "
                 f"bounds x {low:.2f} and x {high:.2f}"
             )
-            remarks += [remark] if remark not in remarks else []
         curves[direction] = _scaled(curve, factor, low, high, device, peak)
     non_attention, own = _non_attention_of(gpu, calibration), calibration
     if own is not None and own.non_attention not in (None, non_attention):
@@ -387,41 +350,31 @@ def kernels_for(
             f"times other than attention were measured on {own.device}, so they are not used for "
             f"{gpu}"
         )
-    return KernelCurves(curves, tuple(remarks), alone, non_attention, by_stripes)
+    return KernelCurves(curves, tuple(dict.fromkeys(remarks)), alone, non_attention, by_stripes)
 
 
 def _scale(
-    gpu: str, peak: float, kernel: str, source: Calibration, measured: bool, peaks: dict[str, float]
+    gpu: str, peak: float, kernel: str, source: Calibration, measured: bool
 ) -> tuple[float, float, float, list[str]]:
     """Return the factor on a calibration's times, their bounds, and remarks about the source."""
-    remarks: list[str] = []
-    factor, low, high = 1.0, 1.0, 1.0
     if measured and source.published:
         low, high = PUBLISHED
-        remarks.append(
+        remark = (
             f"times of {kernel} on {gpu} are published figures of {source.device} "
             f"({', '.join(source.files)}), with bounds x {low:.2f} and x {high:.2f}: mtrain was "
             "not run on that GPU"
         )
-    elif not measured:
-        factor, (low, high) = peaks[source.device] / peak, UNKNOWN
-        remarks.append(
+        return 1.0, low, high, [remark]
+    if not measured:
+        factor, (low, high) = (peak_flops(source.device) or peak) / peak, UNKNOWN
+        remark = (
             f"not calibrated on {gpu}: kernel times are those of {source.device}, scaled by peak "
             f"FLOP/s (x {factor:.2f}), with bounds x {low:.2f} and x {high:.2f}; run "
             "`mtrain profile kernels --out FILE` on that GPU and give --calibration FILE"
         )
-    elif source.device != gpu:
-        remarks.append(
-            f"kernel times are those of {source.device}: {gpu} computes as fast, but its memory "
-            "may be faster or slower"
-        )
-    return factor, low, high, remarks
-
-
-def _takes_call_per_stripe(source: Calibration, kernel: str, form: str) -> bool:
-    """Return whether stripes, each a call of `attention.sdpa`, were not measured."""
-    missing = source.find(kernel, LISTS, FORWARD) is None
-    return kernel == "sdpa" and form == LISTS and missing and source.times(kernel)
+        return factor, low, high, [remark]
+    remark = f"kernel times are those of {source.device}, which computes as fast as {gpu}"
+    return 1.0, 1.0, 1.0, [remark] if source.device != gpu else []
 
 
 def _scaled(
@@ -523,19 +476,12 @@ class CalibrationPoint:
     ms: float
 
 
-def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
-    """Fit the calls of one form: minimize the sum of squared relative errors.
-
-    Return the fixed ms, and the ms per 1e12 FLOP without, and of, single columns; none is negative.
-    """
-    return fit_together([points])[0]
-
-
 def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
-    """Fit several forms of calls to one kernel; see `fit`.
+    """Fit several forms of calls to one kernel: minimize the sum of squared relative errors.
 
-    Each form has its own fixed time; all share the two rates, because the calls of one form may all
-    have the same ratio of slashes to columns, or be small.
+    Return each form's fixed ms, and the ms per 1e12 FLOP without, and of, single columns; none is
+    negative. All share the two rates, because the calls of one form may all have the same ratio of
+    slashes to columns, or be small.
     """
     rows = [(number, point) for number, points in enumerate(forms) for point in points]
     table = np.zeros((len(rows), len(forms) + 2))

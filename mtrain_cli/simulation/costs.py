@@ -1,21 +1,14 @@
-"""Turn the program of an attention pass into actions with prices on a cluster.
+"""Price the operations of an attention pass on a cluster.
 
-All ranks run the same program, so one action stands for the same operation on every rank, with
-times of shape [workers].
-
-Prices have an expected value (`VALUE`), a best case (`LOW`) and a worst case (`HIGH`).
-
-- Kernels: calibrated curves (`simulation.calibration`). Copies: bytes / memory bandwidth.
-- A message between two GPUs: latency + bytes / bandwidth (BurstEngine, table 1).
-- A collective: like a ring. Each link carries the bytes that one rank receives. Between nodes, the
-  network cards of a node, which GPUs may share, divide these bytes.
-
-"Node" means a node of the cluster, not a virtual node of a schedule (`topology.gpus_per_node`).
+All ranks run the same program, so one price has the times of all ranks, [workers]. Prices have an
+expected value (`VALUE`), a best case (`LOW`) and a worst case (`HIGH`). Kernels take calibrated
+curves, a message latency + bytes / bandwidth (BurstEngine, table 1). A node is one of the cluster,
+not a virtual one (`topology.gpus_per_node`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,28 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.config.cluster import Cluster, Constant, Gpu, Link
-from mtrain_cli.parallel.operations import AddColumns, Arrange, Merge
+from mtrain_cli.config.cluster import Cluster, Constant, Link
 from mtrain_cli.parallel.program import (
-    Begin,
-    Compute,
-    ComputeColumns,
     Copy,
     Post,
-    Program,
     ShardSizes,
     Size,
-    Wait,
 )
 from mtrain_cli.parallel.recording import (
-    ARRANGE,
-    ATTENTION,
     BACKWARD,
-    COLUMNS,
     FORWARD,
-    GAP,
-    INDEX,
-    MERGE,
 )
 from mtrain_cli.parallel.schedule import HEADS, SUM
 from mtrain_cli.simulation import calibration
@@ -55,18 +36,14 @@ from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 BOUNDS = (VALUE, LOW, HIGH)
 LEAST_COPY_US = 2.0
 # Number of kernel launches, counted roughly in the code of exchanges and kernels: at the start of a
-# pass, in a step with an index, in a step without an index, in a step that only sends messages.
+# pass, and in a step with an index, without one, or only with messages.
 LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
-# Microseconds to estimate a vertical-slash index, if `profiling.non_attention_benchmark` did not
-# measure them: INDEX_ALONE_US + INDEX_PER_TOKEN_US * (tokens of a GPU), and at least
-# INDEX_TOGETHER_US on several GPUs. Two H200s took 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K
-# tokens each (profiles/notes.md); one H200 took 1.2 to 1.46 ms with 4K to 128K, mostly launch
-# overhead.
+# Microseconds to estimate a vertical-slash index where they were not measured: INDEX_ALONE_US +
+# INDEX_PER_TOKEN_US * (tokens of a GPU), and at least INDEX_TOGETHER_US on several GPUs. Two H200s
+# took 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K tokens each (profiles/notes.md).
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
-
-
 # Bytes that `attention.sdpa` moves per key, number of a head and call in backward: the call writes
 # the gradients of keys and values in 2 bytes each, and they are added to float32 sums.
 _SUMMED_BYTES = 2 * (2 + 2 + 4 + 4)
@@ -75,33 +52,6 @@ _STRIPE_LAUNCHES = {FORWARD: 3, BACKWARD: 8}
 
 # The fields latency, busy, outer and share of a `PricedMessage`, [workers] each
 LinkPrice = tuple[FloatArray, FloatArray, np.ndarray, FloatArray]
-
-
-@dataclass(frozen=True, eq=False)
-class Spend:
-    """Work that keeps the compute stream busy.
-
-    kind: kind of the work, as in profiles (`recording.COMPUTING`).
-    us: [workers], in microseconds; 0 for an idle rank.
-    slowed: whether messages in flight slow this work down.
-    pairs, blocks, columns: [workers], counts for records.
-    """
-
-    kind: str
-    step: int
-    us: FloatArray
-    slowed: bool = False
-    pairs: IntArray | None = None
-    blocks: IntArray | None = None
-    columns: IntArray | None = None
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """Kernel launches, which keep the host busy for ``us`` microseconds before later actions."""
-
-    step: int
-    us: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,37 +73,10 @@ class PricedMessage:
     size: int
 
 
-@dataclass(frozen=True, eq=False)
-class PostMessage:
-    step: int
-    message: PricedMessage
-
-
-@dataclass(frozen=True)
-class AwaitMessage:
-    """The compute stream waits for a message."""
-
-    step: int
-    number: int
-
-
-Action = Spend | Dispatch | PostMessage | AwaitMessage
-
-
-def index_scale(gpu: Gpu, heads: int) -> float:
-    """Return the factor on `INDEX_PER_TOKEN_US` for this GPU and number of heads.
-
-    Every head reads the scores of all keys a few times.
-    """
-    known = calibration.same_device(INDEX_DEVICE, gpu.name)
-    return heads / INDEX_HEADS * (1.0 if known else INDEX_HBM_GBPS / gpu.hbm_gbps.value)
-
-
 @dataclass(frozen=True)
 class Costs:
     """Prices of operations on one cluster, for one bound.
 
-    sparse: whether there is an index.
     estimated: number of tokens over which an index is estimated; 0 if that takes no time.
     measured: whether estimating this kind of index was measured on this GPU model.
     stripe: number of tokens per stripe, if a kernel takes one call per stripe; else 0.
@@ -188,15 +111,15 @@ class Costs:
             return 0.0
         return max(size / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
 
-    def copy_us(self, size: Size) -> float:
-        return self.copied(size.of(self.sizes, self.spmd.grid.heads))
-
     def crosses(self, transfer: SpmdTransfer) -> np.ndarray:
         """Return whether the message that each rank receives crosses nodes, bool [workers]."""
         per_node, ranks = self.cluster.gpus_per_node, np.arange(self.spmd.grid.workers)
         if transfer.source is not None:
             return transfer.source // per_node != ranks // per_node
         return np.full(len(ranks), len({peer // per_node for peer in transfer.first.peers}) > 1)
+
+    def copy_us(self, size: Size) -> float:
+        return self.copied(size.of(self.sizes, self.spmd.grid.heads))
 
     @cached_property
     def _cards(self) -> IntArray:
@@ -273,8 +196,7 @@ class Costs:
         inner = self.cluster.inner
         inner_us = self._moving(inner, size)
         if members == ranks:
-            # Inside a node, launch overhead dominates the latency. In the worst case it grows with
-            # the number of ranks.
+            # Inside a node, launch overhead dominates; in the worst case it grows with the ranks.
             longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
             latency = self.burden(inner.collective_latency_us) * longer
             return latency + inner_us, size / self._capacity(inner)
@@ -304,10 +226,8 @@ class Costs:
         """Return the time of a step that its kernel calls alone do not have, in microseconds.
 
         A kernel that takes one call per stripe launches each call, and in backward adds its key
-        gradients.
-
-        pairs: number of pairs of each step, summed over heads. A stripe's queries see about the
-            same keys, so ``pairs / stripe`` is the sum over calls and heads of the keys.
+        gradients. A stripe's queries see about the same keys, so ``pairs / stripe`` is the sum over
+        calls and heads of the keys.
         """
         if not self.stripe:
             return np.zeros(pairs.shape)
@@ -322,9 +242,11 @@ class Costs:
     def index_us(self) -> float:
         if not self.estimated:
             return 0.0
-        workers = self.spmd.grid.workers
-        heads, gpu = self.sizes.heads, self.cluster.gpu
-        tokens, each = self.estimated / workers, INDEX_PER_TOKEN_US * index_scale(gpu, heads)
+        workers, heads, gpu = self.spmd.grid.workers, self.sizes.heads, self.cluster.gpu
+        # Every head reads the scores of all keys a few times.
+        slower = INDEX_HBM_GBPS / gpu.hbm_gbps.value
+        slower = 1.0 if calibration.same_device(INDEX_DEVICE, gpu.name) else slower
+        tokens, each = self.estimated / workers, INDEX_PER_TOKEN_US * heads / INDEX_HEADS * slower
         times = self.kernels.non_attention
         alone = None if times is None else times.index(tokens, heads, each)
         if alone is None:
@@ -355,7 +277,6 @@ class LayerPrices:
         masked: work of all pairs of the mask, for kernels that do not skip those without index.
         """
         self.costs, self.direction = costs, direction
-        self._copies: dict[Size, float] = {}
         counted = BACKWARD if direction == BACKWARD else FORWARD
         self.counts = work[counted]
         self.columns = bool(self.counts.columns.any())
@@ -381,8 +302,8 @@ class LayerPrices:
     def attention(self, step: int) -> FloatArray:
         return self._attention[:, step]
 
-    def work(self, step: int) -> tuple[IntArray, IntArray]:
-        return self.counts.pairs[:, step], self.counts.blocks[:, step]
+    def work(self, step: int) -> dict[str, IntArray]:
+        return {"pairs": self.counts.pairs[:, step], "blocks": self.counts.blocks[:, step]}
 
     def message(self, transfer: SpmdTransfer, post: Post) -> PricedMessage:
         # A profile records the payload of an all-reduce, which sends more bytes than that.
@@ -390,54 +311,8 @@ class LayerPrices:
         return self.costs.message(transfer, self.costs.bytes_of(post.sends), recorded)
 
     def copy(self, op: Copy) -> float:
-        if op.moves not in self._copies:
-            self._copies[op.moves] = self.costs.copy_us(op.moves)
-        return self._copies[op.moves]
+        return self.costs.copy_us(op.moves)
 
-    def index(self) -> float:
-        return self.costs.index_us()
-
-    def dispatch(self, what: str) -> float:
-        return self.costs.host(what)
-
-    def column_times(self) -> tuple[FloatArray, IntArray, IntArray]:
-        return self._columns, self.counts.columns, self.counts.column_pairs
-
-
-def actions(program: Program, spmd: SpmdSchedule, prices: LayerPrices) -> Iterator[Action]:
-    """Yield the priced actions of a pass. program: rank 0's program."""
-    everyone = np.ones(spmd.grid.workers)
-    transfers = spmd.transfers(prices.direction)
-    yield Dispatch(-1, prices.dispatch("begin"))
-    if prices.direction == FORWARD:
-        yield Spend(INDEX, -1, everyone * prices.index())
-    computing: dict[int, NDArray[np.bool_]] = {}
-    for op in program.operations:
-        match op:
-            case Begin():
-                yield Dispatch(op.step, prices.dispatch("step" if op.computes else "moves"))
-            case Post():
-                transfer = transfers.get(op.transfer.number) or spmd.column_sum(op.transfer)
-                yield PostMessage(op.step, prices.message(transfer, op))
-            case Wait():
-                yield AwaitMessage(op.step, op.number)
-            case Compute():
-                us = prices.attention(op.step)
-                computing[op.step] = us > 0
-                yield Spend(ATTENTION, op.step, us, True, *prices.work(op.step))
-            case ComputeColumns():
-                us, columns, pairs = prices.column_times()
-                yield Spend(COLUMNS, op.step, us, True, pairs, None, columns)
-            case Merge():
-                us = np.where(computing[op.step], prices.copy(op), 0.0)
-                yield Spend(MERGE, op.step, us)
-            case Copy():
-                yield Spend(_kind(op), op.step, everyone * prices.copy(op))
-            case _:
-                raise AssertionError(op)
-
-
-def _kind(op: Copy) -> str:
-    if isinstance(op, AddColumns):
-        return COLUMNS
-    return ARRANGE if isinstance(op, Arrange) and op.timed else GAP
+    def column_times(self) -> tuple[FloatArray, dict[str, IntArray]]:
+        counts = {"pairs": self.counts.column_pairs, "columns": self.counts.columns}
+        return self._columns, counts

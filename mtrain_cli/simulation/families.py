@@ -1,8 +1,4 @@
-"""Draw synthetic indices, for predictions without a recorded index.
-
-Real indices depend on model, data and training step; a synthetic one only shows how a layout
-handles this kind of index.
-"""
+"""Draw synthetic indices, which show how a layout handles a kind of index."""
 
 from __future__ import annotations
 
@@ -16,11 +12,7 @@ if TYPE_CHECKING:
 
 _RUN = 16  # slashes in a run
 _NEAR = 0.25  # in `clustered`, share of the slashes that lie next to the main diagonal
-# In `drifting`, the most that a run moves from one layer or training step to the next, as a share
-# of the sequence.
-_DRIFT = 1 / 64
-
-
+_DRIFT = 1 / 64  # share of the sequence that a run moves at most per layer or step
 # Slashes nearest to the main diagonal; a quarter there and the others in runs; drawn from all
 # diagonals; runs that move by up to `_DRIFT` of the sequence per layer.
 FAMILIES = ("local", "clustered", "uniform", "drifting")
@@ -30,8 +22,7 @@ FAMILIES = ("local", "clustered", "uniform", "drifting")
 class IndexFamily:
     """A kind of synthetic index. Every head of every layer draws its own columns and slashes.
 
-    In `drifting`, a head has the same runs of slashes in all layers, and each run moves from layer
-    to layer, and from training step to step.
+    In `drifting`, a head's runs of slashes move from layer to layer and from step to step.
 
     density: share of the causal block pairs that lie on slashes, 0 to 1.
     columns: number of single columns per head, drawn from all positions.
@@ -78,10 +69,7 @@ class IndexFamily:
 def _order(
     name: str, rng: np.random.Generator, blocks: int, wanted: float, time: int
 ) -> np.ndarray:
-    """Return the diagonals of a family in the order in which a head chooses them.
-
-    wanted: area in block pairs. time: layer plus training step.
-    """
+    """Return the diagonals in the order in which a head chooses them. wanted: block pairs."""
     match name:
         case "local":
             order = np.arange(blocks)

@@ -15,11 +15,8 @@ import numpy as np
 from mtrain_cli.config.cluster import CUDA
 
 INNER, OUTER = "inner", "outer"
-# Measured operations:
-# - HOP: a hop of one ring.
-# - HOPS_AT_ONCE: a hop of all rings between nodes at the same time.
-# - TWO_HOPS: a hop of two rings at the same time.
-# - GATHER, SCATTER, ALL_TO_ALL: collectives.
+# Measured operations: a hop of one ring, of all rings between nodes at once, and of two rings at
+# once; collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
 GATHER, SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
 COLLECTIVES = (GATHER, SCATTER)  # the constants of all collectives are fitted to these two
@@ -35,8 +32,8 @@ class LinkTime:
     link: `INNER` or `OUTER`.
     size: number of bytes that each rank sends and receives.
     us: of the slowest rank, median over repeats; low, high: the 10th and the 90th percentile.
-    loaded_us: median while a matrix product runs; None if not measured.
-    slowdown: time of this matrix product with messages / without; None if not measured.
+    loaded_us, slowdown: median while a matrix product runs, and how much longer that takes; None if
+        not measured.
     """
 
     derived: ClassVar = ("gbps",)
@@ -60,8 +57,8 @@ class LinkFit:
     """The constants of ``us = latency_us + size / bandwidth``, fitted to measurements.
 
     error, worst: mean and largest relative error of the fit.
-    latency, bandwidth: (low, high) bounds, in microseconds and GB/s, that cover all repeats and
-        messages during a computation; small messages bound the latency, large ones the bandwidth.
+    latency, bandwidth: (low, high) bounds in microseconds and GB/s. Small messages bound the
+        latency, large ones the bandwidth.
     """
 
     latency_us: float
@@ -211,12 +208,12 @@ def cluster_document(
         note = f"all rings between nodes at once took {slower:.2f}x as long as one"
         links[OUTER]["shared_by"] = _exactly(count, note)
     elif OUTER in links:
-        note = "only one GPU per node took part"
-        links[OUTER]["shared_by"] = {"value": 1, "source": "measured", "note": note}
+        links[OUTER]["shared_by"] = _exactly(1, "only one GPU per node took part")
     low, likely, high = machine.launch_us
     copy, added = machine.copy_gbps, machine.added_gbps
     bandwidths = f"copy {copy:.4g}, addition {added:.4g} GB/s"
-    peak = _at_most(machine.peak_tflops, "largest matrix product")
+    rate, note = machine.matmul_tflops, "largest matrix product"
+    peak = _constant(machine.peak_tflops, 0.75 * machine.peak_tflops, machine.peak_tflops, note)
     if machine.peak_source != "measured":
         peak |= {"source": machine.peak_source, "note": "dense bf16"}
     return {
@@ -227,7 +224,7 @@ def cluster_document(
             "name": machine.gpu,
             **({"device": machine.device} if machine.device != CUDA else {}),
             "peak_tflops": peak,
-            "gemm_tflops": _at_most(machine.matmul_tflops, "largest matrix product"),
+            "gemm_tflops": _constant(rate, 0.75 * rate, rate, note),
             "hbm_gib": _exactly(machine.memory_gib, "what the device reports"),
             "hbm_gbps": _constant(
                 (copy * added) ** 0.5, min(copy, added), max(copy, added), bandwidths
@@ -280,10 +277,6 @@ def _bandwidth(fit: LinkFit, gbps: float, note: str) -> dict[str, Any]:
 
 def _exactly(value: float, note: str) -> dict[str, Any]:
     return _constant(value, value, value, note)
-
-
-def _at_most(value: float, note: str) -> dict[str, Any]:
-    return _constant(value, 0.75 * value, value, note)
 
 
 def _constant(value: float, low: float, high: float, note: str) -> dict[str, Any]:

@@ -1,12 +1,7 @@
 """Compare methods of parallelism: what one worker holds, receives and waits for, each used alone.
 
-Rows of methods that mtrain has come from its plans. The others are formulas:
-
-- DP: every worker holds all weights, gradients and AdamW states. A ring all-reduce brings
-  2 (W - 1) / W of the gradients.
-- TP without sequence parallelism (arXiv:1909.08053, section 3): two all-reduces of hidden states
-  per layer and pass, each as many bytes as a gather and a scatter. Hidden states between the
-  matrices are whole on every worker.
+Rows of methods that mtrain has come from its plans. DP and TP without sequence parallelism
+(arXiv:1909.08053, section 3) are formulas.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ class Method:
     """A method of parallelism.
 
     degree: key in ``topology`` that takes the degree; empty for data parallelism.
-    formula_of: name of the method from whose plan a formula starts; empty if mtrain has the method.
+    formula_of: the method from whose plan a formula starts; empty if mtrain has the method.
     """
 
     name: str
@@ -65,15 +60,10 @@ METHODS = (
 
 @dataclass(frozen=True)
 class MethodCost:
-    """What a method costs one worker. Sizes are in bytes.
+    """What a method costs one worker, in bytes (`simulate_output._METHODS_LEGEND`).
 
     workers: the degrees of all dimensions, such as ``2 data x 4 context``.
     limit: what limits the degree.
-    weights: float32 shards, and weights in the compute dtype that are whole at the same time.
-    activations: most bytes that layers keep for the backward pass.
-    received: bytes of weights, gradients, keys, values and hidden states in a step.
-    idle: share of the time in which a pipeline stage idles.
-    imbalance: query-key pairs of the worker with the most, divided by the mean.
     """
 
     name: str
@@ -100,8 +90,7 @@ def compare(
 ) -> list[MethodCost | ImpossibleMethod]:
     """Return the costs of all methods, each with the largest degree that it allows.
 
-    Data parallelism with the same sharding uses the other workers. All methods train on the same
-    sequences per step.
+    Data parallelism uses the other workers. All train on the same sequences per step.
     """
     costs: list[MethodCost | ImpossibleMethod] = []
     by_name = {method.name: method for method in METHODS}
@@ -116,12 +105,9 @@ def compare(
             costs.append(ImpossibleMethod(method.name, error.problems[0]))
             continue
         limit, _ = _limit(method, config, per_node)
-        if method.name == "DP":
-            costs.append(_replicated(planned, limit))
-        elif method.formula_of:
-            costs.append(_tensor_alone(planned, limit))
-        else:
-            costs.append(cost_of(planned, method.name, limit))
+        formula = _replicated if method.name == "DP" else _tensor_alone
+        cost = cost_of(planned, method.name, limit)
+        costs.append(formula(planned, cost) if method.formula_of else cost)
     return costs
 
 
@@ -145,10 +131,7 @@ def configured(config: Config, method: Method, workers: int, per_node: int) -> C
 
 
 def sequences_of(config: Config, workers: int) -> int:
-    """Return the sequences per step of all methods.
-
-    With one micro-batch per worker, ZeRO-1 and ZeRO-2 would hold and send the same.
-    """
+    """Return the sequences per step: several micro-batches, so that ZeRO-1 and ZeRO-2 differ."""
     each = workers * config.train.micro_batch
     return max(2, -(-config.train.global_batch // each)) * each
 
@@ -209,12 +192,12 @@ def _imbalance(plan: RunPlan) -> float:
     return float(pairs.max() / pairs.mean())
 
 
-def _replicated(plan: RunPlan, limit: str) -> MethodCost:
-    """Return the cost of data parallelism whose workers hold everything, from a plan of ZeRO-3."""
+def _replicated(plan: RunPlan, cost: MethodCost) -> MethodCost:
+    """Return the cost of DP from that of ZeRO-3: a worker holds all, a ring sums the gradients."""
     weights, workers = plan.parameters.total, plan.dims.workers
     r = BYTES[plan.config.train.reduce_dtype]
     return replace(
-        cost_of(plan, "DP", limit),
+        cost,
         weights=(4 + plan.dtype_bytes) * weights,
         gradients=4 * weights,
         optimizer=8 * weights,
@@ -223,21 +206,21 @@ def _replicated(plan: RunPlan, limit: str) -> MethodCost:
     )
 
 
-def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
-    """Return the cost of tensor parallelism alone, from a plan with sequence parallelism.
+def _tensor_alone(plan: RunPlan, cost: MethodCost) -> MethodCost:
+    """Return the cost of tensor parallelism alone from that with sequence parallelism.
 
     With activation checkpointing, a layer keeps its whole input and repeats an all-reduce.
     """
-    base, config = cost_of(plan, "TP", limit), plan.config
+    config = plan.config
     message = message_bytes(config, plan.layout, plan.dtype_bytes)
     layers, recomputes = config.model.num_layers, config.train.activation_checkpoint != "none"
-    # Each message brings the rows of the other workers, which every worker now keeps, too: the
-    # input of the layer, and without checkpointing also the one of the MLP.
+    # A worker also keeps the other workers' rows of the layer's input, and without checkpointing
+    # those of the MLP's.
     more = layers * message * (1 if recomputes else 2)
     messages = 2 * tensor_messages(config)[0] + 2 * recomputes * layers
     return replace(
-        base,
-        activations=base.activations + more,
+        cost,
+        activations=cost.activations + more,
         received=plan.micro_batches * messages * message + plan.received.weights,
         formula=True,
     )

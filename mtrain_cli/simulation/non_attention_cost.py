@@ -17,8 +17,13 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.expert_cost import ComputeCost, LayerExperts, dealt_over, layer_experts
-from mtrain_cli.simulation.router_loads import ExpertLoads
+from mtrain_cli.simulation.expert_cost import (
+    ComputeCost,
+    ExpertLoads,
+    LayerExperts,
+    dealt_over,
+    layer_experts,
+)
 from mtrain_cli.step.interpreters import work
 from mtrain_cli.step.layer import layers
 from mtrain_cli.step.program import Message, Repeat
@@ -48,45 +53,32 @@ MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
 BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}
 # Float32 bytes that AdamW moves per number of a shard: it reads and writes the parameter and two
 # states, and reads the gradient.
-_ADAMW = 28
+ADAMW = 28
 
 
-@dataclass(frozen=True)
-class HostTraffic:
-    """The traffic between one rank and its host, in bytes.
+class HostTraffic(NamedTuple):
+    """The traffic between one rank and its host.
 
-    layers: number of layers that offload activations.
-    kept: activations that one such layer sends to the host, and later fetches.
-    down, up: gradients to the host and weights back, in a step; 0 if the optimizer runs on the GPU.
-    stepped: what AdamW reads and writes in host memory in a step.
-    unit: the first gradients and the last weights, whose transfer overlaps with nothing.
-    leave: whether gradients go to the host during the backward pass.
+    layers, kept: number of layers that offload activations, and the bytes that each sends.
+    away: numbers of a rank's shard that AdamW updates on the host; 0 if it runs on the GPU.
+    unit: bytes of the first gradients and the last weights, whose transfer overlaps with nothing.
     """
 
     layers: int
     kept: float
-    down: float
-    up: float
-    stepped: float
+    away: int
     unit: float
-    leave: bool
 
     @staticmethod
     def of(plan: RunPlan, states: StateMemory) -> HostTraffic:
         optim, e = plan.config.optim, plan.dtype_bytes
         layers = layers_on_host(plan.config.train.offload_activations, plan.config.model.num_layers)
-        away = states.shard if optim.offload else 0
-        unit = (e if optim.offload_gradients else 4 + e) * max(
-            states.layer_shard, states.root_shard
-        )
+        largest = max(states.layer_shard, states.root_shard)
         return HostTraffic(
             layers=layers,
             kept=(plan.memory.host - states.host) / layers if layers else 0.0,
-            down=4.0 * away,
-            up=float(e * away),
-            stepped=float((_ADAMW + e) * away),
-            unit=float(unit) if away else 0.0,
-            leave=optim.offload_gradients,
+            away=states.shard if optim.offload else 0,
+            unit=(e if optim.offload_gradients else 4 + e) * largest * float(optim.offload),
         )
 
 
@@ -194,7 +186,7 @@ class NonAttentionCost:
         back, to_shard = r + e, 8 + r
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
         clipped = shard * (4 + (8 if optim.clip_norm else 0))
-        stepped = 0 if optim.offload else _ADAMW * shard
+        stepped = 0 if optim.offload else ADAMW * shard
         share, layer_share, dealt_share = ((n - 1) / n for n in (workers, layer_workers, sharing))
         gather = Collective(
             out * layer + out_of_shard * layer_shard,
@@ -280,17 +272,12 @@ def _layer_work(plan: RunPlan, experts: LayerExperts | None) -> Iterator[Compute
         yield around + of_mlp if of_layer else ComputeCost()
 
 
-@dataclass(frozen=True)
-class ExpectedTime:
+class ExpectedTime(NamedTuple):
     """The expected microseconds of one part's work. host: launches that do not overlap."""
 
     matrices: float
     elements: float
     host: float
-
-    @property
-    def us(self) -> float:
-        return self.matrices + self.elements + self.host
 
 
 def expected_us(flop: float, moved: float, gpu: Gpu) -> float:

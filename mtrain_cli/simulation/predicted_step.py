@@ -21,12 +21,11 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.expert_cost import RowExchange, dealt_over
+from mtrain_cli.simulation.expert_cost import ExpertLoads, RowExchange, dealt_over
 from mtrain_cli.simulation.non_attention_cost import Collective, ComputeCost, NonAttentionCost
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
-from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
-from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.timeline import NOT_SLOW
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.step.interpreters import MessageCost, PassTime
 from mtrain_cli.step.layer import weight_messages
@@ -47,19 +46,28 @@ from mtrain_cli.training.run_plan import RunPlan
 # one of four matrix products (`model.loss`).
 _LOSS_IN_FORWARD = 0.25
 TENSOR, PIPELINE, EXPERTS = "tensor", "pipeline", "experts"
-# The parts of a step, in display order. These parts are waits:
-# - late: for slower workers, in attention and in experts.
-# - links: for keys, values and their gradients.
-# - tensor: for hidden states and their gradients, with tensor parallelism.
-# - experts: for rows of tokens, with expert parallelism.
-# - weights: for gathered weights and scattered gradients.
-# - pipeline: for other stages.
-# - offload: for activations to or from the host.
+# The parts of a step, in display order. Waits are late (for slower workers), links (for keys,
+# values and their gradients), tensor (hidden states), experts (rows of tokens), weights (and
+# gradients), pipeline (other stages) and offload (activations to or from the host).
 PARTS = (
     *("attention", "index", "merge and copies", "late", "links", TENSOR, EXPERTS),
     *("matrices", "recomputed", "element-wise", "loss", "weights", PIPELINE),
     *("optimizer", "offload", "host"),
 )
+_WAITS = {
+    "late": "slower workers",
+    "links": "keys and values",
+    TENSOR: "hidden states",
+    EXPERTS: "rows of experts",
+    "weights": "weights and gradients",
+    PIPELINE: "other stages",
+    "offload": "activations from the host",
+}
+
+
+def part_name(name: str) -> str:
+    """Return a part of a step as the user reads it."""
+    return f"waiting for {_WAITS[name]}" if name in _WAITS else name
 
 
 @dataclass
@@ -67,7 +75,6 @@ class ExpertRows:
     """The rows that travel to experts and back in a step, in seconds and bytes.
 
     exposed: wait of the worker with the most popular experts, in the part `EXPERTS`.
-    hidden: messages that overlap with computation.
     late: mean wait for workers with popular experts.
     size: bytes that a worker receives, in the mean.
     """
@@ -78,9 +85,8 @@ class ExpertRows:
     size: float = 0.0
 
 
-@dataclass(frozen=True)
 class PredictedStep:
-    """The prediction of one optimizer step.
+    """The prediction of one optimizer step, for one bound until `predict_step` adds the bounds.
 
     parts: seconds of each of `PARTS`, which add up to the expected time; with a pipeline, those of
         its busiest stage. `TENSOR`, `EXPERTS` and `PIPELINE` only with these kinds of parallelism.
@@ -92,137 +98,13 @@ class PredictedStep:
     over_host: bytes that move between one worker and its host.
     hidden_states: bytes that one worker receives from its tensor group.
     pipeline: the schedule with the times of its passes in microseconds.
+    passes: microseconds of each pass of a stage and of the loss, as in `StageTime`.
     """
 
-    plan: RunPlan
     seconds: BoundedTime
-    parts: dict[str, float]
-    hidden: float
     tokens_per_second_per_gpu: BoundedTime
     mfu: float
     hfu: float
-    flop: float
-    sent: float
-    over_host: float
-    hidden_states: float = 0.0
-    pipeline: TimedPipeline | None = None
-    experts: ExpertRows | None = None
-
-    @property
-    def gib(self) -> float:
-        return self.plan.memory.total / 2**30
-
-    @property
-    def fits(self) -> bool:
-        return bool(self.plan.fits)
-
-    def days(self, tokens: float) -> BoundedTime:
-        return training_days(self.tokens_per_second_per_gpu, self.plan.dims.workers, tokens)
-
-    def dollars(self, tokens: float, price: float) -> BoundedTime:
-        return training_dollars(self.days(tokens), self.plan.dims.workers, price)
-
-
-def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
-    """Return the days of training on ``tokens``. rate: tokens per second and GPU."""
-    return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
-
-
-def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
-    """Return the cost of ``days`` of training. price: dollars per GPU hour."""
-    return days.map(lambda each: each * 24 * workers * price)
-
-
-def predict_step(
-    cluster: Cluster,
-    plan: RunPlan,
-    attention: Prediction,
-    conditions: Disturbances | None = None,
-    *,
-    bounds: bool = True,
-    loads: ExpertLoads | None = None,
-) -> PredictedStep:
-    """Predict a step.
-
-    Args:
-        loads: the loads of experts; None if they are equal.
-        attention: prediction of one layer of this plan, with the pass `RECOMPUTE` if the plan
-            recomputes attention.
-        bounds: also predict the best and the worst case.
-    """
-    slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
-    found = {
-        bound: _estimate(cluster, plan, attention, attention.costs[bound], slowest, loads)
-        for bound in (BOUNDS if bounds else (VALUE,))
-    }
-    likely = found[VALUE]
-    seconds = BoundedTime.around(
-        likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found)
-    )
-    workers = plan.dims.workers
-    rate = seconds.map(lambda each: plan.tokens_per_step / each / workers, falling=True)
-    peak = cluster.gpu.peak_tflops.value * 1e12
-    model = plan.flops.model
-    # The plan's FLOP assume sequences of one document. Packed documents have fewer pairs.
-    if attention.facts["pattern"] == "dense":
-        pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
-        model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
-    return PredictedStep(
-        plan=plan,
-        seconds=seconds,
-        parts=likely.parts,
-        hidden=likely.hidden,
-        tokens_per_second_per_gpu=rate,
-        mfu=rate.value * model / peak,
-        hfu=likely.flop / seconds.value / peak,
-        flop=likely.flop,
-        sent=likely.sent,
-        over_host=likely.over_host,
-        hidden_states=likely.hidden_states,
-        pipeline=likely.pipeline,
-        experts=likely.rows if likely.exchange is not None else None,
-    )
-
-
-def _estimate(
-    cluster: Cluster,
-    plan: RunPlan,
-    attention: Prediction,
-    costs: Costs,
-    slowest: float,
-    loads: ExpertLoads | None,
-) -> _StepEstimate:
-
-    def of(part: ModelPart) -> _StepEstimate:
-        own = attention.of_layers(part.every_layer)
-        return _StepEstimate(cluster, plan, own, costs, slowest, loads, part)
-
-    if plan.pipeline is None:
-        return of(ModelPart.whole(plan.config.model))
-    parts = model_parts(plan.config, plan.micro_batches)
-    stages = [of(part) for part in parts]
-    alike = "layer_kinds" not in attention.facts and len(layer_kinds(plan.config.model)) == 1
-    times = [
-        StageTime.of(
-            stage.passes,
-            [dict.fromkeys(stage.passes, float(len(own))) for own in part.layers]
-            if alike
-            else [of(own).passes for own in part.virtual_stages],
-        )
-        for part, stage in zip(parts, stages, strict=True)
-    ]
-    pipeline = timed_step(plan, times, hop_us(cluster, costs, plan, plan.pipeline))
-    played = pipeline.played
-    busiest = max(range(plan.dims.pp), key=played.busy)
-    found = stages[busiest]
-    found.us[PIPELINE] = played.makespan - played.busy(busiest)
-    found.flop = sum(stage.flop for stage in stages) / len(stages)
-    found.pipeline = pipeline
-    return found
-
-
-class _StepEstimate:
-    """The microseconds of a step for one bound. passes: as in `StageTime`."""
 
     def __init__(
         self,
@@ -239,19 +121,18 @@ class _StepEstimate:
         self.passes = {"forward": 0.0, "backward": 0.0, "loss": 0.0}
         self.non_attention = non_attention = NonAttentionCost.of(plan, part, loads)
         self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
-        self.us = dict.fromkeys(PARTS, 0.0)
         self.messages = TensorMessages.of(plan) if plan.dims.tp > 1 else None
         self.exchange = RowExchange.of(plan, loads or ExpertLoads(), cluster, costs, slowest)
+        absent = {
+            TENSOR: self.messages is None,
+            EXPERTS: self.exchange is None,
+            PIPELINE: plan.dims.pp == 1,
+        }
+        self.us = {name: 0.0 for name in PARTS if not absent.get(name)}
         kinds = layer_kinds(plan.config.model, part.every_layer)
         self.with_experts = kinds.get(True, 0) / self.layers
         self.row_waits: dict[str, PassTime] = {}
-        self.rows = ExpertRows()
-        if self.messages is None:
-            del self.us[TENSOR]
-        if self.exchange is None:
-            del self.us[EXPERTS]
-        if plan.dims.pp == 1:
-            del self.us[PIPELINE]
+        self.experts = None if self.exchange is None else ExpertRows()
         self.hidden = self.flop = self.sent = self.over_host = self.hidden_states = 0.0
         self.backward = 0.0  # microseconds of one micro-batch's layers
         self.pipeline: TimedPipeline | None = None
@@ -265,6 +146,22 @@ class _StepEstimate:
         if self.messages is not None:
             self.us[TENSOR] += self._summed_copies(kinds)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {name: us / 1e6 for name, us in self.us.items()}
+
+    @property
+    def total(self) -> float:
+        return sum(self.us.values())
+
+    @property
+    def gib(self) -> float:
+        return self.plan.memory.total / 2**30
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.plan.fits)
 
     def _micro_batch(self, messages: set[Message]) -> None:
         non_attention, layers, began = self.non_attention, self.layers, self.total
@@ -292,8 +189,8 @@ class _StepEstimate:
         if layers > 1:
             for transfers, times in ((again, 1), (again + reduces, layers - 2), (reduces, 1)):
                 self._weights(backward / layers, carried, transfers, times)
-        # These collectives overlap with nothing: the weights outside the layers, the first weights
-        # of each pass, and the last gradients.
+        # The weights outside the layers, the first weights of each pass, and the last gradients
+        # overlap with nothing.
         root = non_attention.of_root.items()
         alone = [self._transfer(found.received) for message, found in root if message in messages]
         alone += gathers + again + reduces
@@ -313,40 +210,26 @@ class _StepEstimate:
     def _activations(self, forward: float, backward: float) -> None:
         """Add waits for offloaded activations. forward, backward: us of a layer's computation."""
         host = self.non_attention.host
-        us = host.kept / self._host_link
+        us = host.kept / (self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3)
         waiting = max(0.0, us - forward) + max(0.0, us - backward)
         self.us["offload"] += self.times * host.layers * waiting
         self.over_host += self.times * 2 * host.layers * host.kept
 
-    @property
-    def _host_link(self) -> float:
-        return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
-
     def _optimizer_on_host(self) -> float:
         """Return the optimizer's microseconds on the host; 0 if it runs on the GPU.
 
-        Only the transfer of the first gradients and of the last weights overlaps with nothing. If
-        gradients leave during backward, their transfer overlaps with the last backward pass.
+        Only the transfer of the first gradients and of the last weights overlaps with nothing.
+        Gradients that leave during backward overlap with its last pass.
         """
-        host = self.non_attention.host
-        self.over_host += host.down + host.up
-        stepped = host.stepped / (self.costs.rate(self.cluster.gpu.host_memory_gbps) * 1e3)
-        down, up, unit = (size / self._host_link for size in (host.down, host.up, host.unit))
-        if host.leave:
+        host, gpu, e = self.non_attention.host, self.cluster.gpu, self.plan.dtype_bytes
+        self.over_host += (4 + e) * host.away
+        memory = self.costs.rate(gpu.host_memory_gbps) * 1e3
+        link = self.costs.rate(gpu.host_link_gbps) * 1e3
+        stepped = (non_attention_cost.ADAMW + e) * host.away / memory
+        down, up, unit = (size / link for size in (4 * host.away, e * host.away, host.unit))
+        if self.plan.config.optim.offload_gradients:
             return max(0.0, down - self.backward) + max(stepped, up) + unit
         return max(stepped, down, up) + unit
-
-    @property
-    def parts(self) -> dict[str, float]:
-        return {name: us / 1e6 for name, us in self.us.items()}
-
-    @property
-    def total(self) -> float:
-        return sum(self.us.values())
-
-    @property
-    def seconds(self) -> float:
-        return self.total / 1e6
 
     def _carried(self, *directions: str) -> tuple[float, float]:
         """Return the us for which a layer's messages occupy the (inner, outer) link."""
@@ -362,8 +245,7 @@ class _StepEstimate:
     def _behind_rows(self, rows: PassTime) -> tuple[float, tuple[float, float]]:
         """Return the experts' time, and that of their rows on each link.
 
-        The host waits for the numbers of rows before it starts the experts, so the gather of the
-        next layer starts only with them.
+        The gather of the next layer starts only with the experts, for whose rows the host waits.
         """
         assert self.exchange is not None
         busy = rows.busy * self.with_experts
@@ -380,29 +262,26 @@ class _StepEstimate:
         copied: ComputeCost,
     ) -> float:
         """Add the computation of all layers. Return its microseconds per micro-batch."""
-        before = sum(self.us.values())
+        before = self.total
         for name in passes:
             self._attention(name, layers)
-        after_attention = sum(self.us.values())
+        after_attention = self.total
         self._add(work, layers, "matrices", "element-wise", passes[-1])
         if again is not None:
             self._add(again, layers, "recomputed", "element-wise", passes[-1])
-        computing = (sum(self.us.values()) - after_attention) / self.times / layers
-        self._tensor_waits(computing, layers, forward=again is None)
+        if self.messages is not None:
+            computing = (self.total - after_attention) / self.times / layers
+            of_pass = self.messages.forward if again is None else self.messages.backward
+            waits = of_pass(computing, self._tensor_message)
+            self._wait(TENSOR, waits, self.times * layers, outer=False)
+            self.hidden_states += self.times * layers * waits.size
         self._row_waits(passes[-1], layers)
         self._add(copied, layers, "matrices", "element-wise")
-        return (sum(self.us.values()) - before) / self.times
-
-    def _tensor_waits(self, computing: float, layers: int, *, forward: bool) -> None:
-        if self.messages is not None:
-            of_pass = self.messages.forward if forward else self.messages.backward
-            found = of_pass(computing, self._tensor_message)
-            self._wait(TENSOR, found, self.times * layers, outer=False)
-            self.hidden_states += self.times * layers * found.size
+        return (self.total - before) / self.times
 
     def _row_waits(self, direction: str, layers: int) -> None:
-        exchange, rows = self.exchange, self.rows
-        if exchange is None or not self.with_experts:
+        exchange, rows = self.exchange, self.experts
+        if exchange is None or rows is None or not self.with_experts:
             return
         found = exchange.forward() if direction == FORWARD else exchange.backward()
         self.row_waits[direction] = found
@@ -526,6 +405,93 @@ class _StepEstimate:
             late = min(needed, carried[outer])
         self.us["weights"] += times * (needed - hidden + share * hidden + late)
         self.hidden += times * hidden / 1e6
+
+
+def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
+    """Return the days of training on ``tokens``. rate: tokens per second and GPU."""
+    return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
+
+
+def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
+    """Return the cost of ``days`` of training. price: dollars per GPU hour."""
+    return days.map(lambda each: each * 24 * workers * price)
+
+
+def predict_step(
+    cluster: Cluster,
+    plan: RunPlan,
+    attention: Prediction,
+    slow: Mapping[int, float] = NOT_SLOW,
+    *,
+    bounds: bool = True,
+    loads: ExpertLoads | None = None,
+) -> PredictedStep:
+    """Predict a step.
+
+    Args:
+        loads: the loads of experts; None if they are equal.
+        attention: prediction of one layer of this plan, with the pass `RECOMPUTE` if the plan
+            recomputes attention.
+        bounds: also predict the best and the worst case.
+    """
+    slowest = max([1.0, *slow.values()])
+    steps = {
+        bound: _of_bound(cluster, plan, attention, attention.costs[bound], slowest, loads)
+        for bound in (BOUNDS if bounds else (VALUE,))
+    }
+    likely, workers = steps[VALUE], plan.dims.workers
+    low, high = (steps[b].total / 1e6 if b in steps else None for b in (LOW, HIGH))
+    likely.seconds = BoundedTime.around(likely.total / 1e6, low, high)
+    likely.tokens_per_second_per_gpu = likely.seconds.map(
+        lambda seconds: plan.tokens_per_step / seconds / workers, falling=True
+    )
+    peak = cluster.gpu.peak_tflops.value * 1e12
+    model = plan.flops.model
+    # The plan's FLOP assume sequences of one document. Packed documents have fewer pairs.
+    if attention.facts["pattern"] == "dense":
+        pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
+        model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
+    likely.mfu = likely.tokens_per_second_per_gpu.value * model / peak
+    likely.hfu = likely.flop / likely.seconds.value / peak
+    return likely
+
+
+def _of_bound(
+    cluster: Cluster,
+    plan: RunPlan,
+    attention: Prediction,
+    costs: Costs,
+    slowest: float,
+    loads: ExpertLoads | None,
+) -> PredictedStep:
+    """Predict a step for the bound of ``costs``; with a pipeline, its busiest stage."""
+
+    def of(part: ModelPart) -> PredictedStep:
+        own = attention.of_layers(part.every_layer)
+        return PredictedStep(cluster, plan, own, costs, slowest, loads, part)
+
+    if plan.pipeline is None:
+        return of(ModelPart.whole(plan.config.model))
+    parts = model_parts(plan.config, plan.micro_batches)
+    stages = [of(part) for part in parts]
+    alike = "layer_kinds" not in attention.facts and len(layer_kinds(plan.config.model)) == 1
+    times = [
+        StageTime.of(
+            stage.passes,
+            [dict.fromkeys(stage.passes, float(len(own))) for own in part.layers]
+            if alike
+            else [of(own).passes for own in part.virtual_stages],
+        )
+        for part, stage in zip(parts, stages, strict=True)
+    ]
+    pipeline = timed_step(plan, times, hop_us(cluster, costs, plan, plan.pipeline))
+    played = pipeline.played
+    busiest = max(range(plan.dims.pp), key=played.busy)
+    step = stages[busiest]
+    step.us[PIPELINE] = played.makespan - played.busy(busiest)
+    step.flop = sum(stage.flop for stage in stages) / len(stages)
+    step.pipeline = pipeline
+    return step
 
 
 def copies(collectives: Mapping[Message, Collective], messages: set[Message]) -> ComputeCost:

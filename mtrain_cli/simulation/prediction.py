@@ -1,20 +1,19 @@
 """Predict attention on a cluster: count the work, price it, simulate it, summarize it.
 
 All ranks begin a pass at the same time, as in `mtrain profile imbalance --attention-only`.
-`predicted_step` adds the rest of a training step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from mtrain_cli.attention.index import Index, VerticalSlash
+from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.config.cluster import Cluster, Gpu
-from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
@@ -28,27 +27,22 @@ from mtrain_cli.simulation.calibration import (
     SPARSE,
     VALUE,
     Calibration,
-    KernelCurves,
     kernels_for,
     same_device,
-    shipped,
 )
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import (
     BOUNDS,
     INDEX_DEVICE,
-    INDEX_HEADS,
     Costs,
     LayerPrices,
-    actions,
-    index_scale,
 )
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
-from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
+from mtrain_cli.simulation.timeline import NOT_SLOW, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 from mtrain_cli.simulation.workload import AttentionWorkload
-from mtrain_cli.training.flops import causal_pairs, peak_flops
+from mtrain_cli.training.flops import causal_pairs
 
 MOST_ROWS = 20_000_000  # per case; a larger case gets tables but no rows
 _NAMED = 3  # guessed constants that a remark names
@@ -124,22 +118,20 @@ class Prediction:
 
     def of_layers(self, numbers: Collection[int]) -> Prediction:
         """Return the prediction of some layers of a model that has two kinds of layers."""
+
+        def pairs(layers: Iterable[_PlayedLayer]) -> float:
+            return float(np.mean([layer.work[FORWARD].total_pairs.sum() for layer in layers]))
+
         of = frozenset(numbers)
         if of not in self._parts:
             chosen = [layer for layer in self.played if layer.number in of]
             if "layer_kinds" not in self.facts or len(chosen) in (0, len(self.played)):
                 return self
-            self._parts[of] = self._of(chosen)
+            density = self.facts["density"] * pairs(chosen) / pairs(self.played)
+            passes = _passes(chosen, tuple(self.passes))
+            facts = {**self.facts, "density": density}
+            self._parts[of] = replace(self, passes=passes, facts=facts)
         return self._parts[of]
-
-    def _of(self, chosen: Sequence[_PlayedLayer]) -> Prediction:
-
-        def pairs(layers: Iterable[_PlayedLayer]) -> float:
-            return float(np.mean([layer.work[FORWARD].total_pairs.sum() for layer in layers]))
-
-        density = self.facts["density"] * pairs(chosen) / pairs(self.played)
-        passes = _passes(chosen, tuple(self.passes))
-        return replace(self, passes=passes, facts={**self.facts, "density": density})
 
     @property
     def duration(self) -> BoundedTime:
@@ -166,7 +158,7 @@ def predict(
     dense_kernel: str | None = None,
     calibration: Calibration | None = None,
     recompute: Recompute = Recompute.NOTHING,
-    conditions: Disturbances | None = None,
+    slow: Mapping[int, float] = NOT_SLOW,
     number: int = 0,
     rows: bool = False,
     bounds: bool = True,
@@ -178,7 +170,7 @@ def predict(
     Args:
         kernel, dense_kernel: kernels, also of dense layers in a sparse model; None for the default.
         recompute: the part of the forward pass that backward runs again, as a pass of its own.
-        conditions: slow ranks and jitter.
+        slow: factor by which the computation of a rank takes longer.
         bounds: also predict the best and the worst case, in three times the time.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: prices of rows for which a balanced layout is made; None for those on ``cluster``.
@@ -192,74 +184,43 @@ def predict(
     # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     prices = prices or RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
-    players: list[tuple[_CasePlayer, list[int]]] = []
-    found: list[str] = []
     # Dense layers of a sparse model have the same masks, which a layout needs only once.
     mixed = problem.full is not None and first is None
     balanced = problem.full.kinds(problem.masks) if problem.full is not None and mixed else ()
+    players: list[_CasePlayer] = []
     for masks, numbers in problem.kinds:
-        if not numbers:
-            continue
-        case = make_case(
-            problem.made, masks, setup, first, problem.columns, choice, prices, balanced
-        )
-        index = problem.index(numbers[0])
-        dense = dense_kernel or kernel or default_kernel(cluster.gpu, True)
-        own_name = dense if index is None and first is not None else name
-        kernels = _kernels(cluster, own_name, index, case, calibration)
-        spmd = SpmdSchedule.of(case.schedule)
-        of_kind = replace(problem, masks=masks, layers=tuple(numbers), full=None)
-        player = _CasePlayer(
-            cluster, of_kind, case, spmd, kernels, conditions or Disturbances(), recompute
-        )
-        players.append((player, numbers))
-        found += [remark for remark in kernels.remarks if remark not in found]
-    player, case = players[0][0], players[0][0].case
+        if numbers:
+            case = make_case(
+                problem.made, masks, setup, first, problem.columns, choice, prices, balanced
+            )
+            own = replace(problem, masks=masks, layers=tuple(numbers), full=None)
+            dense = dense_kernel or kernel or default_kernel(cluster.gpu, True)
+            own_kernel = name if own.sparse or first is None else dense
+            player = _CasePlayer(cluster, own, case, own_kernel, calibration, slow, recompute)
+            players.append(player)
+    player, case = players[0], players[0].case
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
-    remarks = [*found, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
-    if problem.remark:
-        remarks.append(problem.remark)
+    of_kernels = [remark for player in players for remark in player.kernels.remarks]
+    remarks = [*dict.fromkeys(of_kernels), *_uncertain(cluster), *filter(None, [problem.remark])]
     if rows and not fits:
         remarks.append(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
         )
-    chosen = BOUNDS if bounds else (VALUE,)
-    layers = [
-        layer
-        for of_kind, numbers in players
-        for layer in of_kind.play_layers(numbers, chosen, rows=fits, alike=problem.full is not None)
-    ]
+    chosen, alike = BOUNDS if bounds else (VALUE,), problem.full is not None
+    layers = [one for p in players for one in p.play_layers(chosen, rows=fits, alike=alike)]
     layers.sort(key=lambda layer: layer.number)
-    passes = _passes(layers, player.directions)
-    width = max(layer.column_width for layer in layers)
-    facts = _facts(cluster, problem, case, name, [layer.work for layer in layers], width)
-    played = [
-        (layer.number, direction, times[VALUE])
-        for layer in layers
-        for direction, times in layer.times.items()
-    ]
-    table = _rows(played, problem.made.head_dim, number) if fits else None
-    label = case.choice.label
+    table = _rows(layers, problem.made.head_dim, number) if fits else None
     return Prediction(
-        setup, label, name, passes, facts, tuple(remarks), table, player.costs, tuple(layers)
+        setup,
+        case.choice.label,
+        name,
+        _passes(layers, player.directions),
+        _facts(cluster, problem, case, name, layers),
+        tuple(remarks),
+        table,
+        player.costs,
+        tuple(layers),
     )
-
-
-def _kernels(
-    cluster: Cluster,
-    name: str,
-    index: Index | None,
-    case: ReplayCase,
-    calibration: Calibration | None,
-) -> KernelCurves:
-    # If the workers only share heads, each computes whole sequences, whatever the layout.
-    shared = case.schedule.heads == case.setup.workers
-    lists = case.setup.layout == "striped" and not shared
-    form = SPARSE if index is not None else LISTS if lists else DENSE
-    known = [*([calibration] if calibration is not None else []), *shipped()]
-    gpu, peak = cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12
-    peaks = {c.device: peak_flops(c.device) or peak for c in known}
-    return kernels_for(gpu, peak, name, form, peaks, calibration)
 
 
 def _uncertain(cluster: Cluster) -> list[str]:
@@ -271,23 +232,6 @@ def _uncertain(cluster: Cluster) -> list[str]:
             named = ", ".join(guesses[:_NAMED])
             remarks.append(f"{whose}: guessed constants: {len(guesses)} ({named}{more})")
     return remarks
-
-
-def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
-    """Return a remark if the time to estimate an index was measured for other conditions."""
-    heads = problem.made.heads
-    measured = first is None or _measured(cluster, first)
-    if first is None or not problem.estimated or (measured and heads == INDEX_HEADS):
-        return []
-    return [
-        f"estimating an index was measured for {VerticalSlashSettings.name} with {INDEX_HEADS} "
-        f"heads on {INDEX_DEVICE}; here the time per token is scaled by "
-        f"{index_scale(cluster.gpu, heads):.3g}{'' if measured else ', and bounds are wider'}"
-    ]
-
-
-def _measured(cluster: Cluster, first: Index) -> bool:
-    return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
 @dataclass(frozen=True)
@@ -304,23 +248,26 @@ class _CasePlayer:
         cluster: Cluster,
         problem: AttentionWorkload,
         case: ReplayCase,
-        spmd: SpmdSchedule,
-        kernels: KernelCurves,
-        conditions: Disturbances,
+        kernel: str,
+        calibration: Calibration | None,
+        slow: Mapping[int, float],
         recompute: Recompute,
     ) -> None:
-        self.problem, self.case = problem, case
-        self.spmd, self.conditions = spmd, conditions
-        self.recompute = recompute
+        self.problem, self.case, self.slow, self.recompute = problem, case, slow, recompute
+        self.spmd = spmd = SpmdSchedule.of(case.schedule)
+        # If the workers only share heads, each computes whole sequences, whatever the layout.
+        lists = case.setup.layout == "striped" and case.schedule.heads != case.setup.workers
+        form = SPARSE if problem.sparse else LISTS if lists else DENSE
+        peak = cluster.gpu.peak_tflops.value * 1e12
+        kernels = kernels_for(cluster.gpu.name, peak, kernel, form, calibration)
+        self.kernels = kernels
         again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
         self.directions = (FORWARD, *again, BACKWARD)
-        first = problem.index(problem.layers[0])
-        measured = first is None or _measured(cluster, first)
+        first, gpu = problem.index(problem.layers[0]), cluster.gpu.name
+        own = isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, gpu)
         head_dim = problem.made.head_dim
         stripe = case.layout.block_size if kernels.by_stripes else 0
-        costs = Costs(
-            cluster, kernels, case.sizes, spmd, head_dim, measured=measured, stripe=stripe
-        )
+        costs = Costs(cluster, kernels, case.sizes, spmd, head_dim, measured=own, stripe=stripe)
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
@@ -333,65 +280,41 @@ class _CasePlayer:
         return each * self.case.setup.workers
 
     def play_layers(
-        self, layers: Sequence[int], bounds: Iterable[str], *, rows: bool, alike: bool
-    ) -> list[_PlayedLayer]:
-        """Simulate all passes of several layers.
+        self, bounds: Sequence[str], *, rows: bool, alike: bool
+    ) -> Iterator[_PlayedLayer]:
+        """Simulate all passes of all layers.
 
         alike: whether the first layers stand for all: those with an index of their own, or one.
         """
-        own = self.problem.drawn if self.problem.sparse else 1
+        own, layers = self.problem.drawn if self.problem.sparse else 1, self.problem.layers
         simulated = layers[:own] if alike else layers
         played = [self.play_layer(n, bounds, rows=rows) for n in simulated]
-        return [replace(played[i % len(played)], number=n) for i, n in enumerate(layers)]
+        return (replace(played[i % len(played)], number=n) for i, n in enumerate(layers))
 
-    def play_layer(self, layer: int, bounds: Iterable[str], *, rows: bool) -> _PlayedLayer:
+    def play_layer(self, layer: int, bounds: Sequence[str], *, rows: bool) -> _PlayedLayer:
         """Simulate all passes of a layer. rows: whether to keep the records of `VALUE`."""
-        index, counter = self.problem.index(layer), self.case.counter
-        work = counter.count(None if index is None else resized(index, counter.blocks))
-        times = {
-            direction: {
-                bound: self.play(work, index, layer, direction, bound, rows=rows and bound == VALUE)
-                for bound in bounds
-            }
-            for direction in self.directions
-        }
-        return _PlayedLayer(layer, work, self.case.sizes_under(index).column_width, times)
-
-    def play(
-        self,
-        work: dict[str, StepWork],
-        index: Index | None,
-        layer: int,
-        direction: str,
-        bound: str,
-        *,
-        rows: bool,
-    ) -> PassTimes:
-        costs = self.costs[bound]
-        seq = self.case.layout.padded_seq * len(self.problem.masks)
-        estimated = seq if self.problem.estimated and index is not None else 0
+        index, case = self.problem.index(layer), self.case
+        work = case.counter.count(None if index is None else resized(index, case.counter.blocks))
         # Of all sizes, only those of single columns depend on the layer.
-        sizes = self.case.sizes_under(index)
-        costs = replace(costs, sizes=sizes, sparse=index is not None, estimated=estimated)
-        prices = LayerPrices(costs, work, direction, self.masked)
-        program = self.case.program(
-            backward=direction == BACKWARD,
-            columns=prices.columns,
-            # PyTorch's kernel copies out and dout; the other kernels take views.
-            copies_parts=costs.kernels.whole[BACKWARD].kernel == "sdpa",
-        )
-        if direction == RECOMPUTE:
-            program = program.recomputed(self.recompute)
-        return play(
-            actions(program, self.spmd, prices),
-            direction,
-            self.case.setup.workers,
-            len(self.spmd.steps(direction)),
-            grid=self.spmd.grid,
-            conditions=self.conditions,
-            rows=rows,
-            stream=3 * layer + self.directions.index(direction),
-        )
+        sizes, seq = case.sizes_under(index), case.layout.padded_seq * len(self.problem.masks)
+        estimated = seq if self.problem.estimated and index is not None else 0
+        times: dict[str, dict[str, PassTimes]] = {direction: {} for direction in self.directions}
+        for direction, bound in product(self.directions, bounds):
+            costs = replace(
+                self.costs[bound], sizes=sizes, sparse=index is not None, estimated=estimated
+            )
+            prices = LayerPrices(costs, work, direction, self.masked)
+            program = case.program(
+                backward=direction == BACKWARD,
+                columns=prices.columns,
+                # PyTorch's kernel copies out and dout; the other kernels take views.
+                copies_parts=costs.kernels.whole[BACKWARD].kernel == "sdpa",
+            )
+            if direction == RECOMPUTE:
+                program = program.recomputed(self.recompute)
+            keep = rows and bound == VALUE
+            times[direction][bound] = play(program, self.spmd, prices, slow=self.slow, rows=keep)
+        return _PlayedLayer(layer, work, sizes.column_width, times)
 
 
 def _passes(layers: Sequence[_PlayedLayer], directions: Sequence[str]) -> dict[str, PredictedPass]:
@@ -434,18 +357,16 @@ def _mean(layers: Sequence[np.ndarray]) -> Imbalance:
     return Imbalance(*(float(np.mean(values)) for values in zip(*layers, strict=True)))
 
 
-def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:
+def _rows(layers: Sequence[_PlayedLayer], head_dim: int, number: int) -> np.ndarray:
     """Make the records of an iteration: forward passes, then the others from the last layer."""
-    first = [entry for entry in played if entry[1] == FORWARD]
-    others = [
-        entry
-        for layer, _, _ in reversed(first)
-        for entry in played
-        if entry[0] == layer and entry[1] != FORWARD
+    order = [(layer, FORWARD) for layer in layers]
+    order += [
+        (layer, name) for layer in reversed(layers) for name in layer.times if name != FORWARD
     ]
     now, passes = 0.0, []
-    for layer, _, times in [*first, *others]:
-        passes.append((layer, times.moved(now)))
+    for layer, direction in order:
+        times = layer.times[direction][VALUE]
+        passes.append((layer.number, times.moved(now)))
         now += times.duration
     forward, backward = (float(FLOP_PER_PAIR[name] * head_dim) for name in (FORWARD, BACKWARD))
     return together(passes, case=number, flop=(forward, backward))
@@ -456,13 +377,12 @@ def _facts(
     problem: AttentionWorkload,
     case: ReplayCase,
     kernel: str,
-    works: Sequence[dict[str, StepWork]],
-    column_width: int,
+    layers: Sequence[_PlayedLayer],
 ) -> dict[str, Any]:
     """Return the case's entry in summary.json, as `MeasurementCase.facts` does."""
     made, setup, schedule = problem.made, case.setup, case.schedule
     pairs = {
-        name: np.mean([work[name].total_pairs.sum() for work in works])
+        name: np.mean([layer.work[name].total_pairs.sum() for layer in layers])
         for name in (FORWARD, BACKWARD)
     }
     causal = made.heads * len(problem.masks) * causal_pairs(made.seq)
@@ -486,7 +406,7 @@ def _facts(
         "num_heads": made.heads,
         "num_kv_heads": made.kv_heads,
         "head_dim": made.head_dim,
-        "column_width": column_width,
+        "column_width": max(layer.column_width for layer in layers),
         "density": float(pairs[FORWARD]) / causal,
         "cluster": cluster.name,
         "flop": {name: float(FLOP_PER_PAIR[name] * made.head_dim * pairs[name]) for name in pairs},

@@ -1,18 +1,18 @@
 """Recommend the fastest configuration that fits: layout, exchange, groups, recomputation.
 
 The search tries every size of context groups, every degree of tensor parallelism within a node,
-up to 16 stages with one or two virtual stages, and experts dealt as ``auto`` does or not; keys that
-the user set stay fixed. ``gpipe`` is never faster than ``1f1b`` and keeps more, so it is left out.
-Of the memory settings, it tries kinds of recomputation, ``train.keep_mlp`` with the most layers
-that fit, ``train.shard=gradients`` for several micro-batches, and, if nothing fits, those of
-``train.memory=auto``.
+up to 16 stages with one or two virtual stages, and experts dealt as ``auto`` does or not. Of the
+memory settings, it tries kinds of recomputation, ``train.keep_mlp`` with the most layers that fit,
+``train.shard=gradients`` for several micro-batches, and, if nothing fits, those of
+``train.memory=auto``. Keys that the user set stay fixed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 from mtrain_cli.config import parallel_checks
 from mtrain_cli.config.cluster import Cluster
@@ -21,7 +21,7 @@ from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS, NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation.expert_cost import dealt_over
-from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR
+from mtrain_cli.simulation.predicted_step import PARTS, part_name
 from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
@@ -43,29 +43,6 @@ CLOSE = 0.02  # predictions cannot resolve differences below this share of a ste
 _SHOWN = 3
 _MOST_STAGES = 16
 _ANY_SCHEDULE = ("auto", 1, "auto")  # defaults of schedule, virtual_stages and stage_layers
-# How explanations name the parts of a step.
-_WORDS = {
-    "attention": "attention",
-    "index": "estimating indices",
-    "merge and copies": "merging partial results and copying",
-    "late": "waiting for slower workers",
-    "links": "waiting for keys and values",
-    TENSOR: "waiting for hidden states",
-    EXPERTS: "waiting for rows of experts",
-    PIPELINE: "waiting for other stages",
-    "matrices": "matrix products",
-    "recomputed": "recomputed products",
-    "element-wise": "element-wise kernels",
-    "weights": "waiting for weights and gradients",
-    "optimizer": "the optimizer",
-    "offload": "waiting for activations from the host",
-    "host": "launches",
-}
-
-
-class RejectedSetup(NamedTuple):
-    what: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -73,16 +50,13 @@ class Recommendation:
     """The result of a search.
 
     ranked: configurations that fit, fastest first. Only the first two have bounds.
+    rejected: (configuration, why) of the others.
     least: the plan that needs the least memory with ``train.memory=auto``; None if something fits.
     """
 
     ranked: tuple[PredictedScenario, ...]
-    rejected: tuple[RejectedSetup, ...]
+    rejected: tuple[tuple[str, str], ...]
     least: RunPlan | None = None
-
-    @property
-    def best(self) -> PredictedScenario:
-        return self.ranked[0]
 
 
 @dataclass(frozen=True)
@@ -157,7 +131,9 @@ def recommend(
         search.add(groups)
     # The plan that needs the least memory comes first.
     unfit = sorted(search.unfit, key=lambda plan: plan.memory.total)
-    rejected = (*search.rejected, *map(_too_large, unfit))
+    sizes = (f"{p.memory.total / GIB:.1f} of {usable(p):.1f} GiB" for p in unfit)
+    large = (f"{label(plan)} ({size})" for plan, size in zip(unfit, sizes, strict=True))
+    rejected = (*search.rejected, *((what, DOES_NOT_FIT) for what in large))
     if search.mistakes and not search.fitting and not unfit:
         raise search.mistakes[0]
     outcomes: list[PredictedScenario] = []
@@ -177,9 +153,9 @@ def recommend(
 class _Search:
     """The space of a search, and its plans so far.
 
-    fitting: the plans that fit, by layout, exchange, groups of workers and ``train.shard``.
-    tight: the plan that recomputes the most, for each of these without a plan that fits.
-    seen: these places; ``auto`` may choose an exchange that is also compared by its name.
+    fitting: the plans that fit, by place: layout, exchange, groups of workers and ``train.shard``.
+    tight: the plan that recomputes the most, of each place where none fits.
+    seen: places; ``auto`` may choose an exchange that is also compared by its name.
     """
 
     cluster: Cluster
@@ -191,7 +167,7 @@ class _Search:
     fitting: list[list[RunPlan]] = field(default_factory=list)
     unfit: list[RunPlan] = field(default_factory=list)
     tight: list[RunPlan] = field(default_factory=list)
-    rejected: list[RejectedSetup] = field(default_factory=list)
+    rejected: list[tuple[str, str]] = field(default_factory=list)
     mistakes: list[ConfigError] = field(default_factory=list)
     seen: set[tuple[str, str, Groups, str]] = field(default_factory=set)
 
@@ -200,12 +176,12 @@ class _Search:
         return min(self.cluster.gpus_per_node, self.workers)
 
     def add(self, groups: Groups) -> None:
-        """Add the plans with these groups of workers."""
         train = self.scenario.config.train
         each = self.workers // groups.sharing * train.micro_batch
         if train.global_batch % each:
             why = f"train.global_batch={train.global_batch}: must be a multiple of {each}"
-            self._reject(f"groups of {groups}", why, ConfigError(why))
+            self.rejected.append((f"groups of {groups}", why))
+            self.mistakes.append(ConfigError(why))
             return
         per_node = self.per_node // groups.tensor
         for layout, exchange in _distinct(self.layouts, self.exchanges, groups.context, per_node):
@@ -216,11 +192,8 @@ class _Search:
                         break
             except ConfigError as error:
                 why = error.reason if isinstance(error, InvalidSetup) else error.problems[0]
-                self._reject(f"{layout} {exchange} over groups of {groups}", why, error)
-
-    def _reject(self, what: str, why: str, mistake: ConfigError) -> None:
-        self.rejected.append(RejectedSetup(what, why))
-        self.mistakes.append(mistake)
+                self.rejected.append((f"{layout} {exchange} over groups of {groups}", why))
+                self.mistakes.append(error)
 
     def _keep(self, plans: Sequence[RunPlan], groups: Groups) -> bool:
         """Keep plans of other memory settings. Return whether one fits."""
@@ -237,7 +210,7 @@ class _Search:
         return bool(good)
 
     def _shards(self, groups: Groups, several: bool) -> list[str]:
-        """Return the values of ``train.shard`` to try. several: whether there are micro-batches."""
+        """Return the values of ``train.shard`` to try. several: several micro-batches."""
         shard = self.scenario.config.train.shard
         if shard != "full" or self.scenario.sets("train.shard") or not several:
             return [shard]
@@ -288,8 +261,7 @@ def _outcomes(
 ) -> Iterator[PredictedScenario]:
     """Predict plans that differ only in their memory settings, without bounds.
 
-    Plans that recompute the same part of attention share its prediction; forward and backward are
-    the same in each.
+    Plans that recompute the same part of attention share its prediction.
     """
     parts = [plan.recompute for plan in plans]
     first = next((part for part in parts if part is not Recompute.NOTHING), Recompute.NOTHING)
@@ -304,18 +276,12 @@ def _outcomes(
             yield outcome
 
 
-def _too_large(plan: RunPlan) -> RejectedSetup:
-    need = f"{plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB"
-    return RejectedSetup(f"{label(plan)} ({need})", DOES_NOT_FIT)
-
-
 def _distinct(
     layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
 ) -> list[tuple[str, str]]:
     """Return (layout, exchange) pairs, and of equivalent ones only the first.
 
-    One worker exchanges nothing. Inside one node, hierarchical exchanges equal the flat ones. With
-    ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
+    With ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
     """
     if context == 1:
         return [(layouts[0], exchanges[0])]
@@ -355,26 +321,20 @@ def reasons(
 ) -> list[str]:
     """Explain with numbers why ``best`` is faster than ``other``, the largest difference first."""
     seconds, step = best.step.seconds.value, other.step.seconds.value
-    gap = step - seconds
-    # A step without tensor parallelism or a pipeline has no time for it.
-    here, there = (dict.fromkeys(_WORDS, 0.0) | dict(o.step.parts) for o in (best, other))
-
-    def part(name: str) -> str:
-        return f"{_WORDS[name]} takes {here[name]:.3g} s instead of {there[name]:.3g} s"
-
+    gap, here, there = step - seconds, best.step.parts, other.step.parts
     explanation = [f"{gap:.3g} s ({gap / step:.1%}) less per step"]
     if gap <= CLOSE * step:
         faster = f"{step / seconds - 1:.1%} faster"
         explanation = [f"{faster}, less than the prediction can resolve: measure both"]
-    differences = sorted(((there[n] - here[n], n) for n in _WORDS), reverse=True)
-    explanation += [
-        f"{part(name)}{_degree(best, other, name)}"
-        for difference, name in differences[:_SHOWN]
-        if difference > 0.002 * step
-    ]
-    difference, name = differences[-1]
-    if difference < -0.002 * step:
-        explanation.append(f"but {part(name)}")
+    # A step without tensor parallelism or a pipeline has no time for it.
+    differences = sorted(((there.get(n, 0.0) - here.get(n, 0.0), n) for n in PARTS), reverse=True)
+    listed = [pair for pair in differences[:_SHOWN] if pair[0] > 0] + [differences[-1]]
+    for difference, name in listed:
+        if abs(difference) > 0.002 * step:
+            times = f"{here.get(name, 0.0):.3g} s instead of {there.get(name, 0.0):.3g} s"
+            explanation.append(f"{'but ' * (difference < 0)}{part_name(name)} takes {times}")
+    imbalances = (fmean(p.work.worker for p in o.attention.passes.values()) for o in (best, other))
+    explanation.append("worker imbalance of work {:.2f} instead of {:.2f}".format(*imbalances))
     explanation.append(
         f"memory {best.step.gib:.1f} GiB instead of {other.step.gib:.1f} GiB, of "
         f"{usable(best.plan):.1f} GiB usable ({USABLE:.0%})"
@@ -383,16 +343,6 @@ def reasons(
     if "train.keep_mlp" in memory_settings(best.plan.config) and not typed:
         explanation.append(KEPT)
     return explanation
-
-
-def _degree(best: PredictedScenario, other: PredictedScenario, name: str) -> str:
-    if name not in ("late", "attention"):
-        return ""
-    here, there = (
-        sum(p.work.worker for p in o.attention.passes.values()) / len(o.attention.passes)
-        for o in (best, other)
-    )
-    return f" (worker imbalance of work {here:.2f}, not {there:.2f})" * (there > here + 0.005)
 
 
 def groupings(scenario: Scenario, workers: int, per_node: int) -> Iterator[Groups]:
@@ -421,10 +371,7 @@ def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
 
 
 def _virtual_stages(scenario: Scenario, workers: int, groups: Groups) -> Iterator[int]:
-    """Yield each number of virtual stages to try.
-
-    Pipelines with fewer micro-batches than stages mostly idle; only the user may ask for them.
-    """
+    """Yield each number of virtual stages to try: none if a stage would mostly idle."""
     topology, train = scenario.config.topology, scenario.config.train
     fixed = (topology.schedule, topology.virtual_stages, topology.stage_layers) != _ANY_SCHEDULE
     if groups.stages == 1 or fixed or scenario.sets("topology.virtual_stages"):

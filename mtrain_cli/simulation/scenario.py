@@ -17,13 +17,11 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.expert_cost import dealt_over
+from mtrain_cli.simulation.expert_cost import ExpertLoads, dealt_over
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import Prediction, predict
-from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import cluster_of_groups
-from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.sparsity.fixed import make_pattern
@@ -47,8 +45,7 @@ class PairSource:
 
     name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or an index family.
     density, columns, fewest, most: see `IndexFamily`.
-    layers: number of layers whose indices are drawn. They stand for all layers, or for all sparse
-        layers under ``sparsity.dense_layers``.
+    layers: number of layers whose indices are drawn; they stand for all sparse layers.
     """
 
     name: str
@@ -71,7 +68,7 @@ class PairSource:
         Args:
             config: its pattern bounds the pairs; None for no bounds.
             family: index family of a pattern that depends on the data; None for `CLUSTERED`.
-            density, columns: None for what the pattern says, or else the defaults.
+            density, columns: None for what the pattern says, else the defaults.
 
         Raises:
             ConfigError: there are no synthetic indices of the pattern.
@@ -107,8 +104,7 @@ class PairSource:
         """Describe drawn pairs: ``slashes on 5% of the blocks, plus 2,048 columns per head``."""
         covered = self.most_covered(config)
         share = f"{'at most ' * (covered < self.density)}{100 * min(self.density, covered):.3g}%"
-        columns = f"{self.columns:,} column{'' if self.columns == 1 else 's'}"
-        return f"slashes on {share} of the blocks, plus {columns} per head"
+        return f"slashes on {share} of the blocks, plus {self.columns:,} columns per head"
 
     def sparsity(self) -> list[str]:
         """Return settings whose plan has about as many pairs; memory depends on them."""
@@ -122,10 +118,9 @@ class PairSource:
         return [pattern, f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
-        """Return the workload of one micro-batch, for all heads of the model.
+        """Return the workload of one micro-batch of sequences of one document.
 
-        Each sequence is one document. If the data bring masks and can be read, it is the
-        micro-batch with the median number of pairs, of the first ones of the data.
+        If the data bring masks and can be read, it is the one with the median number of pairs.
         """
         model, sequences = config.model, config.train.micro_batch
         layers, full = range(self.layers), None
@@ -152,16 +147,16 @@ class PairSource:
             block_size=config.topology.block_size,
             chunk=config.topology.chunk,
         )
-        fixed = config.sparsity if self.name == FIXED else None
+        fixed = self.name == FIXED
         workload = AttentionWorkload(
             recorded_as,
             masks,
             tuple(layers),
             lru_cache(_KEPT)(self._draw(config)),
             self.name,
-            -1 if fixed is None else fixed.column_bound or 0,
+            (config.sparsity.column_bound or 0) if fixed else -1,
             # A layer draws its `fixed` index once, so no step spends time on estimating it.
-            estimated=fixed is None,
+            estimated=not fixed,
             model=model.name,
             full=full,
             remark="" if read is None else f"data.mask_key={read.key}: {read.describe()}",
@@ -178,14 +173,12 @@ class PairSource:
             return lambda layer: pattern.draw(layer, sequences, heads, config.seq)
         columns = min(self.columns, config.seq)
         block = config.sparsity.block or config.topology.block_size
-        bounds = {"fewest": self.fewest, "most": self.most}
-        family = IndexFamily(self.name, self.density, columns, block, config.seed, **bounds)
+        bounds = self.fewest, self.most
+        family = IndexFamily(self.name, self.density, columns, block, config.seed, 0, *bounds)
 
         def draw(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)
-            slashes, columns = (
-                torch.cat([part] * sequences) for part in (one.slashes, one.columns)
-            )
+            slashes, columns = (torch.cat([x] * sequences) for x in (one.slashes, one.columns))
             return VerticalSlash(one.block, one.blocks, slashes, columns)
 
         return draw
@@ -203,7 +196,7 @@ class Scenario:
     config: Config
     problem: AttentionWorkload
     calibration: Calibration | None = None
-    conditions: Disturbances = field(default_factory=Disturbances)
+    slow: Mapping[int, float] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
 
@@ -249,22 +242,20 @@ class PredictedScenario:
         own_masks = config.data.mask_key is not None
         documents = "" if own_masks else " every sequence is one document;"
         packed = self.dense and config.mask.kind == "causal" and config.data.document_mask
-        unmeasured = "no measurement on GPUs was compared"
-        remarks = {
-            f"steps: {source};{documents} loading data and writing checkpoints take no time": True,
-            "a sequence of mtrain train may hold several documents (data.document_mask=true), "
-            "whose uneven work topology.layout=auto balances with striped; if your sequences are "
-            "single documents, set topology.layout": packed and not own_masks,
-            f"the computed pairs are drawn at random ({pattern}), and the balance between workers "
-            "depends on them; to use the pairs of a profile, set index": pattern in FAMILIES,
-            f"topology.tensor_parallel: messages take the times of the cluster's collectives; "
-            f"{unmeasured}": plan.dims.tp > 1,
-            f"topology.pipeline_parallel: the times of the stages are played through the "
-            f"schedule; {unmeasured}": plan.dims.pp > 1,
-            "train.compile=false: element-wise kernels take 2.8 times as long as compiled ones "
-            "(measured on one H200 at 32K tokens)": config.train.compile is False,
-        }
-        shown = [text for text, applies in remarks.items() if applies]
+        shown = [f"steps: {source};{documents} loading data and checkpoints take no time"]
+        if packed and not own_masks:
+            shown.append(
+                "a sequence of mtrain train may hold several documents (data.document_mask=true), "
+                "whose uneven work topology.layout=auto balances with striped; if your sequences "
+                "are single documents, set topology.layout"
+            )
+        if pattern in FAMILIES:
+            shown.append(
+                f"the computed pairs are drawn at random ({pattern}), and the balance between "
+                "workers depends on them; to use the pairs of a profile, set index"
+            )
+        if plan.dims.tp > 1 or plan.dims.pp > 1:
+            shown.append("tensor and pipeline parallelism: no measurement on GPUs was compared")
         if plan.search is not None and plan.search.chosen is not None:
             chosen = plan.search.chosen.overrides or "the defaults"
             shown.append(f"train.memory=auto chooses {chosen}")
@@ -276,9 +267,8 @@ class PredictedScenario:
                 f"{busiest:.2f} times the mean; times follow from FLOP, bytes and rates, some of "
                 "which are guesses; memory assumes equal loads"
             )
-        if beyond := beyond_reach(config):
-            shown.append(beyond)
-        return (*self.attention.remarks, *shown)
+        beyond = beyond_reach(config)
+        return (*self.attention.remarks, *shown, *filter(None, [beyond]))
 
 
 def plan_on(cluster: Cluster, config: Config, *, workers: int, **topology: Any) -> RunPlan:
@@ -299,12 +289,6 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, **topology: Any) 
     return make_plan(config, Hardware.of_cluster(cluster)).dealt
 
 
-def setup_of(plan: RunPlan) -> ReplaySetup:
-    """Return the setup to replay for one context group of a plan."""
-    per_node = plan.environment.context_per_node
-    return ReplaySetup(plan.layout.name, plan.exchange.name, plan.dims.cp, per_node)
-
-
 def evaluate(
     cluster: Cluster,
     scenario: Scenario,
@@ -322,20 +306,20 @@ def evaluate(
     Raises:
         ConfigError: the configuration is impossible, or the calibration has no times of the kernel.
     """
-    attention = _predict_slowest(
-        cluster,
-        scenario,
-        setup_of(plan),
-        plan.dims.tp,
-        kernel=plan.kernel,
-        dense_kernel=None if plan.dense_kernel is None else plan.dense_kernel[0],
-        recompute=plan.recompute if recompute is None else recompute,
-        number=number,
-        rows=rows,
-        bounds=bounds,
-        choice=plan.exchange,
-    )
+    again = plan.recompute if recompute is None else recompute
+    details = {"recompute": again, "number": number, "rows": rows, "bounds": bounds}
+    attention = _attention_of(cluster, scenario, plan, **details)
     return with_step(cluster, scenario, plan, attention, bounds=bounds)
+
+
+def _attention_of(
+    cluster: Cluster, scenario: Scenario, plan: RunPlan, **details: Any
+) -> Prediction:
+    per_node = plan.environment.context_per_node
+    setup = ReplaySetup(plan.layout.name, plan.exchange.name, plan.dims.cp, per_node)
+    dense = None if plan.dense_kernel is None else plan.dense_kernel[0]
+    details |= {"kernel": plan.kernel, "dense_kernel": dense, "choice": plan.exchange}
+    return _predict_slowest(cluster, scenario, setup, plan.dims.tp, **details)
 
 
 def _predict_slowest(
@@ -349,13 +333,13 @@ def _predict_slowest(
     # A drawn or recorded index has other pairs on each head.
     places = 1 if workload.index(workload.layers[0]) is None else degree
 
-    def predict_group(conditions: Disturbances) -> Prediction:
+    def predict_group(slow: Mapping[int, float]) -> Prediction:
         predictions = (
             predict(
                 of_groups,
                 workload.part(place, degree),
                 setup,
-                conditions=conditions,
+                slow=slow,
                 calibration=scenario.calibration,
                 **details,
             )
@@ -363,8 +347,20 @@ def _predict_slowest(
         )
         return max(predictions, key=lambda prediction: prediction.duration.value)
 
-    conditions = scenario.conditions.of_tensor_groups(degree)
-    slowest = slowest_group(conditions, setup.workers, predict_group)
+    # The slow workers of each context group with one, and of the first if there is none. A tensor
+    # group is as slow as its slowest rank.
+    slow: dict[int, dict[int, float]] = {}
+    for rank, factor in sorted(scenario.slow.items()):
+        group, place = divmod(rank // degree, setup.workers)
+        of_group = slow.setdefault(group, {})
+        of_group[place] = max(factor, of_group.get(place, 0.0))
+    by_group = {group: predict_group(ranks) for group, ranks in (slow or {0: {}}).items()}
+    group = max(by_group, key=lambda group: by_group[group].duration.value)
+    slowest, first = by_group[group], group * setup.workers
+    if group:
+        ranks = f"ranks {first} to {first + setup.workers - 1}; its ranks count from 0"
+        remark = f"shows the slowest context group, {ranks}"
+        slowest = replace(slowest, remarks=(*slowest.remarks, remark))
     if degree == 1:
         return slowest
     # The density is that of all heads, as a run measures it.
@@ -432,33 +428,7 @@ def predict_attention_alone(
         setup = ReplaySetup(layout, exchange, context, min(per_node // degree, context), topology)
         return _predict_slowest(cluster, scenario, setup, degree, kernel=kernel, **details)
     plan = plan_on(cluster, config, workers=workers, layout=layout, exchange=exchange)
-    dense_kernel = None if plan.dense_kernel is None else plan.dense_kernel[0]
-    chosen = {"kernel": plan.kernel, "dense_kernel": dense_kernel, "choice": plan.exchange}
-    return _predict_slowest(cluster, scenario, setup_of(plan), degree, **chosen, **details)
-
-
-def slowest_group(
-    conditions: Disturbances, size: int, predict_group: Callable[..., Prediction]
-) -> Prediction:
-    """Predict attention for the slowest context group, for which the others wait.
-
-    Args:
-        size: number of ranks in a group.
-        predict_group: predicts a group with its ``conditions``, whose ranks count from 0.
-    """
-    predictions = {
-        group: predict_group(conditions=own) for group, own in conditions.of_groups(size).items()
-    }
-    group = max(predictions, key=lambda group: predictions[group].duration.value)
-    slowest = predictions[group]
-    if not group:
-        return slowest
-    first = group * size
-    remark = (
-        f"shows the slowest context group, ranks {first} to {first + size - 1}; its ranks count "
-        "from 0"
-    )
-    return replace(slowest, remarks=(*slowest.remarks, remark))
+    return _attention_of(cluster, scenario, plan, **details)
 
 
 def with_step(
@@ -469,12 +439,9 @@ def with_step(
     *,
     bounds: bool = True,
 ) -> PredictedScenario:
-    """Predict a step of a plan from a prediction of one layer's attention.
-
-    If ``plan`` recomputes attention, that must have a pass `RECOMPUTE` for ``plan.recompute``.
-    """
+    """Predict a step of a plan from the attention of a layer, recomputed as the plan does."""
     step = predict_step(
-        cluster, plan, attention, scenario.conditions, bounds=bounds, loads=scenario.loads
+        cluster, plan, attention, scenario.slow, bounds=bounds, loads=scenario.loads
     )
     return PredictedScenario(plan, attention, step, scenario.loads)
 
@@ -506,11 +473,7 @@ def train_line(
 
 
 def estimate_step(plan: RunPlan) -> StepEstimate:
-    """Estimate a step as `mtrain simulate` predicts it with the settings of the plan.
-
-    Without a prediction, as on a CPU, the result has no time. It has no density either if the
-    pattern has no synthetic index.
-    """
+    """Estimate a step as `mtrain simulate` predicts it; on a CPU without a time."""
     config, on_cpu = plan.config, plan.environment.device == "cpu"
     try:
         pairs = PairSource.of(config)

@@ -1,8 +1,4 @@
-"""Price the messages of tensor parallelism: how long a layer waits for them.
-
-The messages around attention overlap with nothing, those of a tile of the MLP with other tiles
-(`step.layer`).
-"""
+"""Price the messages of tensor parallelism: how long a layer waits for them (`step.layer`)."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ class TensorMessages:
 
     kinds: kinds of layers, each with the number of such layers.
     row: bytes that the worker receives for each own row, in one message.
-    weights: elements of each matrix of the worker's part of a layer, for the shares of products.
+    weights: elements of each matrix, for the shares of products.
     """
 
     kinds: Sequence[tuple[int, Layer]]
@@ -50,9 +46,7 @@ class TensorMessages:
     def forward(self, computing: float, message: Callable[[float], float]) -> PassTime:
         """Return the time of a forward pass, in the mean over the layers.
 
-        Args:
-            computing: microseconds of the layer's forward pass except attention.
-            message: returns the microseconds of a message from its bytes.
+        computing: microseconds except attention. message: returns those of a message from its size.
         """
         return self._mean([layer.forward() for _, layer in self.kinds], computing, message)
 
@@ -80,11 +74,8 @@ def cluster_of_groups(cluster: Cluster, degree: int) -> Cluster:
     """
     if degree == 1:
         return cluster
-    outer = cluster.outer
-    each = cluster.gpus_per_node // degree
-    return replace(
-        cluster, gpus_per_node=each, outer=None if outer is None else _divided(outer, degree)
-    )
+    outer = None if cluster.outer is None else _divided(cluster.outer, degree)
+    return replace(cluster, gpus_per_node=cluster.gpus_per_node // degree, outer=outer)
 
 
 def _divided(link: Link, degree: int) -> Link:

@@ -1,7 +1,7 @@
 """Simulate the timeline of a pass for all ranks at once.
 
-All ranks run the same program, and an action on one rank depends only on earlier actions of the
-others. So each action is played for all ranks together, in program order, without an event queue:
+All ranks run the same program, and an operation on one rank depends only on earlier ones of the
+others. So each is played for all ranks together, in program order, without an event queue:
 
 - A message is ready at a rank when the rank has posted it, the previous message on the same
   communicator has ended at this rank, and the message that it forwards has arrived.
@@ -16,60 +16,29 @@ others. So each action is played for all ranks together, in program order, witho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel import recording
+from mtrain_cli.parallel.operations import AddColumns, Arrange, Merge
+from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Copy, Post, Program, Wait
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
-from mtrain_cli.simulation.costs import (
-    Action,
-    AwaitMessage,
-    Dispatch,
-    FloatArray,
-    PostMessage,
-    PricedMessage,
-    Spend,
-)
-from mtrain_cli.simulation.spmd_schedule import RankGrid
+from mtrain_cli.simulation.costs import FloatArray, LayerPrices, PricedMessage
+from mtrain_cli.simulation.spmd_schedule import RankGrid, SpmdSchedule
 
 LEAST_POWER = 0.05  # messages leave at least this share of a GPU to computation
+NOT_SLOW: Mapping[int, float] = MappingProxyType({})
+Counts = Mapping[str, IntArray]  # number of pairs, blocks or columns of each rank, for records
+NO_WORK: Counts = MappingProxyType({})
 _KIND, _LINK, _PAYLOAD, _DIRECTION = (
     {word: code for code, word in enumerate(words)}
     for words in (recording.KINDS, LINKS, PAYLOADS, recording.DIRECTIONS)
 )
-
-
-@dataclass(frozen=True)
-class Disturbances:
-    """Deviations from an ideal run.
-
-    slow: factor by which the computation of a rank takes longer.
-    jitter: standard deviation of the logarithm of each message's and rank's random factor.
-    """
-
-    slow: Mapping[int, float] = field(default_factory=dict)
-    jitter: float = 0.0
-    seed: int = 0
-
-    def of_groups(self, size: int) -> dict[int, Disturbances]:
-        """Return the disturbances of each context group with a slow rank; group 0 if none.
-
-        Each group has ``size`` ranks, which count from 0.
-        """
-        slow: dict[int, dict[int, float]] = {}
-        for rank, factor in sorted(self.slow.items()):
-            slow.setdefault(rank // size, {})[rank % size] = factor
-        return {group: replace(self, slow=ranks) for group, ranks in slow.items()} or {0: self}
-
-    def of_tensor_groups(self, degree: int) -> Disturbances:
-        """Return those of tensor groups, each as slow as its slowest rank."""
-        slow: dict[int, float] = {}
-        for rank, factor in self.slow.items():
-            slow[rank // degree] = max(slow.get(rank // degree, 0.0), factor)
-        return replace(self, slow=slow) if degree > 1 else self
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,29 +84,55 @@ class PassTimes:
 
 
 def play(
-    actions: Iterable[Action],
-    direction: str,
-    workers: int,
-    steps: int,
+    program: Program,
+    spmd: SpmdSchedule,
+    prices: LayerPrices,
     *,
     start: FloatArray | None = None,
-    grid: RankGrid | None = None,
-    conditions: Disturbances | None = None,
+    slow: Mapping[int, float] = NOT_SLOW,
     rows: bool = False,
-    stream: int = 0,
 ) -> PassTimes:
-    """Simulate the actions of a pass, and return its times.
+    """Simulate a pass, and return its times.
 
     Args:
+        program: rank 0's program.
         start: [workers], microseconds at which each rank starts; None for 0.
-        grid: gives the shard numbers in records.
-        stream: number of the pass. Passes with different numbers draw different jitter.
+        slow: factor by which the computation of a rank takes longer.
     """
-    begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
-    tables = _Rows(direction, workers, grid) if rows else None
-    player = _Player(direction, begin, steps, conditions or Disturbances(), stream, tables)
-    for action in actions:
-        player.act(action)
+    direction, workers = prices.direction, spmd.grid.workers
+    everyone, transfers = np.ones(workers), spmd.transfers(direction)
+    player = _Player(direction, spmd, everyone * 0 if start is None else start, slow, rows)
+    player.launch(-1, prices.costs.host("begin"))
+    if direction == recording.FORWARD:
+        player.compute(recording.INDEX, -1, everyone * prices.costs.index_us())
+    computing: dict[int, NDArray[np.bool_]] = {}
+    for op in program.operations:
+        match op:
+            case Begin():
+                player.launch(op.step, prices.costs.host("step" if op.computes else "moves"))
+            case Post():
+                transfer = transfers.get(op.transfer.number) or spmd.column_sum(op.transfer)
+                player.post(op.step, prices.message(transfer, op))
+            case Wait():
+                player.wait(op.step, op.number)
+            case Compute():
+                us = prices.attention(op.step)
+                computing[op.step] = us > 0
+                work = prices.work(op.step)
+                player.compute(recording.ATTENTION, op.step, us, slowed=True, work=work)
+            case ComputeColumns():
+                us, work = prices.column_times()
+                player.compute(recording.COLUMNS, op.step, us, slowed=True, work=work)
+            case Merge():
+                us = np.where(computing[op.step], prices.copy(op), 0.0)
+                player.compute(recording.MERGE, op.step, us)
+            case Copy():
+                arranges = isinstance(op, Arrange) and op.timed
+                kind = recording.ARRANGE if arranges else recording.GAP
+                kind = recording.COLUMNS if isinstance(op, AddColumns) else kind
+                player.compute(kind, op.step, everyone * prices.copy(op))
+            case _:
+                raise AssertionError(op)
     return player.result()
 
 
@@ -145,20 +140,18 @@ class _Player:
     def __init__(
         self,
         direction: str,
+        spmd: SpmdSchedule,
         start: FloatArray,
-        steps: int,
-        conditions: Disturbances,
-        stream: int,
-        rows: _Rows | None,
+        slow: Mapping[int, float],
+        rows: bool,
     ) -> None:
-        workers = len(start)
-        self.direction, self.start, self.rows = direction, start, rows
-        self.now, self.host = start.copy(), start.copy()
+        workers, steps = len(start), len(spmd.steps(direction))
+        self.direction, self.start = direction, np.asarray(start, np.float64)
+        self.rows = _Rows(direction, workers, spmd.grid) if rows else None
+        self.now, self.host = self.start.copy(), self.start.copy()
         self.factor = np.ones(workers)
-        for rank, factor in conditions.slow.items():
+        for rank, factor in slow.items():
             self.factor[rank] *= factor
-        self.jitter = conditions.jitter
-        self.random = np.random.default_rng([conditions.seed, stream])
         self.ranks = np.arange(workers)
         # The times at which communicators ([workers]) and incoming links ([inner or outer,
         # workers]) become free.
@@ -175,16 +168,6 @@ class _Player:
         self.exposed: dict[str, FloatArray] = {}
         self.carried = np.zeros((2, workers))
 
-    def act(self, action: Action) -> None:
-        if isinstance(action, Spend):
-            self._spend(action)
-        elif isinstance(action, PostMessage):
-            self._post(action)
-        elif isinstance(action, AwaitMessage):
-            self._wait(action)
-        else:
-            self._dispatch(action)
-
     def result(self) -> PassTimes:
         if self.rows is not None:
             self.rows.add(recording.PASS, -1, self.start, self.now - self.start)
@@ -199,22 +182,22 @@ class _Player:
             rows=tuple(self.rows.tables) if self.rows is not None else (),
         )
 
-    def _dispatch(self, action: Dispatch) -> None:
-        # The host never waits for the GPU. The GPU waits if the host has not launched its work yet.
-        self.host = self.host + action.us
+    def launch(self, step: int, us: float) -> None:
+        """Keep the host busy. It never waits for the GPU, but the GPU waits for its launches."""
+        self.host = self.host + us
         gap = np.maximum(self.host - self.now, 0.0)
         if gap.any():
-            self._busy(recording.GAP, action.step, gap)
+            self._busy(recording.GAP, step, gap, {})
 
-    def _spend(self, action: Spend) -> None:
-        us = action.us * self.factor
-        if not us.any():
-            return
-        if action.slowed:
-            us = self._slowed(us)
-        self._busy(action.kind, action.step, us, action)
+    def compute(
+        self, kind: str, step: int, us: FloatArray, *, slowed: bool = False, work: Counts = NO_WORK
+    ) -> None:
+        """Keep the compute stream busy. slowed: whether messages in flight slow this work down."""
+        us = us * self.factor
+        if us.any():
+            self._busy(kind, step, self._slowed(us) if slowed else us, work)
 
-    def _busy(self, kind: str, step: int, us: FloatArray, work: Spend | None = None) -> None:
+    def _busy(self, kind: str, step: int, us: FloatArray, work: Counts) -> None:
         self.spent[kind][0 if kind == recording.COLUMNS else step + 1] += us
         if self.rows is not None:
             self.rows.add(kind, step, self.now, us, work=work)
@@ -244,20 +227,13 @@ class _Player:
         taken = np.where((begins <= at) & (at < ends), shares, 0.0).sum(0)
         return np.maximum(1.0 - taken, LEAST_POWER)
 
-    def _post(self, action: PostMessage) -> None:
-        message = action.message
+    def post(self, step: int, message: PricedMessage) -> None:
         ready = np.maximum(self.now, self.queues.get(message.transfer.queue, self.now))
         if message.transfer.first.after is not None:
             ready = np.maximum(ready, self.ended[message.transfer.first.after])
-        latency, busy = message.latency, message.busy
-        if self.jitter:
-            factor = np.exp(self.random.normal(0.0, self.jitter, len(self.now)))
-            if message.transfer.peers is not None:
-                factor = self._groups(message.transfer.peers).first(factor)
-            latency, busy = latency * factor, busy * factor
-        self.carried[message.outer.astype(np.intp), self.ranks] += busy
+        self.carried[message.outer.astype(np.intp), self.ranks] += message.busy
         play = self._between_two if message.transfer.peers is None else self._among
-        ended = play(message, ready, latency, busy)
+        ended = play(message, ready)
         self.queues[message.transfer.queue] = ended
         number = message.transfer.number
         self.messages[number], self.posted[number], self.ended[number] = message, self.now, ended
@@ -265,59 +241,51 @@ class _Player:
             self.active.append((ready, ended, message.share))
         if self.rows is not None:
             for kind in (recording.SEND, recording.RECEIVE):
-                self.rows.add(kind, action.step, self.now, ended - self.now, message=message)
+                self.rows.add(kind, step, self.now, ended - self.now, message=message)
 
-    def _between_two(
-        self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
-    ) -> FloatArray:
+    def _between_two(self, message: PricedMessage, ready: FloatArray) -> FloatArray:
         to, source = message.transfer.to, message.transfer.source
         assert to is not None
         assert source is not None
         outer = message.outer.astype(np.intp)
         begin = np.maximum(np.maximum(ready, ready[source]), self.arriving[outer, self.ranks])
-        through = begin + busy
+        through = begin + message.busy
         self.arriving[outer, self.ranks] = through
-        arrived = through + latency
+        arrived = through + message.latency
         return np.maximum(arrived, arrived[to])
 
-    def _among(
-        self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
-    ) -> FloatArray:
-        assert message.transfer.peers is not None
+    def _among(self, message: PricedMessage, ready: FloatArray) -> FloatArray:
         link = int(message.outer.any())
         groups = self._groups(message.transfer.peers)
         begin = groups.most(np.maximum(ready, self.arriving[link]))
-        through = begin + busy
+        through = begin + message.busy
         self.arriving[link] = through
-        return through + latency
+        return through + message.latency
 
-    def _groups(self, peers: IntArray) -> _Groups:
+    def _groups(self, peers: IntArray | None) -> _Groups:
+        assert peers is not None
         if id(peers) not in self.groups:
             self.groups[id(peers)] = _Groups(peers)
         return self.groups[id(peers)]
 
-    def _wait(self, action: AwaitMessage) -> None:
-        message, posted = self.messages.pop(action.number), self.posted.pop(action.number)
-        us = np.maximum(self.ended[action.number] - self.now, 0.0)
-        if message.transfer.peers is None:
-            assert message.transfer.to is not None
-            assert message.transfer.source is not None
-            by_source, by_to = posted[message.transfer.source], posted[message.transfer.to]
-            peer = np.where(by_to > by_source, message.transfer.to, message.transfer.source)
+    def wait(self, step: int, number: int) -> None:
+        message, posted = self.messages.pop(number), self.posted.pop(number)
+        us = np.maximum(self.ended[number] - self.now, 0.0)
+        transfer, channel = message.transfer, message.transfer.first.channel
+        if transfer.to is not None and transfer.source is not None:
+            by_source, by_to = posted[transfer.source], posted[transfer.to]
+            peer = np.where(by_to > by_source, transfer.to, transfer.source)
             last = np.maximum(by_source, by_to)
         else:
-            groups = self._groups(message.transfer.peers)
+            groups = self._groups(transfer.peers)
             last, peer = groups.most(posted), groups.latest(posted)
             peer = np.where(peer == self.ranks, -1, peer)
         late = np.clip(last - self.now, 0.0, us)
-        self.late[action.step + 1] += late
-        if message.transfer.first.channel not in self.exposed:
-            self.exposed[message.transfer.first.channel] = np.zeros_like(self.late)
-        self.exposed[message.transfer.first.channel][action.step + 1] += us - late
+        self.late[step + 1] += late
+        self.exposed.setdefault(channel, np.zeros_like(self.late))[step + 1] += us - late
         if self.rows is not None:
-            self.rows.add(
-                recording.WAIT, action.step, self.now, us, message=message, late=late, peer=peer
-            )
+            kind = recording.WAIT
+            self.rows.add(kind, step, self.now, us, message=message, late=late, peer=peer)
         self.now = self.now + us
 
 
@@ -336,10 +304,6 @@ class _Groups:
             return np.full(len(values), values.max())
         return np.maximum.reduceat(values[self.order], self.begin)[self.of]
 
-    def first(self, values: FloatArray) -> FloatArray:
-        """Return the value of the lowest rank in each rank's group, [workers]."""
-        return values[self.peers]
-
     def latest(self, values: FloatArray) -> IntArray:
         """Return the lowest rank with the largest value in each rank's group, [workers]."""
         largest = values == self.most(values)
@@ -350,7 +314,7 @@ class _Groups:
 
 
 class _Rows:
-    def __init__(self, direction: str, workers: int, grid: RankGrid | None) -> None:
+    def __init__(self, direction: str, workers: int, grid: RankGrid) -> None:
         self.direction, self.workers, self.grid = _DIRECTION[direction], workers, grid
         self.tables: list[np.ndarray] = []
 
@@ -361,7 +325,7 @@ class _Rows:
         start: FloatArray,
         us: FloatArray,
         *,
-        work: Spend | None = None,
+        work: Counts = NO_WORK,
         message: PricedMessage | None = None,
         late: FloatArray | None = None,
         peer: IntArray | None = None,
@@ -370,9 +334,8 @@ class _Rows:
         rows["direction"], rows["phase"], rows["step"] = self.direction, _KIND[kind], step
         rows["rank"], rows["start_us"], rows["dur_us"] = np.arange(self.workers), start, us
         rows["shard"] = rows["peer"] = -1
-        for name in ("pairs", "blocks", "columns"):
-            if (counts := getattr(work, name, None)) is not None:
-                rows[name] = counts
+        for name, counts in work.items():
+            rows[name] = counts
         if message is not None:
             transfer, rows["bytes"] = message.transfer, message.size
             t = transfer.first
@@ -381,7 +344,7 @@ class _Rows:
             if ranks is not None:
                 rows["peer"] = ranks
             place = transfer.leaving if kind == recording.SEND else transfer.arriving
-            if place is not None and self.grid is not None:
+            if place is not None:
                 rows["shard"] = self.grid.groups_of(place)
         if late is not None and peer is not None:
             rows["late_us"], rows["peer"] = late, peer

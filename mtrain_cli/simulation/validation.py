@@ -1,14 +1,13 @@
 """Compare predictions with measurements, by step, by rank and as a whole.
 
-Predictions come from a folder that an earlier `mtrain simulate --out FOLDER` wrote, or from the
-shapes, indices and configuration that a run recorded (never its times). The same analysis reads
-both, so each number has one definition (`profiles/definitions.md`).
+Predictions come from an earlier `mtrain simulate --out FOLDER`, or from the shapes, indices and
+configuration that a run recorded, never its times. The same analysis reads both.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
+from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, DIRECTIONS, KINDS
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.records.index_file import RecordedIndices, load_indices
@@ -32,7 +32,6 @@ from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.prediction import Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
-from mtrain_cli.simulation.work_tables import micro_batch_tables, work_table
 from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.layout_choice import row_prices
 
@@ -43,9 +42,11 @@ _DENSE, _FIXED = "dense", "fixed"
 _LEAST_RANKED = 3
 _ONE_MICRO_BATCH = (
     "counts are those of the first micro-batch of the last recorded iteration, which the "
-    "prediction repeats; the others have other masks or indices, and measured times are means over "
-    "all"
+    "prediction repeats; measured times are means over all micro-batches"
 )
+_NEEDED = (
+    "case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "blocks", "pairs",
+)  # fmt: skip
 Key = tuple[Any, ...]
 
 
@@ -212,19 +213,23 @@ def _config(run: MeasuredRun, case: CaseAnalysis) -> Config | None:
     return resolved_file.load(path) if path.is_file() else None
 
 
-def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
-    """Write predictions in the form that `open_prediction` reads."""
+def write_predictions(folder: Path, predictions: Sequence[Prediction]) -> None:
+    """Write predictions of attention in the form that `open_prediction` reads."""
     for number, prediction in enumerate(predictions):
         assert prediction.rows is not None
         record_files.write_part(prediction.rows, folder, number)
     record_files.join_parts(folder)
-    predicted = []
-    for p in predictions:
-        passes = {name: {"ms": asdict(d.duration)} for name, d in p.passes.items()}
-        predicted.append({"label": p.facts["label"], "remarks": list(p.remarks), "passes": passes})
+    predicted = [
+        {
+            "label": p.facts["label"],
+            "remarks": list(p.remarks),
+            "passes": {name: {"ms": asdict(d.duration)} for name, d in p.passes.items()},
+        }
+        for p in predictions
+    ]
     document = {
         "kind": "simulation",
-        "mode": mode,
+        "mode": "attention",
         "complete": True,
         "workers": max(p.setup.workers for p in predictions),
         "samples_wanted": 1,
@@ -299,11 +304,11 @@ class PassComparison:
 
     bare: measured without recording (`CaseAnalysis.bare_ms`); None if unknown.
     recorded, std: measured with recording, and its standard deviation.
-    steps: (measured, predicted) time of each step with waits, averaged over ranks.
-    ranks: (measured, predicted) time of each rank, for all steps and gathered columns.
+    steps, ranks: (measured, predicted) time of each step with waits, averaged over ranks, and of
+        each rank with gathered columns.
     mape: mean absolute relative error of attention, over all ranks and steps.
     degrees: (measured, predicted) imbalance degrees of time.
-    cells, equal: entries of the work table (`work_tables`), and how many are equal.
+    cells, equal: entries of `work_table`, and how many are equal.
     """
 
     bare: float | None
@@ -399,20 +404,6 @@ class MismatchedPrediction(ValueError):
     """A prediction describes another configuration than the one that ran."""
 
 
-def replayed_work(
-    run: MeasuredRun, predictions: Mapping[Key, PredictedCase]
-) -> dict[int, dict[str, np.ndarray]]:
-    """Return the measured work of the micro-batch that `replay` repeats.
-
-    Returns:
-        Tables of each pass by number of the case, as in `micro_batch_tables`.
-    """
-    cases = [case for case in run.cases if key_of(case.facts) in predictions]
-    layers = {case.number: predictions[key_of(case.facts)].analysis.layers for case in cases}
-    iteration = run.indices.setup.iteration
-    return micro_batch_tables(run.recorded, cases, layers, iteration)
-
-
 def compare(
     run: MeasuredRun,
     case: CaseAnalysis,
@@ -421,9 +412,8 @@ def compare(
 ) -> CaseComparison:
     """Compare a measured case with its prediction.
 
-    Args:
-        replayed: measured work of the micro-batch that the prediction repeats, by pass; None for
-            the mean over all micro-batches.
+    replayed: measured work of the micro-batch that the prediction repeats, by pass; None for the
+        mean over all micro-batches.
 
     Raises:
         MismatchedPrediction: measurement and prediction differ in steps or workers.
@@ -490,21 +480,10 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return np.divide(predicted, measured, out=np.ones_like(predicted), where=measured > 0) - 1
 
 
-def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
-    by_source: dict[str, list[str]] = {}
-    for name, constant in constants:
-        source = constant["source"] if isinstance(constant, dict) else constant.source
-        by_source.setdefault(str(source), []).append(name)
-    return by_source
-
-
 def agreement(cases: Sequence[CaseComparison]) -> dict[str, Any]:
-    """Summarize the errors of all cases (`profiles/definitions.md`, Validation).
+    """Summarize the relative errors of all cases (`profiles/definitions.md`, Validation).
 
-    Returns:
-        Errors are relative and of a case's time: ``mape`` (mean absolute) and ``worst_error``;
-        ``common_factor``, the median of predicted / measured, and the ``mape`` without it.
-        ``spearman`` and ``fastest_found`` are by group of three cases or more.
+    ``spearman`` and ``fastest_found`` are by group of three cases or more.
     """
     errors = np.array([case.error for case in cases])
     passes = [(name, p) for case in cases for name, p in case.passes.items()]
@@ -538,3 +517,66 @@ def agreement(cases: Sequence[CaseComparison]) -> dict[str, Any]:
             group: int(m.argmin()) == int(p.argmin()) for group, (m, p) in times.items()
         },
     }
+
+
+def work_table(analysis: PassAnalysis) -> np.ndarray:
+    """Return the work of a pass, int-valued [ranks, 2 * steps + 1], as a mean over all samples.
+
+    A row holds the query-key pairs of each step, the pairs of gathered columns, and the block pairs
+    of each step, which are 0 in a step without pairs.
+    """
+    return _whole(analysis.pairs, analysis.column_pairs, analysis.blocks)
+
+
+def micro_batch_tables(
+    recorded: RecordedFolder,
+    cases: Sequence[CaseAnalysis],
+    layers: Mapping[int, Collection[int]],
+    iteration: int,
+) -> dict[int, dict[str, np.ndarray]]:
+    """Return the work of the first micro-batch of an iteration in the first context group.
+
+    Documents differ between micro-batches, and replays know those of one. With tensor parallelism,
+    only the first rank of each tensor group counts; with a pipeline, each layer's stage.
+
+    layers: numbers of the layers to count, by number of the case.
+
+    Returns:
+        The `work_table` of each pass, by number of the case; none without rows of the iteration.
+    """
+    sums = {
+        (case.number, DIRECTIONS.index(name)): np.zeros(
+            (2, case.workers, of_pass.pairs.shape[1] + 1), np.int64
+        )
+        for case in cases
+        for name, of_pass in case.passes.items()
+    }
+    tensor = {case.number: int(case.facts.get("tp") or 1) for case in cases}
+    stages = {c.number: 1 if c.pipeline is None else c.pipeline.pipeline.stages for c in cases}
+    of_a_stage = {c.number: c.workers * c.groups // stages[c.number] for c in cases}
+    found = set[int]()
+    for batch in recorded.batches(_NEEDED):
+        counts = (batch["iteration"] == iteration) & (batch["micro"] == 0)
+        counts &= np.isin(batch["phase"], [KINDS.index(ATTENTION), KINDS.index(COLUMNS)])
+        for (number, direction), both in sums.items():
+            mine = counts & (batch["case"] == number) & (batch["direction"] == direction)
+            mine &= np.isin(batch["layer"], list(layers[number]))
+            rank = batch["rank"] % of_a_stage[number]
+            worker, coordinate = np.divmod(rank, tensor[number])
+            mine &= (worker < both.shape[1]) & (coordinate == 0)
+            if mine.any():
+                found.add(number)
+            columns = batch["phase"][mine] == KINDS.index(COLUMNS)
+            slot = np.where(columns, 0, batch["step"][mine] + 1)
+            for table, name in zip(both, ("pairs", "blocks"), strict=True):
+                np.add.at(table, (worker[mine], slot), batch[name][mine])
+    tables: dict[int, dict[str, np.ndarray]] = {number: {} for number in sorted(found)}
+    for (number, direction), both in sums.items():
+        if number in found:
+            pairs, blocks = both / len(layers[number])
+            tables[number][DIRECTIONS[direction]] = _whole(pairs[:, 1:], pairs[:, 0], blocks[:, 1:])
+    return tables
+
+
+def _whole(pairs: np.ndarray, column_pairs: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    return np.rint(np.column_stack([pairs, column_pairs, np.where(pairs > 0, blocks, 0)]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
@@ -42,10 +41,7 @@ PASSES = (FORWARD, BACKWARD)
 
 @dataclass(frozen=True)
 class ReplaySetup:
-    """One configuration to replay.
-
-    options: settings with ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and ``columns``.
-    """
+    """One configuration to replay. options: settings of its exchange; None for automatic ones."""
 
     layout: str
     exchange: str
@@ -60,7 +56,7 @@ class ReplayedPass:
 
     degrees: imbalance degrees of pairs, averaged over layers. Gathered columns count as an extra
         step, which the step degree ignores.
-    pairs: int64 [workers], number of query-key pairs in all layers.
+    pairs: int64 [workers], in all layers.
     sent: bytes that a worker sends in a layer, with gathered columns; mean over layers.
     """
 
@@ -80,24 +76,14 @@ class ReplayedSetup:
     passes: dict[str, ReplayedPass]
 
     @property
-    def flop(self) -> IntArray:
-        """Return the FLOP of both passes, divided by head_dim; int64 [workers]."""
-        return sum(
-            (FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()),
-            np.zeros(self.setup.workers, np.int64),
-        )
-
-    @property
     def shares(self) -> np.ndarray:
-        return self.flop / max(1, int(self.flop.sum()))
+        """Return each worker's share of the FLOP of both passes, [workers]."""
+        flop = np.sum([FLOP_PER_PAIR[name] * p.pairs for name, p in self.passes.items()], axis=0)
+        return flop / max(1, int(flop.sum()))
 
 
 class InvalidSetup(ConfigError):
-    """An impossible configuration.
-
-    about, value: name and value of the field of `ReplaySetup` that is wrong.
-    reason: why, and what is allowed.
-    """
+    """An impossible configuration. about: the field of `ReplaySetup` that is wrong."""
 
     def __init__(self, setup: ReplaySetup, about: str, reason: str) -> None:
         self.about, self.value, self.reason = about, getattr(setup, about), reason
@@ -153,7 +139,7 @@ def replay(
     Args:
         pattern: label of the indices in the file, such as the name of a pattern.
         layers: numbers of the layers; None for all.
-        cluster: cluster whose rates decide which rows the balanced layout moves; None for H200s.
+        cluster: its rates decide which rows the balanced layout moves; None for H200s.
 
     Raises:
         ConfigError: a configuration is impossible, or the file lacks a part of an index.
@@ -242,9 +228,8 @@ def make_case(
         index: the index of any layer; None for dense attention.
         columns: largest number of single columns per head of an index; None if unknown.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
-        prices: prices of rows for which the balanced layout is made; None for those on H200s.
-        kinds: masks and number of each kind of layer, for the balanced layout; none if all are
-            alike.
+        prices: of rows, for the balanced layout; None for those on H200s.
+        kinds: masks and number of each kind of layer, for the balanced layout.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -357,11 +342,3 @@ def resized(index: Index, blocks: int) -> Index:
     unused = min(blocks, index.blocks) * index.block
     columns = index.columns.masked_fill(index.columns >= unused, blocks * index.block)
     return VerticalSlash(index.block, blocks, slashes, columns)
-
-
-def setups_of(
-    layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int
-) -> Iterator[ReplaySetup]:
-    """Yield every combination of the arguments. Worker counts vary slowest."""
-    for n, layout, exchange in itertools.product(workers, layouts, exchanges):
-        yield ReplaySetup(layout, exchange, n, per_node)

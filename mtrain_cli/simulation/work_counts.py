@@ -1,9 +1,8 @@
 """Count exactly the query-key pairs and block pairs that each worker computes in each step.
 
 Workers that split the heads (Ulysses) form a group; without Ulysses, each worker is a group. A
-table holds the pairs of every (query group, key group), and each step reads the entries of its
-groups. Slashes are block diagonals, whose pairs between two groups depend only on masks and layout,
-and are counted once for all layers. Only a bitmap needs a table of [blocks, blocks].
+table holds the pairs of every (query group, key group). Slashes are block diagonals, whose pairs
+between two groups depend only on masks and layout, and are counted once for all layers.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from mtrain_cli.attention.mask_tables import BlockPairs
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import Schedule
-from mtrain_cli.simulation.column_counts import AT_ONCE, ColumnCounter
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 # FLOP per pair and head, divided by head_dim: forward has 2 products of 2 * head_dim FLOP, backward
 # has 5, as in `IndexCounts.flop`.
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
 
+AT_ONCE = 1 << 21  # most entries of a temporary table
 Part = tuple[int, int]
 
 
@@ -84,9 +83,7 @@ class WorkCounter:
         *,
         shared_columns: bool = True,
     ) -> WorkCounter:
-        """Prepare the counts.
-
-        block: tokens per block of the indices; None for the layout's block size.
+        """Prepare the counts. block: of the indices, in tokens; None for the layout's.
 
         Raises:
             ValueError: layout, schedule, masks and heads do not fit together.
@@ -128,20 +125,24 @@ class WorkCounter:
         return self.shared_columns and self.groups > 1 and not self.schedule.gathers
 
     def count(self, index: Index | None, rank: int | None = None) -> dict[str, StepWork]:
-        """Count the work of a layer in both passes.
+        """Count the work of a layer in both passes. index: None for dense attention.
 
-        index: the index of the layer; None for dense attention.
-        rank: count only this worker, in arrays with one row, for which a bitmap needs only its
-            query blocks; None for all.
+        rank: count only this worker, for which a bitmap needs only its query blocks; None for all.
 
         Raises:
             ValueError: the index does not fit this batch or lacks query blocks.
         """
-        steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
+        steps = dict(self._places)
+        if rank is not None:
+            steps = {name: places[places[:, 0] == rank] for name, places in steps.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
         every = np.concatenate(list(steps.values()))
         wanted = {(int(i), int(n)) for i, n in np.unique(every[:, 2:4], axis=0)}
-        wanted |= {self._own_part(r) for r in ranks} if self.gathers_columns else set()
+        wanted |= (
+            {(r % self.schedule.heads, self.schedule.heads) for r in ranks}
+            if self.gathers_columns
+            else set()
+        )
         parts = sorted(wanted)
         if index is not None:
             self._check(index)
@@ -177,9 +178,6 @@ class WorkCounter:
             found[name] = np.concatenate(rows)
         return found
 
-    def _own_part(self, rank: int) -> Part:
-        return rank % self.schedule.heads, self.schedule.heads
-
     def _check(self, index: Index) -> None:
         if self.block_owner is None:
             raise ValueError(
@@ -210,22 +208,21 @@ class WorkCounter:
                 np.add.at(values, (rank - ranks[0], step), of_pairs)
         if self.gathers_columns:
             for row, rank in enumerate(ranks):
-                table = tables[self._own_part(rank)]
+                table = tables[rank % self.schedule.heads, self.schedule.heads]
                 columns[row] = table.columns
                 column_pairs[row] = table.column_pairs[rank // self.schedule.heads].sum()
         return StepWork(direction, pairs, blocks, columns, column_pairs, of_columns)
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
-        found: list[tuple[SequenceMask, list[int]]] = []
+        kinds: list[_Kind] = []
         for row, mask in enumerate(self.masks):
-            for other, rows in found:
-                if mask.same_as(other):
-                    rows.append(row)
-                    break
+            same = next((kind for kind in kinds if mask.same_as(kind.mask)), None)
+            if same is None:
+                kinds.append(_Kind(mask, [row], self))
             else:
-                found.append((mask, [row]))
-        return [_Kind(mask, tuple(rows), self) for mask, rows in found]
+                same.rows.append(row)
+        return kinds
 
     def _dense(self, parts: Iterable[Part]) -> dict[Part, _Table]:
         tables = {}
@@ -348,7 +345,7 @@ class _Table:
 @dataclass(frozen=True)
 class _Kind:
     mask: SequenceMask
-    rows: tuple[int, ...]
+    rows: list[int]
     counter: WorkCounter
 
     @cached_property
@@ -476,15 +473,12 @@ _LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
 
 
 def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-    key = mask.length, block, groups, _digest(mask.first), _digest(owner)
+    first, held = (hashlib.sha256(values.tobytes()).digest() for values in (mask.first, owner))
+    key = mask.length, block, groups, first, held
     if key not in _LATEST:
         _LATEST.clear()
         _LATEST[key] = _Diagonals.make(mask, block, owner, groups)
     return _LATEST[key]
-
-
-def _digest(values: IntArray) -> bytes:
-    return hashlib.sha256(values.tobytes()).digest()
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
@@ -499,5 +493,108 @@ def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
     return values[chosen], (np.cumsum(chosen) - 1)[one]
 
 
-def _of_rank(places: IntArray, rank: int | None) -> IntArray:
-    return places if rank is None else places[places[:, 0] == rank]
+@dataclass(frozen=True)
+class ColumnCounter:
+    """Counts the pairs that single columns add to the slashes, by query group and key group.
+
+    All queries from a column to the end of its document see the column. The columns of one block
+    and document form a segment: they differ only in which rows of their own block see them. The
+    blocks of a group are cut into pieces, runs of adjacent blocks (stride 1) or, in a striped
+    layout, ``start, start + stride, ...``. A difference of prefix sums over every stride-th
+    diagonal counts a piece's blocks that lie on no slash.
+
+    owner: int64 [blocks], the group that holds each block.
+    segment: [length], the segment of each position.
+    key_block, last: [segments], the block of the segment, and the last query that sees it.
+    start: [pieces], first block of each piece.
+    """
+
+    length: int
+    block: int
+    groups: int
+    owner: IntArray
+    segment: IntArray
+    key_block: IntArray
+    last: IntArray
+    stride: int
+    start: IntArray
+
+    @staticmethod
+    def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> ColumnCounter:
+        own, last = np.arange(mask.length) // block, mask.last()[: mask.length]
+        begins = (np.diff(own, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
+        segments = np.cumsum(begins) - 1, own[begins], last[begins]
+        return ColumnCounter(mask.length, block, groups, owner, *segments, *_pieces(owner))
+
+    def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
+        """Return the number of columns without padding, and of their pairs [groups, groups].
+
+        slashes: [rows, blocks], with one row per head and sequence.
+        columns: [rows, width], positions.
+        """
+        pairs = np.zeros((self.groups, self.groups), np.int64)
+        real = columns < self.length
+        row, x = np.nonzero(real)[0], columns[real].astype(np.int64)
+        if not len(x):
+            return 0, pairs
+        segments = len(self.last)
+        where = row * segments + self.segment[x]
+        number = np.bincount(where)
+        some = np.flatnonzero(number)
+        positions = np.bincount(where, x)[some].astype(np.int64)  # sum over a segment's columns
+        number = number[some]
+        row, of = np.divmod(some, segments)
+        own, last = self.key_block[of], self.last[of]
+        end = last // self.block
+        key_group = self.owner[own]
+        off = ~slashes
+        # First the rows of the column's own block that see the column. Then the rows of the last
+        # block of the document, if that is another block.
+        in_own = off[row, 0] * (
+            number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions
+        )
+        np.add.at(pairs, (key_group, key_group), in_own)
+        in_last = off[row, end - own] * (end > own) * (last - end * self.block + 1) * number
+        np.add.at(pairs, (self.owner[end], key_group), in_last)
+        # In the blocks between these two, all rows see the column.
+        below = self._sums(off)
+        at_once = max(1, AT_ONCE // len(self.start))
+        order = np.argsort(key_group, kind="stable")
+        for begin in range(0, len(order), at_once):
+            chosen = order[begin : begin + at_once]
+            uncovered = self._between(below, row[chosen], own[chosen], end[chosen])
+            uncovered = uncovered * (number[chosen] * self.block)[:, None]
+            groups = key_group[chosen]
+            first = np.flatnonzero(np.diff(groups, prepend=-1))
+            by_piece = np.add.reduceat(uncovered, first, axis=0)
+            np.add.at(pairs, (self.owner[self.start][None], groups[first][:, None]), by_piece)
+        return int(real.sum()), pairs
+
+    def _sums(self, off: NDArray[np.bool_]) -> IntArray:
+        """Return [rows, blocks]: how many of the diagonals d, d - stride, ... are no slash."""
+        rows, blocks = off.shape
+        table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
+        table[:, 1:blocks] = off[:, 1:]
+        return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
+
+    def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
+        """Count each piece's blocks between ``own`` and ``end`` on no slash, [segments, pieces]."""
+        base = (row * below.shape[1])[:, None]
+        before_end, own = end[:, None] - 1, own[:, None]
+        if self.stride > 1:
+            # The sum starts at the first block of a piece, so there is nothing to subtract.
+            distance = before_end - (before_end - self.start) % self.stride - own
+            return below.ravel()[base + np.maximum(distance, 0)].astype(np.int64)
+        # A run ends where the next one begins.
+        distance = np.minimum(np.append(self.start, len(self.owner)) - 1, before_end) - own
+        return np.diff(below.ravel()[base + np.maximum(distance, 0)].astype(np.int64), axis=1)
+
+
+def _pieces(owner: IntArray) -> tuple[int, IntArray]:
+    """Return the stride with the fewest pieces, and the first block of each piece."""
+    start = np.flatnonzero(np.diff(owner, prepend=-1))
+    repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
+    for period in repeats[:4]:
+        if period < len(start) and np.array_equal(owner[period:], owner[:-period]):
+            return period, np.arange(period)
+    return 1, start

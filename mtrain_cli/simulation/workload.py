@@ -24,9 +24,8 @@ class AttentionWorkload:
     columns: largest number of single columns per head, as in `what_if.make_case`.
     estimated: whether the time includes that of estimating indices.
     full: the layers of the second kind: without a window, or without an index under a pattern.
-    drawn: number of sparse layers with an index of their own, if there are dense layers, too; the
-        others repeat them. None if each has its own.
-    remark: where the masks come from, for the user; "" if they follow from the settings.
+    drawn: number of sparse layers with an index of their own, which others repeat; None for all.
+    remark: where the masks come from, for the user.
     """
 
     made: RecordedSetup

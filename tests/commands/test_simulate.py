@@ -25,7 +25,6 @@ MISTAKES = {
     "--slow fast": "slow=fast: expected RANK=X,..., such as 3=1.5",
     "--slow 1=1000": "slow=1=1000: expected RANK=X,..., such as 3=1.5, with factors from 0.1",
     "--slow 9=2": "slow=9=2: there is no such rank; allowed: 0 to 7",
-    "--jitter -1": "jitter=-1: expected a number from 0 to 2",
     "--calibration no.json": "--calibration no.json: no such calibration; allowed: kernels-a100,",
     "--layout zigzig": "topology.layout=zigzig: no such layout (did you mean zigzag?); allowed:",
     "topology.layout=zigzg": "topology.layout=zigzg: no such layout (did you mean zigzag?)",

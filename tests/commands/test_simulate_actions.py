@@ -163,21 +163,9 @@ def test_attention_only_equals_the_attention_of_the_step():
 
 
 def test_missing_measurements_are_reported():
-    """Index times come from one kind of GPU; the simulator's own constants have sources too."""
-    rest = ("--workers 1 --attention-only", STRIPED)
-    words = ("model=qwen3b seq=8k --columns 64", *rest)
-    message = (
-        "estimating an index was measured for vertical_slash with 16 heads on NVIDIA H200; here "
-        "the time per token is scaled by "
-    )
-    (here,) = document(*words)["predicted"]
-    assert not [line for line in here["remarks"] if line.startswith("estimating")]
+    words = ("model=qwen3b seq=8k --columns 64 --workers 1 --attention-only", STRIPED)
     result = document(*words, "--cluster a100_4x8")
-    assert f"{message}2.7, and bounds are wider" in result["predicted"][0]["remarks"]
-    (more,) = document("model=llama8b seq=8k --columns 64", *rest)["predicted"]
-    assert f"{message}2" in more["remarks"]
-    (dense,) = document("model=llama8b seq=8k --index dense", *rest)["predicted"]
-    assert not [line for line in dense["remarks"] if line.startswith("estimating")]
+    (here,) = result["predicted"]
     constants = result["cluster"]["constants"]
     assert constants["costs.index_together_us"] | {"note": ""} == {
         "value": 1050, "source": "measured", "note": "", "low": pytest.approx(735), "high": 1575,
@@ -218,7 +206,7 @@ def test_its_files_can_be_reported_like_a_profile(tmp_path):
         "simulate",
         SMALL,
         "train.activation_checkpoint=full --layers 2 --out mine --exchange ring",
-        "--slow 3=2 --jitter 0.1",
+        "--slow 3=2",
     )
     assert found.exit_code == 0, found.stderr
     assert "mtrain report mine" in found.stdout
@@ -411,8 +399,7 @@ def test_rows_of_experts_are_shown_exposed_and_hidden():
     assert f"{rows['exposed']:.2f} + {rows['hidden']:.2f}" in shown
     assert f"experts dealt over 4 workers: {rows['size'] / 2**30:.2f} GiB" in shown
     share = rows["exposed"] / entry["step"]["seconds"]["value"]
-    assert f"waits for rows of experts {share:.1%}" in shown
-    assert "4 ms per layer and micro-batch for the wait of the host" in shown
+    assert f"waiting for rows of experts {share:.1%}" in shown
 
 
 METHODS = "methods model=qwen7b seq=32k --cluster h100_4x8 --workers 8"
@@ -424,9 +411,7 @@ def test_the_table_of_methods_marks_formulas():
     rows = [line.split()[0] for line in result.output.splitlines() if " data x " in line]
     assert [row for row in rows if row.endswith("*")] == ["DP*", "TP*"]
     assert {"ZeRO-1", "ZeRO-3", "PP", "Ulysses", "ring", "zigzag"} <= set(rows)
-    assert "*: a formula, because mtrain does not have this method" in " ".join(
-        result.output.split()
-    )
+    assert "*: a formula, as mtrain lacks this method" in " ".join(result.output.split())
 
 
 def test_json_of_methods_has_bytes():

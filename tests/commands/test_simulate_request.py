@@ -102,9 +102,9 @@ def test_a_prediction_keeps_the_bounds_of_a_users_pattern(nearest):
     index = nearest(density=0.06).scenario().problem.index(0)
     assert (int(index.slashes.sum(-1).max()), index.columns.shape[-1]) == (4, 1)
     line = nearest(nearest=2).describe_pairs("clustered")
-    assert ": slashes on at most 3.09% of the blocks, plus 1 column per head," in line
+    assert ": slashes on at most 3.09% of the blocks, plus 1 columns per head," in line
     line = nearest(share=0.0101).describe_pairs("clustered")
-    assert ": slashes on 0.998% of the blocks, plus 1 column per head," in line
+    assert ": slashes on 0.998% of the blocks, plus 1 columns per head," in line
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_automatic_choices_take_the_rates_of_the_predicted_cluster(more):
 
 def test_an_index_of_another_model_is_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
-    shape = ["model=tiny", f"seq={SEQ}", "train.global_batch=2"]
+    shape = ["model=tiny", "train.global_batch=2"]  # seq follows from the index
     for more, message in (
         (
             ["train.micro_batch=2", "model.num_layers=5"],
@@ -252,7 +252,6 @@ def test_invalid_settings_are_reported_before_importing_torch():
         "workers=30",
         "--slow 99=2",
         "--slow 1=x",
-        "--jitter 9",
         "--density 7",
         "--cluster no",
     ]

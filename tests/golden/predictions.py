@@ -119,7 +119,6 @@ CASES: dict[str, Case] = {
         "striped",
         "ring,ulysses",
     ),
-    "jitter": Case("model=qwen3b seq=64k --attention-only --jitter 0.3", "zigzag", "ring"),
     "recompute": Case(
         "model=qwen3b seq=64k --attention-only --recompute --density 5%",
         "striped",

@@ -167,9 +167,7 @@ def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
     assert not any(curve.skips for curve in calibration.curves), (
         "sdpa hides what an index leaves out"
     )
-    kernels = kernels_for(
-        calibration.device, 1e12, "sdpa", SPARSE, {calibration.device: 1e12}, calibration
-    )
+    kernels = kernels_for(calibration.device, 1e12, "sdpa", SPARSE, calibration)
     for direction in ("forward", "backward"):
         assert kernels.part(direction, DIAGONALS).form == DIAGONALS
         assert kernels.part(direction, ALONE_COLUMNS).form == ALONE_COLUMNS

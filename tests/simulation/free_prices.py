@@ -7,13 +7,17 @@ class Prices:
     direction: str
 
     def work(self, step):  # noqa: ARG002
-        return None, None
+        return {}
 
     def copy(self, op):  # noqa: ARG002
         return 0.0
 
-    def index(self):
+    def index_us(self):
         return 0.0
 
-    def dispatch(self, what):  # noqa: ARG002
+    def host(self, what):  # noqa: ARG002
         return 0.0
+
+    @property
+    def costs(self):
+        return self

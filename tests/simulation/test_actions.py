@@ -1,4 +1,4 @@
-"""The actions of a pass are the operations of the program, in its order."""
+"""A timeline plays the operations of the program, in its order."""
 
 from __future__ import annotations
 
@@ -13,57 +13,84 @@ from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Post, Wa
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.simulation.costs import (
-    AwaitMessage,
-    Dispatch,
-    PostMessage,
-    PricedMessage,
-    Spend,
-    actions,
-)
+from mtrain_cli.simulation import timeline
+from mtrain_cli.simulation.costs import PricedMessage
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 
 WORKERS = 8
 
 
-class Free(Prices):
-    """Attention takes 1 us on every rank, everything else no time."""
+class Priced(Prices):
+    """An index takes 9 us, each copy 5 us. The launches of steps and of moves differ."""
+
+    idle = frozenset((2, 5))  # ranks without pairs
 
     def __init__(self, direction: str) -> None:
         self.direction = direction
 
-    def attention(self, step):  # noqa: ARG002
-        return np.ones(WORKERS)
+    def attention(self, step):
+        return np.where(np.isin(np.arange(WORKERS), list(self.idle)), 0.0, 1.0 + step)
 
     def column_times(self):
-        return np.ones(WORKERS), None, None
+        return np.ones(WORKERS), {}
 
     def message(self, transfer, post):  # noqa: ARG002
         zero = np.zeros(WORKERS)
         return PricedMessage(transfer, zero, zero, zero > 0, zero, 1)
 
+    def copy(self, op):  # noqa: ARG002
+        return 5.0
 
-def named(action) -> tuple | None:
-    """Return what an action says about the program's order; None for copies."""
-    match action:
-        case PostMessage():
-            return "post", action.step, action.message.transfer.number
-        case AwaitMessage():
-            return "wait", action.step, action.number
-        case Spend(kind=kind) if kind in (ATTENTION, COLUMNS):
-            return kind, action.step
-        case Dispatch() if action.step >= 0:
-            return "begin", action.step
-    return None
+    def index_us(self):
+        return 9.0
+
+    def host(self, what):
+        return {"begin": 10.0, "step": 6.0, "moves": 3.0}[what]
+
+
+class Player:
+    """Keeps what it is told to play."""
+
+    def __init__(self, *_) -> None:
+        self.played = []
+
+    def launch(self, step, us):
+        self.played.append(("begin", step, us))
+
+    def compute(self, kind, step, us, **_):
+        self.played.append((kind, step, us))
+
+    def post(self, step, message):
+        self.played.append(("post", step, message.transfer.number))
+
+    def wait(self, step, number):
+        self.played.append(("wait", step, number))
+
+    def result(self):
+        return self.played
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Return a function that returns what a player plays."""
+    monkeypatch.setattr(timeline, "_Player", Player)
+
+    def play(schedule, direction, *, columns=False):
+        program = lower(
+            schedule, 0, backward=direction == "backward", traits=Traits(columns=columns)
+        )
+        return program, timeline.play(program, SpmdSchedule.of(schedule), Priced(direction))
+
+    return play
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("exchange", EXCHANGE_TRAITS)
-def test_actions_follow_the_program(exchange, heads, direction):
+def test_the_order_is_that_of_the_program(played, exchange, heads, direction):
     schedule = make_schedule(exchange, ScheduleOptions(WORKERS, 4, heads=heads))
-    traits = Traits(columns=not schedule.gathers)
-    program = lower(schedule, 0, backward=direction == "backward", traits=traits)
+    columns = not schedule.gathers
+    program, found = played(schedule, direction, columns=columns)
     expected = []
     for op in program.operations:
         match op:
@@ -77,65 +104,44 @@ def test_actions_follow_the_program(exchange, heads, direction):
                 expected.append((COLUMNS, op.step))
             case Begin():
                 expected.append(("begin", op.step))
-    found = [named(a) for a in actions(program, SpmdSchedule.of(schedule), Free(direction))]
-    relevant = [entry for entry in found if entry is not None]
+    timed = [
+        (kind, step, *([what] if kind in ("post", "wait") else []))
+        for kind, step, what in found
+        if kind in ("post", "wait", ATTENTION, COLUMNS) or (kind == "begin" and step >= 0)
+    ]
     # `AddColumns` is recorded as COLUMNS, too, after all attention of a backward pass.
-    if traits.columns and direction == "backward":
-        relevant.pop(max(i for i, entry in enumerate(relevant) if entry[0] == COLUMNS))
-    assert relevant == expected
-
-
-class Priced(Free):
-    """An index takes 9 us, each copy 5 us. The launches of steps and of moves differ."""
-
-    idle = frozenset((2, 5))  # ranks without pairs
-
-    def attention(self, step):
-        return np.where(np.isin(np.arange(WORKERS), list(self.idle)), 0.0, 1.0 + step)
-
-    def copy(self, op):  # noqa: ARG002
-        return 5.0
-
-    def index(self):
-        return 9.0
-
-    def dispatch(self, what):
-        return {"begin": 10.0, "step": 6.0, "moves": 3.0}[what]
-
-
-def priced(direction: str, **options) -> list:
-    schedule = make_schedule("ring", ScheduleOptions(WORKERS, WORKERS, **options))
-    program = lower(schedule, 0, backward=direction == "backward")
-    return list(actions(program, SpmdSchedule.of(schedule), Priced(direction)))
+    if columns and direction == "backward":
+        timed.pop(max(i for i, entry in enumerate(timed) if entry[0] == COLUMNS))
+    assert timed == expected
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_rank_without_pairs_has_nothing_to_merge(direction):
-    merges = [a for a in priced(direction) if isinstance(a, Spend) and a.kind == MERGE]
-    assert len(merges) == WORKERS
-    for action in merges:
-        assert action.us.tolist() == [0 if rank in Priced.idle else 5 for rank in range(WORKERS)]
+def test_a_rank_without_pairs_has_nothing_to_merge(played, direction):
+    _, found = played(make_schedule("ring", ScheduleOptions(WORKERS, WORKERS)), direction)
+    merges = [us.tolist() for kind, _, us in found if kind == MERGE]
+    assert merges == [[0 if rank in Priced.idle else 5 for rank in range(WORKERS)]] * WORKERS
 
 
-def test_a_step_that_only_moves_gradients_launches_less():
+def test_a_step_that_only_moves_gradients_launches_less(played):
     """If queries circulate, the last gradients come home after the last kernel call."""
-    launches = [a.us for a in priced("backward", circulates="queries") if isinstance(a, Dispatch)]
-    assert launches == [10, *[6] * WORKERS, 3]
-    assert [a.us for a in priced("forward") if isinstance(a, Dispatch)] == [10, *[6] * WORKERS]
+    ring = make_schedule("ring", ScheduleOptions(WORKERS, WORKERS, circulates="queries"))
+    for direction, last in (("backward", [3]), ("forward", [])):
+        launches = [us for kind, _, us in played(ring, direction)[1] if kind == "begin"]
+        assert launches == [10, *[6] * WORKERS, *last]
 
 
-def test_an_index_is_estimated_once_in_forward():
+def test_an_index_is_estimated_once_in_forward(played):
+    ring = make_schedule("ring", ScheduleOptions(WORKERS, WORKERS))
     for direction, times in (("forward", [9.0]), ("recompute", []), ("backward", [])):
-        found = [a for a in priced(direction) if isinstance(a, Spend) and a.kind == INDEX]
-        assert [float(a.us.max()) for a in found] == times, direction
+        found = [us.max() for kind, _, us in played(ring, direction)[1] if kind == INDEX]
+        assert found == times, direction
 
 
 @pytest.mark.parametrize(("exchange", "heads"), [("ring", 1), ("all_gather", 2)])
-def test_only_timed_copies_appear_as_copies(exchange, heads):
+def test_only_timed_copies_appear_as_copies(played, exchange, heads):
     """A profile shows other copies as gaps, and adds the gradients of columns to the columns."""
     schedule = make_schedule(exchange, ScheduleOptions(WORKERS, WORKERS, heads=heads))
-    traits = Traits(columns=not schedule.gathers)
-    program = lower(schedule, 0, backward=True, traits=traits)
+    program, found = played(schedule, "backward", columns=not schedule.gathers)
     expected = []
     for op in program.operations:
         match op:
@@ -146,6 +152,5 @@ def test_only_timed_copies_appear_as_copies(exchange, heads):
             case Reduce():
                 expected.append(GAP)
     assert len(set(expected)) > 1
-    found = actions(program, SpmdSchedule.of(schedule), Priced("backward"))
-    copies = [a.kind for a in found if isinstance(a, Spend) and set(a.us) == {5.0}]
-    assert copies == expected
+    numbers = ("begin", "post", "wait")
+    assert [k for k, _, us in found if k not in numbers and set(us) == {5.0}] == expected

@@ -23,9 +23,6 @@ from mtrain_cli.simulation.calibration import (
     same_device,
     shipped,
 )
-from mtrain_cli.training.flops import peak_flops
-
-PEAKS = {"NVIDIA H200": 989e12}
 
 
 def test_files_have_the_forms_of_one_kernel_fitted_together(tmp_path):
@@ -119,9 +116,8 @@ def test_no_bound_of_a_kernel_or_product_is_above_the_peak(name):
     peak, flop = gpu.peak_tflops.value * 1e12, np.array([0.0, 1e9, 1e12, 1e18])
     at_peak = flop / peak * 1e6
     known = {(curve.kernel, curve.form) for each in shipped() for curve in each.curves}
-    peaks = {each.device: peak_flops(each.device) for each in shipped()}
     for kernel, form in known:
-        found = kernels_for(gpu.name, peak, kernel, form, peaks)
+        found = kernels_for(gpu.name, peak, kernel, form)
         for direction in ("forward", "backward"):
             parts = [found.part(direction, part) for part in (DIAGONALS, ALONE_COLUMNS)]
             for curve in [found.whole[direction], *parts]:
@@ -135,19 +131,19 @@ def test_no_bound_of_a_kernel_or_product_is_above_the_peak(name):
 
 def test_a_measured_time_may_be_faster_than_the_stated_peak():
     """The peak of a cluster file may be wrong. It limits what bounds add to a measurement."""
-    curve = kernels_for("NVIDIA H200", 100e12, "flash4", DENSE, PEAKS).whole["forward"]
+    curve = kernels_for("NVIDIA H200", 100e12, "flash4", DENSE).whole["forward"]
     work = np.array(1e15)
     assert curve.us(work, 0.0, LOW) == curve.us(work) < 1e15 / 100e12 * 1e6
 
 
 def test_an_unmeasured_gpu_is_scaled_with_a_remark():
-    here = kernels_for("NVIDIA H200", 989e12, "flash4", SPARSE, PEAKS)
-    there = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE, PEAKS)
+    here = kernels_for("NVIDIA H200", 989e12, "flash4", SPARSE)
+    there = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE)
     assert all(curve.scaled is None for curve in here.whole.values())
     assert not here.remarks
     assert all(curve.scaled is not None for curve in there.whole.values())
     assert "not calibrated on NVIDIA A100-SXM4-40GB" in there.remarks[0]
-    measured = kernels_for("NVIDIA H200", 989e12, "triton", SPARSE, PEAKS).whole["forward"]
+    measured = kernels_for("NVIDIA H200", 989e12, "triton", SPARSE).whole["forward"]
     scaled = there.whole["forward"]
     assert scaled.ms_per_tflop == pytest.approx(measured.ms_per_tflop * 989 / 312)
     # Launches do not take longer there.
@@ -156,7 +152,7 @@ def test_an_unmeasured_gpu_is_scaled_with_a_remark():
 
 
 def test_an_unmeasured_kernel_is_replaced_with_a_remark():
-    found = kernels_for("NVIDIA H200", 989e12, "triton", LISTS, PEAKS)
+    found = kernels_for("NVIDIA H200", 989e12, "triton", LISTS)
     assert "triton was not measured on lists calls" in found.remarks[0]
     assert found.whole["forward"].high >= 2
 
@@ -179,7 +175,7 @@ def test_a_file_of_the_user_replaces_the_shipped_one(tmp_path):
     mine = tmp_path / "mine.json"
     mine.write_text(times("NVIDIA B200"))
     own = load_calibration(mine)
-    found = kernels_for("NVIDIA B200", 2250e12, "flash4", DENSE, {"NVIDIA B200": 2250e12}, own)
+    found = kernels_for("NVIDIA B200", 2250e12, "flash4", DENSE, own)
     assert all(curve.scaled is None for curve in found.whole.values())
     assert float(found.whole["forward"].us(np.array(2e9 * 512.0))) == pytest.approx(2000)
     other = tmp_path / "other.json"
@@ -246,11 +242,10 @@ def test_equivalent_device_names_count_as_the_same(device, gpu, same):
 def test_times_of_another_device_are_never_used_silently():
     measured = load_calibration(shipped_file())
     of_h100 = replace(measured, device="NVIDIA H100 80GB HBM3")
-    peaks = {of_h100.device: 989e12}
-    pcie = kernels_for("NVIDIA H100 PCIe", 756e12, "triton", "sparse", peaks, of_h100)
+    pcie = kernels_for("NVIDIA H100 PCIe", 756e12, "triton", "sparse", of_h100)
     assert all(curve.scaled is not None for curve in pcie.whole.values())
     assert "not calibrated on NVIDIA H100 PCIe" in pcie.remarks[0]
-    alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", peaks, of_h100)
+    alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", of_h100)
     assert all(curve.scaled is None for curve in alike.whole.values())
     assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
 
@@ -273,24 +268,24 @@ def test_published_times_of_a100s_reproduce_their_source():
 
 def test_a100s_take_published_times_and_not_those_of_another_generation():
     for gpu in ("NVIDIA A100-SXM4-40GB", "NVIDIA A800-SXM4-80GB"):
-        found = kernels_for(gpu, 312e12, "sdpa", DENSE, PEAKS)
+        found = kernels_for(gpu, 312e12, "sdpa", DENSE)
         assert "are published figures of NVIDIA A100-SXM4-80GB" in found.remarks[0]
         curve = found.whole["backward"]
         assert curve.scaled is None
         assert 0.55 * 312 < 1e3 / curve.ms_per_tflop < 0.7 * 312
         assert (curve.low, curve.high) != (1, 1)
     # No other kernel was published: the H200's times stay, scaled.
-    other = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE, PEAKS)
+    other = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE)
     assert "those of NVIDIA H200, scaled" in other.remarks[0]
     # Published times are never scaled to a GPU if mtrain measured another GPU.
-    h100 = kernels_for("NVIDIA H100 80GB HBM3", 989e12, "sdpa", DENSE, PEAKS)
+    h100 = kernels_for("NVIDIA H100 80GB HBM3", 989e12, "sdpa", DENSE)
     assert "those of NVIDIA H200, scaled" in h100.remarks[0]
 
 
 def test_only_a_kernel_without_striped_times_is_priced_by_stripes():
-    a100 = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", LISTS, PEAKS)
+    a100 = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", LISTS)
     assert a100.by_stripes
     assert "one call per stripe" in a100.remarks[1]
-    assert not kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", DENSE, PEAKS).by_stripes
-    assert not kernels_for("NVIDIA H200", 989e12, "sdpa", LISTS, PEAKS).by_stripes
-    assert not kernels_for("NVIDIA H200", 989e12, "triton", LISTS, PEAKS).by_stripes
+    assert not kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", DENSE).by_stripes
+    assert not kernels_for("NVIDIA H200", 989e12, "sdpa", LISTS).by_stripes
+    assert not kernels_for("NVIDIA H200", 989e12, "triton", LISTS).by_stripes

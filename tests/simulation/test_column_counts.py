@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.simulation import column_counts
-from mtrain_cli.simulation.column_counts import ColumnCounter
+from mtrain_cli.simulation import work_counts
+from mtrain_cli.simulation.work_counts import ColumnCounter
 
 LENGTH, BLOCK, GROUPS, ROWS = 58, 4, 3, 2  # the last block of 16 holds padding
 BLOCKS = 16
@@ -31,10 +31,10 @@ def by_definition(mask: SequenceMask, owner, slashes, columns) -> np.ndarray:
     return pairs
 
 
-@pytest.mark.parametrize("at_once", [1, column_counts.AT_ONCE])
+@pytest.mark.parametrize("at_once", [1, work_counts.AT_ONCE])
 @pytest.mark.parametrize("layout", OWNERS)
 def test_pairs_of_columns_equal_their_definition(layout, at_once, monkeypatch):
-    monkeypatch.setattr(column_counts, "AT_ONCE", at_once)
+    monkeypatch.setattr(work_counts, "AT_ONCE", at_once)
     rng = np.random.default_rng(4)
     documents = np.repeat([0, 1, 2], [9, 30, LENGTH - 39])
     mask = SequenceMask.from_documents(documents, BLOCKS * BLOCK)

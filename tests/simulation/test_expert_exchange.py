@@ -12,10 +12,9 @@ from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation import expert_cost
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
-from mtrain_cli.simulation.expert_cost import RowExchange, dealt_over
+from mtrain_cli.simulation.expert_cost import ExpertLoads, RowExchange, dealt_over
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
-from mtrain_cli.simulation.predicted_step import EXPERTS, _StepEstimate
-from mtrain_cli.simulation.router_loads import ExpertLoads
+from mtrain_cli.simulation.predicted_step import EXPERTS, PredictedStep
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -124,7 +123,7 @@ def test_the_mean_of_the_workers_is_what_the_step_counts():
     # The router, which each worker computes for its own tokens, is not in the clocks.
     for us, passes, size in ((forward, work[:1], moved[0]), (backward, work[1:], moved[1])):
         products = tuple(p for w in passes for p in w.products if p.flop != router.flop)
-        expected = priced(ComputeCost(moved=float(size), products=products), costs).us
+        expected = sum(priced(ComputeCost(moved=float(size), products=products), costs))
         assert us.mean() == pytest.approx(expected, rel=0.01)
 
 
@@ -175,7 +174,7 @@ def test_in_forward_weights_hide_behind_the_experts_only(monkeypatch):
         seen.append(rows.span)
         return 1e9, (0.0, 0.0)
 
-    monkeypatch.setattr(_StepEstimate, "_behind_rows", never_exposed)
+    monkeypatch.setattr(PredictedStep, "_behind_rows", never_exposed)
     assert dealt(2).step.parts["weights"] < one.step.parts["weights"]
     assert seen[0] == one_pass(2).span
 

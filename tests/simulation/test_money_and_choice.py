@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from types import SimpleNamespace
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands.simulate_actions import row_of, with_cost
 from mtrain_cli.commands.simulate_output import best_line, main_outcome
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.cluster import load_cluster, shipped
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.simulation.scenario import (
     PairSource,
     Scenario,
@@ -63,41 +59,6 @@ def test_the_figures_of_a_row():
     assert row["seconds"]["value"] * 16 * row["tokens_per_second_per_gpu"][
         "value"
     ] == pytest.approx(32768, rel=1e-5)
-
-
-def test_if_nothing_fits_the_least_memory_is_reported(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    content = yaml.safe_load(shipped()["h100_4x8"].read_text()) | {"nodes": 1}
-    content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
-    words = [
-        "simulate",
-        "model=tiny",
-        "seq=16k",
-        "--columns",
-        "64",
-        "cluster=small.yaml",
-        "--exchange",
-        "all_gather,ring",
-        "--no-files",
-    ]
-    found, parsed = (
-        CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more])
-        for more in ([], ["--json"])
-    )
-    assert (found.exit_code, parsed.exit_code) == (0, 0), found.output
-    rows = [row["step"] for row in json.loads(parsed.stdout)["predicted"]]
-    assert not any(row["fits"] for row in rows)
-    least = min(rows, key=lambda row: row["memory_bytes"])
-    assert least["memory_bytes"] < max(row["memory_bytes"] for row in rows)
-    flat = " ".join(found.stdout.split())
-    assert "small (1 x 8 NVIDIA H100 80GB HBM3)" in flat, "cluster=FILE is --cluster FILE"
-    assert f"time {least['layout']} {least['exchange']}: " in flat
-    assert f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 usable) at its peak" in flat
-    assert (
-        "best none of these fits; `mtrain simulate recommend` tries settings that need less "
-        "memory, or says what would fit" in flat
-    )
 
 
 def test_the_best_is_the_fastest_that_fits():

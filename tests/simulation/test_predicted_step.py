@@ -23,11 +23,9 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     with_step,
 )
-from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.step.interpreters import MessageCost
 from mtrain_cli.step.program import Message
 from mtrain_cli.training.flops import causal_pairs, training_flops
-from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")
@@ -40,64 +38,17 @@ def step(
     cluster: Cluster = H200,
     workers: int = 8,
     pairs: PairSource = DENSE,
-    conditions: Disturbances | None = None,
+    slow: dict[int, float] | None = None,
     **more,
 ) -> PredictedScenario:
     layout, exchange = more.pop("layout", "striped"), more.pop("exchange", "all_gather")
     config = compose([*words, *pairs.sparsity()])
-    scenario = Scenario(config, pairs.problem(config), conditions=conditions or Disturbances())
+    scenario = Scenario(config, pairs.problem(config), slow=slow or {})
     return evaluate(
         cluster,
         scenario,
         plan_on(cluster, config, workers=workers, layout=layout, exchange=exchange),
         **more,
-    )
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model=qwen3b", "seq=256k", "topology.exchange=ring"],
-        [
-            "model=llama8b",
-            "seq=128k",
-            "topology.exchange=all_gather",
-            "train.activation_checkpoint=full",
-            "topology.layout=zigzag",
-        ],
-        [
-            "model=qwen3b",
-            "seq=64k",
-            "topology.context_parallel=4",
-            "train.global_batch=4",
-            "train.activation_checkpoint=none",
-        ],
-        [
-            "model=qwen3b",
-            "seq=512k",
-            "sparsity=vertical_slash",
-            "sparsity.max_columns=2048",
-            "topology.gpus_per_node=4",
-        ],
-        [
-            "model=qwen3b",
-            "seq=256k",
-            "sparsity=moba",
-            "topology.exchange=hierarchical_ring",
-            "topology.gpus_per_node=2",
-        ],
-    ],
-)
-def test_memory_equals_that_of_the_dry_run(words):
-    config = compose(words)
-    dry = make_plan(compose([*words, "topology.workers=8", "topology.device=cuda"]))
-    mine = plan_on(H200, config, workers=8)
-    assert mine.kernel == dry.kernel == ("triton" if "sparsity=moba" in words else "flash4")
-    assert mine.memory == dry.memory
-    assert (mine.exchange.label, mine.received, mine.micro_batches) == (
-        dry.exchange.label,
-        dry.received,
-        dry.micro_batches,
     )
 
 
@@ -204,11 +155,6 @@ def test_parts_add_up_and_lie_within_bounds(workers):
         assert found.tokens_per_second_per_gpu.value == pytest.approx(tokens)
         assert found.mfu == pytest.approx(tokens * found.plan.flops.model / 989e12)
         assert 0.1 < found.hfu < 0.75
-    assert found.days(1e9).value * 86400 == pytest.approx(1e9 / tokens / workers)
-    assert found.dollars(1e9, 2.0).value == pytest.approx(found.days(1e9).value * 24 * workers * 2)
-    assert (
-        found.dollars(1e9, 2.0).low < found.dollars(1e9, 2.0).value < found.dollars(1e9, 2.0).high
-    )
 
 
 def test_attention_reports_how_long_it_fills_links():
@@ -274,15 +220,13 @@ def test_weights_hide_behind_computation_like_in_an_event_queue(bandwidth, monke
     passes = found.attention.passes
     gather, reduce = Message.GATHER, Message.REDUCE
     of_layer, of_root = non_attention.of_layer, non_attention.of_root
-    forward = (
-        passes["forward"].duration.value * 1e3
-        + priced(non_attention.forward + copies(of_layer, {gather}), costs).us
+    forward = passes["forward"].duration.value * 1e3 + sum(
+        priced(non_attention.forward + copies(of_layer, {gather}), costs)
     )
-    backward = (
-        passes["backward"].duration.value * 1e3
-        + priced(non_attention.backward + copies(of_layer, {gather, reduce}), costs).us
+    backward = passes["backward"].duration.value * 1e3 + sum(
+        priced(non_attention.backward + copies(of_layer, {gather, reduce}), costs)
     )
-    backward += priced(non_attention.recomputed, costs).us
+    backward += sum(priced(non_attention.recomputed, costs))
     us = [
         costs.collective(False, 8, 8, int(collectives[message].received))[0]
         for collectives in (of_layer, of_root)
@@ -301,7 +245,7 @@ def test_steps_accumulate_and_slow_ranks_delay_everybody():
     once = one.parts["optimizer"] + 0.010
     assert four.seconds.value - once == pytest.approx(4 * (one.seconds.value - once), rel=1e-6)
     assert four.plan.micro_batches == 4
-    slow = step(*words, "train.global_batch=2", conditions=Disturbances(slow={1: 1.5})).step
+    slow = step(*words, "train.global_batch=2", slow={1: 1.5}).step
     assert slow.parts["matrices"] == pytest.approx(1.5 * one.parts["matrices"])
     assert slow.seconds.value > 1.3 * one.seconds.value
 

@@ -84,7 +84,7 @@ def test_the_best_is_the_fastest_that_fits():
     assert sorted(plain) == sorted(
         entry for entry in every if "hierarchical" not in entry[1] or "2 x 8" not in entry[1]
     )
-    assert found.best.step.seconds.value <= min(every)[0]
+    assert found.ranked[0].step.seconds.value <= min(every)[0]
     times = [o.step.seconds.value for o in found.ranked]
     assert times[0] <= times[1]
     assert times[2:] == sorted(times[2:])
@@ -93,11 +93,11 @@ def test_the_best_is_the_fastest_that_fits():
     places = [(o.layout, o.plan.exchange.label, o.context) for o in found.ranked[:2]]
     assert places[0] != places[1]
     assert all(o.step.seconds.low < o.step.seconds.high for o in found.ranked[:2])
-    unfit = [r for r in found.rejected if r.why == DOES_NOT_FIT]
+    unfit = [what for what, why in found.rejected if why == DOES_NOT_FIT]
     assert unfit
-    assert all("of 28.5 GiB" in r.what for r in unfit)
-    assert any(r.why == "train.global_batch=2: must be a multiple of 4" for r in found.rejected)
-    said = "; ".join(reasons(found.best, found.ranked[1]))
+    assert all("of 28.5 GiB" in what for what in unfit)
+    assert any(why == "train.global_batch=2: must be a multiple of 4" for _, why in found.rejected)
+    said = "; ".join(reasons(found.ranked[0], found.ranked[1]))
     assert "memory" in said
     assert "of 28.5 GiB usable" in said
 
@@ -127,11 +127,8 @@ def test_reasons_name_what_takes_longer():
     )
     said = reasons(best, other)
     assert said[0].startswith(f"{other.step.seconds.value - best.step.seconds.value:.3g} s (")
-    assert any(
-        line.startswith("waiting for slower workers takes")
-        and "worker imbalance of work 1.00, not" in line
-        for line in said
-    )
+    assert any(line.startswith("waiting for slower workers takes") for line in said)
+    assert any(line.startswith("worker imbalance of work 1.00 instead of") for line in said)
     assert any(line.startswith("waiting for keys and values takes") for line in said)
     assert any(line.startswith("but ") for line in said)
     close = reasons(best, best)
@@ -242,7 +239,7 @@ def test_mlp_products_are_kept_if_memory_allows():
     )
     number = most["selective"]
     assert 1 < number < 36
-    best = found.best
+    best = found.ranked[0]
     assert best.plan.config.train.keep_mlp == number
     assert f"selective recomputation, train.keep_mlp={number}" in label(best.plan)
     assert "train.keep_mlp was chosen to leave 10% of a GPU free" in reasons(best, found.ranked[1])
@@ -284,22 +281,8 @@ def test_if_nothing_fits_the_exchange_with_the_least_memory_is_reported():
     assert not found.ranked
     assert found.least.exchange.name == "ring"
     assert found.least.memory.total == alone[1].memory.total < alone[0].memory.total
-    nearest = next(r for r in found.rejected if r.why == DOES_NOT_FIT)
-    assert nearest.what.startswith("striped ring, full recomputation")
-
-
-def test_a_batch_that_groups_cannot_divide_raises():
-    with pytest.raises(
-        ConfigError,
-        match=r"train\.global_batch=1: must be a multiple of 2",
-    ):
-        recommend(
-            load_cluster("h200_1x8"),
-            scenario("model=tiny", "seq=8k", "topology.context_parallel=4"),
-            8,
-            LAYOUTS,
-            ("ring",),
-        )
+    nearest = next(what for what, why in found.rejected if why == DOES_NOT_FIT)
+    assert nearest.startswith("striped ring, full recomputation")
 
 
 def test_the_search_compares_tensor_groups():
@@ -312,7 +295,7 @@ def test_the_search_compares_tensor_groups():
     shared = [o for o in found.ranked if o.plan.dims.tp == 4]
     assert all("1 data x 2 context x 4 tensor" in label(o.plan) for o in shared)
     times = [o.step.seconds.value for o in found.ranked]
-    assert found.best.step.seconds.value == min(times)
+    assert found.ranked[0].step.seconds.value == min(times)
     whole = next(o for o in found.ranked if o.plan.dims.tp == 1)
     assert "waiting for hidden states takes" in "; ".join(reasons(shared[0], whole))
 
@@ -335,7 +318,7 @@ def test_the_search_compares_stages():
     assert (8, 1, 2) in places
     assert all(8 // (pp * cp) * pp <= 8 for pp, cp, _ in places)
     times = [o.step.seconds.value for o in found.ranked]
-    assert found.best.step.seconds.value == min(times)
+    assert found.ranked[0].step.seconds.value == min(times)
     for outcome in found.ranked:
         alone = evaluate(cluster, one, outcome.plan, bounds=False)
         assert outcome.step.seconds.value == alone.step.seconds.value, label(outcome.plan)
@@ -355,5 +338,5 @@ def test_stages_that_do_not_fit_are_named_and_gather_weights_more_often():
     found = recommend(cluster, one, 8, ("striped",), ("all_gather",), ("full",))
     assert {o.plan.config.train.shard for o in found.ranked} == {"full"}
     assert {o.plan.dims.pp for o in found.ranked} == {2}
-    unfit = [r.what for r in found.rejected if r.why == DOES_NOT_FIT]
+    unfit = [what for what, why in found.rejected if why == DOES_NOT_FIT]
     assert any("2 pipeline x" in what and "train.shard=gradients" in what for what in unfit)

@@ -11,7 +11,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.records import expert_loads, record_files
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
-from mtrain_cli.simulation.router_loads import ExpertLoads, parse_loads
+from mtrain_cli.simulation.expert_cost import ExpertLoads, parse_loads
 
 QWEN = compose(["model=qwen3_30b_a3b"]).model
 

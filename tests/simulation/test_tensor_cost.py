@@ -16,7 +16,6 @@ from mtrain_cli.simulation.scenario import (
     predict_training,
 )
 from mtrain_cli.simulation.tensor_cost import TensorMessages, cluster_of_groups
-from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.step.layer import Layer
 
 CLUSTER = load_cluster("h100_4x8", nodes=2)
@@ -26,8 +25,7 @@ WORDS = ("model=qwen7b", "model.num_layers=3", "seq=32k", "topology.tensor_paral
 def predicted(*words: str, workers: int = 8, slow: dict[int, float] | None = None, **of_pairs):
     pairs = PairSource(of_pairs.pop("name", "dense"), **of_pairs)
     config = compose([*WORDS, *words, *pairs.sparsity()])
-    conditions = Disturbances(slow=slow or {})
-    scenario = Scenario(config, pairs.problem(config), conditions=conditions)
+    scenario = Scenario(config, pairs.problem(config), slow=slow or {})
     return predict_training(CLUSTER, scenario, workers, "striped", "all_gather")
 
 
@@ -84,7 +82,7 @@ def test_a_step_receives_the_bytes_that_training_counts(words):
     assert found.step.sent == pytest.approx(plan.received.weights, rel=1e-3)
     assert found.step.parts["tensor"] > 0
     assert sum(found.step.parts.values()) == pytest.approx(found.step.seconds.value)
-    assert any("topology.tensor_parallel" in remark for remark in found.remarks)
+    assert any(remark.startswith("tensor and pipeline") for remark in found.remarks)
 
 
 def test_a_worker_of_a_tensor_group_does_its_part_of_the_flop():

@@ -21,9 +21,8 @@ from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
 from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import predict
-from mtrain_cli.simulation.validation import open_run
+from mtrain_cli.simulation.validation import open_run, work_table
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.work_tables import work_table
 from mtrain_cli.simulation.workload import AttentionWorkload
 
 SEQ, WORKERS = 8192, 4

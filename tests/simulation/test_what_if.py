@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +31,6 @@ from mtrain_cli.simulation.what_if import (
     make_case,
     replay,
     resized,
-    setups_of,
 )
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -83,6 +83,11 @@ def test_work_is_conserved_and_every_worker_gets_its_share(tmp_path, pattern):
             int(recorded.index(pattern, layer).counts(work).pairs.sum()) for layer in (0, 3, 5)
         )
     assert totals == {expected}
+
+
+def setups_of(layouts, exchanges, workers, per_node):
+    product = itertools.product(workers, layouts, exchanges)
+    return [ReplaySetup(*names, count, per_node) for count, *names in product]
 
 
 def test_replaying_the_recorded_setup_gives_the_recorded_work(tmp_path):
