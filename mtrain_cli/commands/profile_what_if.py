@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 
     from mtrain_cli.records.index_file import RecordedIndices
     from mtrain_cli.reporting.table import Table
-    from mtrain_cli.simulation.what_if import ReplayedPass, ReplayedSetup
+    from mtrain_cli.simulation.what_if import ReplayedSetup
 
 _MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
 _BAR = 32  # characters
 _BARS = "work of\neach worker"  # heading of the bars
-_DEGREES = ("worker", "step", "total", "critical")
+# Degrees, by their rank among the columns that a narrow terminal drops.
+_DEGREES = {"worker": 0, "step": 5, "total": 2, "critical": 1}
 
 
 @app.command("what-if")
@@ -155,39 +157,26 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
     layer_text = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
     title = (
         f"{pattern}, seq {setup.seq}, {layer_text} of iteration {setup.iteration}, recorded with "
-        f"{setup.workers} workers, {setup.layout}"
+        f"{setup.workers} workers, {setup.layout}; work of both passes"
     )
-    # Both passes usually have the same work; then one group of columns shows it.
-    same = all(len({str(p.degrees) for p in row.passes.values()}) == 1 for row in rows)
-    title += ", work of both passes" if same else ""
-    passes = ("",) if same else ("forward", "backward")
     columns = [
         Column("layout", lambda row: row.setup.layout, words=True),
         Column("exchange", lambda row: row.exchange.partition(" (")[0], words=True),
         Column("workers", _workers),
         *(
             Column(
-                f"{direction}\n{degree}" if direction else degree,
-                lambda row, d=direction, degree=degree: getattr(_pass(row, d).degrees, degree),
+                degree,
+                lambda row, of=degree: fmean(getattr(p.degrees, of) for p in row.passes.values()),
                 fixed(2),
-                drop=_DROPS.get(degree, 0),
+                drop=drop,
             )
-            for direction in passes
-            for degree in _DEGREES
+            for degree, drop in _DEGREES.items()
         ),
         Column("largest", lambda r: f"{r.shares.max():.1%} / {1 / r.setup.workers:.1%}", drop=4),
         Column("sent", lambda r: sum(p.sent for p in r.passes.values()), format_bytes, drop=3),
         Column(_BARS, lambda row: row.shares.tolist(), _bar, words=True),
     ]
     return Table(title, columns, rows)
-
-
-# Degrees, by their rank among the columns that a narrow terminal drops.
-_DROPS = {"critical": 1, "total": 2, "step": 5}
-
-
-def _pass(row: ReplayedSetup, direction: str) -> ReplayedPass:
-    return row.passes.get(direction) or next(iter(row.passes.values()))
 
 
 def _workers(row: ReplayedSetup) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,19 @@ from mtrain_cli.simulation.calibration import (
     LISTS,
     LOW,
     SPARSE,
+    CalibrationPoint,
+    fit_together,
+    held_out_errors,
     kernels_for,
     load_calibration,
     same_device,
     shipped,
+)
+from mtrain_cli.simulation.calibration_files import (
+    KINDS_OF_FILES,
+    calibration_files,
+    read_calibration,
+    shipped_files,
 )
 
 
@@ -289,3 +299,127 @@ def test_only_a_kernel_without_striped_times_is_priced_by_stripes():
     assert not kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", DENSE).by_stripes
     assert not kernels_for("NVIDIA H200", 989e12, "sdpa", LISTS).by_stripes
     assert not kernels_for("NVIDIA H200", 989e12, "triton", LISTS).by_stripes
+
+
+def fit(points):
+    return fit_together([points])[0]
+
+
+def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[CalibrationPoint]:
+    rng = np.random.default_rng(0)
+    works = [(f, c) for f in (0.5, 2.0, 8.0, 30.0) for c in (0.1, 0.5, 2.0)]
+    return [
+        CalibrationPoint(
+            f, c, (fixed + rate * f + columns * c) * float(np.exp(rng.normal(0, noise)))
+        )
+        for f, c in works
+    ]
+
+
+def test_a_fit_recovers_the_constants_of_its_points():
+    assert fit(made(0.3, 1.7, 3.4)) == pytest.approx((0.3, 1.7, 3.4))
+    assert held_out_errors([made(0.3, 1.7, 3.4)])[0] == pytest.approx(0, abs=1e-9)
+    assert 0.02 < held_out_errors([made(0.3, 1.7, 3.4, noise=0.05)])[0] < 0.08
+    # No time is negative, and a single point does not determine a fixed time.
+    assert (
+        min(
+            fit(
+                [
+                    CalibrationPoint(1, 0, 1.0),
+                    CalibrationPoint(2, 0, 2.2),
+                    CalibrationPoint(4, 0, 4.9),
+                ]
+            )
+        )
+        >= 0
+    )
+    assert fit([CalibrationPoint(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
+
+
+def test_calls_to_the_same_kernels_are_fitted_together():
+    """Joint calls have a fifth of their work in columns; diagonals have only small, noisy calls."""
+    rng = np.random.default_rng(1)
+    both = [CalibrationPoint(f, f / 4, 0.2 + 1.7 * f + 3.4 * f / 4) for f in (0.5, 1.0, 2.0, 4.0)]
+    diagonals = [
+        CalibrationPoint(f, 0, (0.3 + 1.7 * f) * float(np.exp(rng.normal(0, 0.1))))
+        for f in (0.05, 0.1, 0.2, 0.4)
+    ]
+    columns = [CalibrationPoint(0, f, 0.1 + 3.4 * f) for f in (0.1, 0.3, 0.5)]
+    of_both, of_diagonals, of_columns = fit_together([both, diagonals, columns])
+    assert of_both[1:] == of_diagonals[1:] == of_columns[1:] == pytest.approx((1.7, 3.4), rel=0.12)
+    # A large call with other proportions. A fit to the joint calls only would be off.
+    expected = 0.2 + 30 * 1.7 + 3.4
+    assert of_both[0] + 30 * of_both[1] + of_both[2] == pytest.approx(expected, rel=0.12)
+    apart = fit(both)
+    assert abs(apart[0] + 30 * apart[1] + apart[2] - expected) > 0.25 * expected
+    # A point that takes twice as long is predicted without itself, but with the other forms.
+    strange = [*both[:3], CalibrationPoint(4.0, 1.0, 2 * both[3].ms)]
+    apart = [fit([p for p in strange if p is not left_out]) for left_out in strange]
+    errors = [
+        abs((f + r * p.flop + c * p.column_flop) / p.ms - 1)
+        for (f, r, c), p in zip(apart, strange, strict=True)
+    ]
+    assert errors[-1] == pytest.approx(0.5, abs=1e-6)
+    assert held_out_errors([strange]) == pytest.approx([sum(errors) / 4])
+    assert held_out_errors([both, diagonals, columns])[1] != pytest.approx(
+        held_out_errors([diagonals])[0], rel=1e-3
+    )
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def written(name: str, content: object) -> Path:
+    path = Path(name)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def calibration(kind: str) -> dict[str, object]:
+    return {"kind": kind, "device": "GPU", "times": [1]}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_a_calibration_is_read(kind):
+    assert read_calibration(written("a.json", calibration(kind))) == calibration(kind)
+
+
+def test_several_files_are_given_by_path_and_by_name():
+    own = written("own.json", calibration("kernels"))
+    shipped = resource_dir("profiles") / "kernels-h200.json"
+    assert calibration_files("own.json, kernels-h200") == [own, shipped]
+    with pytest.raises(ConfigError, match=r"^--calibration 'own.json,': empty item"):
+        calibration_files("own.json,")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such calibration"),
+        ("{", "not readable as JSON"),
+        ("[1]", "holds no times"),
+        ({**calibration("kernels"), "times": []}, "holds no times"),
+        ({"kind": "kernels", "times": [1]}, "holds no times"),
+        (calibration("masks"), "holds no times"),
+    ],
+)
+def test_another_file_is_refused_in_one_line(content, message):
+    path = Path("a.json") if content is None else written("a.json", content)
+    with pytest.raises(ConfigError, match=rf"^--calibration a\.json: {message}") as caught:
+        read_calibration(path)
+    assert len(caught.value.problems) == 1
+    if content is None:
+        assert "kernels-h200" in str(caught.value), "the shipped files are named"
+
+
+def test_shipped_files_are_grouped_by_device():
+    found = shipped_files()
+    assert {path.stem for files in found.values() for path in files} >= {
+        "kernels-h200",
+        "non-attention-h200",
+        "worker-calls-h200",
+    }
+    for device, files in found.items():
+        assert {read_calibration(path)["device"] for path in files} == {device}

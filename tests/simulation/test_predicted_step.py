@@ -12,8 +12,8 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation import calibration
-from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
-from mtrain_cli.simulation.non_attention_cost import NonAttentionCost, priced
+from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
+from mtrain_cli.simulation.non_attention_cost import DEVICE_ROWS, NonAttentionCost, priced
 from mtrain_cli.simulation.predicted_step import copies, overlapped_us
 from mtrain_cli.simulation.scenario import (
     PairSource,
@@ -290,3 +290,14 @@ def test_weights_get_the_bandwidth_that_attention_leaves():
         "nothing is left"
     )
     assert overlapped_us([MessageCost(0.0, 0.0)], 10.0, (0.0, 0.0), VALUE) == 0
+
+
+def test_a_tiled_layer_is_measured_at_its_tile_unless_a_tile_is_launch_bound():
+    config = compose(["model=qwen3b", "seq=128k", "train.tile_mib=0"])
+    cost = NonAttentionCost.of(plan_on(load_cluster("h200_1x8"), config, workers=4))
+    layer, tokens = "forward", 32768
+    assert cost.tokens == tokens
+    for rows, size in ((tokens, tokens), (8192, 8192), (512, DEVICE_ROWS)):
+        tiled = dataclasses.replace(cost, rows=rows)
+        assert tiled.size(layer) == size
+        assert tiled.size(LOSS) == tokens
