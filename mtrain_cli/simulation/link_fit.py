@@ -69,9 +69,6 @@ class LinkFit:
     bandwidth: tuple[float, float]
     points: int
 
-    def us(self, size: float) -> float:
-        return self.latency_us + size / (self.gbps * 1e3)
-
 
 def fit_link(times: Sequence[LinkTime]) -> LinkFit:
     """Fit latency and bandwidth, neither negative, to minimize absolute relative errors.

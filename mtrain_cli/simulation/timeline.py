@@ -77,11 +77,6 @@ class PassTimes:
         """Return the time of attention, [workers, steps]."""
         return self.spent["attention"][:, 1:]
 
-    @property
-    def elapsed(self) -> FloatArray:
-        """Return the time of whole steps with all waits, [workers, 1 + steps]."""
-        return np.sum([*self.spent.values(), self.late, *self.exposed.values()], axis=0)
-
 
 def play(
     program: Program,
