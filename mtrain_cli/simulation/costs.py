@@ -130,11 +130,7 @@ class Costs:
     def message(
         self, transfer: SpmdTransfer, size: int, recorded: int | None = None
     ) -> PricedMessage:
-        """Price a transfer.
-
-        size: number of bytes that each rank sends.
-        recorded: number of bytes that a profile records; None if it is ``size``.
-        """
+        """Price a transfer of ``size`` bytes from each rank. recorded: bytes of a profile's row."""
         t = transfer.first
         key = t.channel, t.payload, t.kind, size, id(transfer.to), id(transfer.peers)
         if key not in self._messages:
@@ -272,10 +268,7 @@ class LayerPrices:
         direction: str,
         masked: Mapping[str, StepWork] | None = None,
     ) -> None:
-        """Price the kernel calls of all steps.
-
-        masked: work of all pairs of the mask, for kernels that do not skip those without index.
-        """
+        """Price all calls. masked: all pairs of the mask, for kernels that skip none of them."""
         self.costs, self.direction = costs, direction
         counted = BACKWARD if direction == BACKWARD else FORWARD
         self.counts = work[counted]

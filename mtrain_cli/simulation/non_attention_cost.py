@@ -140,10 +140,9 @@ class NonAttentionCost:
     rows: int
 
     def size(self, part: str) -> int:
-        """Return the number of tokens at which to look up the measured time of a part.
+        """Return the tokens at which to look up the measured time of a part.
 
-        A small tile is launch-bound if it is measured alone, but not if many tiles follow each
-        other.
+        A small tile is launch-bound only if it is measured alone.
         """
         if part == LOSS or self.rows == self.tokens:
             return self.tokens
@@ -155,9 +154,7 @@ class NonAttentionCost:
     ) -> NonAttentionCost:
         """Count the work of a worker, that of a layer in the mean over its layers.
 
-        Args:
-            part: the worker's part of the model; None for the whole model.
-            loads: the loads of experts; None if they are equal.
+        part: its part of the model; None for all. loads: of experts; None if they are equal.
         """
         config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
         optim, e = config.optim, plan.dtype_bytes

@@ -1,11 +1,8 @@
 """Predict a training step: simulated attention, the rest of a layer, weights and the optimizer.
 
-Order and overlap follow FSDP2. While one layer computes, FSDP2 gathers the next layer's weights
-and, in backward, reduce-scatters the gradients of the layer that has just ended. A layer takes the
+Order and overlap follow FSDP2: while one layer computes, it gathers the next layer's weights and,
+in backward, reduce-scatters the gradients of the layer that has just ended. A layer takes the
 larger of computation and communication; the first gather and the last reduce-scatter are exposed.
-If a run recomputes a share of attention's pairs, recomputation takes this share of the forward
-time, but sends all messages. An optimizer on the host takes the largest of its memory traffic and
-the transfers of gradients and of weights.
 """
 
 from __future__ import annotations
@@ -74,8 +71,7 @@ def part_name(name: str) -> str:
 class ExpertRows:
     """The rows that travel to experts and back in a step, in seconds and bytes.
 
-    exposed: wait of the worker with the most popular experts, in the part `EXPERTS`.
-    late: mean wait for workers with popular experts.
+    exposed: wait of the worker with the most popular experts. late: mean wait for it.
     size: bytes that a worker receives, in the mean.
     """
 
@@ -426,13 +422,9 @@ def predict_step(
     bounds: bool = True,
     loads: ExpertLoads | None = None,
 ) -> PredictedStep:
-    """Predict a step.
+    """Predict a step of a plan from the attention of a layer, recomputed as the plan does.
 
-    Args:
-        loads: the loads of experts; None if they are equal.
-        attention: prediction of one layer of this plan, with the pass `RECOMPUTE` if the plan
-            recomputes attention.
-        bounds: also predict the best and the worst case.
+    bounds: also predict the best and the worst case. loads: None if experts have equal loads.
     """
     slowest = max([1.0, *slow.values()])
     steps = {
@@ -504,12 +496,8 @@ def overlapped_us(
 ) -> float:
     """Return the microseconds of successive collectives that start with a computation.
 
-    During the computation, the collectives get the bandwidth that attention's messages leave. The
-    low bound assumes that they never meet.
-
-    Args:
-        computing: time of the computation.
-        carried: times for which attention's messages occupy the (inner, outer) link.
+    They get the bandwidth that attention's messages leave, which occupy the (inner, outer) link for
+    ``carried``. The low bound assumes that they never meet.
     """
     alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
     if not alone or not computing or bound == LOW:
@@ -535,9 +523,7 @@ class StageTime:
     def of(whole: Mapping[str, float], parts: Sequence[Mapping[str, float]]) -> StageTime:
         """Deal the times of a stage out to its virtual stages, in proportion to their own times.
 
-        Args:
-            whole: time of each pass of the stage, and of the loss.
-            parts: times of each virtual stage as if it were alone, by pass.
+        whole: time of each pass and of the loss. parts: of each virtual stage as if it were alone.
         """
 
         def dealt(name: str) -> tuple[float, ...]:
@@ -548,12 +534,7 @@ class StageTime:
 
 
 def timed_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> TimedPipeline:
-    """Return the pipeline of a plan with the times of its passes.
-
-    Args:
-        stages: times of each stage.
-        hop: duration of a message between stages.
-    """
+    """Return the pipeline of a plan with the times of its passes. hop: of a message."""
     planned = plan.pipeline
     assert planned is not None
     in_forward = 1.0 if plan.config.train.loss_gradients == "forward" else _LOSS_IN_FORWARD
@@ -573,10 +554,7 @@ def timed_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> TimedP
 
 
 def hop_us(cluster: Cluster, costs: Costs, plan: RunPlan, pipeline: PipelinePlan) -> float:
-    """Return the time of a message between stages, in microseconds.
-
-    If some hops cross nodes, return their time.
-    """
+    """Return the microseconds of a message between stages; if some cross nodes, of those."""
     workers = plan.dims.workers // plan.dims.pp
     nodes = [stage * workers // cluster.gpus_per_node for stage in range(plan.dims.pp)]
     outer = len(set(nodes)) > 1

@@ -1,7 +1,4 @@
-"""Predict attention on a cluster: count the work, price it, simulate it, summarize it.
-
-All ranks begin a pass at the same time, as in `mtrain profile imbalance --attention-only`.
-"""
+"""Predict attention on a cluster: count the work, price it, simulate it, summarize it."""
 
 from __future__ import annotations
 
@@ -99,7 +96,6 @@ class Prediction:
     facts: description of the case for summary.json.
     rows: records of one iteration, of dtype `record_files.ROW`; None if not requested.
     costs: prices by bound, those of sparse layers if there are dense layers, too.
-    played: the simulated layers.
     """
 
     setup: ReplaySetup
@@ -173,11 +169,10 @@ def predict(
         slow: factor by which the computation of a rank takes longer.
         bounds: also predict the best and the worst case, in three times the time.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
-        prices: prices of rows for which a balanced layout is made; None for those on ``cluster``.
+        prices: of rows, for a balanced layout; None for those on ``cluster``.
 
     Raises:
-        ConfigError: the configuration is impossible, the kernel has no times, or the index is
-            damaged.
+        ConfigError: a configuration is impossible, a kernel has no times, an index is damaged.
     """
     first = problem.index(problem.layers[0])
     name = kernel or default_kernel(cluster.gpu, first is None)

@@ -192,8 +192,7 @@ def _mean(layers: Sequence[tuple[Imbalance, IntArray, float]]) -> ReplayedPass:
 def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
     """Return the recorded index of a layer; None if attention was dense.
 
-    Raises:
-        ConfigError: the file is damaged, or holds only a part of the index.
+    ConfigError: the file is damaged, or holds only a part of the index.
     """
     index = recorded.index(pattern, layer)
     if isinstance(index, BlockBitmap) and len(index.rows) < index.blocks:
