@@ -53,9 +53,9 @@ class _Group(TyperGroup):
             for parameter in command.params
             for option in (*parameter.opts, *parameter.secondary_opts)
         }
-        for word in args:
+        for word in (word for word in args if word.startswith("--")):
             name = nearest(word[2:].partition("=")[0], [*known, *self.commands])
-            if word.startswith("--") and name in self.commands and name not in known:
+            if name in self.commands and name not in known:
                 raise ConfigError(f"{word}: no such option; give `mtrain simulate {name} ...`")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:

@@ -379,8 +379,6 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
     config = None if request.without_a_model else request.compose(first)
     if config is not None and cluster is None:
         cluster = config.topology.cluster if config.topology.cluster != "auto" else None
-    if config is not None and not axes:
-        warn_of_unused_settings(words, config)
     name = cluster or DEFAULT_CLUSTER
     machine = load_cluster(name, f"cluster={name}", nodes=nodes, typed_nodes=f"nodes={nodes}")
     for value in axes.get("nodes", ()):
@@ -400,6 +398,9 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
         request = request.at(["topology.device=cpu"])
     several = machine.nodes > 1 or "nodes" in axes or virtual
     layouts, exchanges = _compared(config, bool(axes), several, every_exchange)
+    if config is not None and not axes:
+        striped = {"layout": "striped"} if "striped" in (layout or layouts) else {}
+        warn_of_unused_settings(words, config.changed(topology=striped))
     return Job(
         replace(request, cluster=name), machine, layout or layouts, exchange or exchanges, workers,
         axes, tokens, price, typed,

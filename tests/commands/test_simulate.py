@@ -154,3 +154,7 @@ def test_a_setting_without_effect_is_named():
     found = run("simulate model=tiny seq=16k workers=1 model.rope.factor=2 --no-files", STRIPED)
     assert found.exit_code == 0
     assert "warning: model.rope.factor=2" in found.stderr
+    blocks = "simulate model=tiny seq=16k workers=2 topology.block_size=64 --no-files"
+    blocks += " data.document_mask=false"
+    assert run(blocks, "--exchange ring").stderr == "", "striped is compared, too"
+    assert "warning: topology.block_size=64" in run(blocks, "--layout zigzag").stderr
