@@ -57,13 +57,7 @@ class SpmdStep:
     keys: tuple[int, ...] | None
     part: tuple[int, int]
     post: tuple[SpmdTransfer, ...]
-    wait: tuple[int, ...]
-    collect: tuple[int, ...]
     send: tuple[SpmdTransfer, ...]
-
-    @property
-    def computes(self) -> bool:
-        return self.queries is not None
 
 
 EVERYTHING = (-1,)
@@ -91,17 +85,14 @@ class RankGrid:
         return self.nodes * self.size * self.heads
 
     @cached_property
-    def _node(self) -> IntArray:
-        return np.arange(self.workers) // self.heads // self.size
-
-    @cached_property
-    def _local(self) -> IntArray:
-        return np.arange(self.workers) // self.heads % self.size
+    def _own(self) -> tuple[IntArray, IntArray]:
+        """Node and local number of each rank's group."""
+        return np.divmod(np.arange(self.workers) // self.heads, self.size)
 
     def groups_of(self, group: int) -> IntArray:
         """Translate a group, as numbered by rank 0, into that of each rank, [workers]."""
-        node, local = divmod(group, self.size)
-        return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
+        own, (node, local) = self._own, divmod(group, self.size)
+        return (own[0] + node) % self.nodes * self.size + (own[1] + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
         """Translate a peer of rank 0 into that of each rank, [workers]."""
@@ -158,7 +149,7 @@ class _SpmdStepMaker:
         groups = tuple(dict.fromkeys(key // heads for key in step.keys)) or None
         keys = EVERYTHING if everything else groups
         post, send = (tuple(map(self._transfer, transfers)) for transfers in (step.post, step.send))
-        return SpmdStep(queries, keys, step.part, post, step.wait, step.collect, send)
+        return SpmdStep(queries, keys, step.part, post, send)
 
     def _transfer(self, t: Transfer) -> SpmdTransfer:
         if t.to is None or t.source is None:
