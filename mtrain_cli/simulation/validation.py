@@ -18,7 +18,7 @@ import pandas as pd
 
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
@@ -124,8 +124,14 @@ def replay(
         ConfigError: the case cannot be replayed.
     """
     facts = case.facts
-    workers = int(facts["cp"])
-    if workers > cluster.gpus:
+    kinds: dict[str, type] = dict.fromkeys(("cp", "seq", "per_node"), int)
+    kinds |= dict.fromkeys(("layout", "exchange", "pattern", "kernel"), str)
+    wrong = [name for name, kind in kinds.items() if not isinstance(facts.get(name), kind)]
+    if wrong or facts["layout"] not in LAYOUTS:
+        name = (wrong or ["layout"])[0]
+        why = f"{record_files.SUMMARY} has {name}={facts.get(name)} of {case.label}; measure again"
+        raise ConfigError(f"RUN {run.folder}: {why}")
+    if (workers := facts["cp"]) > cluster.gpus:
         raise ConfigError(
             f"--cluster {cluster.name}: has {cluster.gpus} GPUs, but {run.folder} used {workers}; "
             "give a larger cluster"

@@ -74,7 +74,7 @@ def test_names_are_not_broken(name):
 
 def test_validation_says_which_times_it_compares():
     page = " ".join(shown(*VALIDATE, columns=80).split())
-    assert "ms: of a layer on the slowest worker, measured without recording, the median" in page
+    assert "ms: of a layer on the slowest worker, measured without recording (median)" in page
     assert "±: spread of the recorded iterations" in page
 
 

@@ -226,6 +226,17 @@ def test_written_predictions_are_used_and_protected_against_changes(recorded):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("kernel", None), ("layout", "spiral"), ("per_node", None)]
+)
+def test_a_case_that_lacks_facts_is_one_line(recorded, tmp_path, name, value):
+    cases = json.loads((recorded / record_files.SUMMARY).read_text())["cases"]
+    wrong = edited(recorded, tmp_path / "wrong", cases=[facts | {name: value} for facts in cases])
+    found = run("simulate", "validate", wrong, "--no-files")
+    assert (found.exit_code, len(found.stderr.splitlines())) == (2, 1), found.output
+    assert f"wrong: summary.json has {name}={value} of" in found.stderr
+
+
 def edited(recorded: Path, to: Path, **values) -> Path:
     shutil.copytree(recorded, to)
     summary = json.loads((to / record_files.SUMMARY).read_text())
