@@ -294,7 +294,7 @@ def validate(
           Predict the cases of a profile now
 
     Args:
-        runs: Folders of profiles, or names of shipped profiles.
+        runs: Profiles: folders, names under measurements/ or runs/, or names of shipped ones.
         prediction: Predictions that `mtrain simulate run --out DIR` saved before the measurement,
             instead of new ones. Can be repeated.
     """

@@ -74,7 +74,9 @@ def open_run(folder: Path) -> MeasuredRun:
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"RUN {folder}: {why}")
 
-    folder = find_shipped(folder)
+    named = find_shipped(folder)
+    places = (Path(parent, named) for parent in ("", "measurements", "runs"))
+    folder = next((place for place in places if place.is_dir()), named)
     if not folder.is_dir():
         written = "a folder that `mtrain profile imbalance` wrote"
         raise refuse(no_such("profile", str(folder), shipped_with("*/predictions"), written))

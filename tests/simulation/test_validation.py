@@ -325,8 +325,8 @@ def test_one_layer_is_compared_with_the_median_and_several_with_their_mean(recor
 
 
 def test_several_runs_are_compared_together(recorded, tmp_path):
-    other = edited(recorded, tmp_path / "other")
-    said = document("validate", recorded, other, "--out", tmp_path / "v")
+    edited(recorded, tmp_path / "measurements/other")
+    said = document("validate", recorded, "other", "--out", tmp_path / "v")
     assert len(said["cases"]) == 2 * len(CASES)
     assert len(said["agreement"]["spearman"]) == 2
 
