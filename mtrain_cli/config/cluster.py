@@ -217,7 +217,7 @@ def load_cluster(
     except ValueError as error:
         raise ConfigError(f"{typed or f'--cluster {name}'}: {error}") from None
     presets = shipped()
-    content = _content_of_preset(path) if name in presets else _content(path)
+    content = _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
         raise ConfigError(
@@ -231,14 +231,15 @@ def load_cluster(
     return cluster
 
 
+@functools.lru_cache(maxsize=4)  # a search prices thousands of settings on the same cluster
+def cluster_of(name: str) -> Cluster | None:
+    """Return the cluster that ``topology.cluster`` names; None for auto."""
+    return None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
+
+
 def _links_nodes(content: Mapping[str, Any]) -> bool:
     links = content.get("links")
     return isinstance(links, Mapping) and links.get("outer") is not None
-
-
-@functools.cache  # a search for memory settings prices every setting by the same cluster
-def _content_of_preset(path: Path) -> dict[str, Any]:
-    return _content(path)
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -79,6 +79,14 @@ def unsupported(config: Config, degree: str, turned_off: Mapping[str, Any]) -> I
             yield f"{{{degree}}}: does not support {{{key}}}; give {key}={show(off)}"
 
 
+def refused_settings(config: Config) -> set[str]:
+    """Return the keys of the settings that a run's kinds of parallelism do not support."""
+    topology = config.topology
+    refused = set(NEED_WHOLE_LAYERS if topology.tensor_parallel > 1 else ())
+    refused |= set(NEED_WHOLE_MODEL if topology.pipeline_parallel > 1 else ())
+    return refused | set(NEED_ALL_EXPERTS if topology.expert_parallel != 1 else ())
+
+
 def require_degree_1(config: Config, degree: str, command: str) -> None:
     """Raise ConfigError if ``topology``'s ``degree`` is above 1, which ``command`` cannot do."""
     if (value := getattr(config.topology, degree)) > 1:

@@ -7,7 +7,6 @@ kernel supports what the configuration asks for.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -183,7 +182,7 @@ def _data(config: Config) -> Iterator[str]:
 def _mix(config: Config, expected: str) -> Iterator[str]:
     """Yield what is wrong with ``data.mix``. Opening the data checks the content of its file."""
     mix, path = config.data.mix, config.data.path
-    example = "give weights such as {{code: 0.3, book: 0.7}}"
+    example = "give weights such as {code: 0.3, book: 0.7}"
     if not isinstance(mix, dict):
         if not Path(str(mix)).expanduser().is_file():
             yield f"{{data.mix}}: no such file; {example}, or a YAML file of them"
@@ -262,35 +261,31 @@ def keep_schedule(
     """Return ``config`` with the schedule with which the run continues.
 
     If ``words`` sets no key of `_SCHEDULE_KEYS`, the schedule keeps its length, even if
-    ``train.steps`` changes. After the end of the schedule, the learning rate is constant. If the
-    run stopped during warm-up, however, the schedule ends at the new ``train.steps``.
+    ``train.steps`` changes, and the learning rate is constant after its end. If the run stopped
+    during warm-up, however, the schedule ends at the new ``train.steps``.
 
     Args:
-        saved: configuration of the run so far.
-        config: ``saved`` with the overrides ``words`` applied.
+        saved: configuration of the run so far; ``config`` has the overrides ``words``, too.
         step: step of the checkpoint.
-        again: whether a restarted job repeats this resume. The first attempt has then already
-            carried out ``optim.rewarm=true``.
+        again: whether a restarted job repeats this resume, and so has carried out
+            ``optim.rewarm=true`` before.
 
     Raises:
-        ConfigError: ``optim.rewarm`` is a number; ``optim.rewarm=true`` but no steps are left; or
-            settings of the schedule contradict each other.
+        ConfigError: the words or the settings of the schedule contradict each other.
     """
     typed = {word.partition("=")[0] for word in words}
     given = [key for key in _SCHEDULE_KEYS if key in typed or "optim" in typed]
     begin, steps = int(saved.optim.rewarm), saved.optim.schedule_steps
+    is_other = config.train.steps != saved.train.steps
     if "optim.rewarm" in given and not isinstance(config.optim.rewarm, bool):
-        raise ConfigError(
-            f"optim.rewarm={config.optim.rewarm}: give true to restart the schedule at the "
-            "checkpoint, or false to keep the schedule"
-        )
+        allowed = "give true to restart the schedule at the checkpoint, or false to keep it"
+        raise ConfigError(f"optim.rewarm={config.optim.rewarm}: {allowed}")
     if config.optim.rewarm is True:
         if again and saved.optim.rewarm is not False:
             begin = int(saved.optim.rewarm)
         elif step >= config.train.steps:
-            raise ConfigError(
-                f"optim.rewarm=true: the run is at its last step, {step}; raise train.steps"
-            )
+            last = f"the run is at its last step, {step}; raise train.steps"
+            raise ConfigError(f"optim.rewarm=true: {last}")
         else:
             begin = step
     elif "optim.rewarm" in given:
@@ -299,15 +294,9 @@ def keep_schedule(
         steps = config.optim.schedule_steps if "optim.schedule_steps" in typed else "auto"
     elif step - begin <= saved.optim.warmup_steps:
         pass  # the run stopped before any decay, so the schedule spans the new train.steps
-    elif (
-        steps == "auto"
-        and config.train.steps != saved.train.steps
-        and config.optim.schedule != "constant"
-    ):
+    elif steps == "auto" and is_other and config.optim.schedule != "constant":
         steps = saved.train.steps - begin
-    resumed = dataclasses.replace(
-        config, optim=dataclasses.replace(config.optim, rewarm=begin or False, schedule_steps=steps)
-    )
+    resumed = config.changed(optim={"rewarm": begin or False, "schedule_steps": steps})
     if lines := [conflict(resumed, line) for line in _schedule(resumed)]:
         raise ConfigError(*lines)
     return resumed

@@ -30,8 +30,7 @@ class ComputeTimer(Callback):
 
     A GPU records two events per layer, which are read one step later, so that the host never waits.
 
-    seconds: time of that part in the previous step, summed over the timed layers. 0 if not
-        measured.
+    seconds: of the previous step, summed over the timed layers; 0 if not measured.
     """
 
     seconds = 0.0
@@ -41,8 +40,7 @@ class ComputeTimer(Callback):
     ) -> None:
         """Add a forward hook to each timed layer.
 
-        layers: this worker's decoder layers by number, already sharded by FSDP. The timer's hooks
-            then run after those of FSDP, so the times exclude FSDP's communication.
+        layers: by number, already sharded by FSDP, so that these hooks run after those of FSDP.
         most: number of layers of the worker with the fewest. All workers time as many.
         """
         self._cuda = device.type == "cuda"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mtrain_cli.config.parallel_checks import refused_settings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, host_memory
@@ -192,19 +193,20 @@ def _advice(context: RunContext, groups: list[HeldTensors]) -> list[str]:
 
 def _change(kind: str, config: Config) -> str:
     """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
-    train, topology = config.train, config.topology
-    can_offload = topology.tensor_parallel == topology.pipeline_parallel == 1
+    train, refused = config.train, refused_settings(config)
     if kind in (GRADIENTS, GATHERED) and train.shard != "full":
         return "train.shard=full"
-    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and can_offload:
-        return "optim.offload=true"
+    offload = "optim.offload"
+    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and offload not in refused:
+        return f"{offload}=true"
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
         return "more workers, to share parameters and optimizer states"
     if kind == LOGITS:
-        return f"train.loss_chunk_mib={max(64, train.loss_chunk_mib // 4)}"
+        return f"train.loss_chunk_mib={chunk // 4}" if (chunk := train.loss_chunk_mib) > 64 else ""
     if train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
-    return "" if train.offload_activations is True else "train.offload_activations=true"
+    offload = "train.offload_activations"
+    return "" if train.offload_activations is True or offload in refused else f"{offload}=true"
 
 
 def failure_location(error: BaseException) -> str:

@@ -35,7 +35,7 @@ def test_numbers_survive_saving_bit_for_bit(tmp_path):
 def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
     file = tmp_path / "resolved.yaml"
     assert "No such file" in complaints(load, file)[0]
-    for text in ("a: [1", "\x00", "- 1\n", "", "3"):
+    for text in ("a: [1", "\x00", "- 1\n", "", "3", "mask: {kind: [full]}"):
         file.write_text(text)
         assert complaints(load, file)[0].startswith(f"{file}: ")
     save(compose(), file)

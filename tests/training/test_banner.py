@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import torch
 from training.test_dry_run import text
 
 from mtrain_cli.composition.compose import compose
@@ -99,14 +98,6 @@ def test_the_banner_names_the_mask_and_its_pairs():
     assert f"{mask}, inside each document; {share}" in banner_of(*words)
     assert f"{mask}; {share}" in banner_of(*words, "data.document_mask=false")
     assert "of a causal mask" not in banner_of("topology.workers=1")
-
-
-def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    warning = "warning the run uses this machine's CPU; topology.cluster only affects plans"
-    assert warning in banner_of("topology.cluster=h200_1x8", device="auto")
-    assert warning not in banner_of(device="auto")
-    assert warning not in banner_of("topology.cluster=h200_1x8", device="cpu")
 
 
 def plan_here(config: Config, environment: Environment) -> RunPlan:

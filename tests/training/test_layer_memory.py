@@ -8,23 +8,6 @@ from training.test_memory_of_stages import of_stages
 from mtrain_cli.training.memory import GIB
 
 
-def test_kept_activations_follow_their_formulas():
-    tokens, c, a, k, i, heads, layers = 131072 // 8, 2048, 2048, 256, 11008, 16, 36
-    expected = {
-        "full": 2 * c,
-        "selective": 2 * (c + a) + 4 * heads,
-        "sequence_selective": 2 * c + (2 * a + 4 * heads) // 2,
-        "none": 2 * (4 * c + 2 * a + 2 * k + 4 * i) + 4 * heads,
-    }
-    for kind, per_token in expected.items():
-        loss = estimate(f"train.activation_checkpoint={kind}").moments[0]
-        assert (loss.name, loss.activations) == ("loss", layers * tokens * per_token)
-    ring = estimate("train.activation_checkpoint=selective", exchange="ring").moments[0].activations
-    assert ring == layers * tokens * (expected["selective"] + 2 * 2 * k), (
-        "a ring ends with the keys of another worker"
-    )
-
-
 @pytest.mark.parametrize(
     "words",
     [
