@@ -100,7 +100,7 @@ class Hardware:
         gib = topology.gpu_memory_gib
         if isinstance(gib, str) or self.device == "cpu":
             return self
-        return replace(self, memory=round(gib * GIB))
+        return replace(self, memory=max(1, round(gib * GIB)))
 
     def workers_sharing_host(self, environment: Environment) -> int:
         """Count the workers that share `host_memory`: at most as many as the machine has GPUs."""

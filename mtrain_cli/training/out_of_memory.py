@@ -182,13 +182,12 @@ def _advice(context: RunContext, groups: list[HeldTensors]) -> list[str]:
     for group in groups:
         by_kind[group.kind] += group.bytes
     total = max(1, sum(by_kind.values()))
-    kinds_by_change: dict[str, list[str]] = defaultdict(list)
-    for kind, number in sorted(by_kind.items(), key=lambda item: -item[1]):
-        if number >= total / 10 and (change := _change(kind, context.config)):
-            kinds_by_change[change].append(f"{kind} are {number / total:.0%}")
-    changes = [f"{change} ({', '.join(kinds)})" for change, kinds in kinds_by_change.items()]
+    kinds = [kind for kind, number in by_kind.items() if number >= total / 10]
+    kinds.sort(key=by_kind.__getitem__, reverse=True)
+    changes = dict.fromkeys(_change(kind, context.config) for kind in kinds)
     more = "GPUs" if context.environment.device == "cuda" else "memory"
-    return [*changes, f"more {more} or a shorter seq (now {context.config.seq:,})"]
+    least = f"more {more} or a shorter seq (now {context.config.seq:,})"
+    return [*filter(None, changes), least]
 
 
 def _change(kind: str, config: Config) -> str:

@@ -208,8 +208,7 @@ def test_files_that_describe_no_cluster_are_refused(tmp_path, content, said):
 def test_several_nodes_need_outer_links():
     with pytest.raises(
         ConfigError,
-        match=r"--nodes 2: h200_1x8 does not describe links between nodes; allowed: 1, or "
-        "a cluster with such links: a100_4x8, ",
+        match=r"--nodes 2: h200_1x8 does not describe links between nodes; allowed: 1, or ",
     ):
         load_cluster("h200_1x8", nodes=2)
     with pytest.raises(ConfigError, match="nodes=0: expected"):

@@ -2,12 +2,8 @@
 
 import dataclasses
 import io
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -199,12 +195,6 @@ def test_accumulation_and_data_parallel_groups_split_the_global_batch():
     assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(plan))
 
 
-@pytest.mark.parametrize(("every", "line"), [(2, "2 of 4"), (4, "1 of 4")])
-def test_a_plan_counts_the_full_layers(every, line):
-    words = ["mask=sliding_window", f"mask.full_every={every}", "topology.device=cpu"]
-    assert f"in {line} layers, all earlier tokens instead" in text(dry_run(compose(words)), 120)
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_output_fits_the_terminal_and_names_every_part(large, width):
     printed = text(large, width)
@@ -251,42 +241,6 @@ def test_every_topology_has_a_plan(topology, words):
         assert word in printed, word
 
 
-def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    words = ["seq=32k", "topology.device=cuda", "topology.workers=2", "--dry-run"]
-    command = [sys.executable, "-m", "mtrain_cli", "train", *words]
-    environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "80"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"total +\d+\.\d\d GiB", done.stdout)
-    assert list(tmp_path.iterdir()) == []
-
-
-@without_gpu
-@pytest.mark.usefixtures("with_24_gib")
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["model=qwen3b", "seq=512k", "topology.workers=2"],
-            r"total +185\.89 GiB  does not fit *\n",
-        ),
-        (
-            ["topology.workers=2"],
-            r"total +\d\d\.\d MiB  fits: 2 workers, \d\d\.\d MiB of 24 GiB *\n",
-        ),
-        (
-            ["topology.workers=1", "train.checkpoint_at_end=false", "train.checkpoint_every=0"],
-            r"total +\S+ MiB  fits: 1 worker, \d\d\.\d MiB of 24 GiB *\n",
-        ),
-    ],
-)
-def test_the_total_of_cpu_workers_stays_on_one_line_of_80_columns(words, expected):
-    assert re.search(expected, text(dry_run(compose([*words, "topology.device=cpu"])), 80))
-
-
 @without_gpu
 def test_the_output_defines_what_fits_means():
     words = ["model=qwen0.5b", "seq=32k", "topology.workers=2", "topology.device=cuda"]
@@ -295,19 +249,6 @@ def test_the_output_defines_what_fits_means():
         "To \"fit\" means to use at most 95% of a GPU's memory and 90% of the host's; "
         "gaps and other processes take the rest."
     )
-
-
-@without_gpu
-def test_an_assumed_number_of_gpus_is_marked_as_such():
-    auto, given = (
-        make_plan(compose(["model=qwen3b", "topology.device=cuda", *more]))
-        for more in ((), ("topology.workers=2",))
-    )
-    assert (
-        module.describe_workers(auto)
-        == "2 GPUs = 1 data x 2 context, assumed; set topology.workers to your number of GPUs"
-    )
-    assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"
 
 
 @pytest.mark.parametrize(

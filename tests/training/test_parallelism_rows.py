@@ -51,8 +51,8 @@ def test_a_pipeline_says_its_stages_idle_time_and_messages():
     (name, text), (_, cost) = pipeline_rows(make_plan(compose(words)))
     assert name == "pipeline"
     assert text == (
-        "4 stages of 10, 9, 10 and 7 layers; 1f1b, 16 micro-batches per step: stages idle 19% of "
-        "the time"
+        "4 stages of [10,9,10,7] layers; 1f1b, 16 micro-batches per step: stages idle 19% of the "
+        "time"
     )
     assert cost == (
         "a message has 64.0 MiB of hidden states; a stage between others receives 2.00 GiB per step"
