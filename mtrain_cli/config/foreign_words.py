@@ -1,4 +1,4 @@
-"""What the words of other trainers are called here, and what messages of libraries mean."""
+"""What the words of other trainers are called here."""
 
 from __future__ import annotations
 
@@ -50,19 +50,6 @@ _HERE = {
     "use topology.workers=N": "numgpus",
     "mtrain always packs documents; see data.document_mask": "packing",
 }
-# Messages of OmegaConf and of the Rust library of tokenizers.
-_MESSAGES = (
-    (r"Environment variable '(.*)' not found", r"the environment variable \1 is not set"),
-    (r"Interpolation key '(.*)' not found", r"no key is called \1"),
-    (r"Unsupported interpolation type (.*)", r"no function is called \1"),
-    (r"HydraConfig was not set", "mtrain uses Hydra only to compose configurations"),
-    (
-        r"(token recognition|no viable|mismatched|missing|extraneous) .*",
-        "the ${...} is not complete",
-    ),
-    (r"Recursive interpolation detected", r"the value refers to itself through ${...}"),
-    (r".* at line (\d+) column (\d+)", r"unexpected content at line \1, column \2"),
-)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -70,15 +57,6 @@ def counterpart(key: str) -> str:
     """Return what a key of another trainer is called here, such as ``use optim.lr=X``, or ""."""
     word = re.sub(r"[_-]", "", key.rpartition(".")[2].lower())
     return next((here for here, words in _HERE.items() if word in words.split()), "")
-
-
-def in_plain_words(message: str) -> str:
-    """Return what the message of a library means; other messages unchanged."""
-    message = re.sub(r"^\w+ raised while resolving interpolation: ", "", message).strip('"')
-    for words, meaning in _MESSAGES:
-        if match := re.fullmatch(words, message):
-            return match.expand(meaning)
-    return message
 
 
 def hub_hint(name: str, start: str = "; mtrain", then: str = "give the folder ") -> str:

@@ -113,7 +113,7 @@ def test_a_hugging_face_folder_and_a_tokenizer_file_are_accepted(defaults, tmp_p
     )
     assert problems(good) == []
     folder = problems(changed(defaults, data__tokenizer=str(tmp_path)))
-    assert folder[0].startswith(f"data.tokenizer={tmp_path}: is a folder; give the path of a Hugg")
+    assert folder[0].startswith(f"data.tokenizer={tmp_path}: is a folder; give a Hugg")
     (tmp_path / "config.json").unlink()
     assert "has no config.json" in problems(good)[0]
 
@@ -163,6 +163,7 @@ def test_unusable_paths_are_refused(word, message):
 WSD = ["optim.schedule=wsd", "train.steps=100", "optim.warmup_steps=10"]
 ONE_LAYER = ["model.num_layers=1"]
 WINDOW = ["mask=sliding_window", "mask.window=8"]
+NIAH = "train.eval_tasks=[niah]"
 GROUPS = ["topology.workers=4", "train.micro_batch=1"]
 
 
@@ -224,6 +225,9 @@ GROUPS = ["topology.workers=4", "train.micro_batch=1"]
         ([], ["optim.betas=[0,0.99]"], ["optim.betas=[0,1]"]),
         ([], ["optim.betas=[0,0.99]"], ["optim.betas=[-0.001,0.9]"]),
         ([], ["train.eval_every=0"], ["train.eval_every=1"]),
+        ([], ["train.eval_every=1", NIAH], ["train.eval_every=1"]),
+        ([NIAH], ["eval.length=2"], ["eval.length=1"]),
+        ([NIAH], ["eval.length=64m"], ["eval.length=67108865"]),
     ],
 )
 def test_a_rule_ends_at_its_last_allowed_value(words, allowed, refused):
@@ -240,3 +244,11 @@ def test_weights_of_a_mix_are_above_0(defaults, tmp_path):
     assert problems(changed(defaults, **mixed, data__mix={"books": 1e-30})) == []
     (line,) = problems(changed(defaults, **mixed, data__mix={"books": 0.0}))
     assert "the weight of books must be above 0" in line
+
+
+def test_a_length_is_one_several_or_that_of_training():
+    lengths = [
+        compose([NIAH, "seq=2k", *words]).eval.lengths(2048)
+        for words in ([], ["eval.length=1k"], ["eval.length=[512,1k,512]"])
+    ]
+    assert lengths == [(2048,), (1024,), (512, 1024)]
