@@ -25,9 +25,6 @@ def changed(config, **values):
     )
 
 
-MASKED = {"data__mask_key": "mask", "data__kind": "tokens", "data__path": "/"}
-
-
 @pytest.mark.parametrize(("kind", "name"), [("mds", "index.json"), ("tokens", "meta.json")])
 def test_a_data_folder_without_its_manifest_is_refused_before_it_is_opened(
     defaults, tmp_path, kind, name
@@ -53,6 +50,9 @@ def test_the_defaults_are_valid(defaults):
     assert problems(defaults) == []
 
 
+EIGHT = {"topology__workers": 8, "topology__gpus_per_node": 4}
+
+
 def test_several_mistakes_are_reported_together(defaults):
     found = problems(changed(defaults, seq=0, optim__lr=-1.0, model__head_dim=3, data__kind="text"))
     assert [re.split("[= ]", line)[0] for line in found] == [
@@ -66,39 +66,17 @@ def test_several_mistakes_are_reported_together(defaults):
 @pytest.mark.parametrize(
     "values",
     [
-        {
-            "seq": 1000,
-            "topology__layout": "zigzag",
-            "topology__workers": 3,
-        },  # padded, not refused
-        {
-            "seq": 1 << 22
-        },  # far beyond original_max_position without scaling: bad quality, but allowed
+        {"seq": 1000, "topology__layout": "zigzag", "topology__workers": 3},  # padded
+        {"seq": 1 << 22},  # far beyond original_max_position without scaling: bad, but allowed
         {"train__steps": 2},  # shorter than the warm-up
-        {
-            "topology__workers": 8,
-            "topology__context_parallel": 8,
-            "topology__gpus_per_node": 2,
-        },  # virtual nodes
-        {
-            "topology__workers": 8,
-            "topology__context_parallel": 2,
-            "topology__gpus_per_node": 4,
-            "train__global_batch": 4,
-        },
-        {
-            "optim__clip_norm": 0.0,
-            "train__checkpoint_every": 0,
-            "optim__warmup_steps": 0,
-            "optim__weight_decay": 0.0,
-        },
+        EIGHT | {"topology__context_parallel": 8, "topology__gpus_per_node": 2},  # virtual nodes
+        EIGHT | {"topology__context_parallel": 2, "train__global_batch": 4},
+        {"optim__clip_norm": 0.0, "optim__warmup_steps": 0, "optim__weight_decay": 0.0},
+        {"train__checkpoint_every": 0},
         {"model__rope__scaling": "yarn", "model__rope__factor": "auto"},
         {"train__offload_activations": 36, "model__num_layers": 36},
-        {
-            "data__kind": "tokens",
-            "data__path": "/",
-            "model__vocab_size": 100,
-        },  # the store knows its own vocabulary
+        # The store knows its own vocabulary.
+        {"data__kind": "tokens", "data__path": "/", "model__vocab_size": 100},
     ],
 )
 def test_valid_configurations_are_accepted(defaults, values):
