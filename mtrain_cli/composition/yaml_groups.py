@@ -12,7 +12,6 @@ from typing import Any
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import reason
-from mtrain_cli.config.foreign_words import in_plain_words
 from mtrain_cli.config.groups import TOP, Groups, state
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import Problem
@@ -221,6 +220,6 @@ def _one_line(error: Exception) -> str:
         return reason(error)
     named = getattr(error, "problem", None) or getattr(error, "strerror", None) or error
     line = (str(named).strip() or type(error).__name__).splitlines()[0]
+    line = re.sub(r"^\w+ raised while resolving interpolation: ", "", line).strip('"')
     mark = getattr(error, "problem_mark", None)
-    line = in_plain_words(line)
     return line if mark is None else f"{line} ({Path(mark.name).name}, line {mark.line + 1})"

@@ -171,12 +171,8 @@ def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
     per_node = cluster.gpus_per_node
     if workers <= per_node or workers % per_node == 0:
         return None
-    below = workers // per_node * per_node
-    return (
-        f"{cluster.name} has nodes of {per_node} GPUs, and a run on several nodes must use all "
-        f"GPUs of each; allowed: 1 to {per_node}, or multiples of {per_node} such as {below} or "
-        f"{below + per_node}"
-    )
+    allowed = f"allowed: 1 to {per_node}, or a multiple of {per_node}"
+    return f"{cluster.name} has nodes of {per_node} GPUs, all of which a run must use; {allowed}"
 
 
 def shipped() -> dict[str, Path]:
@@ -216,14 +212,11 @@ def load_cluster(
         path = file_of(name)
     except ValueError as error:
         raise ConfigError(f"{typed or f'--cluster {name}'}: {error}") from None
-    presets = shipped()
-    content = _content_of_preset(path) if name in presets else _content(path)
-    if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
-        others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
-        raise ConfigError(
-            f"{typed_nodes or f'--nodes {nodes}'}: {name} does not describe links between nodes; "
-            f"allowed: 1, or a cluster with such links: {others}, or a file with links.outer"
-        )
+    content = _content(path)
+    if nodes is not None and nodes > 1 and name in shipped() and "outer" not in content["links"]:
+        allowed = "allowed: 1, or a cluster with links.outer, such as h100_4x8"
+        typed_nodes = typed_nodes or f"--nodes {nodes}"
+        raise ConfigError(f"{typed_nodes}: {name} does not describe links between nodes; {allowed}")
     try:
         given = content if nodes is None else {**content, "nodes": nodes}
         return _read({"name": path.stem, **given})
@@ -231,14 +224,10 @@ def load_cluster(
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _links_nodes(content: Mapping[str, Any]) -> bool:
-    links = content.get("links")
-    return isinstance(links, Mapping) and links.get("outer") is not None
-
-
-@functools.cache  # a search for memory settings prices every setting by the same cluster
-def _content_of_preset(path: Path) -> dict[str, Any]:
-    return _content(path)
+@functools.lru_cache(maxsize=4)  # a search prices thousands of settings on the same cluster
+def cluster_of(name: str) -> Cluster | None:
+    """Return the cluster that ``topology.cluster`` names; None for auto."""
+    return None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
 
 
 def _content(path: Path) -> dict[str, Any]:

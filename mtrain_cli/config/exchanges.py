@@ -15,9 +15,9 @@ from mtrain_cli.config.plugins import Plugins
 class ExchangeTraits:
     """The properties of an exchange on which other code depends.
 
-    gathers: whether a rank gathers all keys that it needs before its kernel runs. If not, shards of
+    gathers: whether a rank gathers all keys that it needs before its kernel runs; else shards of
         keys and values circulate in rings.
-    hierarchical: whether messages inside a node and messages between nodes use separate channels.
+    hierarchical: whether messages inside a node and between nodes use separate channels.
     by_mask: whether a rank gathers only the rows of keys that its queries see under the masks.
     schedule: ``module:function`` that makes the schedule from `ScheduleOptions`.
     """

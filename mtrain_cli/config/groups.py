@@ -1,7 +1,6 @@
 """The groups and options in the YAML folders from which a configuration is composed.
 
-This module reads only file names, comments and defaults, without Hydra, whose import is slow: shell
-completion and error messages need to be fast.
+Only file names, comments and defaults are read, without Hydra, whose import is slow.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 import os
-import string
+import re
 import types
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -71,7 +71,6 @@ class ConfigKey:
 
     name: dotted name, such as optim.lr.
     type: int, float, bool, str, a tuple or mapping of these types, or a union with None or str.
-    help: one line that says what the key sets.
     choices: allowed words; empty if any value of the type is allowed.
     range: allowed numbers; None if any number is allowed.
     counts_tokens: whether the key takes sizes such as 512k; 1k steps could mean 1000 or 1024.
@@ -120,7 +119,9 @@ class ConfigKey:
             return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
         first, *rest = self.types
         if typing.get_origin(first) is tuple:
-            return _list_of(first)
+            parts = typing.get_args(first)
+            sample = ",".join("0.9" if part is float else "4" for part in parts)
+            return f"a list of {len(parts)} numbers such as [{sample}]"
         if str in rest or self.name in DERIVED:
             words = [_WORDS[first], "auto"]
         # Null only means that the pattern or mask lacks the key.
@@ -257,12 +258,6 @@ _WORDS = {
 }
 
 
-def _list_of(kind: Any) -> str:
-    parts = typing.get_args(kind)
-    sample = "0.9" if float in parts else "4"
-    return f"a list of {len(parts)} numbers such as [{','.join(sample for _ in parts)}]"
-
-
 _NAME_MAX, PATH_MAX = 255, 4095  # bytes, on Linux
 
 
@@ -279,11 +274,6 @@ def path_problem(text: str) -> str | None:
     if any(ord(letter) < 32 for letter in text):
         return "holds a control character; give the path of a file or folder"
     return None
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether ``value`` is neither infinite nor NaN. Words and lists are finite."""
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -395,33 +385,6 @@ def first_few(texts: Sequence[str]) -> str:
     return ", ".join(texts[:3]) + more
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """A key in a text: ``{seq}`` becomes ``seq=4096``, and ``{seq!s}`` becomes ``seq``."""
-
-    name: str
-    value: Any
-
-    def __str__(self) -> str:
-        return self.name
-
-    def __format__(self, spec: str) -> str:
-        return f"{self.name}={show(self.value)}"
-
-
-class _Values(string.Formatter):
-    """Fills the keys in a text, and keeps their names."""
-
-    def __init__(self, config: Config) -> None:
-        self.config, self.names = config, list[str]()
-
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        if field_name not in all_keys():
-            return super().get_field(field_name, args, kwargs)
-        self.names.append(field_name)
-        return _Shown(field_name, _value(self.config, field_name)), field_name
-
-
 def conflict(config: Config, text: str, **words: object) -> Problem:
     """Return a problem of keys whose values contradict each other. A `Problem` stays as it is.
 
@@ -432,9 +395,17 @@ def conflict(config: Config, text: str, **words: object) -> Problem:
     """
     if isinstance(text, Problem):
         return text
-    values = _Values(config)
-    line = values.vformat(text, (), words)
-    return Problem(line, *values.names, value=_value(config, values.names[0]))
+    names: list[str] = []
+
+    def filled(field: re.Match[str]) -> str:
+        name = field[1]
+        if name not in all_keys():
+            return str(words[name])
+        names.append(name)
+        return name if field[2] else f"{name}={show(_value(config, name))}"
+
+    line = re.sub(r"\{([a-z_.]+)(!s)?\}", filled, text)
+    return Problem(line, *names, value=_value(config, names[0]))
 
 
 @functools.cache

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 MOST_INTERVALS = 16  # of keys that one query may see; kernels and tables hold each for every query
 
-# The kinds of layers under `full_every`: those with the window, and those that see all earlier
-# tokens.
-LAYER_KINDS = ("window", "full")
+LAYER_KINDS = ("window", "full")  # of layers under `full_every`
 # Keys that select the layers that see all earlier tokens.
 FULL_LAYERS = ("full_every", "full_first")
 
@@ -38,8 +36,7 @@ class MaskSettings(variants.Variant):
     # Whether each query sees one interval of keys that ends at itself and moves forward. Dynamic
     # indices need this.
     keeps_causal_intervals: ClassVar[bool] = False
-    # Whether some query sees a later key, so that the model may see tokens that it predicts. A mask
-    # from sizes that hide all later keys, such as a prefix of 0 tokens, counts as one, too.
+    # Whether some query may see a later key, so that the model may see tokens that it predicts.
     shows_later_keys: ClassVar[bool] = False
     # Whether the visible keys depend on the position of a token in the sequence.
     counts_from_start: ClassVar[bool] = False
@@ -78,11 +75,6 @@ class MaskSettings(variants.Variant):
         """Yield a line ``key=value: reason`` for each conflict among the settings."""
         del seq
         yield from ()
-
-    def remark(self, seq: int) -> str | None:
-        """Return a note on settings that have no effect at this length; None without one."""
-        del seq
-        return None
 
     def for_dense_only(self) -> str | None:
         """Return why dynamic indices cannot use the mask, as ``key=value``; None if they can."""

@@ -47,12 +47,10 @@ def option(
 ) -> Any:
     """Return a dataclass field that is a configuration key. Its help is in the docstring.
 
-    Args:
-        allowed: allowed words, or a function that returns them, or the range of allowed numbers;
-            empty to allow any value of the type.
-        tokens: whether the key counts tokens and so allows sizes such as 512k.
-        expected: text on the allowed values, for messages, or a function that returns it; by
-            default, the type says it.
+    allowed: allowed words, or a function that returns them, or the range of allowed numbers; empty
+        to allow any value of the type.
+    tokens: whether the key counts tokens and so allows sizes such as 512k.
+    expected: text on the allowed values, or a function that returns it; "" if the type says it.
     """
     return field(metadata={"allowed": allowed, "tokens": tokens, "expected": expected}, **default)
 

@@ -6,6 +6,7 @@ as ``~/corpus#1.txt`` needs no second layer of quotes, and messages name the key
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 from mtrain_cli.config.earlier_versions import RENAMED
 from mtrain_cli.config.foreign_words import counterpart, hub_hint
 from mtrain_cli.config.groups import Groups
-from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, is_finite, sections, show
+from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
@@ -173,7 +174,8 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Prob
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
         return wrong(f"a list needs brackets: {key.name}=[{raw}]" if is_list else ONE_VALUE)
     value = override.value()
-    if not is_finite(value):  # reported here, where the text is known: 1e999 would show as inf
+    if isinstance(value, float) and not math.isfinite(value):
+        # Reported here, where the text is known: 1e999 would show as inf.
         try:
             key.convert(value)
         except ValueError as error:

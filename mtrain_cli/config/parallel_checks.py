@@ -70,13 +70,19 @@ def balance_loss(config: Config) -> float:
 def unsupported(config: Config, degree: str, turned_off: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each setting that a kind of parallelism does not support.
 
-    Args:
-        degree: key of its degree.
-        turned_off: the settings, with the value that turns each of them off.
+    degree: key of its degree. turned_off: the settings, with the value that turns each of them off.
     """
     for key, off in turned_off.items():
         if attrgetter(key)(config) != off:
             yield f"{{{degree}}}: does not support {{{key}}}; give {key}={show(off)}"
+
+
+def refused_settings(config: Config) -> set[str]:
+    """Return the keys of the settings that a run's kinds of parallelism do not support."""
+    topology = config.topology
+    refused = set(NEED_WHOLE_LAYERS if topology.tensor_parallel > 1 else ())
+    refused |= set(NEED_WHOLE_MODEL if topology.pipeline_parallel > 1 else ())
+    return refused | set(NEED_ALL_EXPERTS if topology.expert_parallel != 1 else ())
 
 
 def require_degree_1(config: Config, degree: str, command: str) -> None:
@@ -96,10 +102,7 @@ def _experts(config: Config) -> Iterator[str]:
             given.append("topology.expert_parallel")
         if given:
             shown = ", ".join(f"{{{key}}}" for key in given)
-            yield (
-                f"{shown}: a model with {{model.moe.experts}} has no experts; leave this out, or "
-                "choose experts, such as model=tiny_moe"
-            )
+            yield f"{shown}: needs a model with experts, such as model=tiny_moe, or leave it out"
         return
     if degree != 1:
         if isinstance(degree, int) and degree > 1 and moe.experts > 0 and moe.experts % degree:
@@ -168,15 +171,10 @@ def _pipeline(config: Config) -> Iterator[str]:
     if topology.schedule == "interleaved" and parts == 1:
         yield "{topology.schedule}: needs {topology.virtual_stages!s} of at least 2"
     elif topology.schedule in ("gpipe", "1f1b") and parts > 1:
-        yield (
-            "{topology.virtual_stages}: {topology.schedule} has one per worker; give "
-            "topology.schedule=interleaved, or topology.virtual_stages=1"
-        )
+        yield "{topology.virtual_stages}: needs topology.schedule=interleaved"
     if stages * parts > layers:
-        yield (
-            f"{{topology.pipeline_parallel}}: {stages * parts} stages for {{model.num_layers}}; "
-            "each needs a layer"
-        )
+        count = f"{stages * parts} stages for {{model.num_layers}}"
+        yield f"{{topology.pipeline_parallel}}: {count}; each needs a layer"
     elif not isinstance(counts, str):
         if len(counts) != stages * parts:
             yield f"{{topology.stage_layers}}: must have {stages * parts} numbers, one per stage"
@@ -210,18 +208,12 @@ def uneven_rounds(config: Config, data: int) -> Iterator[Problem]:
 
 
 def _blocks(config: Config) -> Iterator[str]:
-    topology, sparse, workers = (
-        config.topology,
-        config.sparsity.block,
-        config.topology.context_workers,
-    )
+    topology, sparse = config.topology, config.sparsity.block
+    workers = topology.context_workers
     if topology.block_size < 1 or config.seq < 2 or config.layout != "striped":
         return
     if sparse in BLOCKS and topology.block_size % sparse:
-        yield (
-            "{topology.block_size}: must be a multiple of {sparsity.block}, since the striped "
-            "layout deals out whole pattern blocks"
-        )
+        yield "{topology.block_size}: must be a multiple of {sparsity.block} in a striped layout"
     blocks = -(-config.seq // topology.block_size)
     if isinstance(workers, int) and workers > max(1, blocks):
         yield (
@@ -236,15 +228,9 @@ def _chunks(config: Config) -> Iterator[str]:
     if not isinstance(chunk, int) or chunk < 1 or config.seq < 2:
         return
     if topology.layout not in ("balanced", "auto"):
-        yield (
-            "{topology.balanced_chunk}: only topology.layout=balanced has chunks, not "
-            "{topology.layout}; give topology.layout=balanced, or topology.balanced_chunk=auto"
-        )
+        yield "{topology.balanced_chunk}: needs topology.layout=balanced, not {topology.layout}"
     elif sparse in BLOCKS and chunk % sparse:
-        yield (
-            "{topology.balanced_chunk}: must be a multiple of {sparsity.block}, since workers hold "
-            "whole pattern blocks"
-        )
+        yield "{topology.balanced_chunk}: must be a multiple of {sparsity.block}"
     else:
         yield from number_of_chunks(config, workers if isinstance(workers, int) else 1)
 
@@ -278,8 +264,6 @@ def _batch(config: Config) -> Iterator[str]:
             return
         groups = workers // sharing
         if train.global_batch % (groups * train.micro_batch):
-            yield (
-                f"{{train.global_batch}}: must be a multiple of {groups * train.micro_batch}: "
-                f"{{train.micro_batch}} for each of the {groups} context groups "
-                "({topology.workers}, {topology.context_parallel})"
-            )
+            each = f"{{train.micro_batch}} for each of the {groups} context groups"
+            whole = f"must be a multiple of {groups * train.micro_batch}: {each}"
+            yield f"{{train.global_batch}}: {whole} ({{topology.workers}})"

@@ -48,9 +48,7 @@ class PatternSettings(variants.Variant):
     loses_in_all_layers: ClassVar[bool] = False
     # The module with ``make_pattern(settings, seed)``; "" for mtrain_cli.sparsity.NAME.
     module: ClassVar[str] = ""
-    bitmap: ClassVar[bool] = (
-        False  # whether the index is a bitmap of blocks, no slashes and columns
-    )
+    bitmap: ClassVar[bool] = False  # whether the index is a bitmap of blocks
     # {key: alternative, which becomes 0 if the user sets only the key}
     instead: ClassVar[Mapping[str, str]] = {}
 
@@ -91,11 +89,6 @@ class PatternSettings(variants.Variant):
 
     def known_density(self, seq: int) -> float | None:
         """Return the share of causal pairs that is computed; None if it depends on the data."""
-        return None
-
-    @property
-    def packed_documents_remark(self) -> str | None:
-        """A remark for users whose sequences pack several documents; None without a remark."""
         return None
 
 
@@ -194,16 +187,6 @@ class VerticalSlashSettings(SparseSettings):
 
     def slash_bound(self, blocks: int) -> int:
         return self.max_slashes
-
-    @property
-    def packed_documents_remark(self) -> str | None:
-        if self.windows > 1:
-            return None
-        return (
-            "a single window at the end probes only the last packed document; sparsity.windows=4 "
-            "probes more of them. Inside one long document, windows found fewer needles "
-            "(docs/studies.md)"
-        )
 
 
 @dataclass(frozen=True)

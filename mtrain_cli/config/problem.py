@@ -42,9 +42,8 @@ class Problem(str):
 
     def is_about(self, names: Collection[str]) -> bool:
         """Return whether the line is about one of these keys or sections, such as ``train.``."""
-        return any(
-            contains(name, key) or contains(key, name) for key in self.keys for name in names
-        )
+        pairs = ((key, name) for key in self.keys for name in names)
+        return any(contains(name, key) or contains(key, name) for key, name in pairs)
 
 
 class ConfigError(ValueError):

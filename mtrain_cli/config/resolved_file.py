@@ -47,7 +47,7 @@ def _without_absent_plugins(path: Path, flat: dict[str, Any]) -> dict[str, Any]:
     """
     for section, variants in keys.VARIANTS.items():
         selector = f"{section}.{variants.selector}"
-        if (kind := flat.get(selector)) is not None and kind not in variants.kinds:
+        if (kind := flat.get(selector)) is not None and str(kind) not in variants.kinds:
             raise ConfigError(
                 f"{path}: {selector}={kind}: no installed package has {section}={kind}; install "
                 f"the package that the run used (allowed here: {', '.join(variants.kinds)})"

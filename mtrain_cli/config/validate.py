@@ -7,7 +7,6 @@ kernel supports what the configuration asks for.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,9 +66,7 @@ def _model(config: Config) -> Iterator[str]:
         allowed = f"allowed: {divisors(heads)}"
         yield f"{{model.num_kv_heads}}: does not divide {{model.num_heads}}; {allowed}"
     if model.head_dim % 2:
-        yield (
-            "{model.head_dim}: must be even, since the rotary embedding rotates pairs of dimensions"
-        )
+        yield "{model.head_dim}: must be even, since the rotary embedding rotates pairs"
     if rope.scaling == "yarn" and rope.beta_fast <= rope.beta_slow:
         yield "{model.rope.beta_fast}: must be above {model.rope.beta_slow}"
     if rope.scaling == "llama3":
@@ -120,10 +117,8 @@ def _sparsity(config: Config) -> Iterator[str]:
             if mask.full_every > layers:
                 yield "{mask.full_every}: must be at most {model.num_layers}"
     if (settings.dense_layers or 0) >= layers >= 1:
-        yield (
-            "{sparsity.dense_layers}: leaves no sparse layer of {model.num_layers}; give fewer, or "
-            "sparsity=dense"
-        )
+        less = "give fewer, or sparsity=dense"
+        yield f"{{sparsity.dense_layers}}: leaves no sparse layer of {{model.num_layers}}; {less}"
 
 
 def _is_complete(settings: Variant) -> bool:
@@ -175,15 +170,13 @@ def _data(config: Config) -> Iterator[str]:
             yield f"{{model.vocab_size}}: {{data.tokenizer}} needs at least {BYTE_VOCABULARY}"
     elif not (tokenizer := Path(data.tokenizer).expanduser()).is_file():
         wrong = "is a folder" if tokenizer.is_dir() else "no such file"
-        yield (
-            f"{{data.tokenizer}}: {wrong}; give the path of a Hugging Face tokenizer.json, or bytes"
-        )
+        yield f"{{data.tokenizer}}: {wrong}; give a Hugging Face tokenizer.json, or bytes"
 
 
 def _mix(config: Config, expected: str) -> Iterator[str]:
     """Yield what is wrong with ``data.mix``. Opening the data checks the content of its file."""
     mix, path = config.data.mix, config.data.path
-    example = "give weights such as {{code: 0.3, book: 0.7}}"
+    example = "give weights such as {code: 0.3, book: 0.7}"
     if not isinstance(mix, dict):
         if not Path(str(mix)).expanduser().is_file():
             yield f"{{data.mix}}: no such file; {example}, or a YAML file of them"
@@ -208,10 +201,8 @@ def _columns(config: Config) -> Iterator[str]:
             continue
         if data.kind != "tokens":
             option = f"--{name.replace('_', '-')}"
-            yield (
-                f"{{data.{name}}}: data={data.kind} has no such column; give data=tokens and what "
-                f"`mtrain data prepare --tokens-key {option}` wrote"
-            )
+            wrote = f"`mtrain data prepare --tokens-key {option}` wrote"
+            yield f"{{data.{name}}}: data={data.kind} has no such column; give tokens that {wrote}"
         if not data.document_mask:
             yield f"{{data.document_mask}}: {{data.{name}}} needs data.document_mask=true"
     if data.mask_key is None:
@@ -262,35 +253,31 @@ def keep_schedule(
     """Return ``config`` with the schedule with which the run continues.
 
     If ``words`` sets no key of `_SCHEDULE_KEYS`, the schedule keeps its length, even if
-    ``train.steps`` changes. After the end of the schedule, the learning rate is constant. If the
-    run stopped during warm-up, however, the schedule ends at the new ``train.steps``.
+    ``train.steps`` changes, and the learning rate is constant after its end. If the run stopped
+    during warm-up, however, the schedule ends at the new ``train.steps``.
 
     Args:
-        saved: configuration of the run so far.
-        config: ``saved`` with the overrides ``words`` applied.
+        saved: configuration of the run so far; ``config`` has the overrides ``words``, too.
         step: step of the checkpoint.
-        again: whether a restarted job repeats this resume. The first attempt has then already
-            carried out ``optim.rewarm=true``.
+        again: whether a restarted job repeats this resume, and so has carried out
+            ``optim.rewarm=true`` before.
 
     Raises:
-        ConfigError: ``optim.rewarm`` is a number; ``optim.rewarm=true`` but no steps are left; or
-            settings of the schedule contradict each other.
+        ConfigError: the words or the settings of the schedule contradict each other.
     """
     typed = {word.partition("=")[0] for word in words}
     given = [key for key in _SCHEDULE_KEYS if key in typed or "optim" in typed]
     begin, steps = int(saved.optim.rewarm), saved.optim.schedule_steps
+    is_other = config.train.steps != saved.train.steps
     if "optim.rewarm" in given and not isinstance(config.optim.rewarm, bool):
-        raise ConfigError(
-            f"optim.rewarm={config.optim.rewarm}: give true to restart the schedule at the "
-            "checkpoint, or false to keep the schedule"
-        )
+        allowed = "give true to restart the schedule at the checkpoint, or false to keep it"
+        raise ConfigError(f"optim.rewarm={config.optim.rewarm}: {allowed}")
     if config.optim.rewarm is True:
         if again and saved.optim.rewarm is not False:
             begin = int(saved.optim.rewarm)
         elif step >= config.train.steps:
-            raise ConfigError(
-                f"optim.rewarm=true: the run is at its last step, {step}; raise train.steps"
-            )
+            last = f"the run is at its last step, {step}; raise train.steps"
+            raise ConfigError(f"optim.rewarm=true: {last}")
         else:
             begin = step
     elif "optim.rewarm" in given:
@@ -299,15 +286,9 @@ def keep_schedule(
         steps = config.optim.schedule_steps if "optim.schedule_steps" in typed else "auto"
     elif step - begin <= saved.optim.warmup_steps:
         pass  # the run stopped before any decay, so the schedule spans the new train.steps
-    elif (
-        steps == "auto"
-        and config.train.steps != saved.train.steps
-        and config.optim.schedule != "constant"
-    ):
+    elif steps == "auto" and is_other and config.optim.schedule != "constant":
         steps = saved.train.steps - begin
-    resumed = dataclasses.replace(
-        config, optim=dataclasses.replace(config.optim, rewarm=begin or False, schedule_steps=steps)
-    )
+    resumed = config.changed(optim={"rewarm": begin or False, "schedule_steps": steps})
     if lines := [conflict(resumed, line) for line in _schedule(resumed)]:
         raise ConfigError(*lines)
     return resumed
@@ -320,10 +301,7 @@ def _train(config: Config) -> Iterator[str]:
     if train.kernel == "flash4" and train.dtype == "float32":
         yield "{train.kernel}: needs bfloat16; allowed with float32: auto, reference, sdpa"
     if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
-        yield (
-            "{train.reduce_dtype}: {train.shard} would sum the gradients of micro-batches in "
-            "bfloat16; give float32, which is sent only once per step"
-        )
+        yield "{train.reduce_dtype}: {train.shard} sums micro-batches, too, so give float32"
     too_many = f"exceeds {{model.num_layers}}; allowed: true, false or 0 to {layers}"
     if train.keep_mlp > layers >= 1:
         yield f"{{train.keep_mlp}}: {too_many}"
@@ -331,10 +309,8 @@ def _train(config: Config) -> Iterator[str]:
         yield f"{{train.offload_activations}}: {too_many}"
     elif train.offload_activations and train.activation_checkpoint == "none":
         others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
-        yield (
-            "{train.offload_activations}: {train.activation_checkpoint} keeps too much to move; "
-            f"allowed values of that key: {others}"
-        )
+        keeps = f"{{train.activation_checkpoint}} keeps too much to move; allowed: {others}"
+        yield f"{{train.offload_activations}}: {keeps}"
     if train.init_from is not None:
         folder = Path(train.init_from).expanduser()
         if not folder.is_dir():
@@ -374,10 +350,7 @@ def _run(config: Config) -> Iterator[str]:
     if train.eval_every > 0 and config.data.eval_sequences == 0 and not train.eval_tasks:
         yield "{train.eval_every}: needs {data.eval_sequences!s}=4 or {train.eval_tasks!s}=[niah]"
     if not re.fullmatch(r"[\w.+=-]+", run.name) or run.name in (".", ".."):
-        yield (
-            "{run.name}: may only contain letters, digits and . _ - + =, since it names a folder; "
-            "run.dir takes any path"
-        )
+        yield "{run.name}: may only contain letters, digits and . _ - + =, since it names a folder"
     if run.dir == "" or run.dir != run.dir.strip():
         yield "{run.dir}: give a folder without spaces around it, or auto for runs/<name>"
 

@@ -23,11 +23,8 @@ class Variant:
 def check(base: type[Variant], name_field: str, name: str, kind: Any, others: Mapping) -> None:
     """Raise ValueError if a class of another package does not fit to the kinds before it.
 
-    Args:
-        base: the class that it must extend.
-        name_field: its attribute with its name, such as ``kind``.
-        name: name of its entry point.
-        others: {name: class} of the kinds before it.
+    base: the class that it must extend. name_field: its attribute with its name, such as ``kind``.
+    name: name of its entry point. others: {name: class} of the kinds before it.
     """
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise ValueError(f"it must be a subclass of {base.__name__}")

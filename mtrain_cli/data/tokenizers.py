@@ -13,7 +13,6 @@ import numpy as np
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.config.foreign_words import in_plain_words
 from mtrain_cli.config.problem import as_typed
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
@@ -268,7 +267,7 @@ def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
     except Exception as error:  # the package raises plain Exception
         is_text = not isinstance(error, UnicodeDecodeError)
         said = " ".join(str(error).split())[:200]
-        reason = in_plain_words(said) if is_text else documents.reason(error)
+        reason = said if is_text else documents.reason(error)
         raise ConfigError(f"{place}: not a Hugging Face tokenizer.json ({reason})") from None
     return FileTokenizer(path, content, tokenizer, place)
 

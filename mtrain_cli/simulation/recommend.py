@@ -17,6 +17,7 @@ from typing import Any
 from mtrain_cli.config import parallel_checks
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
+from mtrain_cli.config.keys import show
 from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS, NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
@@ -34,7 +35,7 @@ from mtrain_cli.simulation.scenario import (
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import CHOICES, KEPT, format_value, get_setting
+from mtrain_cli.training.memory_search import CHOICES, KEPT, get_setting
 from mtrain_cli.training.run_plan import USABLE, RunPlan
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -107,7 +108,7 @@ def memory_settings(config: Config) -> dict[str, str]:
     if config.train.activation_checkpoint != "sequence_selective":
         del settings["train.checkpoint_keep"]
     changed = {k: value for k, value in settings.items() if value != CHOICES[k][0]}
-    return {key: format_value(value) for key, value in changed.items()}
+    return {key: show(value) for key, value in changed.items()}
 
 
 def recommend(

@@ -322,8 +322,6 @@ def remarks(config: Config) -> list[str]:
         )
     if notes:
         return notes
-    if (remark := sparsity.packed_documents_remark) and config.data.document_mask:
-        notes.append(remark)
     layers = config.model.num_layers
     if sparsity.loses_in_all_layers and not sparsity.dense_layers and layers > 1:
         dense = max(1, layers // _DENSE_SHARE)

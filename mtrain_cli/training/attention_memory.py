@@ -45,18 +45,15 @@ _MOST_PARTS, _PROGRAMS_WANTED = 16, 1024
 class IndexShape:
     """Sizes of one layer's dynamic index on one worker, for one micro-batch.
 
-    sequences: number of sequences of the micro-batch.
-    heads: number of query heads of the model.
     block, blocks: tokens per block, and blocks per whole sequence.
     bitmap: whether the index is a bitmap of blocks. Any other index has slashes and columns.
     kept: bytes of the index.
-    counted: bytes that a micro-batch needs to count the pairs of a bitmap. A step needs this memory
-        for all its micro-batches.
+    counted: bytes that each micro-batch of a step needs to count the pairs of a bitmap.
     column_width: columns per head, rounded up to whole tiles.
     ways: number of ranks that share heads (Ulysses). A kernel call has the tokens of these ranks.
     rings: whether KV or queries circulate.
     gathered: whether a ring gathers the columns in forward and keeps them until backward.
-    diagonals: maximum number of slashes per head. 0 means no limit.
+    diagonals: maximum number of slashes per head; 0 = no limit.
     """
 
     sequences: int
@@ -76,10 +73,7 @@ class IndexShape:
     def make(
         config: Config, pattern: Pattern, layout: Layout, exchange: ExchangeChoice
     ) -> IndexShape:
-        """Return the sizes of the largest index that the pattern may choose.
-
-        Without a limit on columns in the configuration, every token may be a column.
-        """
+        """Return the sizes of the largest index that the pattern may choose."""
         sparsity, sequences, heads = config.sparsity, config.train.micro_batch, exchange.heads
         request, model_heads = pattern.request(), config.model.num_heads
         blocks = -(-layout.padded_seq // request.block)
@@ -95,27 +89,19 @@ class IndexShape:
                 kept += 4 * sequences * model_heads * rows * request.block * chunk_words
                 counted += 8 * sequences * blocks * request.block
         else:
-            most = sparsity.column_bound
+            most = sparsity.column_bound  # None: every token may be a column
             width = min(layout.padded_seq if most is None else most, blocks * request.block)
             kept, counted = sequences * model_heads * (blocks + 4 * width), 0
         return IndexShape(
-            sequences=sequences,
-            heads=model_heads,
-            block=request.block,
-            blocks=blocks,
-            bitmap=request.bitmap,
-            kept=kept,
-            counted=counted,
+            sequences=sequences, heads=model_heads, block=request.block, blocks=blocks,
+            bitmap=request.bitmap, kept=kept, counted=counted, ways=heads, rings=rings,
             column_width=-(-width // COLUMN_TILE) * COLUMN_TILE,
-            ways=heads,
-            rings=rings,
             gathered=rings and exchange.shared_columns and width > 0,
             diagonals=0 if request.bitmap else sparsity.slash_bound(blocks),
-        )
+        )  # fmt: skip
 
     @property
     def head_lists(self) -> int:
-        """Number of lists of slashes and columns in a kernel call: one per sequence and head."""
         return self.sequences * (self.heads // self.ways)
 
     @property
@@ -124,13 +110,10 @@ class IndexShape:
         return self.head_lists * self.column_width
 
     def derived(self, kernel: str) -> int:
-        """Return the bytes that a kernel derives and keeps for backward (`Tiles.index_cache`).
-
-        These are the key slots of the columns (twice if a ring gathers the columns once), the
-        number of columns below each block, and the list of slashes.
-        """
+        """Return the bytes that a kernel derives and keeps for backward (`Tiles.index_cache`)."""
         if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
             return 0
+        # The key slots of the columns, the columns below each block, and the list of slashes.
         numbers = self.columns * (2 if self.gathered else 1)
         if self.columns:
             numbers += self.head_lists * (self.blocks + 1)
@@ -152,11 +135,9 @@ class IndexShape:
     def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
         """Return the bytes that a call needs for columns in backward.
 
-        - packed keys and values, and float32 gradients of each part that `backward_columns`
-          computes and of their sum; if a ring gathers the columns, the exchange holds the packed
-          columns and the sum
-        - key slots and positions, 8 bytes per column
-        - a bit per query block and column, which says whether slashes cover the column.
+        Packed keys and values, and float32 gradients of each part that `backward_columns` computes
+        and of their sum (a ring that gathers the columns holds the packed ones and the sum); key
+        slots and positions; and a bit per query block and column, if slashes cover the column.
         """
         if not self.columns:
             return 0
@@ -181,9 +162,8 @@ def column_width(
 class AttentionMemory:
     """Memory of one layer's attention on context rank 0, for one micro-batch, in bytes.
 
-    index: sizes of the dynamic index. None for dense attention.
-    sizes: sizes of a worker's shards.
-    dense: memory of the layers without index in a sparse run. None if all layers are alike.
+    index: sizes of the dynamic index; None for dense attention.
+    dense: memory of the layers without index in a sparse run; None if all layers are alike.
     """
 
     def __init__(
@@ -195,11 +175,7 @@ class AttentionMemory:
         e: int,
         dense_kernel: str | None = None,
     ) -> None:
-        """Prepare the sizes.
-
-        e: bytes of the compute dtype.
-        dense_kernel: kernel of the layers without index in a sparse run; None for ``kernel``.
-        """
+        """e: bytes of the compute dtype. dense_kernel: for layers without index, if it differs."""
         self.model, self.layout = config.model, layout
         self.exchange, self.kernel = exchange, kernel
         self.intervals = most_intervals(config)
@@ -249,11 +225,7 @@ class AttentionMemory:
 
     @cached_property
     def mask_tables(self) -> int:
-        """What FlashAttention-4 derives from the masks and keeps for a micro-batch.
-
-        These are the lists of blocks and the words of bits of dense attention, for sequences of one
-        document. Layers with different masks have tables of their own.
-        """
+        """What FlashAttention-4 derives from the masks of one document: block lists and words."""
         mask, documents, sequences = self._masks
         heads, layout = self.exchange.heads, self.layout
         whole = layout.workers == heads or layout.name in (Contiguous.name, Zigzag.name)
@@ -416,11 +388,9 @@ def kernel_backward(
 ) -> KernelBuffers:
     """Return the bytes that a kernel's backward call allocates.
 
-    Args:
-        queries, keys: number of queries and of keys in the call, summed over the micro-batch.
-        e: bytes of the compute dtype.
-        pieces: whether flash4 is called for several rectangles.
-        intervals: most intervals of keys that a query sees.
+    queries, keys: their numbers in the call, summed over the micro-batch.
+    pieces: whether flash4 is called for several rectangles.
+    intervals: most intervals of keys that a query sees.
     """
     width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads

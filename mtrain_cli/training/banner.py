@@ -55,7 +55,6 @@ def banner(
         ("data", f"{data}; order from seed {config.seed}"),
         *([("targets", targets)] if targets else []),
         ("run", str(run_dir)),
-        *(("warning", line) for line in _unused_cluster(plan)),
     ]
     return Group(Text(f"mtrain {__version__}", style="bold"), grid(rows))
 
@@ -67,14 +66,6 @@ def _memory(plan: RunPlan) -> str:
     if plan.config.data.mask_key is not None:
         text += ", for causal documents"
     return f"{text}; plus {size(plan.memory.host)} of host memory" if plan.memory.host else text
-
-
-def _unused_cluster(plan: RunPlan) -> list[str]:
-    """Return a warning if the user names a cluster, but the run uses the CPU for lack of a GPU."""
-    topology = plan.config.topology
-    if plan.environment.device != "cpu" or topology.device == "cpu" or topology.cluster == "auto":
-        return []
-    return ["the run uses this machine's CPU; topology.cluster only affects plans"]
 
 
 def _weights(config: Config, resumed: int | None) -> str:

@@ -30,8 +30,7 @@ class ComputeTimer(Callback):
 
     A GPU records two events per layer, which are read one step later, so that the host never waits.
 
-    seconds: time of that part in the previous step, summed over the timed layers. 0 if not
-        measured.
+    seconds: of the previous step, summed over the timed layers; 0 if not measured.
     """
 
     seconds = 0.0
@@ -41,28 +40,26 @@ class ComputeTimer(Callback):
     ) -> None:
         """Add a forward hook to each timed layer.
 
-        layers: this worker's decoder layers by number, already sharded by FSDP. The timer's hooks
-            then run after those of FSDP, so the times exclude FSDP's communication.
+        layers: by number, already sharded by FSDP, so that these hooks run after those of FSDP.
         most: number of layers of the worker with the fewest. All workers time as many.
         """
         self._cuda = device.type == "cuda"
         count, numbers = min(LAYERS, len(layers), most), list(layers)
         self._chosen = sorted({numbers[len(layers) * n // count] for n in range(count)})
-        self._attention_ended: dict[int, Any] = {}
-        self._durations: dict[int, float | tuple[Any, Any]] = {}
-        self._waits: list[float | tuple[Any, Any]] = []  # of timed layers, for their tensor group
+        # Times on a CPU, events on a GPU.
+        self._began: dict[int, Any] = {}
+        self._spans: dict[int, tuple[Any, Any]] = {}
+        self._waits: list[tuple[Any, Any]] = []  # of timed layers, for their tensor group
         self._running = False  # whether a timed layer runs the timed part
-        self._events = {n: (_event(), _event()) for n in self._chosen} if self._cuda else {}
         for index in self._chosen:
             layers[index].register_forward_hook(self._layer_hook(index))
 
     def before_step(self) -> None:
         """Read the times of the previous step. The device must have finished that step."""
-        durations, self._durations, self._attention_ended = self._durations, {}, {}
-        waits, self._waits, self._running = self._waits, [], False
-        complete = len(durations) == len(self._chosen)
-        timed = sum(map(_seconds, durations.values())) - sum(map(_seconds, waits))
+        complete = len(self._spans) == len(self._chosen)
+        timed = sum(map(_seconds, self._spans.values())) - sum(map(_seconds, self._waits))
         self.seconds = timed if complete else 0.0
+        self._began, self._spans, self._waits, self._running = {}, {}, [], False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -74,13 +71,12 @@ class ComputeTimer(Callback):
         try:
             yield
         finally:
-            ended = self._now()
-            self._waits.append((began, ended) if self._cuda else ended - began)
+            self._waits.append((began, self._now()))
 
     def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
-        event = _event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -89,38 +85,22 @@ class ComputeTimer(Callback):
 
         def timed(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
             out = attend(q, k, v, layer)
-            self._mark_attention(layer)
+            # Later micro-batches and recomputation call attention again. Time only the first call.
+            if layer not in self._began and layer in self._chosen:
+                self._began[layer], self._running = self._now(), True
             return out
 
         return timed
 
-    def _mark_attention(self, layer: int) -> None:
-        # Later micro-batches and recomputation call attention again. Time only the first call.
-        if layer not in self._attention_ended and layer in self._chosen:
-            if self._cuda:
-                self._events[layer][0].record()
-            self._attention_ended[layer] = time.perf_counter()
-            self._running = True
-
     def _layer_hook(self, index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if index in self._attention_ended and index not in self._durations:
+            if index in self._began and index not in self._spans:
                 self._running = False
-                if self._cuda:
-                    self._events[index][1].record()
-                    self._durations[index] = self._events[index]
-                else:
-                    self._durations[index] = time.perf_counter() - self._attention_ended[index]
+                self._spans[index] = self._began[index], self._now()
 
         return hook
 
 
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)
-
-
-def _seconds(duration: float | tuple[Any, Any]) -> float:
-    if isinstance(duration, float):
-        return duration
-    began, ended = duration
-    return began.elapsed_time(ended) / 1000
+def _seconds(span: tuple[Any, Any]) -> float:
+    began, ended = span
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000

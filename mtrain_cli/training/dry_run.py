@@ -10,7 +10,7 @@ from rich.text import Text
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.dense_layers import last_layers
-from mtrain_cli.config.schema import CHECKPOINTS, Config
+from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import grid
 from mtrain_cli.data.open_dataset import most_intervals
@@ -18,32 +18,21 @@ from mtrain_cli.model.huggingface import SINGLE, has_weights
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.parallel.cast_rows import too_many_to_count
-from mtrain_cli.parallel.layout import Placement
-from mtrain_cli.parallel.traffic import count_traffic
 from mtrain_cli.sparsity.pattern import computes_everything, display_name, make_pattern, remarks
 from mtrain_cli.training import initial_weights
 from mtrain_cli.training.expert_traffic import ExpertRun
 from mtrain_cli.training.first_masks import FirstMasks
-from mtrain_cli.training.flops import ASSUMED_DENSITY, causal_pairs
+from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.memory import GIB, size
-from mtrain_cli.training.memory_search import KEPT, longest_seq, refusal, search
+from mtrain_cli.training.memory_search import longest_seq, refusal, search
 from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.resolution import compiles
-from mtrain_cli.training.run_plan import FITS, USABLE, RunPlan
+from mtrain_cli.training.run_plan import FITS, RunPlan
 from mtrain_cli.training.stage_choice import named_on
 from mtrain_cli.training.step_estimate import StepEstimate
 
 Rows = list[tuple[str, str]]  # (topic or "", text)
 
-# Memory of common GPUs in GiB, as CUDA reports it, smallest first. A plan for absent GPUs names the
-# smallest one that it fits.
-GPU_MEMORY = (
-    ("40 GB (A100)", 39.4),
-    ("80 GB (A100, H100)", 79.2),
-    ("141 GB (H200)", 139.8),
-    ("180 GB (B200)", 178.3),
-)
 _PACKED = (
     "data.document_mask=true packs documents, but this mask counts positions from the start of the "
     "sequence, not of a document; give data.document_mask=false"
@@ -54,7 +43,6 @@ DOCUMENTS = {
     "mtrain simulate",
     False: "attention crosses documents (data.document_mask=false)",
 }
-FEW_LABELS = 0.1  # share of the labels below which a plan warns
 
 
 def dry_run(config: Config) -> RenderableType:
@@ -70,10 +58,9 @@ def render(
 ) -> RenderableType:
     """Render a plan as a table of facts, a table of a worker's memory, and a verdict on the fit.
 
-    Args:
-        estimate: of a step; None leaves the time out.
-        data: rows on the data of the run.
-        free_disk: free bytes for checkpoints. None if unknown.
+    estimate: of a step; None leaves the time out.
+    data: rows on the data of the run.
+    free_disk: free bytes for checkpoints. None if unknown.
     """
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
@@ -114,7 +101,7 @@ def parallel_rows(plan: RunPlan, launcher: str = "") -> Rows:
     return [
         ("workers", describe_workers(plan) + launcher),
         ("layout", describe_layout(plan)),
-        *exchange_rows(plan),
+        ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
         *tensor_rows(plan),
         *expert_rows(plan),
         *pipeline_rows(plan),
@@ -128,14 +115,11 @@ def sparsity_rows(plan: RunPlan) -> Rows:
 
 
 def describe_choice(plan: RunPlan) -> list[str]:
-    """Return lines on the setting that `train.memory=auto` chose, and on rejected ones if any."""
+    """Return a line on the setting that `train.memory=auto` chose."""
     if plan.search is None or plan.search.chosen is None:
         return []
-    overrides = plan.search.chosen.overrides or "the defaults"
-    chosen = f"train.memory=auto takes {overrides}, of {len(plan.search.settings)} settings the "
-    rejected = "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
-    lines = [f"{chosen}fastest one that fits"]
-    return [*lines, f"Rejected, fastest setting of each kind: {rejected}"] if rejected else lines
+    overrides, number = plan.search.chosen.overrides or "the defaults", len(plan.search.settings)
+    return [f"train.memory=auto takes {overrides}, of {number} settings the fastest one that fits"]
 
 
 def fits(plan: RunPlan) -> bool:
@@ -151,22 +135,16 @@ def verdict(plan: RunPlan) -> list[RenderableType]:
         lines.append(Text(f"Does not fit: {refusal(plan, result)}.", style="red"))
     if plan.environment.device == "cpu":
         return lines
-    if not lines or plan.search is None:
+    if not lines or plan.search is None:  # else the refusal has tried all lengths
         seq = longest_seq(plan)
         longest = "none" if seq is None else f"at least {format_size(seq)}"
         these = "these settings" if plan.search is None else "train.memory=auto"
         lines.append(Text(f"Longest sequence that fits with {these}: {longest}.", style="dim"))
-    chosen = None if plan.search is None else plan.search.chosen
-    kept = f"; {KEPT}" if chosen is not None and "train.keep_mlp" in chosen.changes else ""
-    return [*lines, Text(f"{FITS}{kept}.", style="dim")]
+    return [*lines, Text(f"{FITS}.", style="dim")]
 
 
 def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
-    """Return rows on the FLOP of a token and of a step.
-
-    For a pattern that leaves pairs out, they have the FLOP of dense attention, and those at the
-    density of the estimate.
-    """
+    """Return rows on the FLOP of a token and of a step, dense and at the estimate's density."""
     config, flops, tokens, read = plan.config, plan.flops, plan.tokens_per_step, plan.data_masks
     own = read is not None and read.masks
     pairs = "masks of the data" if own else f"{config.mask.kind}, whole sequence"
@@ -193,7 +171,6 @@ def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
 
 
 def checkpoint_rows(plan: RunPlan, free_disk: int | None) -> Rows:
-    """Return a row on the size of checkpoints, and a warning if the disk has no room for them."""
     train, kept = plan.config.train, plan.config.train.keep_checkpoints
     rows = [("checkpoint", f"{size(plan.checkpoint)} on disk, {kept} kept")]
     saved = (train.steps - 1) // train.checkpoint_every if train.checkpoint_every else 0
@@ -206,31 +183,11 @@ def checkpoint_rows(plan: RunPlan, free_disk: int | None) -> Rows:
 
 
 def time_rows(estimate: StepEstimate | None) -> Rows:
-    """Return a row on the predicted time of a step; none if nothing is known about it."""
     line = "" if estimate is None else estimate.describe()
     return [("time", line)] if line else []
 
 
-def exchange_rows(plan: RunPlan) -> Rows:
-    """Return a row on the exchange and, for a group cast, a row on the keys that it moves."""
-    config, layout = plan.config, plan.layout
-    rows = [("exchange", f"{plan.exchange.label}: {plan.exchange.reason}")]
-    moves = plan.exchange.traits.by_mask and plan.dims.cp > plan.exchange.heads
-    if not moves or too_many_to_count(layout) or config.data.mask_key is not None:
-        return rows  # the masks are unknown, or take long to count
-    rules = MaskRule.of(config).by_layers(config.model.num_layers)
-    masks = [[rule.undivided(layout.seq, layout.padded_seq)] for rule, _ in rules]
-    layers = [count for _, count in rules]
-    inside = Placement(layout, plan.exchange.heads).inside
-    shards = [inside.positions(rank) for rank in range(inside.workers)]
-    moved = count_traffic(masks, shards, layers=layers).share_moved(layout.padded_seq * sum(layers))
-    text = f"a worker receives {moved:.2%} of the keys of the other workers"
-    fewer = ", or fewer if a sequence holds several documents" * config.data.document_mask
-    return [*rows, ("", text + fewer)]
-
-
 def kernel_rows(plan: RunPlan) -> Rows:
-    """Return a row on the kernel, and a row on that of dense first steps and layers if any."""
     rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
     if plan.dense_kernel is not None:
         name, reason = plan.dense_kernel
@@ -270,8 +227,6 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> Rows:
     inside = ", inside each document" if config.data.document_mask else ""
     share = _of_causal(mask.pairs, config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share}")]
-    if remark := config.mask.remark(config.seq):
-        rows.append(("note", remark))
     # Token ids may hold one document per sequence, such as a video.
     if config.mask.counts_from_start and config.data.document_mask and config.data.kind != "tokens":
         rows.append(("warning", _PACKED))
@@ -283,16 +238,10 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> Rows:
         counted = f"{config.seq - shown:,} of {config.seq:,} labels count"
         why = "a label that a query may see is ignored"
         rows.append(("", f"{counted} in a sequence of one document: {why}"))
-        if config.seq - shown < FEW_LABELS * config.seq:
-            key = config.mask.size_that_hides_labels
-            remedy = f"a smaller mask.{key}" if key else "another mask"
-            few = f"only {1 - shown / config.seq:.2%} of the labels count"
-            rows.append(("warning", f"{few}, so a step trains on few tokens; give {remedy}"))
     return rows
 
 
 def tensor_rows(plan: RunPlan) -> Rows:
-    """Return a row on what a worker of a tensor group computes."""
     whole, part = plan.config.model, plan.config.of_worker.model
     if plan.dims.tp == 1:
         return []
@@ -308,15 +257,7 @@ def pipeline_rows(plan: RunPlan) -> Rows:
         return []
     message, step = size(pipeline.hidden), size(pipeline.received)
     moved = f"a message has {message} of hidden states; a stage between others receives {step}"
-    rows = [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
-    sparsity = plan.config.sparsity
-    if sparsity.dense_layers and sparsity.known_density(plan.config.seq) is None:
-        text = f"it is assumed that a sparse layer computes {ASSUMED_DENSITY:.0%} of the pairs"
-        rows.append(("", f"{text}; topology.stage_layers sets the layers of stages"))
-    if plan.config.train.shard == "full" and plan.micro_batches > 1 and plan.received.weights:
-        again = "train.shard=full gathers weights again for every micro-batch"
-        rows.append(("", f"{again}; train.shard=gradients gathers them once a step"))
-    return rows
+    return [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
 
 
 def expert_rows(plan: RunPlan) -> Rows:
@@ -370,24 +311,12 @@ def memory_table(plan: RunPlan) -> RenderableType:
         )
         if held
     ]
-    choices = [f"{kind} {size(number)}" for kind, number in _totals_by_recomputation(plan).items()]
     return Group(
         Text.assemble(("Peak memory of a worker", "bold"), f", at the {peak.name}"),
         grid([*rows, last], ("dim", "", "")),
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
         *host,
-        Text(f"With train.activation_checkpoint: {', '.join(choices)}.", style="dim"),
     )
-
-
-def _totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
-    """Return the device memory of a worker in bytes, by value of train.activation_checkpoint."""
-    totals = {}
-    for kind in CHECKPOINTS:
-        offload = plan.config.train.offload_activations if kind != "none" else False
-        train = {"activation_checkpoint": kind, "offload_activations": offload}
-        totals[kind] = plan.device_bytes(plan.estimate(plan.config.changed(train=train)))
-    return totals
 
 
 def describe_activations(config: Config) -> str:
@@ -402,8 +331,6 @@ def describe_activations(config: Config) -> str:
     if kept := layers_with_products(train.keep_mlp, layers):
         which = "all" if kept == layers else f"{kept} of {layers}"
         text += f", MLP products of {which} layers kept"
-        if kept < layers and train.activation_checkpoint == "none":
-            text += " if the MLP is tiled, otherwise of all layers"
     return text
 
 
@@ -416,22 +343,16 @@ def describe_fit(plan: RunPlan) -> Text:
         workers = with_count(plan.environment.local_workers, "worker")
         available = plan.hardware.host_memory / GIB
         return Text(f"{word}: {workers}, {size(plan.host_bytes)} of {available:,.0f} GiB", style)
-    total = plan.memory.total
-    if plan.knows_memory:
-        gpu = "a GPU" if plan.hardware.is_guess else plan.hardware.gpu
-        of = f"{total / plan.hardware.memory:.0%} of the {size(plan.hardware.memory)} of {gpu}"
-        return Text(f"{word}: {of}", style=style)
-    large_enough = [name for name, gib in GPU_MEMORY if total <= USABLE * gib * GIB]
-    if not large_enough:
-        return Text("fits no current GPU", style="red")
-    if not plan.has_room_for(plan.memory, float("inf")):
-        return Text("does not fit the memory of the host", style="red")
-    return Text(f"fits GPUs of {large_enough[0]} and larger", style="green")
+    hardware = plan.hardware
+    given = plan.config.topology.gpu_memory_gib != "auto"
+    gpu = "a GPU" if hardware.is_guess and given else hardware.gpu
+    share = f"{plan.memory.total / hardware.memory:.0%} of the {size(hardware.memory)} of {gpu}"
+    return Text(f"{word}: {share}", style=style)
 
 
 def describe_model(plan: RunPlan) -> str:
-    name = f"{plan.config.model.name} ({plan.config.model.family})"
-    return f"{name}, {plan.parameters.described}"
+    model = plan.config.model
+    return f"{model.name} ({model.family}), {plan.parameters.described}"
 
 
 def describe_rope(plan: RunPlan) -> str:
@@ -444,9 +365,7 @@ def describe_rope(plan: RunPlan) -> str:
 
 
 def position_rows(config: Config) -> Rows:
-    """Return a row if the sequence exceeds the positions that the model covers: a warning if the
-    run starts from released weights, else a note.
-    """
+    """Return a row if the sequence exceeds the positions that the model covers."""
     line = initial_weights.beyond_reach(config)
     return [("warning" if config.train.init_from else "note", line)] if line else []
 

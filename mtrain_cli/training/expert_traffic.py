@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.parallel_dims import ParallelDims
@@ -40,12 +40,9 @@ _WORTH_IT = 0.97
 class ExpertTraffic:
     """Bytes that reach one worker in an optimizer step, for the experts of one layer.
 
-    degree: expert-parallel degree.
-    rows: rows of tokens and their gradients, if each expert computes as many tokens.
-    weights: weights of experts and their gradients.
+    rows, weights: with their gradients; rows if each expert computes as many tokens.
     """
 
-    degree: int
     rows: int
     weights: int
 
@@ -57,11 +54,7 @@ class ExpertTraffic:
 def expert_traffic(
     config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, degree: int
 ) -> ExpertTraffic:
-    """Return the bytes of an expert-parallel degree (see `step.layer`).
-
-    With tensor parallelism and degree 1, each worker of a tensor group has the same shard of the
-    experts, and adds up its gradients with the others once a step.
-    """
+    """Return the bytes of an expert-parallel degree (see `step.layer`)."""
     model, train, moe = config.model, config.train, config.model.moe
     workers = _workers(dims)
     micro_batches = train.global_batch // (train.micro_batch * dims.dp)
@@ -71,20 +64,20 @@ def expert_traffic(
     pair = traffic(layer.forward(), row) + traffic(layer.backward(), row)
     rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * pair
     whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
+    # With degree 1, the workers of a tensor group have the same shard and add up its gradients.
     copies = dims.tp if degree == 1 else 1
     others = 1 - degree * copies / workers
     e, r = dtype_bytes, BYTES[train.reduce_dtype]
     sizes = {Message.GATHER: e, Message.GATHER_AGAIN: e, Message.REDUCE: r}
     bytes_each = traffic(weight_messages(train.shard, micro_batches), sizes)
     summed = summed_bytes(whole, copies, workers)
-    return ExpertTraffic(degree, round(rows), round(whole * others * bytes_each + summed))
+    return ExpertTraffic(round(rows), round(whole * others * bytes_each + summed))
 
 
 def summed_bytes(elements: float, copies: int, workers: int) -> float:
-    """Return the bytes that reach a worker when copies of gradients are added up, once a step.
+    """Return the bytes that reach a worker in the all-reduce of copied gradients, in float32.
 
-    It is an all-reduce in float32 of a worker's shard of ``elements`` weights, with the ``copies``
-    workers that hold the same shard, of all ``workers`` of a stage.
+    It adds up the shard of ``elements`` weights of ``copies`` of all ``workers`` of a stage.
     """
     return 2 * (1 - 1 / copies) * 4 * elements * copies / workers
 
@@ -132,7 +125,6 @@ def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | Non
 
 
 def _workers(dims: ParallelDims) -> int:
-    """Return the number of workers of a stage."""
     return dims.dp * dims.cp * dims.tp
 
 
@@ -155,13 +147,11 @@ def message_bytes(hidden: int, dtype_bytes: int) -> dict[Message, int]:
 
 
 def copied_rows(degree: int, *, recomputes: bool) -> tuple[float, float]:
-    """Return how often a pair's row is read or written because rows travel: forward, backward.
-
-    Rows that leave, and those that return, are copied before their message; rows of own experts are
-    copied to where others return. If layers are checkpointed, rows travel twice in backward.
-    """
+    """Return how often a pair's row is read or written because rows travel: forward, backward."""
     if degree == 1:
         return 0.0, 0.0
+    # Rows that leave, and those that return, are copied before their message; rows of own experts
+    # to where others return. If layers are checkpointed, rows travel twice in backward.
     leave = (degree - 1) / degree
     return 2 * leave + 2, 2 * leave * (1 + recomputes) + 2
 
@@ -190,21 +180,14 @@ def chunks_and_parts(config: Config, tokens: int, e: int, degree: int) -> tuple[
 class ExpertPrice:
     """Seconds of a step in one layer, and bytes, of an expert-parallel degree."""
 
+    degree: int
     seconds: float
     traffic: ExpertTraffic
-
-    @property
-    def degree(self) -> int:
-        return self.traffic.degree
 
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """A run whose expert-parallel degree may be open.
-
-    e: bytes of the compute dtype.
-    per_node: number of workers of a node.
-    """
+    """A run whose expert-parallel degree may be open. e: bytes of the compute dtype."""
 
     config: Config
     dims: ParallelDims
@@ -237,7 +220,7 @@ class ExpertRun:
         forward = computing / 4 if degree == 1 else experts
         beyond = rows + self.weights(degree, forward, computing * 3 / 4)
         received = expert_traffic(self.config, self.dims, self.layout, self.e, degree)
-        return ExpertPrice(self.micro_batches * (computing + beyond), received)
+        return ExpertPrice(degree, self.micro_batches * (computing + beyond), received)
 
     def row_seconds(self) -> float:
         """Return the seconds that rows cost a step in one layer; 0 if the degree is open."""
@@ -253,9 +236,7 @@ class ExpertRun:
 
     @property
     def rates(self) -> Rates:
-        name = self.config.topology.cluster
-        cluster = None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
-        return Rates.on(cluster)
+        return Rates.on(cluster_of(self.config.topology.cluster))
 
     def computing(self) -> float:
         """Return the seconds of computation of a layer in a micro-batch, in all passes."""
@@ -299,7 +280,7 @@ class ExpertRun:
     def weights(self, degree: int, forward: float, backward: float) -> float:
         """Return the seconds that gathers and reductions cost a layer in a micro-batch.
 
-        forward, backward: seconds of computation with which they overlap in each pass.
+        forward, backward: seconds of computation that hide them.
         """
         train, rates, e = self.config.train, self.rates, self.e
         elements, r = self._elements(degree), BYTES[train.reduce_dtype]
@@ -326,6 +307,5 @@ class ExpertRun:
         )
 
     def _elements(self, degree: int) -> float:
-        """Return the number of elements of the experts of a layer that a worker computes with."""
         moe = self.config.model.moe
         return 3 * moe.experts // degree * moe.expert_size * self.config.model.hidden_size

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.schema import Config, ConfigError, DataConfig
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.open_dataset import open_dataset
 
 MOST_READ = 8  # sequences, unless a micro-batch has more
@@ -30,24 +31,20 @@ class FirstMasks:
 
     @cached_property
     def pairs(self) -> float:
-        """The mean number of pairs of a sequence."""
         return sum(mask.pairs for mask in self.masks) / len(self.masks)
 
     @cached_property
     def typical(self) -> tuple[SequenceMask, ...]:
         """The masks of the micro-batch with the median number of pairs."""
-        starts = range(0, len(self.masks), self.micro_batch)
-        batches = [self.masks[start : start + self.micro_batch] for start in starts]
+        size = self.micro_batch
+        batches = [self.masks[n : n + size] for n in range(0, len(self.masks), size)]
         batches.sort(key=lambda batch: sum(mask.pairs for mask in batch))
         return batches[(len(batches) - 1) // 2]
 
     def describe(self) -> str:
-        """Return one line that says how many masks were read, or why none were."""
         if self.problem:
             return f"the masks cannot be read ({self.problem}), so causal documents are assumed"
-        count = len(self.masks)
-        which = "the first sequence" if count == 1 else f"the first {count} sequences"
-        return f"masks of {which} were read; {ASSUMED}"
+        return f"masks of the first {with_count(len(self.masks), 'sequence')} were read; {ASSUMED}"
 
 
 def first_masks(config: Config) -> FirstMasks | None:
@@ -57,28 +54,23 @@ def first_masks(config: Config) -> FirstMasks | None:
         return None
     if data.path is None and data.mix is None:
         return FirstMasks(data.mask_key, (), each, "data.path is not set")
-    source = _Source(data, config.seq, config.seed, config.model.vocab_size, config)
+    source = repr((data, config.seq, config.seed, config.model.vocab_size, each))
     try:
-        masks = _read(source, each)
+        if source not in _masks:
+            masks = _read(config, each)
+            _masks.clear()
+            _masks[source] = masks
     except ConfigError as error:
         return FirstMasks(data.mask_key, (), each, error.problems[0].rstrip("."))
-    return FirstMasks(data.mask_key, masks, each)
+    return FirstMasks(data.mask_key, _masks[source], each)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The settings on which the sequences depend. Others of ``config`` do not matter."""
-
-    data: DataConfig
-    seq: int
-    seed: int
-    vocab_size: int
-    config: Config = field(compare=False)
+# The masks read last, by the settings that decide them, since a plan and its prediction ask twice.
+_masks: dict[str, tuple[SequenceMask, ...]] = {}
 
 
-@lru_cache(maxsize=4)  # a plan and its prediction ask for the same masks
-def _read(source: _Source, micro_batch: int) -> tuple[SequenceMask, ...]:
-    dataset, rule, seq = open_dataset(source.config), MaskRule.of(source.config), source.seq
+def _read(config: Config, micro_batch: int) -> tuple[SequenceMask, ...]:
+    dataset, rule, seq = open_dataset(config), MaskRule.of(config), config.seq
     micro_batches = max(1, min(MOST_READ, len(dataset)) // micro_batch)
     # The data repeat if they are shorter than a micro-batch.
     samples = (dataset[n % len(dataset)] for n in range(micro_batches * micro_batch))

@@ -45,10 +45,14 @@ def layer_shapes(model: ModelConfig, *, experts: bool | None = None) -> dict[str
         "o": (model.hidden_size, heads),
         "mlp norm": (model.hidden_size,),
     }
-    if experts if experts is not None else model.moe.experts > 0:
-        shapes |= _expert_shapes(model)
+    hidden, moe = model.hidden_size, model.moe
+    if experts if experts is not None else moe.experts > 0:
+        shapes |= _mlp_shapes(hidden, moe.shared_size, "shared ") if moe.shared_size else {}
+        shapes["router"] = (moe.experts, hidden)
+        shapes[EXPERTS_IN] = (moe.experts, 2 * moe.expert_size, hidden)
+        shapes[EXPERTS_OUT] = (moe.experts, hidden, moe.expert_size)
     else:
-        shapes |= _mlp_shapes(model.hidden_size, model.intermediate_size)
+        shapes |= _mlp_shapes(hidden, model.intermediate_size)
     if model.qkv_bias:
         shapes |= {"q bias": (heads,), "k bias": (kv,), "v bias": (kv,)}
     if model.qk_norm:
@@ -64,21 +68,8 @@ def _mlp_shapes(hidden: int, width: int, prefix: str = "") -> dict[str, Shape]:
     }
 
 
-def _expert_shapes(model: ModelConfig) -> dict[str, Shape]:
-    moe, hidden = model.moe, model.hidden_size
-    shapes = _mlp_shapes(hidden, moe.shared_size, "shared ") if moe.shared_size else {}
-    return shapes | {
-        "router": (moe.experts, hidden),
-        EXPERTS_IN: (moe.experts, 2 * moe.expert_size, hidden),
-        EXPERTS_OUT: (moe.experts, hidden, moe.expert_size),
-    }
-
-
 def layer_kinds(model: ModelConfig, layers: Sequence[int] | None = None) -> dict[bool, int]:
-    """Count layers without experts (key False) and with experts (key True). Omit zeros.
-
-    layers: numbers of the layers to count, in ascending order. Default: all.
-    """
+    """Count layers, by default all, without experts (key False) and with (True). Omit zeros."""
     every = range(model.num_layers) if layers is None else layers
     dense = len(every)
     if model.moe.experts:  # the last layers have experts
@@ -103,8 +94,7 @@ def _matrices(model: ModelConfig, experts: bool) -> dict[str, int]:
 def copied_elements(model: ModelConfig, *, experts: bool, dealt: bool) -> int:
     """Count the elements of a layer that tensor parallelism does not cut.
 
-    These are norms, and in a layer with experts the router, the shared MLP and the experts, unless
-    the experts are ``dealt`` over workers.
+    dealt: whether the experts are dealt over workers.
     """
     return sum(
         prod(shape)
@@ -131,12 +121,11 @@ def root_shapes(model: ModelConfig) -> dict[str, Shape]:
 class ParameterCount:
     """Number of elements in a decoder's parameters.
 
-    total: elements of all parameters. A tied embedding counts once.
-    active: all parameters except the experts that a token did not choose.
-    embedding: elements of the embedding table.
-    matmul: elements that multiply a token: matrices of the layers, of the experts those of the
+    total: all parameters; a tied embedding counts once.
+    active: all except the experts that a token did not choose.
+    matmul: those that multiply a token: the matrices of the layers, of the experts those of the
         token, and the LM head, tied or not.
-    layer: elements of all parameters of the last decoder layer.
+    layer: parameters of the last layer.
     """
 
     total: int
@@ -147,13 +136,11 @@ class ParameterCount:
 
     @property
     def described(self) -> str:
-        """The number of parameters, and that of active ones if it differs."""
         text = f"{count(self.total)} parameters"
         return text if self.active == self.total else f"{text}, {count(self.active)} active"
 
 
 def parameters(model: ModelConfig) -> ParameterCount:
-    """Count the parameters of a decoder without building it."""
     kinds = layer_kinds(model)
     of_layers = {
         experts: sum(map(prod, layer_shapes(model, experts=experts).values())) for experts in kinds
@@ -186,8 +173,7 @@ def allowed_pairs(config: Config) -> float:
 def assumed_density(config: Config) -> float:
     """Return the share of causal pairs that attention computes, as the mean over layers.
 
-    It is that of a sequence of one document. For a pattern whose share depends on the data, it is
-    `ASSUMED_DENSITY`, or the share that the mask allows if that is less.
+    If it depends on the data, it is `ASSUMED_DENSITY`, or what the mask allows if that is less.
     """
     sparsity, layers = config.sparsity, config.model.num_layers
     causal = config.mask.kind == "causal"
@@ -206,10 +192,7 @@ def attention_kept(train: TrainConfig) -> float:
 
 
 def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Recompute:
-    """Return which part of a layer's forward exchange the backward pass runs again.
-
-    sharing: number of ranks that share heads.
-    """
+    """Return which part of a layer's forward exchange the backward pass runs again."""
     if train.activation_checkpoint == "none":
         return Recompute.NOTHING
     return Recompute.of(_early_queries(train, layout, sharing), sharing)
@@ -227,14 +210,10 @@ def recomputed_pair_share(
     sharing: int,
     rules: Sequence[tuple[MaskRule, int]] = ((MaskRule(document_mask=False), 1),),
 ) -> float:
-    """Return the share of query-key pairs that backward recomputes, in sequences of one document.
+    """Return the share of query-key pairs that backward recomputes: those of first tokens.
 
-    Backward recomputes the pairs of each shard's first tokens. Ranks that share heads hold one
-    shard together. In a striped layout, the first half of a shard's tokens has a quarter of the
-    causal pairs.
-
-    sharing: number of ranks that share heads.
-    rules: the masks, each with the number of layers that have it. Default: causal.
+    sharing: number of ranks that share heads, which hold one shard together.
+    rules: the masks, each with the number of layers that have it.
     """
     if train.activation_checkpoint in ("none", "selective"):
         return 0.0
@@ -258,13 +237,11 @@ def _pairs_of_first(early: int, layout: Layout, sharing: int, rule: MaskRule) ->
 class FlopsPerToken:
     """FLOP of one token's forward and backward pass, averaged over its sequence.
 
-    model: FLOP that the model needs, the basis of MFU (Chowdhery et al. 2022, appendix B): 6 per
-        matmul parameter, and 12 * head_dim per layer, head and pair that the mask allows. It has
-        neither recomputation nor padding.
-    executed: FLOP that the kernels are asked to compute, the basis of HFU: 6 per matmul parameter
-        and padded token; 14 * head_dim per layer, head and pair that mask and sparsity allow, since
-        a flash backward recomputes q k^T; and the matrix products that backward recomputes. Tiles
-        that the mask allows only in part are not rounded up.
+    model: the basis of MFU (Chowdhery et al. 2022, appendix B): 6 per matmul parameter, and
+        12 * head_dim per layer, head and pair that the mask allows.
+    executed: the basis of HFU: 6 per matmul parameter and padded token; 14 * head_dim per layer,
+        head and pair that mask and sparsity allow, since a flash backward recomputes q k^T; and the
+        matrix products that backward recomputes. Partial tiles are not rounded up.
     """
 
     model: float
@@ -283,18 +260,14 @@ def flops_per_token(
     recomputed_logits: bool = False,
     keep_mlp: bool | int = False,
 ) -> FlopsPerToken:
-    """Return the training FLOP per token of sequences of `seq` tokens (see `FlopsPerToken`).
+    """Return the training FLOP per token of sequences of `seq` tokens.
 
-    Args:
-        recomputed: whether backward recomputes projections and MLP, as with any activation
-            checkpointing.
-        pairs: mean number of allowed query-key pairs per sequence and head. Default: all causal
-            pairs.
-        padded_seq: tokens that pass through the matrices, including padding. Default: `seq`.
-        pairs_again: share of the pairs that backward recomputes (`recomputed_pair_share`).
-        tiled: whether the MLP runs in tiles. Tiles are recomputed even without checkpointing.
-        recomputed_logits: whether backward recomputes the LM head.
-        keep_mlp: value of ``train.keep_mlp``.
+    recomputed: whether activations are checkpointed.
+    pairs: mean number of allowed query-key pairs per sequence and head; default: all causal pairs.
+    padded_seq: tokens that pass through the matrices, including padding.
+    pairs_again: share of the pairs that backward recomputes (`recomputed_pair_share`).
+    tiled: whether the MLP runs in tiles, which are recomputed even without checkpointing.
+    recomputed_logits: whether backward recomputes the LM head.
     """
     number = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
@@ -315,10 +288,8 @@ def training_flops(
 ) -> FlopsPerToken:
     """Return the training FLOP per token of a run.
 
-    Args:
-        sharing: number of ranks that share heads.
-        pairs: mean number of allowed query-key pairs per sequence and head. Default: those of
-            `allowed_pairs`.
+    sharing: number of ranks that share heads.
+    pairs: mean number of allowed query-key pairs per sequence and head; default: `allowed_pairs`.
     """
     model, train = config.model, config.train
     tokens, rows = own_tiles(config, layout, dtype_bytes)

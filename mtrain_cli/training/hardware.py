@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtrain_cli.config.cluster import Cluster, load_cluster, uneven_nodes
+from mtrain_cli.config.cluster import Cluster, cluster_of, uneven_nodes
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.training.memory import GIB
@@ -20,12 +20,11 @@ ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
 class Hardware:
     """The devices that a plan is for.
 
-    device: ``cuda`` or ``cpu``. A CPU has neither `gpu` (a name) nor `capability`.
+    gpu, capability: None on a CPU.
     count: number of GPUs of this machine or of the cluster; 0 on a CPU and for assumed GPUs.
     memory: bytes of one GPU; 0 on a CPU.
-    host_memory: bytes of host memory: of this machine, or of absent hardware per GPU.
+    host_memory: bytes of this machine, or per GPU of absent hardware.
     source: which machine this is, and why a plan is for it.
-    absent: whether this machine lacks the GPUs.
     cluster: the cluster that has the absent GPUs; None if they are assumed.
     """
 
@@ -70,10 +69,8 @@ class Hardware:
         """
         hardware, of = _ASSUMED, " (set topology.cluster to plan for others)"
         if (name := topology.cluster) != "auto":
-            cluster, of = (
-                load_cluster(name, f"topology.cluster={name}"),
-                f" of topology.cluster={name}",
-            )
+            of, cluster = f" of topology.cluster={name}", cluster_of(name)
+            assert cluster is not None
             if cluster.gpu.is_cpu:
                 has = f"has {cluster.gpu.name}, a CPU; give a cluster of GPUs, or auto"
                 raise ConfigError(f"topology.cluster={name}: {has}")
@@ -103,7 +100,7 @@ class Hardware:
         gib = topology.gpu_memory_gib
         if isinstance(gib, str) or self.device == "cpu":
             return self
-        return replace(self, memory=round(gib * GIB))
+        return replace(self, memory=max(1, round(gib * GIB)))
 
     def workers_sharing_host(self, environment: Environment) -> int:
         """Count the workers that share `host_memory`: at most as many as the machine has GPUs."""

@@ -60,13 +60,7 @@ class LayerMemory:
         *,
         experts: bool = False,
     ) -> None:
-        """Compute the sizes.
-
-        Args:
-            weights: number of elements of the layer's weights.
-            e: bytes of the compute dtype.
-            experts: whether the layer has experts instead of one MLP.
-        """
+        """Compute the sizes. weights: elements of the layer's weights; e: bytes of an element."""
         model, train = config.of_worker.model, config.train
         self.model, self.attention, self.e = model, attention, e
         self.degree = config.topology.tensor_parallel
@@ -153,15 +147,13 @@ class LayerMemory:
     def _at_gate(self, products: bool) -> int:
         """Return the bytes of the MLP's backward pass at its gate, without `_recomputed`.
 
-        - autograd: the gradients of product, silu and up
-        - by hand: the gradients of the MLP's output, of the layer's input x and of attention's
-          output; in a tile x + attention, its norm, gate, up, silu(gate), silu(gate) * up, and the
-          gradients of product and gate
-        - several tiles: float32 gradients of the weights in addition
-        - tensor parallelism: a tile gathers the gradient of the MLP's output, and messages of
-          neighboring tiles are in flight; x + attention has only own rows.
+        By hand, these are the gradients of the MLP's output, of the layer's input x and of
+        attention's output; in a tile x + attention, its norm, gate, up, silu(gate),
+        silu(gate) * up, and the gradients of product and gate. With tensor parallelism, a tile
+        gathers the gradient of the MLP's output, messages of neighboring tiles are in flight, and
+        x + attention has only own rows.
         """
-        if not self.by_hand:
+        if not self.by_hand:  # autograd: the gradients of product, silu and up
             return self.products
         model = self.model
         hidden, product = self.e * model.hidden_size, self.e * model.intermediate_size  # per token
@@ -174,7 +166,7 @@ class LayerMemory:
         narrow = round(narrow_tensors * hidden)
         gate = self.rows * (max(wide_tensors * product, norm) + narrow)
         gradients = 2 * self.hidden + self.out
-        if self.tiled:
+        if self.tiled:  # float32 gradients of the weights in addition
             width = model.num_heads * model.head_dim
             in_float32 = 4 * model.hidden_size * (3 * model.intermediate_size + width)
             return gradients + gate + max(0, in_float32 - self.weights)
@@ -188,14 +180,11 @@ class LayerMemory:
 class ExpertMemory:
     """Memory of the experts of one layer.
 
-    tokens: number of own tokens.
-    sequences: sequences of the micro-batch.
+    tokens, sequences: of this worker, in a micro-batch.
     e: bytes of the compute dtype. The router computes in float32.
     degree: number of workers over which the experts are dealt.
-    chunks: number of chunks of tokens.
-    parts: number of parts in which a worker computes its experts, if rows travel.
+    chunks, parts: number of chunks of tokens, and of parts of a worker's experts if rows travel.
     recompute: whether the layer is checkpointed.
-    z_loss: whether the loss has the routers' z-loss.
     """
 
     model: ModelConfig
@@ -221,12 +210,10 @@ class ExpertMemory:
 
     @property
     def _pairs(self) -> int:
-        """Number of pairs of a token and an expert."""
         return self.tokens * self.model.moe.top_k
 
     @property
     def _matrix(self) -> int:
-        """Bytes of one projection of the worker's experts."""
         moe = self.model.moe
         return self.e * (moe.experts // self.degree * moe.expert_size * self.model.hidden_size)
 
@@ -237,11 +224,9 @@ class ExpertMemory:
 
     @property
     def decision(self) -> int:
-        """Experts and order of the pairs, and loads (`routing.Decision`), until backward ends.
-
-        If rows travel, so do their orders here and there (`expert_parallel.Tile`).
-        """
+        """Experts and order of the pairs, and loads (`routing.Decision`), until backward ends."""
         moe = self.model.moe
+        # If rows travel, also their orders here and there (`expert_parallel.Tile`).
         numbers = (7 if self.degree > 1 else 3) * _INT64
         if self.degree > 1 and self.recompute:
             numbers += _HIGH  # scores that arrived
@@ -249,17 +234,13 @@ class ExpertMemory:
 
     @property
     def saved(self) -> int:
-        """What autograd saves, without the inputs of the layer's norm and of the experts.
-
-        - router: scores (with a z-loss, the logits, too), chosen scores and their normed values
-        - gate and up of all pairs, and rows and scores that arrived. A checkpointed layer keeps
-          neither if it has several chunks or rows travel
-        - shared MLP: gate, up, silu(gate) and the product.
-        """
+        """What autograd saves, without the inputs of the layer's norm and of the experts."""
         moe = self.model.moe
+        # Scores (with a z-loss, the logits, too), chosen scores and their normed values.
         router = (1 + self.z_loss) * moe.experts + moe.top_k * (2 if moe.normalize else 1)
         # Numbers of one token
         router += self.z_loss + (moe.score == SIGMOID) + moe.normalize + self.sequences
+        # Gate and up of all pairs, and rows and scores that arrived.
         products = 0
         if not (self.recompute and (self.chunks > 1 or self.degree > 1)):
             rows, wide = self._sizes()
@@ -269,7 +250,7 @@ class ExpertMemory:
 
     @property
     def shared(self) -> int:
-        """The part of `saved` that the shared MLP frees before the experts' backward pass."""
+        """What the shared MLP saves (gate, up, silu(gate), product), freed before the experts."""
         return 4 * self.e * self.tokens * self.model.moe.shared_size
 
     @property
@@ -281,17 +262,10 @@ class ExpertMemory:
         """Return the peak of the experts' backward pass beyond `saved` and ``weights``.
 
         All moments hold the gradients of logits and scores and, with a shared MLP or by chunks, of
-        the experts' input. `_Experts.backward` has these moments:
+        the experts' input.
 
-        - scores: rows and gradient of the experts' output, three tensors of an expert's width, and
-          their product with the scores in float32
-        - gate: six tensors of an expert's width
-        - weights: the gradient of gate and up, and the input of the experts
-        - input: the gradient of gate and up, rows of the input's gradient twice, their float32 sum.
-
-        Args:
-            weights: bytes of the gradients of all weights of the layer. Those that do not exist yet
-                are subtracted.
+        weights: bytes of the gradients of all weights of the layer. Those that do not exist yet are
+            subtracted.
         """
         model, moe, e, matrix = self.model, self.model.moe, self.e, self._matrix
         rows, wide = self._sizes()
@@ -301,7 +275,7 @@ class ExpertMemory:
         if self.chunks > 1 or self.degree > 1:
             largest = hidden + (self._travelling() if self.degree > 1 else self._by_chunks())
         else:
-            largest = max(
+            largest = max(  # at scores, down, gate, weights and input of `_Experts.backward`
                 rows + 3 * wide + (2 if low else 1) * in_high,
                 rows + 4 * wide + in_high * low + matrix,
                 6 * wide + matrix,
@@ -333,10 +307,9 @@ class ExpertMemory:
     def _travelling(self) -> int:
         """Return the bytes of a part of the experts and of the gradients, if rows travel.
 
-        A message has the rows that leave, until its wait, and those that arrive. A part holds what
-        a chunk holds in `_by_chunks`. While it computes, inputs of the next part and results of the
-        previous one travel. The moments: message, start, scores, gate, input, weights (twice), sum
-        of the chunk, end.
+        A part holds what a chunk holds in `_by_chunks`. While it computes, inputs of the next part
+        and results of the previous one travel. The moments: message, start, scores, gate, input,
+        weights (twice), sum of the chunk, end.
         """
         units = self.chunks * self.parts
         rows, wide = self._sizes(units)
@@ -368,6 +341,6 @@ class ExpertMemory:
 
     @property
     def _sums(self) -> int:
-        """Bytes of the sum of the rows of a chunk, which is float32 first."""
+        # The sum of the rows of a chunk is float32 first.
         size = _HIGH + self.e * (self.e < _HIGH)
         return size * -(-self.tokens // self.chunks) * self.model.hidden_size

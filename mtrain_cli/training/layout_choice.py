@@ -9,7 +9,7 @@ import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import CAUSAL
-from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_name
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import Config
@@ -23,9 +23,8 @@ _WORTH_IT = 0.98
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout of a run.
+    """The layout of sequences that are one document.
 
-    layout: the layout of sequences that are one document.
     reason: why it was chosen; "" if nothing but `Config.layout` decided.
     balancer: makes the layout of each batch; None if all batches have the same layout.
     exchange: the exchange that `topology.exchange=auto` stands for; None to choose it by bytes.
@@ -98,32 +97,8 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
 def row_prices(config: Config) -> RowPrices:
     """Return the prices of rows on the cluster of a run, for its balanced layouts."""
     model = config.model
-    return _prices_on(config.topology.cluster, model.num_heads, model.num_kv_heads)
-
-
-@lru_cache(maxsize=1)  # `mtrain simulate recommend` plans a thousand times
-def _prices_on(name: str, heads: int, kv_heads: int) -> RowPrices:
-    cluster = None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
-    return RowPrices.on(cluster, heads, kv_heads)
-
-
-def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:
-    """Return a line if the balanced layout would suit the documents of a batch better, else "".
-
-    masks: the masks of each kind of layer, one per sequence of the batch.
-    """
-    topology, balancer = config.topology, make_balancer(config, cp, per_node)
-    free = topology.layout == topology.exchange == "auto"
-    if not free or balancer.groups == 1 or config.sparsity.pattern != "dense":
-        return ""
-    layout = make_layout(config.layout, cp, config.seq, topology.block_size)
-    static_cost, balanced = _costs(balancer, balancer.dispatch(masks), masks, layout, by_mask=False)
-    if balanced >= _WORTH_IT * static_cost:
-        return ""
-    return (
-        f"topology.layout=balanced may be faster: the first batch would cost {balanced:.2f} of "
-        f"its mean pairs, with {layout.name} and whole shards {static_cost:.2f}"
-    )
+    cluster = cluster_of(config.topology.cluster)
+    return RowPrices.on(cluster, model.num_heads, model.num_kv_heads)
 
 
 @lru_cache(maxsize=64)
@@ -144,22 +119,16 @@ def _static_layout(balancer: Balancer, mask: MaskSettings) -> Balanced:
 def _static_costs(
     balancer: Balancer, mask: MaskSettings, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
-    masks = _undivided(mask, layout.seq, layout.padded_seq)
-    return _costs(balancer, _static_dispatch(balancer, mask), masks, layout, by_mask=by_mask)
-
-
-def _costs(
-    balancer: Balancer, dispatch: Dispatch, masks: LayerMasks, layout: Layout, *, by_mask: bool
-) -> tuple[float, float]:
     """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs."""
+    dispatch = _static_dispatch(balancer, mask)
     inside = Placement(layout, balancer.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
-    traffic = count_traffic(
-        masks, shards, per_node=balancer.groups_per_node, layers=balancer.layers
-    )
+    masks = _undivided(mask, layout.seq, layout.padded_seq)
+    per_node = balancer.groups_per_node
+    traffic = count_traffic(masks, shards, per_node=per_node, layers=balancer.layers)
     if not by_mask:
         rows = inside.tokens_per_worker * sum(balancer.layers)
-        nodes = Nodes.of(inside.workers, balancer.groups_per_node)
+        nodes = Nodes.of(inside.workers, per_node)
         traffic = _whole_shards(traffic, rows, nodes)
     mean = float(dispatch.traffic.pairs.mean())
     present = traffic.cost(*dispatch.prices)

@@ -10,9 +10,11 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
-from mtrain_cli.config.parallel_checks import NEED_ALL_EXPERTS, NEED_WHOLE_LAYERS, NEED_WHOLE_MODEL
+from mtrain_cli.config.keys import show
+from mtrain_cli.config.parallel_checks import refused_settings
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.activation_offload import layers_on_host
@@ -56,7 +58,7 @@ DEGREE = "topology.expert_parallel"  # chosen by `auto` together with the memory
 KIND, OFFLOAD = "train.activation_checkpoint", "train.offload_activations"
 PRODUCTS = "train.keep_mlp"
 NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
-SHORTEST_SEQ = 1024  # shortest sequence to propose
+SHORTEST_SEQ, MOST_WORKERS = 1024, 1024  # to propose
 # A run that needs more than this share of a GPU is refused. Estimates err by up to 5 %.
 CERTAIN = 1.05
 # Share of a GPU that may be full with optional tensors. Gaps take 5 to 6 GiB, measured.
@@ -107,34 +109,10 @@ class MemorySearch:
     settings: tuple[MemorySetting, ...]
     chosen: MemorySetting | None
 
-    def rejected(self) -> list[tuple[str, str]]:
-        """Return overrides and a reason for the fastest setting of every other kind.
-
-        A kind is a value of train.activation_checkpoint, or another expert-parallel degree.
-        Settings that fit and take as long as the chosen one are left out.
-        """
-        assert self.chosen is not None
-        rows: dict[Any, tuple[str, str]] = {}
-        for setting in self.settings:
-            kind, degree = (get_setting(setting.config, key) for key in (KIND, DEGREE))
-            way = kind if degree == get_setting(self.chosen.config, DEGREE) else degree
-            more = round(100 * (setting.seconds / self.chosen.seconds - 1))
-            if setting is self.chosen or way in rows or (setting.fits and not more):
-                continue
-            reason = f"steps take {abs(more)}% {'longer' if more > 0 else 'less time'}"
-            reason = reason if more else "equally fast"
-            if not setting.fits:
-                reason += f", but needs {size(setting.memory.total)}"
-                if host := setting.memory.host_peak:
-                    reason += f" and {size(host)} of host memory"
-            rows[way] = as_overrides({KIND: kind, **setting.changes}), reason
-        return list(rows.values())
-
 
 def get_setting(config: Config, key: str) -> Any:
     """Return the value of a key such as "train.shard"."""
-    group, _, name = key.partition(".")
-    return getattr(getattr(config, group), name)
+    return attrgetter(key)(config)
 
 
 def with_values(config: Config, changes: dict[str, Any]) -> Config:
@@ -148,12 +126,7 @@ def with_values(config: Config, changes: dict[str, Any]) -> Config:
 
 def as_overrides(changes: dict[str, Any]) -> str:
     """Return changes as command-line overrides."""
-    return " ".join(f"{key}={format_value(value)}" for key, value in changes.items())
-
-
-def format_value(value: Any) -> str:
-    """Format a setting's value as in an override: true, 0.5, full."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return " ".join(f"{key}={show(value)}" for key, value in changes.items())
 
 
 def with_auto_memory(plan: RunPlan) -> RunPlan:
@@ -187,11 +160,8 @@ def variants_of_plan(plan: RunPlan) -> Iterator[Variant]:
 
 
 def _variants_of(plan: RunPlan, config: Config) -> Iterator[Variant]:
-    current, topology = {key: get_setting(config, key) for key in CHOICES}, config.topology
-    refused = set(NEED_WHOLE_LAYERS if topology.tensor_parallel > 1 else ())
-    refused |= set(NEED_WHOLE_MODEL if topology.pipeline_parallel > 1 else ())
-    refused |= set(NEED_ALL_EXPERTS if topology.expert_parallel != 1 else ())
-    refused |= {PRODUCTS} if config.model.moe.experts else set()
+    current = {key: get_setting(config, key) for key in CHOICES}
+    refused = refused_settings(config) | ({PRODUCTS} if config.model.moe.experts else set())
     free = {
         key: values
         for key, values in CHOICES.items()
@@ -260,8 +230,7 @@ def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) 
 def with_products(plan: RunPlan) -> MemorySetting | None:
     """Return the run with train.keep_mlp set to the most layers that leave 10 % of a GPU free.
 
-    Return None if the products of one layer already take too much, if the run sets train.keep_mlp,
-    if the run offloads or recomputes the output of attention, or if the model has experts.
+    Return None if there is no room, or if the run or its model excludes train.keep_mlp.
     """
     train = plan.config.train
     short = _short_of_memory(train.activation_checkpoint, train.offload_activations)
@@ -371,11 +340,7 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
 
 
 def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
-    """Return changes as command-line overrides. Each change makes the run fit on its own.
-
-    Return at most one change of each kind: memory settings, exchange, no checkpoints, a shorter
-    sequence, more workers.
-    """
+    """Return changes as command-line overrides. Each change makes the run fit on its own."""
     config, topology, changes = plan.requested or plan.config, plan.config.topology, []
     fitting = [setting for setting in result.settings if setting.fits]
     if fitting:
@@ -390,25 +355,19 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
         changes.append(f"seq={format_size(seq)}")
     workers = 2 * plan.dims.workers
     if plan.environment.device == "cuda":
-        while workers <= _MOST_WORKERS and not _would_fit(plan, {"topology.workers": workers}):
+        while workers <= MOST_WORKERS and not _would_fit(plan, {"topology.workers": workers}):
             workers *= 2
-        if workers <= _MOST_WORKERS:
+        if workers <= MOST_WORKERS:
             changes.append(f"{workers} GPUs (topology.workers={workers})")
     return changes
 
 
-_MOST_WORKERS = 1024  # to propose
-
-
 def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 << 27) -> int | None:
-    """Return the longest sequence that fits, in tokens. Return None if none was found.
+    """Return the longest sequence that fits, in tokens; None if none of ``shortest`` or more does.
 
     Double `shortest` while the run fits. Then bisect the seven evenly spaced lengths below the
     first length that does not fit (such as 576k, 640k, ... below 1m). Lengths below one that fits
     are taken to fit.
-
-    Args:
-        shortest, most: smallest and largest length to try.
     """
     config = plan.requested or plan.config
     if plan.exchange.traits.by_mask and plan.exchange.stages == 1:

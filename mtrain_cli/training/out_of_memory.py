@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mtrain_cli.config.parallel_checks import refused_settings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, host_memory
@@ -181,30 +182,30 @@ def _advice(context: RunContext, groups: list[HeldTensors]) -> list[str]:
     for group in groups:
         by_kind[group.kind] += group.bytes
     total = max(1, sum(by_kind.values()))
-    kinds_by_change: dict[str, list[str]] = defaultdict(list)
-    for kind, number in sorted(by_kind.items(), key=lambda item: -item[1]):
-        if number >= total / 10 and (change := _change(kind, context.config)):
-            kinds_by_change[change].append(f"{kind} are {number / total:.0%}")
-    changes = [f"{change} ({', '.join(kinds)})" for change, kinds in kinds_by_change.items()]
+    kinds = [kind for kind, number in by_kind.items() if number >= total / 10]
+    kinds.sort(key=by_kind.__getitem__, reverse=True)
+    changes = dict.fromkeys(_change(kind, context.config) for kind in kinds)
     more = "GPUs" if context.environment.device == "cuda" else "memory"
-    return [*changes, f"more {more} or a shorter seq (now {context.config.seq:,})"]
+    least = f"more {more} or a shorter seq (now {context.config.seq:,})"
+    return [*filter(None, changes), least]
 
 
 def _change(kind: str, config: Config) -> str:
     """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
-    train, topology = config.train, config.topology
-    can_offload = topology.tensor_parallel == topology.pipeline_parallel == 1
+    train, refused = config.train, refused_settings(config)
     if kind in (GRADIENTS, GATHERED) and train.shard != "full":
         return "train.shard=full"
-    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and can_offload:
-        return "optim.offload=true"
+    offload = "optim.offload"
+    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and offload not in refused:
+        return f"{offload}=true"
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
         return "more workers, to share parameters and optimizer states"
     if kind == LOGITS:
-        return f"train.loss_chunk_mib={max(64, train.loss_chunk_mib // 4)}"
+        return f"train.loss_chunk_mib={chunk // 4}" if (chunk := train.loss_chunk_mib) > 64 else ""
     if train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
-    return "" if train.offload_activations is True else "train.offload_activations=true"
+    offload = "train.offload_activations"
+    return "" if train.offload_activations is True or offload in refused else f"{offload}=true"
 
 
 def failure_location(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate, islice
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.pipeline_schedule import Pipeline, Played, TimedPipeline
@@ -74,11 +75,7 @@ def cut(costs: Sequence[float], head: float, stages: int) -> tuple[int, ...]:
     """Return the number of consecutive layers of each stage, at least one each.
 
     No other cut has a cheaper slowest stage. Within that limit, each stage takes the number of
-    layers nearest to an equal share of what is left.
-
-    Args:
-        costs: cost of each layer.
-        head: cost that the last stage has in addition.
+    layers nearest to an equal share of what is left. head: cost of the last stage beside layers.
     """
     assert 1 <= stages <= len(costs)
     sums = [0.0, *accumulate(costs)]
@@ -163,23 +160,12 @@ class PipelinePlan:
         pipeline = self.pipeline
         return 2 * self.hidden * pipeline.micro_batches * pipeline.virtual_stages
 
-    @property
-    def stages_and_schedule(self) -> str:
+    def describe(self) -> str:
+        """Return stages and schedule, and the share of time in which stages idle."""
         pipeline, layers = self.pipeline, self.layers
-        each = f"{layers[0]} layers" if len(set(layers)) == 1 else f"{_listed(layers)} layers"
+        each = layers[0] if len(set(layers)) == 1 else show(layers)
         virtual = f" x {pipeline.virtual_stages} virtual stages" * (pipeline.virtual_stages > 1)
         count = pipeline.micro_batches
-        step = f"{count} micro-batch{'es' * (count != 1)}"
-        return f"{pipeline.stages} stages{virtual} of {each}; {pipeline.schedule}, {step} per step"
-
-    def describe(self) -> str:
-        """Return `stages_and_schedule`, and the share of time in which stages idle."""
-        return f"{self.stages_and_schedule}: stages idle {self.played.bubble:.0%} of the time"
-
-
-def _listed(numbers: tuple[int, ...]) -> str:
-    """Return numbers such as ``10, 9 and 7``; only the first and the last of many."""
-    if len(numbers) > 8:
-        return f"{numbers[0]}, {numbers[1]}, ... {numbers[-2]} and {numbers[-1]}"
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} and {last}"
+        step = f"{pipeline.schedule}, {count} micro-batch{'es' * (count != 1)} per step"
+        idle = f"stages idle {self.played.bubble:.0%} of the time"
+        return f"{pipeline.stages} stages{virtual} of {each} layers; {step}: {idle}"

@@ -25,10 +25,9 @@ class ReceivedBytes:
 
     forward, backward: KV and its gradients, per layer and micro-batch.
     tensor_forward, tensor_backward: hidden states and their gradients that tensor parallelism
-        moves, per layer and micro-batch, as the mean over the layers.
+        moves, per layer and micro-batch.
     weights: weights and their gradients, per optimizer step.
-    host: gradients and weights between device and host, per optimizer step, with an offloaded
-        optimizer.
+    host: between device and host with an offloaded optimizer, per optimizer step.
     """
 
     forward: int
@@ -39,10 +38,7 @@ class ReceivedBytes:
     tensor_backward: int = 0
 
     def in_step(self, passes: int) -> tuple[int, int, int]:
-        """Return bytes of keys, of hidden states and of weights in a step, with their gradients.
-
-        passes: number of layers, times micro-batches.
-        """
+        """Return bytes of keys, hidden states and weights in a step of layers x micro-batches."""
         keys, hidden = self.forward + self.backward, self.tensor_forward + self.tensor_backward
         return passes * keys, passes * hidden, self.weights
 
@@ -57,10 +53,9 @@ def received_bytes(
     micro_batches: int,
     dtype_bytes: int,
 ) -> ReceivedBytes:
-    """Count the bytes of a run. The messages of a pipeline are in `PipelinePlan.received`.
+    """Count the bytes of a run, with the KV that recomputation sends again.
 
-    `ReceivedBytes.backward` includes the KV that recomputation sends again. The columns that a ring
-    gathers once are not counted.
+    Messages of a pipeline (`PipelinePlan.received`) and columns of a ring are not counted.
     """
     sizes = shard_sizes(config.of_worker, layout, exchange, dtype_bytes)
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))

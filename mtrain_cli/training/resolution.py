@@ -28,13 +28,9 @@ class ResolvedRun:
     """The choices for all `auto` settings of a run.
 
     layout: layout of sequences that are one document.
-    layout_reason, kernel_reason: why they were chosen; no layout reason if only `Config.layout`
-        decided.
     balancer: makes the layout of each batch; None if all batches have the same layout.
-    compile: whether to compile the layers.
-    pattern: method that estimates a dynamic index. None for dense attention.
-    dense_kernel: kernel for the dense first steps and dense layers of a sparse run, and the reason.
-        None if the run has no such steps.
+    pattern: method that estimates a dynamic index; None for dense attention.
+    dense_kernel: kernel of dense first steps and layers of a sparse run, and the reason, if any.
     """
 
     layout: Layout
@@ -64,10 +60,7 @@ def compiles(config: Config, device: str) -> bool:
 def kernel_request(
     config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> KernelRequest:
-    """Return what a run needs from a kernel for dense attention.
-
-    capability: CUDA compute capability. None on a CPU.
-    """
+    """Return what a run needs from a kernel for dense attention."""
     model = config.of_worker.model
     return KernelRequest(
         device=device,
@@ -84,9 +77,7 @@ def kernel_request(
 def resolve_run(
     config: Config, environment: Environment, hardware: Hardware | None = None
 ) -> ResolvedRun:
-    """Resolve the `auto` settings of a run.
-
-    hardware: the devices of the run; None for those of this machine.
+    """Resolve the `auto` settings of a run on this machine, or on other hardware.
 
     Raises:
         ConfigError: the configured kernel or exchange does not support the run.
@@ -135,14 +126,9 @@ def choose_kernels(
     pattern: Pattern | None,
     choose: Callable[[str, KernelRequest], tuple[Kernel, str]] = choose,
 ) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
-    """Return the kernel of a run, and that of dense first steps or layers of a sparse run.
+    """Return the kernel of a run, and that of dense first steps or layers of a sparse run, if any.
 
-    Each comes with the reason for its choice. The second is None if the run has no such part.
-
-    request: what the run needs from a kernel for dense attention.
-
-    Raises:
-        ConfigError: the configured kernel does not support the run.
+    Each comes with the reason for its choice. request: for dense attention.
     """
     name, sparsity = config.train.kernel, config.sparsity
     if pattern is None:

@@ -206,10 +206,6 @@ class RunPlan:
         return hardware.source
 
     @property
-    def knows_memory(self) -> bool:
-        return not self.hardware.is_guess or self.config.topology.gpu_memory_gib != "auto"
-
-    @property
     def available_memory(self) -> str:
         if self.environment.device == "cpu":
             workers = with_count(self.environment.local_workers, "CPU worker")
@@ -274,6 +270,5 @@ class RunPlan:
         return self.device_bytes(self.memory) * self.environment.local_workers
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the run fits its hardware; None if the memory of its GPUs is unknown."""
-        return self.has_room_for(self.memory) if self.knows_memory else None
+    def fits(self) -> bool:
+        return self.has_room_for(self.memory)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.cast_rows import largest_shares
@@ -61,9 +61,6 @@ def choose_staged_exchange(
 ) -> ExchangeChoice:
     """Choose the exchange of a run after its layout, with the stages of a group cast.
 
-    For dense attention, ``topology.stages=auto`` compares the time of attention in 1, 2 and 3
-    stages, for sequences that are one document.
-
     Raises:
         ConfigError: the settings do not fit the model, the nodes or the pattern.
     """
@@ -81,10 +78,8 @@ def choose_staged_exchange(
     most = 3 if one.traits.hierarchical else 2
     staged = (choose_exchange(replace(topology, stages=n), needs) for n in range(2, most + 1))
     choices = {choice.stages: choice for choice in (*staged, one)}  # 3 stages may mean 2
-    cluster, where = None, "H200s"
-    if topology.cluster != "auto":
-        cluster = load_cluster(topology.cluster, f"topology.cluster={topology.cluster}")
-        where = f"the links of topology.cluster={topology.cluster}"
+    cluster = cluster_of(topology.cluster)
+    where = f"the links of topology.cluster={topology.cluster}" if cluster else "H200s"
     rules = MaskRule.of(config).by_layers(config.model.num_layers)
     times = {
         stages: _mean_seconds(
@@ -144,11 +139,8 @@ def attention_seconds(
 ) -> float:
     """Return the time of the slowest rank for attention of a layer, forward plus backward.
 
-    Args:
-        schedule: of a group cast.
-        layout: layout of the context group.
-        masks: one per sequence of a micro-batch.
-        sizes: sizes of a rank's shard. The casts follow from the masks.
+    schedule: of a group cast, whose sizes follow from the masks.
+    masks: one per sequence of a micro-batch.
     """
     inside = Placement(layout, schedule.heads).inside
     nodes = Nodes.of_groups(schedule.workers, schedule.per_node, schedule.heads)
@@ -169,9 +161,7 @@ def pairs_by_stage(
 ) -> dict[int | None, IntArray]:
     """Return the pairs of each rank with the keys of each stage of a group cast, [workers] each.
 
-    Key None has all pairs.
-
-    shards: the positions that each rank holds.
+    Key None has all pairs. shards: the positions that each rank holds.
     """
     per_query = pairs_per_query([masks])
     whole = np.array([per_query[queries].sum() for queries in shards])
@@ -202,10 +192,7 @@ def _pairs_with(masks: Sequence[SequenceMask], queries: IntArray, keys: IntArray
 class _Walk:
     """Plays one program on all ranks. Clocks are float64 [nodes, ranks of a node], in seconds.
 
-    Ranks that share heads have one clock, since their all-to-alls begin and end together.
-
-    nodes: of these clocks.
-    per_node: number of single ranks of the context group that share a node.
+    Ranks that share heads have one clock. per_node: number of single ranks that share a node.
     """
 
     def __init__(

@@ -23,13 +23,10 @@ def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
 class StateMemory:
     """Weights, gradients and optimizer states of one worker. Methods return bytes.
 
-    Attributes count elements, those in dictionaries by whether a layer has experts:
-
-    layer_shard, root_shard, shard: this worker's shard of its largest layer, of the weights outside
-        the layers, and of all weights.
-    root_weights: all weights outside the layers.
-    shards, dealt, whole: shard of a layer, of this the dealt experts, and the weights with which
-        this worker computes (with tensor parallelism, a part of the layer).
+    layer_shard, root_shard, shard: elements of this worker's shard of its largest layer, of the
+        weights outside the layers, and of all weights.
+    shards, dealt, whole: elements by whether a layer has experts: of its shard, of the dealt
+        experts in it, and of the weights with which this worker computes.
     e, r: bytes of the compute dtype, and of the dtype in which gradients are reduced.
     """
 
@@ -41,11 +38,7 @@ class StateMemory:
         e: int,
         part: ModelPart | None = None,
     ) -> None:
-        """Count the elements of a worker's part.
-
-        workers: number of workers of the run.
-        part: the worker's part of the model. None for the whole model.
-        """
+        """workers: of the run. part: the worker's part of the model; None for the whole model."""
         model, train = config.of_worker.model, config.train
         part = part or ModelPart.whole(model)
         self.model, self.micro_batches = model, micro_batches
@@ -82,7 +75,6 @@ class StateMemory:
         return sum(sizes[kind] * number for kind, number in layer_kinds(self.model, layers).items())
 
     def weights_of(self, layers: Sequence[int]) -> int:
-        """Return the number of weights of these layers with which this worker computes."""
         return self._sum(self.whole, layers)
 
     @property
@@ -97,32 +89,24 @@ class StateMemory:
 
     @property
     def host(self) -> int:
-        """Host memory of an offloaded optimizer: float32 weights and AdamW states.
-
-        Pinned memory holds two units (a layer, or the weights outside the layers) of weights in the
-        compute dtype, and float32 gradients of two units, or of all with optim.offload_gradients.
-        The unused ends of `PinnedMemory` arenas, at most 0.5 GiB, are not counted.
-        """
+        """Host memory of an offloaded optimizer, without unused ends of `PinnedMemory` arenas."""
         if not self.offload:
             return 0
+        # Float32 weights and AdamW states; in pinned memory two units (a layer, or the weights
+        # outside the layers) of weights in the compute dtype, and gradients of two or all units.
         two_units = 2 * max(self.layer_shard, self.root_shard)
         gradients = 4 * (self.shard if self.gradients_leave else two_units)
         return 12 * self.shard + gradients + self.e * two_units
 
     @property
     def saving(self) -> int:
-        """Host memory of the copy of weights and states while a checkpoint is written.
-
-        0 if the configuration asks for no checkpoint, though a stop request still saves one.
-        """
+        """Host memory of the copy of weights and states while a checkpoint is written."""
         return 12 * self.shard if self.saves else 0
 
     def gradients(self, reduced: int) -> int:
-        """Return the bytes of gradients after backward has reduced `reduced` layers.
-
-        With several micro-batches, all layers hold gradients at the peak. With one, offloaded
-        gradients are freed before the next layer's peak.
-        """
+        """Return the bytes of gradients after backward has reduced `reduced` layers."""
+        # With several micro-batches, all layers hold gradients at the peak. With one, offloaded
+        # gradients are freed before the next layer's peak.
         if self.accumulates and self.shard_kind == "optimizer":
             return 4 * (self.weights_of(self.numbers) + self.root_weights)
         if self.accumulates:
@@ -139,10 +123,8 @@ class StateMemory:
     def weights(self, left: int, at_once: int) -> int:
         """Return the bytes of the layers' unsharded weights in the compute dtype.
 
-        Args:
-            left: number of layers that have begun forward and not finished backward.
-            at_once: number of layers whose weights train.shard=full holds: the current layer, and
-                the next layer if its weights are gathered ahead.
+        left: number of layers that have begun forward and not finished backward.
+        at_once: number of layers whose weights train.shard=full holds.
         """
         if self.shard_kind == "full":
             return self.e * self.weights_of(self.current[max(0, left - at_once) : left])
@@ -180,10 +162,7 @@ class StateMemory:
         )
 
     def over_host_link(self) -> int:
-        """Return the bytes that an offloaded optimizer moves between device and host per step.
-
-        Float32 gradients move to the host, and weights in the compute dtype move back.
-        """
+        """Return the bytes that an offloaded optimizer moves between device and host per step."""
         return (4 + self.e) * self.shard if self.offload else 0
 
 

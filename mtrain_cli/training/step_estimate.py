@@ -12,12 +12,10 @@ from dataclasses import dataclass
 class StepEstimate:
     """The prediction of a step.
 
-    density: share of the pairs of a causal mask that attention computes, as a mean over layers;
-        None if it is unknown before training.
+    density: mean share of the pairs of a causal mask; None if it is unknown before training.
     drawn: which pairs are assumed, if the pattern depends on the data; else "".
     cluster: name of the cluster whose constants give the time.
-    seconds: (expected, best, worst) time of a step; None if it is not predicted.
-    problem: why it is not predicted; "" on a CPU.
+    seconds: (expected, best, worst); None if not predicted, for the reason ``problem``.
     """
 
     density: float | None

@@ -20,7 +20,6 @@ from mtrain_cli.launch.environment import Environment, describe_place
 from mtrain_cli.launch.failures import PeerLostError
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.batch import HostBatch
-from mtrain_cli.training.layout_choice import layout_advice
 from mtrain_cli.training.worker import Worker
 
 _QUICKLY_READ = 1 << 28  # tokens: at most 1 GiB, whose checksums take 1.1 s on two cores
@@ -31,7 +30,6 @@ class TrainData:
 
     places: host and device of each rank.
     lacking: whether a worker could not read its data, so that all stop.
-    advice: a line about the layout, known after the first batch; "" for none.
     """
 
     def __init__(self, worker: Worker, make_batch: Callable[[list[Sample]], HostBatch]) -> None:
@@ -52,7 +50,7 @@ class TrainData:
             make_batch=make_batch,
         )
         self.held_out: list[Sample] = self.dataset.held_out
-        self.lacking, self.advice, self._checked_layouts = False, "", False
+        self.lacking, self._checked_layouts = False, False
 
     def check(self, *, resumed: bool) -> None:
         """Read all data and verify their checksums, if ``data.verify`` asks for it.
@@ -90,10 +88,6 @@ class TrainData:
             self._checked_layouts = True
             if worker.choices.balancer is not None:
                 check_same_layouts(worker.config, worker.environment, on_host, worker.host_group)
-            elif worker.environment.rank == 0 and worker.device.type == "cuda":
-                cp, per_node = worker.environment.dims.cp, worker.environment.context_per_node
-                masks = [plan.masks for plan in on_host[0].plans.values()]
-                self.advice = layout_advice(worker.config, cp, per_node, masks)
         return on_host, waited
 
 

@@ -98,8 +98,7 @@ class Trainer:
             gc.unfreeze()
             gc.collect()
             gc.freeze()
-        advice, self.data.advice = self.data.advice, ""
-        return replace(result, warnings=(*result.warnings, advice)) if advice else result
+        return result
 
     def next_batches(self) -> tuple[list[Batch], float]:
         """Return this step's micro-batches, and how many seconds this worker waited for data."""

@@ -43,7 +43,7 @@ MISTAKES = {
     "topology.workers=65 --cluster a100_4x8": "workers=65: a100_4x8 has 32 GPUs; allowed: 1 to 32; "
     "for more, set nodes=9",
     "recommend --workers 65 cluster=a100_4x8 --nodes 9": "workers=65: a100_4x8 has nodes of 8 GPUs,"
-    " and a run on several nodes must use all",
+    " all of which a run must use",
     "topology.device=cpu": "topology.device=cpu: h200_1x8 has NVIDIA H200; allowed: auto, cuda",
     # sweeps
     "sweep": "nothing to sweep: give several values, such as seq=128k,512k nodes=1,2",

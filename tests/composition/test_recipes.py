@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command import mtrain
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import survey
@@ -221,12 +220,6 @@ def test_each_required_value_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def test_an_unknown_recipe_lists_all_recipes() -> None:
-    (line,) = complaints(["recipe=mtraining"])
-    assert line.startswith("recipe=mtraining: no such recipe (did you mean ")
-    assert all(name in line for name in RECIPES)
-
-
 def test_a_resumed_run_keeps_its_recipe() -> None:
     config = compose(["recipe=stdlib_8k"])
     assert resume(config, ["train.steps=100"]).train.steps == 100
@@ -264,22 +257,3 @@ def test_own_recipes_are_read_from_config_dir(tmp_path: Path) -> None:
     )
     config = compose(["recipe=mine"], tmp_path)
     assert (config.seq, config.optim.lr, config.sparsity.pattern) == (2048, 0.5, "moba")
-
-
-def test_recipes_can_be_shown_and_planned(tmp_path: Path) -> None:
-    shown = mtrain(tmp_path, "config", "show", f"recipe/{PAPER}")
-    assert shown.returncode == 0, shown.stderr
-    assert "model.rope.factor" in shown.stdout
-    assert "train.init_from" in shown.stdout
-    assert "model.num_layers" in shown.stdout
-    assert "optim.eps" not in shown.stdout, "only keys that the recipe changes"
-    planned = mtrain(tmp_path, "train", f"recipe={PAPER}", "topology.workers=8", "--dry-run")
-    assert planned.returncode == 0, planned.stderr
-    assert "yarn by 32 from 32k tokens" in planned.stdout
-    refused = mtrain(tmp_path, "train", f"recipe={PAPER}")
-    assert refused.returncode == 2
-    assert [line.split("=")[0] for line in refused.stderr.splitlines()] == [
-        "mtrain: data.path",
-        "mtrain: train.init_from",
-    ]
-    assert not list(tmp_path.iterdir())

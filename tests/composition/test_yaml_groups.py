@@ -90,7 +90,7 @@ def test_an_own_top_file_changes_the_defaults(mine):
         ),
         (
             "name: ${nothing}\ndefaults: [tiny]\n",
-            "model.name: cannot be resolved: no key is called nothing",
+            "model.name: cannot be resolved: Interpolation key 'nothing' not found",
         ),
         ("name: bad\nrope: 3\n", "model.rope=3: holds keys, not a value"),
     ],

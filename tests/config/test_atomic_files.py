@@ -42,13 +42,6 @@ def test_an_error_without_a_number_keeps_its_text(tmp_path):
     assert not_written(found.value, path) == f"{path}: could not be written ({text})"
 
 
-def test_a_failed_replacement_names_only_the_file(tmp_path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError) as found:
-        replace_text(tmp_path / "folder", "x")
-    assert "->" not in str(found.value)
-
-
 def test_a_file_stays_if_writing_fails(tmp_path):
     path = tmp_path / "notes.txt"
     replace_text(path, "old")

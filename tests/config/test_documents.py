@@ -153,14 +153,3 @@ def test_yaml_may_hold_as_many_values_as_the_limit(tmp_path, monkeypatch, most, 
             read_yaml(file)
     else:
         assert read_yaml(file) == [1, 2, 3]
-
-
-def test_messages_show_five_lines_and_forty_characters(tmp_path):
-    five = documents.damaged_lines(tmp_path, range(1, 6))
-    assert five.endswith("lines 1, 2, 3, 4, 5 are damaged")
-    six = documents.damaged_lines(tmp_path, range(1, 7))
-    assert six.endswith("lines 1, 2, 3, 4, 5 and more are damaged")
-    for letters, end in ((38, '"'), (39, "...")):
-        with pytest.raises(UnreadableError) as caught:
-            checked(Thing, {"step": "x" * letters})
-        assert str(caught.value) == f'step="{"x" * letters}{end} has the wrong type'

@@ -39,7 +39,7 @@ def test_a_foreign_key_in_a_file_names_its_counterpart(tmp_path):
 
 def test_answers_name_keys_that_exist_and_hide_none():
     known = {*all_keys(), *sections(), "data", "sparsity"}
-    for answer in _HERE.values():
+    for answer in _HERE:
         named = re.findall(r"([a-z_]+(?:\.[a-z_]+)*)=", answer)
         named += [n for n in re.findall(r"[a-z_]+\.[a-z_]+", answer) if n != "metrics.jsonl"]
         assert set(named) <= known, answer

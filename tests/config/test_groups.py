@@ -1,11 +1,6 @@
 """The groups and options in the configuration folders."""
 
-import dataclasses
-
-import pytest
-
 from mtrain_cli.config.groups import default_options, open_groups, summary
-from mtrain_cli.config.schema import Config, ConfigError
 
 
 def test_the_users_folder_comes_before_the_shipped_one(tmp_path):
@@ -20,13 +15,6 @@ def test_the_users_folder_comes_before_the_shipped_one(tmp_path):
     assert groups.groups_of("tiny") == ["model"]
 
 
-def test_a_folder_without_groups_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no such folder"):
-        open_groups(tmp_path / "missing")
-    with pytest.raises(ConfigError, match="holds no group; expected files such as"):
-        open_groups(tmp_path)
-
-
 def test_defaults_are_read_from_entries_with_and_without_override():
     entries = ["_self_", {"override /model": "qwen3b"}, {"data": "text"}]
     assert default_options({"defaults": entries}) == {"model": "qwen3b", "data": "text"}
@@ -39,10 +27,3 @@ def test_the_summary_is_the_first_comment_above_the_keys(tmp_path):
     assert summary(file) == "What it is."
     file.write_text("seq: 4k\n# Too late.\n")
     assert summary(file) == ""
-
-
-def test_every_group_of_the_schema_has_a_folder_and_a_default():
-    groups = {
-        field.name for field in dataclasses.fields(Config) if field.name not in ("seq", "seed")
-    }
-    assert groups | {"recipe"} == set(open_groups().options) == set(open_groups().defaults)

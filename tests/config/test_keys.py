@@ -30,11 +30,6 @@ def test_a_value_gets_the_type_of_its_key(name, value, converted):
     assert (result, type(result)) == (converted, type(converted))
 
 
-WINDOW = (
-    r"expected a number of tokens .* with mask=sliding_window, or a list of .* with mask=video$"
-)
-
-
 def test_a_nested_mapping_flattens_to_dotted_names_except_a_mapping_value():
     nested = {"data": {"mix": {"a": 1}, "path": "x"}, "seq": 4}
     assert keys.flatten(nested) == {"data.mix": {"a": 1}, "data.path": "x", "seq": 4}
@@ -117,7 +112,6 @@ def test_a_path_may_have_as_many_bytes_as_linux_allows():
         key.convert("a\x1fb")
 
 
-def test_a_list_of_three_is_whole_and_numbers_without_fraction_have_no_point():
-    assert keys.first_few(list("abc")) == "a, b, c"
+def test_numbers_without_fraction_have_no_point():
     assert [keys.show(value) for value in (1e14, 1e15)] == ["100000000000000", str(1e15)]
     assert KEYS["train.steps"].allowed == "whole number, at least 1"  # 10^9 is not shown

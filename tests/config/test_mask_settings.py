@@ -54,14 +54,6 @@ def test_a_window_of_a_video_ends_at_the_video_and_at_16_intervals(allowed, refu
     assert len(lines(dataclasses.replace(VIDEO, window=refused))) == 1
 
 
-def test_advice_for_a_video_widens_the_window_if_it_can():
-    long = dataclasses.replace(VIDEO, frames=32, height=8, window=(17, 7, 16))
-    (line,) = lines(long)
-    assert line.endswith("Give a smaller window, or fewer frames")
-    (line,) = lines(dataclasses.replace(long, window=(3, 7, 15)))
-    assert line.endswith("Give a smaller window, or mask.window=[3,7,16]")
-
-
 def test_a_prefix_and_global_tokens_end_at_the_sequence():
     assert lines(MASKS["prefix_lm"](prefix=SEQ)) == []
     assert lines(dataclasses.replace(SlidingWindow(8), global_tokens=SEQ)) == []
@@ -134,8 +126,3 @@ def test_the_first_layers_are_full():
     assert both.of_window_layers == mask.of_window_layers == SlidingWindow(64)
     assert CAUSAL.of_window_layers == CAUSAL
     assert mask.describe() == "sliding_window, window 64, full_first 3"
-
-
-def test_plain_windows():
-    mask = SlidingWindow(64, full_every=3)
-    assert (mask.plain_window, CAUSAL.plain_window, VIDEO.plain_window) == (64, None, None)

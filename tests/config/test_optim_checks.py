@@ -95,8 +95,8 @@ def test_runs_of_earlier_versions_keep_their_schedule(tmp_path: Path) -> None:
         ),
         (
             ["optim.rewarm=7"],
-            "optim.rewarm=7: give true to restart the schedule at the checkpoint, "
-            "or false to keep the schedule",
+            "optim.rewarm=7: give true to restart the schedule at the checkpoint, or false to keep "
+            "it",
         ),
         (
             ["optim.rewarm=true", "train.steps=120", "optim.schedule=wsd", "optim.decay_steps=15"],

@@ -1,7 +1,5 @@
 """Fields of the schema as keys with a help text and allowed values."""
 
-import dataclasses
-
 import pytest
 
 from mtrain_cli.config import keys
@@ -13,18 +11,7 @@ from mtrain_cli.config.option import (
     SHARE,
     Range,
     at_least,
-    option,
 )
-
-
-def test_an_option_is_a_field_with_its_facts():
-    @dataclasses.dataclass
-    class Settings:
-        steps: int = option(POSITIVE, expected="some", default=3)
-
-    [item] = dataclasses.fields(Settings)
-    assert Settings().steps == 3
-    assert item.metadata == {"allowed": POSITIVE, "tokens": False, "expected": "some"}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
-from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.config.resolved_file import annotated_yaml, load, save
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import format_size
 
 
 def complaints(function, *arguments) -> tuple[str, ...]:
@@ -35,7 +36,7 @@ def test_numbers_survive_saving_bit_for_bit(tmp_path):
 def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
     file = tmp_path / "resolved.yaml"
     assert "No such file" in complaints(load, file)[0]
-    for text in ("a: [1", "\x00", "- 1\n", "", "3"):
+    for text in ("a: [1", "\x00", "- 1\n", "", "3", "mask: {kind: [full]}"):
         file.write_text(text)
         assert complaints(load, file)[0].startswith(f"{file}: ")
     save(compose(), file)
@@ -68,3 +69,24 @@ def test_offload_activations_is_a_bool_or_a_number_in_old_and_new_files(tmp_path
     assert complaints(compose, ["train.offload_activations=most"]) == (
         "train.offload_activations=most: expected true, false or a whole number",
     )
+
+
+def test_the_annotated_listing_loads_as_the_same_configuration(tmp_path):
+    config = compose(
+        [
+            "model=qwen3b",
+            "seq=32k",
+            "optim.betas=[0.5,0.6]",
+            "topology.layout=balanced",
+            "topology.balanced_chunk=1k",
+        ]
+    )
+    lines = list(annotated_yaml(config, compose()))
+    (tmp_path / "listing.yaml").write_text("\n".join(line for line, _ in lines))
+    assert load(tmp_path / "listing.yaml") == config
+    marked = {line.split(":")[0].strip(): line for line, changed in lines if changed}
+    assert marked["seq"] == f"seq: 32768  # 32k; default {format_size(compose().seq)}"
+    assert marked["betas"].endswith("# default [0.9,0.95]")
+    assert marked["balanced_chunk"].strip() == "balanced_chunk: 1024  # 1k; default auto"
+    assert "lr" not in marked
+    assert not any(changed for _, changed in annotated_yaml(compose(), compose()))

@@ -25,9 +25,6 @@ def changed(config, **values):
     )
 
 
-MASKED = {"data__mask_key": "mask", "data__kind": "tokens", "data__path": "/"}
-
-
 @pytest.mark.parametrize(("kind", "name"), [("mds", "index.json"), ("tokens", "meta.json")])
 def test_a_data_folder_without_its_manifest_is_refused_before_it_is_opened(
     defaults, tmp_path, kind, name
@@ -53,6 +50,9 @@ def test_the_defaults_are_valid(defaults):
     assert problems(defaults) == []
 
 
+EIGHT = {"topology__workers": 8, "topology__gpus_per_node": 4}
+
+
 def test_several_mistakes_are_reported_together(defaults):
     found = problems(changed(defaults, seq=0, optim__lr=-1.0, model__head_dim=3, data__kind="text"))
     assert [re.split("[= ]", line)[0] for line in found] == [
@@ -66,39 +66,17 @@ def test_several_mistakes_are_reported_together(defaults):
 @pytest.mark.parametrize(
     "values",
     [
-        {
-            "seq": 1000,
-            "topology__layout": "zigzag",
-            "topology__workers": 3,
-        },  # padded, not refused
-        {
-            "seq": 1 << 22
-        },  # far beyond original_max_position without scaling: bad quality, but allowed
+        {"seq": 1000, "topology__layout": "zigzag", "topology__workers": 3},  # padded
+        {"seq": 1 << 22},  # far beyond original_max_position without scaling: bad, but allowed
         {"train__steps": 2},  # shorter than the warm-up
-        {
-            "topology__workers": 8,
-            "topology__context_parallel": 8,
-            "topology__gpus_per_node": 2,
-        },  # virtual nodes
-        {
-            "topology__workers": 8,
-            "topology__context_parallel": 2,
-            "topology__gpus_per_node": 4,
-            "train__global_batch": 4,
-        },
-        {
-            "optim__clip_norm": 0.0,
-            "train__checkpoint_every": 0,
-            "optim__warmup_steps": 0,
-            "optim__weight_decay": 0.0,
-        },
+        EIGHT | {"topology__context_parallel": 8, "topology__gpus_per_node": 2},  # virtual nodes
+        EIGHT | {"topology__context_parallel": 2, "train__global_batch": 4},
+        {"optim__clip_norm": 0.0, "optim__warmup_steps": 0, "optim__weight_decay": 0.0},
+        {"train__checkpoint_every": 0},
         {"model__rope__scaling": "yarn", "model__rope__factor": "auto"},
         {"train__offload_activations": 36, "model__num_layers": 36},
-        {
-            "data__kind": "tokens",
-            "data__path": "/",
-            "model__vocab_size": 100,
-        },  # the store knows its own vocabulary
+        # The store knows its own vocabulary.
+        {"data__kind": "tokens", "data__path": "/", "model__vocab_size": 100},
     ],
 )
 def test_valid_configurations_are_accepted(defaults, values):
@@ -113,7 +91,7 @@ def test_a_hugging_face_folder_and_a_tokenizer_file_are_accepted(defaults, tmp_p
     )
     assert problems(good) == []
     folder = problems(changed(defaults, data__tokenizer=str(tmp_path)))
-    assert folder[0].startswith(f"data.tokenizer={tmp_path}: is a folder; give the path of a Hugg")
+    assert folder[0].startswith(f"data.tokenizer={tmp_path}: is a folder; give a Hugg")
     (tmp_path / "config.json").unlink()
     assert "has no config.json" in problems(good)[0]
 
@@ -163,6 +141,7 @@ def test_unusable_paths_are_refused(word, message):
 WSD = ["optim.schedule=wsd", "train.steps=100", "optim.warmup_steps=10"]
 ONE_LAYER = ["model.num_layers=1"]
 WINDOW = ["mask=sliding_window", "mask.window=8"]
+NIAH = "train.eval_tasks=[niah]"
 GROUPS = ["topology.workers=4", "train.micro_batch=1"]
 
 
@@ -224,6 +203,9 @@ GROUPS = ["topology.workers=4", "train.micro_batch=1"]
         ([], ["optim.betas=[0,0.99]"], ["optim.betas=[0,1]"]),
         ([], ["optim.betas=[0,0.99]"], ["optim.betas=[-0.001,0.9]"]),
         ([], ["train.eval_every=0"], ["train.eval_every=1"]),
+        ([], ["train.eval_every=1", NIAH], ["train.eval_every=1"]),
+        ([NIAH], ["eval.length=2"], ["eval.length=1"]),
+        ([NIAH], ["eval.length=64m"], ["eval.length=67108865"]),
     ],
 )
 def test_a_rule_ends_at_its_last_allowed_value(words, allowed, refused):
@@ -240,3 +222,11 @@ def test_weights_of_a_mix_are_above_0(defaults, tmp_path):
     assert problems(changed(defaults, **mixed, data__mix={"books": 1e-30})) == []
     (line,) = problems(changed(defaults, **mixed, data__mix={"books": 0.0}))
     assert "the weight of books must be above 0" in line
+
+
+def test_a_length_is_one_several_or_that_of_training():
+    lengths = [
+        compose([NIAH, "seq=2k", *words]).eval.lengths(2048)
+        for words in ([], ["eval.length=1k"], ["eval.length=[512,1k,512]"])
+    ]
+    assert lengths == [(2048,), (1024,), (512, 1024)]

@@ -147,11 +147,6 @@ def test_the_pattern_has_the_settings_of_the_run(name):
 
 
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
-WINDOW = (
-    "a single window at the end probes only the last packed document; sparsity.windows=4 probes "
-    "more of them. Inside one long document, windows found fewer needles "
-    "(docs/studies.md)"
-)
 ALL_LAYERS = (
     "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
     "learning` (docs/studies.md); sparsity.dense_layers={} keeps {} dense"
@@ -171,9 +166,7 @@ ONE_OF_FOUR = ALL_LAYERS.format(1, "the last layer")
             "sparsity=fixed sparsity.columns=5000",
             ["5000 columns cover all of seq=4k: computes every pair, like sparsity=dense"],
         ),
-        ("sparsity=vertical_slash", [WINDOW, ONE_OF_FOUR]),
-        ("sparsity=vertical_slash sparsity.dense_layers=1", [WINDOW]),
-        ("sparsity=vertical_slash data.document_mask=false", [ONE_OF_FOUR]),
+        ("sparsity=vertical_slash", [ONE_OF_FOUR]),
         (
             "sparsity=vertical_slash sparsity.windows=2 model.num_layers=36",
             [ALL_LAYERS.format(9, "the last 9 layers")],

@@ -154,6 +154,13 @@ class FusedNorm(torch.autograd.Function):
         return grad.clone(), torch.zeros_like(weight)
 
 
+FUNCTIONAL = SimpleNamespace(
+    rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight),
+    silu=torch.nn.functional.silu,
+    linear=torch.nn.functional.linear,
+)
+
+
 def step_peak(
     rank: int, world: int, overrides: list[str], exchange: str, kernel: str, dtype: torch.dtype
 ) -> tuple[int, int]:
@@ -203,11 +210,6 @@ def step_peak(
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
     shared = make_exchange(exchange, layout, group, circulates=circulates)
     attend = attention_of(config, shared, kernel, masks, offload)
-    functional = SimpleNamespace(
-        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight),
-        silu=torch.nn.functional.silu,
-        linear=torch.nn.functional.linear,
-    )
     inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
     if tensor is not None:
         inputs[0], inputs[2] = tensor.own(inputs[0], 0), tensor.own(inputs[2], 0)
@@ -263,8 +265,8 @@ def step_peak(
     expected = estimate.allocated + estimate.host - states_on_host
     with pytest.MonkeyPatch.context() as patch:
         for module in (decoder_module, feed_forward_module):
-            patch.setattr(module, "functional", functional)
-        patch.setattr(torch.nn.functional, "rms_norm", functional.rms_norm)
+            patch.setattr(module, "functional", FUNCTIONAL)
+        patch.setattr(torch.nn.functional, "rms_norm", FUNCTIONAL.rms_norm)
         gradients()
         step()
         # Host buffers of offloaded activations, which persist from step to step.
@@ -321,15 +323,10 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     kernel = DENSE_KERNEL if config.sparsity.pattern == "dense" else SPARSE_KERNEL
     attend = attention_of(config, exchange, kernel, masks, offload)
-    functional = SimpleNamespace(
-        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight),
-        silu=torch.nn.functional.silu,
-        linear=torch.nn.functional.linear,
-    )
     inputs = [torch.zeros(1, config.seq, dtype=torch.long) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         for module in (decoder_module, feed_forward_module):
-            patch.setattr(module, "functional", functional)
+            patch.setattr(module, "functional", FUNCTIONAL)
         with LiveBytes([*decoder.parameters(), *inputs]) as live:
             before = live.now()
             loss = decoder(*inputs, attend, 1.0)

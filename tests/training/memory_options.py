@@ -1,18 +1,9 @@
-"""Print how far gradients with each memory option deviate from those without.
-
-Usage: `PYTHONPATH=tests python -m training.memory_options [WORKERS ...]`
-
-One row per option and number of workers: the largest difference of any gradient element and of the
-loss, over exchanges, dense and vertical_slash attention and packed documents, relative to the
-largest element of that gradient. Float32, two micro-batches of two sequences, FSDP.
-"""
+"""How far gradients with each memory option deviate from those without."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 
-import gloo
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -288,23 +279,3 @@ def compared(plain: Outcome, one: Outcome) -> dict:
         "estimates": one.estimates - plain.estimates,
         "offloaded": one.offloaded,
     }
-
-
-def main(worlds: list[int]) -> None:
-    print("| workers | option | cells | gradient | loss |\n|---|---|---|---|---|")
-    for world in worlds:
-        rows: dict[str, list[dict]] = {}
-        for layout in ("striped", "zigzag"):
-            for of_rank in gloo.run(world, outcomes, list(OPTIONS), WAYS[world], layout):
-                for cell in of_rank:
-                    rows.setdefault(cell["option"], []).append(cell)
-        for name, cells in rows.items():
-            worst, loss = (max(cell[what] for cell in cells) for what in ("gradient", "loss"))
-            print(
-                f"| {world} | {name} | {len(cells) // world} | {worst:.1e} | {loss:.1e} |",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or [1, 2, 4])

@@ -128,16 +128,6 @@ def test_selective_keeps_what_the_plan_says_and_nothing_that_it_recomputes(world
             assert equal, name
 
 
-@pytest.mark.parametrize("kernel", ["flash4", "triton"])
-def test_gradients_of_gathered_columns_stay_while_the_ring_computes_its_steps(kernel):
-    ring = memory("ring", kernel=kernel)
-    none = memory("ring", kernel=kernel)
-    none.index = dataclasses.replace(none.index, column_width=0)
-    none.sizes = dataclasses.replace(none.sizes, column_width=0)
-    gradients = 2 * 4 * ring.index.columns * ring.sizes.head_dim
-    assert ring.in_backward - none.in_backward >= gradients
-
-
 def test_long_sequences_need_wider_lists_of_a_bitmap():
     """Triton lists the pairs of 16 query blocks and 32 key blocks of each head."""
     model = compose(RUN).model
@@ -192,26 +182,6 @@ def test_zigzag_orders_three_quarters_of_the_gradients_before_it_cuts_them_into_
     zigzag = memory("all_gather", sparse=False, kernel="triton", layout="zigzag")
     # The kernel's gradients, their shards and the reordered copy.
     assert zigzag.in_backward - zigzag.pool == dq + 2 * gradients + 3 * gradients // 4
-
-
-def test_flash4_computes_columns_with_another_dq_and_sums_only_grouped_heads():
-    model, index = compose(RUN).model, memory("ring").index
-    queries, keys = 512, 4096
-    rows, statistics = queries * model.num_heads * model.head_dim, 4 * queries * model.num_heads
-    found = kernel_backward("flash4", model, queries, keys, BYTES, False, index)
-    columns = index.columns_in_backward(queries, model.head_dim, BYTES)
-    assert found.columns == columns + statistics + BYTES * rows
-    assert found.call == max(found.blocks, found.columns)
-    sums = 4 * rows + 2 * statistics
-    kv = keys * model.num_kv_heads * model.head_dim
-    assert found.blocks == sums + 8 * kv + 4 * index.listed(queries, keys)
-    every = dataclasses.replace(model, num_kv_heads=model.num_heads)
-    dense = kernel_backward("flash4", every, queries, keys, BYTES, False)
-    assert (dense.call, dense.columns) == (sums, 0)
-    # Two rectangles return their own dq, dk and dv, which are summed in float32.
-    pieces = kernel_backward("flash4", model, queries, keys, BYTES, True)
-    assert pieces.call == sums + 8 * kv + BYTES * (rows + 2 * kv)
-    assert (pieces.made, dense.made) == (4, BYTES)
 
 
 def test_flash4_is_called_once_for_a_zigzag_worker_with_an_index():

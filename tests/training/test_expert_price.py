@@ -53,7 +53,7 @@ def test_the_price_falls_with_the_wait_of_the_host(monkeypatch):
 @pytest.mark.parametrize(("second", "degree"), [(0.971, 1), (0.97, 1), (0.969, 2)])
 def test_of_degrees_that_cost_nearly_as_much_the_smaller_is_taken(monkeypatch, second, degree):
     def priced(_, degree):
-        return ExpertPrice({1: 1.0, 2: second}[degree], ExpertTraffic(degree, 0, 0))
+        return ExpertPrice(degree, {1: 1.0, 2: second}[degree], ExpertTraffic(0, 0))
 
     monkeypatch.setattr(ExpertRun, "price", priced)
     assert run("8k", 2, 2).cheapest().degree == degree

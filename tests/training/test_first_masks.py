@@ -56,6 +56,8 @@ def test_the_masks_are_those_of_the_first_sequences(store):
     assert read.pairs == np.mean(pairs)
     assert read.describe().startswith("masks of the first 8 sequences were read; memory and stages")
     assert first_masks(config.changed(data={"mask_key": None})) is None
+    mixed = config.changed(data={"path": str(store.parent), "mix": {store.name: 1.0}})
+    assert len(first_masks(mixed).masks) == 8
 
 
 def test_a_plan_prices_the_masks_of_the_data(store):

@@ -1,11 +1,9 @@
 """Parameters and FLOP computed from the shape equal the decoder's and published numbers."""
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.composition.compose import compose
@@ -22,7 +20,6 @@ from mtrain_cli.training.flops import (
     ASSUMED_DENSITY,
     allowed_pairs,
     assumed_density,
-    causal_pairs,
     flops_per_token,
     layer_kinds,
     layer_matmul,
@@ -271,39 +268,6 @@ def test_layers_with_different_masks_recompute_the_pairs_of_both():
     both = recomputed_pair_share(train, layout, 1, [(kept, 3), (MaskRule(False), 1)])
     early = [32 * 8 - 28, 32 * 33 // 2]
     assert both == (3 * early[0] + early[1]) / (3 * (64 * 8 - 28) + 64 * 65 // 2)
-
-
-def test_the_default_mask_is_causal():
-    assert causal_pairs(37) == SequenceMask.causal(37, 48).spans(np.arange(48), np.arange(48)).pairs
-    model = config("tiny")
-    assert flops_per_token(model, 37) == flops_per_token(
-        model, 37, pairs=causal_pairs(37), padded_seq=37
-    )
-
-
-def test_padding_costs_matrix_products_but_no_attention():
-    model = config("tiny")
-    plain, padded = flops_per_token(model, 96), flops_per_token(model, 96, padded_seq=128)
-    assert padded.model == plain.model
-    assert padded.executed - plain.executed == pytest.approx(6 * parameters(model).matmul * 32 / 96)
-
-
-@pytest.mark.parametrize(
-    ("seq", "expected"),
-    [(32 * 1024, 33e9), (128 * 1024, 76e9), (256 * 1024, 134e9), (512 * 1024, 250e9)],
-)
-def test_model_flops_of_qwen_3b_at_known_lengths(seq, expected):
-    assert flops_per_token(config("qwen3b"), seq).model == pytest.approx(expected, rel=0.015)
-
-
-def test_model_flops_count_only_allowed_pairs_and_never_exceed_executed():
-    model, seq = config("qwen3b"), 4096
-    packed = 8 * causal_pairs(seq // 8)
-    width = model.num_layers * model.num_heads * model.head_dim
-    results = flops_per_token(model, seq, pairs=packed)
-    assert results.model == pytest.approx(6 * parameters(model).matmul + 12 * width * packed / seq)
-    assert flops_per_token(model, seq).model > results.model
-    assert results.model < results.executed
 
 
 def test_model_flops_follow_the_formula_of_the_papers():

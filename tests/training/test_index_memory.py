@@ -3,9 +3,6 @@
 import pytest
 from training.test_memory import estimate
 
-from mtrain_cli.training.attention_memory import IndexShape
-from mtrain_cli.training.memory import GIB
-
 
 def moba(*overrides, **kwargs):
     words = (
@@ -60,16 +57,6 @@ def test_lists_of_blocks_have_room_for_the_most_slashes_of_an_index(words, most)
     assert wide - narrow == 4 * lists * heads * blocks_of_keys * (blocks_of_queries - most)
 
 
-def test_bitmaps_of_a_million_tokens_do_not_fit():
-    dense, sparse = (
-        estimate("model=llama8b", "seq=1m", setting, workers=8, kernel="triton")
-        for setting in ("sparsity=dense", "sparsity=moba")
-    )
-    bits = 32 * 32 * 8192 * 8192 // 8
-    assert bits == 8 * GIB
-    assert sparse.total - dense.total > bits
-
-
 def test_slashes_and_columns_take_kilobytes_but_gathered_columns_do_not():
     overrides = ("sparsity=vertical_slash", "model=llama8b")
     layers, heads, width, dim = 32, 32, 4096, 128
@@ -102,40 +89,3 @@ def test_slashes_and_columns_take_kilobytes_but_gathered_columns_do_not():
         .index
         == lines
     )
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize(("ways", "width", "parts"), [(1, 4096, 2), (1, 65536, 1), (4, 128, 16)])
-def test_columns_in_backward_by_hand(gathered, ways, width, parts):
-    """16 heads. The parts of the gradients make at least 1,024 programs, but there are at most 16.
-
-    A ring that gathers columns holds the packed columns and the sum of the gradients elsewhere.
-    """
-    shape = IndexShape(
-        sequences=1,
-        heads=16,
-        block=64,
-        blocks=2048,
-        bitmap=False,
-        kept=0,
-        counted=0,
-        column_width=width,
-        ways=ways,
-        rings=gathered,
-        gathered=gathered,
-    )
-    columns, queries, head_dim, e = 16 // ways * width, 8192, 128, 2
-    tensors = parts + (1 if parts > 1 else 0) - (1 if gathered else 0)
-    gradients = tensors * 2 * 4 * head_dim  # dk and dv in float32
-    packed = 0 if gathered else 2 * e * head_dim
-    covered = (queries * ways // 64) * columns // 8
-    expected = columns * (gradients + packed + 8) + covered
-    assert shape.columns_in_backward(queries, head_dim, e) == expected
-
-
-def test_an_index_without_columns_needs_nothing_for_them():
-    shape = IndexShape(
-        sequences=1, heads=16, block=64, blocks=2048, bitmap=True, kept=0, counted=0,
-        column_width=0, ways=1, rings=False, gathered=False,
-    )  # fmt: skip
-    assert shape.columns_in_backward(8192, 128, 2) == 0

@@ -3,26 +3,6 @@
 import allocations
 import pytest
 from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_checkpointing
-from training.test_memory_of_stages import of_stages
-
-from mtrain_cli.training.memory import GIB
-
-
-def test_kept_activations_follow_their_formulas():
-    tokens, c, a, k, i, heads, layers = 131072 // 8, 2048, 2048, 256, 11008, 16, 36
-    expected = {
-        "full": 2 * c,
-        "selective": 2 * (c + a) + 4 * heads,
-        "sequence_selective": 2 * c + (2 * a + 4 * heads) // 2,
-        "none": 2 * (4 * c + 2 * a + 2 * k + 4 * i) + 4 * heads,
-    }
-    for kind, per_token in expected.items():
-        loss = estimate(f"train.activation_checkpoint={kind}").moments[0]
-        assert (loss.name, loss.activations) == ("loss", layers * tokens * per_token)
-    ring = estimate("train.activation_checkpoint=selective", exchange="ring").moments[0].activations
-    assert ring == layers * tokens * (expected["selective"] + 2 * 2 * k), (
-        "a ring ends with the keys of another worker"
-    )
 
 
 @pytest.mark.parametrize(
@@ -82,38 +62,6 @@ def test_only_the_sparse_layers_of_a_mixed_model_keep_an_index():
     assert 0 < of_index < of_layer
 
 
-def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
-    tokens, c, i = 131072 // 8, 2048, 11008
-    plain = estimate().moments
-    for number, layers in [("false", 0), ("0", 0), ("1", 1), ("7", 7), ("true", 36)]:
-        result = estimate(f"train.keep_mlp={number}").moments
-        assert result[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
-    last, before = (
-        next(
-            m
-            for m in estimate(f"train.keep_mlp={keep}", "seq=2m").moments
-            if m.name == "backward of layer 1"
-        )
-        for keep in ("true", "false")
-    )
-    assert last.activations - before.activations == 16 * tokens * 2 * (c + 2 * i), (
-        "those of the first layer, here of 16 times the tokens"
-    )
-    # When the first layer runs backward, all kept products exist; recomputed ones do not.
-    first = estimate("train.keep_mlp=7").moments[1]
-    assert first.name == "backward of layer 36"
-    assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
-
-
-def test_stages_keep_the_mlp_products_of_their_own_layers_in_all_micro_batches():
-    for number, with_products in (("true", (3, 3)), ("4", (1, 3)), ("2", (0, 2))):
-        steps, _ = of_stages("topology.stage_layers=[3,3]", f"train.keep_mlp={number}")
-        for step, layers in zip(steps, with_products, strict=True):
-            found = step.kept(3) + sum(map(step._kept_by, step.part.others))
-            each = 3 * step.layer.kept + layers * step.layer.products
-            assert found == each * sum(step.part.in_flight), number
-
-
 @pytest.mark.parametrize(
     "words", [("train.keep_mlp=true",), ("train.activation_checkpoint=none", "train.tile_mib=0")]
 )
@@ -127,9 +75,3 @@ def test_bytes_freed_with_the_mlp_were_kept(words):
     assert gone == 2 * tokens * ((c + 2 * i) if "train.keep_mlp=true" in words else (2 * c + 4 * i))
     for moment in result.moments:
         assert all(part >= 0 for part in moment.parts.values())
-
-
-def test_the_mlp_takes_no_more_than_its_tiles():
-    million, tiled = (estimate("seq=1m", f"train.tile_mib={mib}") for mib in (0, 512))
-    assert million.peak.name == "backward of layer 36"
-    assert million.total - tiled.total > 10 * GIB

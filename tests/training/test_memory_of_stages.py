@@ -73,35 +73,6 @@ FEW_EXPERTS = [
 ]
 
 
-def test_losses_that_wait_for_backward_keep_the_gradient_of_the_lm_head():
-    words = "topology.schedule=gpipe", "topology.stage_layers=[3,3]"
-    found = []
-    for kind in ("forward", "recompute"):
-        steps, (_, last) = of_stages(*words, f"train.loss_gradients={kind}")
-        found.append(last[1].loss)
-    head = 2 * steps[1].model.vocab_size * steps[1].model.hidden_size
-    assert steps[1].part.other_losses == 3
-    assert found == [3 * (2 * steps[1].layer.hidden + head), 3 * 2 * steps[1].layer.hidden]
-
-
-def test_a_pipeline_holds_the_inputs_of_a_whole_step():
-    steps, (first, last) = of_stages("topology.stage_layers=[3,3]")
-    tokens, angles = steps[0].layer.tokens, 4 * steps[0].model.head_dim
-    tables = steps[0].attention.mask_tables
-    for moments, in_flight in ((first, 2), (last, 1)):
-        assert moments[0].inputs == tokens * (4 * 24 + in_flight * angles) + tables
-        assert moments[-1].inputs == tokens * (4 * 24 + angles) + tables
-
-
-def test_the_top_layer_has_no_layer_above_to_reduce():
-    half, whole = (
-        estimate("seq=1m", f"train.reduce_dtype={dtype}").moments[1]
-        for dtype in ("bfloat16", "float32")
-    )
-    assert half.name == whole.name == "backward of layer 36"
-    assert half.working_weights == whole.working_weights
-
-
 def test_on_a_cpu_the_stage_with_the_most_memory_also_counts_that_of_checkpoints():
     """The first stage keeps two micro-batches of three layers, the last stage has four layers."""
     words = ["seq=96k", "model.num_layers=7", "topology.stage_layers=[3,4]", "model.vocab_size=264"]
@@ -204,14 +175,6 @@ def test_the_only_layer_of_a_stage_is_reduced():
     # Two copies in bfloat16, input and output of the reduction in float32.
     root = 2 * first.states.root_weights
     assert reduced.working_weights - root == weights * (2 + 2 + 4 + 4)
-
-
-def test_the_only_layer_of_a_model_has_a_scatter_of_its_own():
-    (step,) = steps_of(["model=tiny", "model.num_layers=1"], 2, exchange="ring", kernel="flash4")
-    first = step.moments()[2]
-    assert first == step.backward_of(1, 1, scatters=True)
-    working = first.working_weights - step.backward_of(1, 1, scatters=False).working_weights
-    assert working == 4 * step.states.weights_of([0])
 
 
 def test_a_layer_waits_for_the_reduction_of_the_layer_above():

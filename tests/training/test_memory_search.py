@@ -95,25 +95,6 @@ def test_the_fewest_layers_are_offloaded_and_the_host_holds_them():
     )
 
 
-def test_a_key_that_the_user_set_stays():
-    chosen_plan = planned(
-        "train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true"
-    )
-    assert (chosen_plan.config.train.activation_checkpoint, chosen_plan.config.optim.offload) == (
-        "full",
-        True,
-    )
-    assert all(setting.config.optim.offload for setting in chosen_plan.search.settings)
-
-
-def test_more_accumulation_makes_unsharded_gradients_worth_their_memory():
-    few, many = (
-        planned("train.memory=auto", "seq=16k", f"train.global_batch={batch}").config.train.shard
-        for batch in (1, 64)
-    )
-    assert (few, many) == ("gradients", "optimizer")
-
-
 def test_a_checkpoints_host_memory_counts_if_the_run_saves():
     words = [
         "topology.workers=1",
@@ -172,7 +153,7 @@ def test_host_memory_may_be_set():
         require_fit(planned(*words, "topology.host_memory_gib=140"))
 
 
-def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_sequence():
+def test_the_output_shows_the_choice_and_the_longest_sequence():
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(dry_run(compose([*RUN, "train.memory=auto", "topology.gpu_memory_gib=50"])))
     page = console.file.getvalue()
@@ -191,39 +172,11 @@ def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_seque
     assert re.search(
         r"train\.memory=auto takes train\.\S+=.*, of \d+ settings the fastest one that fits\.", flat
     )
-    assert re.search(
-        r"Rejected, .*none.*: (equally fast|steps take \d+% [a-z ]+), but needs \d+\.\d\d GiB", flat
-    )
     assert "per step, estimated" not in flat, "the simulator predicts the time of a step"
     assert (
         "While a checkpoint is written: 11.22 GiB more host memory per worker, "
         "89.75 GiB per machine." in flat
     )
-
-
-def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
-    result = planned("train.memory=auto", "topology.gpu_memory_gib=140").search
-    chosen = result.chosen
-    same = dataclasses.replace(
-        chosen,
-        config=chosen.config.changed(train={"shard": "optimizer"}),
-        seconds=chosen.seconds + 1e-9,
-    )
-    changes = {"train.activation_checkpoint": "full", "train.shard": "gradients"}
-    config = memory_search.with_values(chosen.config, changes)
-    slower = dataclasses.replace(same, config=config, changes=changes, seconds=2 * chosen.seconds)
-    few = dataclasses.replace(result, settings=(chosen, same, slower))
-    assert few.rejected() == [
-        (
-            "train.activation_checkpoint=full train.shard=gradients",
-            "steps take 100% longer",
-        )
-    ]
-    assert dataclasses.replace(result, settings=(chosen, same)).rejected() == []
-    for label, _ in result.rejected():
-        words = label.split()
-        assert words[0].startswith("train.activation_checkpoint=")
-        compose([*RUN, *words])
 
 
 def decided(rank: int, world: int, *words: str) -> tuple[dict[str, object], float]:
@@ -481,28 +434,6 @@ def test_degree_and_memory_setting_are_chosen_together(seq, degree):
     # A run with these words has the same plan, so all ranks and later runs do the same.
     again = make_plan(compose([*EXPERTS, f"seq={seq}", *chosen.overrides.split()]))
     assert again.memory == plan.memory
-    rejected = [label for label, _ in plan.search.rejected()]
-    degrees = {compose([*EXPERTS, *label.split()]).topology.expert_parallel for label in rejected}
-    assert degrees == {1, 2, 4, 8}, "the fastest setting of every other degree is shown"
-
-
-def test_the_dry_run_shows_bytes_time_and_memory_of_degrees():
-    console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(dry_run(compose([*EXPERTS, "seq=64k", DEALT])))
-    flat = " ".join(console.file.getvalue().split())
-    assert "degree 1 was chosen by auto together with the memory setting" in flat
-    assert re.search(r"h200_1x8: 1: [\d.]+ ms, [\d.]+ GiB; 2: [\d.]+ ms, [\d.]+ GiB; 4: ", flat)
-    assert "train.memory=auto takes topology.expert_parallel=1" in flat
-    assert re.search(r"topology\.expert_parallel=8 [^;]*: (equally fast|steps take \d+% )", flat)
-
-
-@pytest.mark.parametrize("seq", ["8k", "1m"])
-def test_without_automatic_memory_the_estimate_is_that_of_the_chosen_degree(seq):
-    words = [*EXPERTS, f"seq={seq}", "train.memory=manual"]
-    found = make_plan(compose([*words, DEALT]))
-    number = {"8k": 8, "1m": 1}[seq]
-    alone = make_plan(compose([*words, f"topology.expert_parallel={number}"]))
-    assert (found.memory, found.received) == (alone.memory, alone.received)
 
 
 def test_offloaded_optimizers_are_tried_only_with_all_experts_on_each_worker():

@@ -19,7 +19,14 @@ from mtrain_cli.model import layer_execution
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
-from mtrain_cli.training.out_of_memory import MemoryFullError, is_out_of_memory
+from mtrain_cli.training.out_of_memory import (
+    ACTIVATIONS,
+    LOGITS,
+    OPTIMIZER,
+    MemoryFullError,
+    _change,
+    is_out_of_memory,
+)
 from mtrain_cli.training.trainer import Trainer
 
 CPU_WORDS = (
@@ -174,3 +181,27 @@ def test_the_error_names_the_location_and_the_largest_tensors(reports, where):
 )
 def test_only_failed_allocations_count_as_out_of_memory(error, full):
     assert is_out_of_memory(error) == full
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "change"),
+    [
+        (LOGITS, ["train.loss_chunk_mib=128"], "train.loss_chunk_mib=32"),
+        (LOGITS, ["train.loss_chunk_mib=64"], ""),
+        (ACTIVATIONS, [], "train.activation_checkpoint=full"),
+        (ACTIVATIONS, ["train.activation_checkpoint=full"], "train.offload_activations=true"),
+        (
+            ACTIVATIONS,
+            ["train.activation_checkpoint=full", "topology.pipeline_parallel=2"],
+            "",
+        ),
+        (OPTIMIZER, [], "optim.offload=true"),
+        (
+            OPTIMIZER,
+            ["model=tiny_moe", "topology.expert_parallel=2"],
+            "more workers, to share parameters and optimizer states",
+        ),
+    ],
+)
+def test_advice_names_a_setting_that_the_run_takes_and_that_needs_less(kind, words, change):
+    assert _change(kind, compose(["topology.workers=2", *words])) == change

@@ -51,30 +51,9 @@ def test_a_pipeline_says_its_stages_idle_time_and_messages():
     (name, text), (_, cost) = pipeline_rows(make_plan(compose(words)))
     assert name == "pipeline"
     assert text == (
-        "4 stages of 10, 9, 10 and 7 layers; 1f1b, 16 micro-batches per step: stages idle 19% of "
-        "the time"
+        "4 stages of [10,9,10,7] layers; 1f1b, 16 micro-batches per step: stages idle 19% of the "
+        "time"
     )
     assert cost == (
         "a message has 64.0 MiB of hidden states; a stage between others receives 2.00 GiB per step"
-    )
-
-
-def test_a_pipeline_says_which_density_of_sparse_layers_it_assumes():
-    stages = [*WORDS, "topology.pipeline_parallel=2", "train.shard=gradients"]
-
-    def shown(*words: str) -> list[str]:
-        return [text for _, text in pipeline_rows(make_plan(compose([*stages, *words])))[2:]]
-
-    assumed = "it is assumed that a sparse layer computes 10% of the pairs"
-    dense, fixed = "sparsity.dense_layers=4", ["sparsity=fixed", "sparsity.density=0.2"]
-    found = shown("sparsity=vertical_slash", dense)
-    assert found == [f"{assumed}; topology.stage_layers sets the layers of stages"]
-    assert shown("sparsity=vertical_slash") == shown(*fixed, dense) == []
-
-
-def test_gathering_weights_for_every_micro_batch_is_remarked():
-    words = [*WORDS, "topology.pipeline_parallel=4", "train.shard=full"]
-    assert pipeline_rows(make_plan(compose(words)))[2][1] == (
-        "train.shard=full gathers weights again for every micro-batch; train.shard=gradients "
-        "gathers them once a step"
     )

@@ -40,7 +40,7 @@ def test_uneven_stages_idle_longer():
     words = "topology.pipeline_parallel=2", "topology.stage_layers=[6,2]"
     even, uneven = plan(4, words[0]), plan(4, *words)
     assert uneven.played.bubble > even.played.bubble + 0.1
-    assert "of 6 and 2 layers; 1f1b, 4 micro-batches per step" in uneven.describe()
+    assert "of [6,2] layers; 1f1b, 4 micro-batches per step" in uneven.describe()
     # The head counts in the last stage only.
     given = plan(4, words[0], "topology.stage_layers=[4,4]").costs
     assert given[1] - given[0] == pytest.approx(2 * 264 * 64)

@@ -82,17 +82,6 @@ def test_every_exchange_is_planned_under_every_mask(layout, ulysses):
             assert "attention of a layer takes" in choice.reason
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_plan_for_a_cpu_has_no_times_of_gpus(device):
-    words = ("topology.exchange=group_cast", "seq=8k", "topology.workers=2")
-    reason = make_plan(compose([*words, f"topology.device={device}"], plan=True)).exchange.reason
-    auto = "(topology.stages=auto, predicted for H200s"
-    if device == "cpu":
-        assert reason.endswith(f"; with 2 stages {auto}, not for CPU processes)")
-    else:
-        assert reason.endswith(f" ms with 1 stage {auto})")
-
-
 @pytest.mark.parametrize(("seconds", "stages"), [(0.979, 2), (0.98, 1), (0.981, 1), (1.5, 1)])
 def test_stages_must_win_by_two_percent(monkeypatch, seconds, stages):
     times = {1: 1.0, 2: seconds, 3: 2.0}
