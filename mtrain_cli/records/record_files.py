@@ -172,8 +172,13 @@ def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
 
 def _codes(column: Any, name: str, part: Path) -> np.ndarray:
     """Return an arrow column as an array of numbers. Words become codes of `WORDS`."""
+    if column.null_count:
+        raise ConfigError(f"{part}: {name} lacks values; measure again")
     if name not in WORDS:
-        return column.to_numpy(zero_copy_only=False).astype(ROW[name], copy=False)
+        values = column.to_numpy(zero_copy_only=False).astype(ROW[name], copy=False)
+        if not np.isfinite(values).all():
+            raise ConfigError(f"{part}: {name} has values that are not finite; measure again")
+        return values
     known = {word: code for code, word in enumerate(WORDS[name])}
     column = column.dictionary_encode() if not hasattr(column, "dictionary") else column
     try:

@@ -24,7 +24,7 @@ NOTE = (
     "experts of a layer; if dealt over N: the worker imbalance that these loads would have with "
     "expert parallelism over N workers; by time: worker imbalance of the time of the experts; mean "
     "± standard deviation over n layers of steps; ms: of one layer's experts, backward without the "
-    "second forward pass. In a recorded step, times have no waits for messages"
+    "second forward pass"
 )
 ROUTING_NOTE = (
     "balance loss: without its coefficient, 1 is perfect; largest load: tokens of the expert with "

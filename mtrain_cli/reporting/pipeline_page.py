@@ -7,7 +7,6 @@ times of its passes; the recorded passes are in `trace.json`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 import numpy as np
 
@@ -154,4 +153,4 @@ def _view(label: str, played: Played, pipeline: Pipeline) -> plots.FigureView:
         barmode="overlay",
         bargap=0,
     )
-    return plots.FigureView((escape(label),), data, shape)
+    return plots.FigureView((label,), data, shape)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import resource_dir
-from mtrain_cli.config.documents import read_json
+from mtrain_cli.config.documents import read_json, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.evaluation import results as evaluation_results
@@ -38,12 +38,15 @@ from mtrain_cli.records.record_files import (
 from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
 from mtrain_cli.reporting.run_files import RESOLVED, RunFiles, read_run_files, with_choices
 from mtrain_cli.reporting.step_tables import damage_of_step
+from mtrain_cli.reporting.sweeps import sweep_table
 from mtrain_cli.training.evaluation import Evaluation
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 SHOWN = 5  # most names in a message
 LAYER = "layer"  # kind of the older shipped profiles
 SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
+# Types of facts. A foreign file may have others.
+_FACTS = {"gpus": list, "versions": dict, "started": str}
 # {key that a case of a profile can choose otherwise: name of the choice in the record of a case}
 _CHOSEN = {
     "topology.layout": "layout",
@@ -299,7 +302,7 @@ def open_source(path: Path) -> ReportSource:
     try:
         places = [place for place in (path, path / PROFILE) if (place / SUMMARY).is_file()]
         if places:
-            return _recorded(path, open_records(places[0]), files)
+            return _profiled(path, places[0], files)
     except ConfigError as error:
         if not others:
             raise
@@ -308,6 +311,20 @@ def open_source(path: Path) -> ReportSource:
     if not others:
         raise ConfigError(*(files.damage or [_nothing(path)]))
     return _with_files(_bare(path, None, files), files)
+
+
+def _profiled(path: Path, folder: Path, files: RunFiles) -> ReportSource:
+    try:
+        source = _recorded(path, open_records(folder), files)
+        sweep_table([("", source.steps)]).cells()
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as e:
+        # A value has another type or size than mtrain writes.
+        raise ConfigError(
+            f"{folder}: {SUMMARY} or {RECORDS} is damaged ({reason(e)}); measure again"
+        ) from e
+    return source
 
 
 def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSource:
@@ -327,7 +344,7 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
     if not cases and not files.metrics and not summary.get("sweep"):
         why = "no sample yet; the profile still runs or stopped too early"
         if recorded.complete or summary.get("samples"):
-            why = f"{RECORDS} is missing, although {SUMMARY} lists samples; measure again"
+            why = f"{RECORDS} is missing or empty, although {SUMMARY} lists samples; measure again"
         raise ConfigError(f"{folder}: {why}")
     source = replace(_with_experts(source, recorded), recorded=recorded, cases=cases)
     return _with_files(source, files)
@@ -337,6 +354,7 @@ def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> Repor
     summary = recorded.summary if recorded is not None else {}
     command = {"command": summary["command"]} if summary.get("command") else {}
     facts = {**(summary.get("environment") or {}), **command, **files.facts}
+    facts = {name: v for name, v in facts.items() if isinstance(v, _FACTS.get(name, object))}
     settings = with_choices(files.settings, _choices(summary, files))
     name = os.path.basename(path.resolve()) or str(path)
     return ReportSource(name, path, facts, settings=settings, damage=files.damage)

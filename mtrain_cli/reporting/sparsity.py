@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from html import escape
 from operator import itemgetter
 from typing import Any
 
@@ -112,7 +113,7 @@ def _by_layer(run: str, rows: Rows) -> list[FigureView]:
             values = grouped(groups[pattern, step], lambda row: row["layer"])
             own = {layer: reduce([row[key] for row in heads]) for layer, heads in values.items()}
             y = [own.get(layer) for layer in layers]
-            data.append(plots.styled(f"{pattern}, step {step}", layers, y, i))
+            data.append(plots.styled(escape(f"{pattern}, step {step}"), layers, y, i))
         shape = layout(
             300 + 8 * len(data),
             axis("layer", **plots.whole(layers[-1] - layers[0] + 1)),

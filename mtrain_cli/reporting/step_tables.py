@@ -271,8 +271,9 @@ def step_figure(named: Named) -> Figure:
             values = plots.numbers([row.get(part, 0.0) for row in rows])
             colour = "#c8352b" if part == WAITS else _COLOURS[i % len(_COLOURS)]
             if any(values):
-                hover = f"%{{y}}: {part} %{{x:.4g}} ms"
-                data.append(plots.bar(values, places, colour, hover, name=part))
+                name = escape(part)
+                hover = f"%{{y}}: {name} %{{x:.4g}} ms"
+                data.append(plots.bar(values, places, colour, hover, name=name))
         x, y = plots.from_zero("ms per step"), {"autorange": "reversed", "automargin": True}
         height = 170 + 30 * min(len(places), 24)
         shape = plots.layout(height, x, y, barmode="stack", margin={"l": 10})

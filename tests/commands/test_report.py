@@ -275,6 +275,48 @@ def test_other_schemas_are_refused_in_one_line():
     assert "has rows of case 0, which summary.json does not list" in refused("strange")
 
 
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("summary.json", {"clock": "x"}),
+        ("summary.json", {"sweep": [{"a": 1}]}),
+        ("summary.json", {"predicted": 5}),
+        ("summary.json", {"environment": [1]}),
+        ("cases", {"cp": -2}),
+        ("cases", {"steps": {"forward": "x"}}),
+        ("cases", {"workers": 10**9}),
+        ("records.parquet", {"dur_us": float("inf")}),
+        ("records.parquet", {"rank": None}),
+        ("records.parquet", {"phase": None}),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(file, change):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = measured("one")
+    if file == "records.parquet":
+        table = pq.read_table(path / file)
+        ((name, value),) = change.items()
+        values = [value, *table[name].to_pylist()[1:]]
+        values = pa.array(values, table.schema.field(name).type)
+        table = table.set_column(table.schema.get_field_index(name), name, values)
+        pq.write_table(table, path / file)
+    else:
+        document = json.loads((path / "summary.json").read_text())
+        (document["cases"][0] if file == "cases" else document).update(change)
+        (path / "summary.json").write_text(json.dumps(document))
+    line = refused("one")
+    assert line.startswith("mtrain: measurements/one")
+    assert line.endswith("measure again")
+
+
+def test_facts_of_other_types_are_left_out():
+    path = trained("mine")
+    (path / "environment.json").write_text('{"gpus": 3, "versions": [1], "started": [2]}')
+    assert "mine: training run" in report("mine")
+
+
 def test_an_unwritable_folder_is_refused_before_reading():
     measured("one")
     Path("file").write_text("x")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import command
+from reporting.every_kind import every_kind
 from reporting.test_html import figures_in
 from synthetic_records import Play, recorded_once, ring
 
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.table import data
 
 TAG = "<img src=x onerror=alert(1)></script><!--<script>"
 STEP = StepMetrics(
@@ -35,7 +38,19 @@ def source_named(tmp_path: Path, name: str) -> ReportSource:
         "versions": {name: name},
     }
     metrics = (STEP, replace(STEP, step=2))
-    return replace(source, name=name, cases=cases, facts=facts, metrics=metrics)
+    kinds = every_kind(tmp_path)
+    step = kinds["step"][0].step or {}
+    ranks = [{**rank, "parts": {name: 1.0, **rank["parts"]}} for rank in step["ranks"]]
+    sparsity = tuple({**row, "pattern": name} for row in kinds["sparsity"][0].sparsity)
+    return replace(
+        source,
+        name=name,
+        cases=cases,
+        facts=facts,
+        metrics=metrics,
+        step={**step, "ranks": ranks},
+        sparsity=sparsity,
+    )
 
 
 def texts(value: Any) -> list[str]:
@@ -59,6 +74,17 @@ def test_a_page_shows_names_and_executes_none(tmp_path):
     tags = {tag for text in texts(figures) for tag in re.findall(r"<[^>]*>?", text)}
     assert tags <= {"<br>", "<extra>", "</extra>", "<b>", "</b>", "<i>", "</i>"}
     assert any("&lt;img" in text for text in texts(figures))
+
+
+def test_spreadsheets_evaluate_no_name_and_file_names_need_not_be_text(tmp_path):
+    row = {"a": "=cmd()", "b": "@x", "c": -1.5, "d": "a\x1b-b", "e": "\udcff"}
+    written = data("names", [row]).write(tmp_path).read_text()
+    assert written.splitlines()[1] == r"'=cmd(),'@x,-1.5,a\x1b-b,\udcff"
+    run = tmp_path / os.fsdecode(b"n\xff")
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(f"{STEP.to_json()}\n")
+    source = open_source(run)
+    assert "n\ufffd" in write_page(tmp_path / "report.html", [source]).read_text()
 
 
 def test_errors_escape_control_characters(tmp_path):
