@@ -153,9 +153,9 @@ def reading(part: Path) -> Iterator[None]:
     """Turn errors from reading a damaged file into a `ConfigError`."""
     try:
         yield
-    except ConfigError:
-        raise
     except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         why = str(error).splitlines()[0]
         raise ConfigError(f"{part}: not a parquet file, or damaged ({why})") from error
 
@@ -205,7 +205,7 @@ def write_rows(rows: np.ndarray, path: Path) -> None:
 
 
 def write_part(rows: np.ndarray, folder: Path, number: int, parts: str = PARTS) -> None:
-    """Write the rows of one sample as part ``number``. parts: name of the folder of parts."""
+    """Write the rows of one sample as part ``number`` in the folder ``parts``."""
     (folder / parts).mkdir(parents=True, exist_ok=True)
     write_rows(rows, folder / parts / f"{number:06d}.parquet")
 

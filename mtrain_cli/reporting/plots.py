@@ -52,7 +52,6 @@ class Figure:
 
     selectors: name of each drop-down list, with which a reader chooses a view.
     together: whether to show all views side by side, without selectors.
-    linked: whether a choice also applies to the other linked figures, in selectors of one name.
     finding: what the figure shows, in sentences.
     """
 
@@ -62,12 +61,7 @@ class Figure:
     views: list[FigureView]
     note: str = ""
     together: bool = False
-    linked: bool = False
     finding: str = ""
-
-
-def exposed_label(link: str) -> str:
-    return f"exposed ({link} link)" if link else EXPOSED_LABEL
 
 
 def link_colour(link: str) -> str:
@@ -175,11 +169,6 @@ def cell_labels(positions: Sequence[int], cells: int) -> list[Any]:
         return list(positions)
     groups = (positions[i : i + of_cell] for i in range(0, len(positions), of_cell))
     return [f"{group[0]}-{group[-1]}" for group in groups]
-
-
-def named_rows(names: Sequence[str]) -> dict[str, Any]:
-    """Return a vertical axis with a named row at 0, 1, ... from the top."""
-    return {"tickvals": list(range(len(names))), "ticktext": names, "autorange": "reversed"}
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:

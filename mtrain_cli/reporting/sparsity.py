@@ -24,29 +24,26 @@ _QUANTITIES = (
 
 
 def sparsity_tables(rows: Rows) -> list[Table]:
-    """Return a table per pattern, for the first and the last measured step, and one of all steps.
-
-    With at most two steps, the last one says nothing new, so it is left out.
-    """
+    """Return a table of layers per pattern for the last measured step, and one of all steps."""
     groups = _groups(rows)
-    steps = sorted({step for _, step in groups})
+    last = max((step for _, step in groups), default=0)
     measures, note = _measures(rows), _note(rows)
     tables = []
     for (pattern, step), own in groups.items():
-        if step in (steps[0], steps[-1]):
+        if step == last:
             layers = sorted(grouped(own, lambda row: row["layer"]).items())
-            title, note_of_layers = f"{pattern}, step {step}", f"means over heads; {note}"
             columns = [Column("layer", itemgetter(0)), *measures]
-            tables.append(Table(title, columns, [*layers, ("all", own)], note_of_layers, "", _all))
-    if len(steps) > 2:
+            of_layers = [*layers, ("all", own)]
+            about = f"means over heads; {note}"
+            tables.append(Table(f"{pattern}, step {step}", columns, of_layers, about, "", _all))
+    if len({step for _, step in groups}) > 1:
         columns = [
             Column("pattern", lambda row: row[0][0], words=True, once=True),
             Column("step", lambda row: row[0][1]),
             *measures,
         ]
-        tables.append(
-            Table("All steps", columns, [*groups.items()], f"means over layers and heads; {note}")
-        )
+        about = f"means over layers and heads; {note}"
+        tables.append(Table("All steps", columns, [*groups.items()], about))
     return tables
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import statistics
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from html import escape
 from operator import itemgetter
 from typing import Any
 
-from mtrain_cli.console import Console
 from mtrain_cli.records.metrics import sound_mfu
 from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting import plots
@@ -27,7 +25,6 @@ from mtrain_cli.reporting.table import (
     number,
     percent,
 )
-from mtrain_cli.reporting.terminal_width import print_section
 
 NAME = 44  # characters of a kernel's name
 RANKS = 64  # most bars in a figure
@@ -71,19 +68,6 @@ def step_section(document: dict[str, Any]) -> Section:
     return Section("One training step", parts)
 
 
-def damage_of_step(document: dict[str, Any]) -> str | None:
-    """Return why a summary cannot be shown, or None if it can be shown."""
-    try:
-        if not document["ranks"]:
-            return "ranks is empty"
-        print_section(Console(file=io.StringIO()), step_section(document))
-    except KeyError as error:
-        return f"{error.args[0]} is missing"
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        return f"not the summary of a recorded step ({error})"
-    return None
-
-
 def _about(document: dict[str, Any]) -> str:
     s, steps, first = document["settings"], document["steps"], document["warmup"] + 1
     kind = document["device"] if document["gpu"] else "CPU"
@@ -122,12 +106,10 @@ def side_by_side(named: Named) -> Table:
     For two steps, the table also has the ratio of the times.
     """
     every = [document["ranks"] for _, document in named]
-    parts = dict.fromkeys(name for ranks in every for name in ranks[0]["parts"])
-    means = {
-        name: [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every]
-        for name in parts
-    }
-    rows = [(name, ms) for name, ms in means.items() if any(ms)]
+    means = list(map(_means, every))
+    parts = dict.fromkeys(part for of_run in means for part in of_run)
+    rows = [(part, [of_run.get(part, 0.0) for of_run in means]) for part in parts]
+    rows = [row for row in rows if any(row[1])]
     rows.append((_STEP, [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every]))
     rows.append((_BARE, [max(rank["plain_ms"] for rank in ranks) for ranks in every]))
     # Earlier versions counted waits as part of the links.
@@ -149,6 +131,14 @@ def side_by_side(named: Named) -> Table:
     return Table(
         "Side by side, ms", columns, rows, state=lambda row: TOTAL * (row[0] in (_STEP, _BARE))
     )
+
+
+def _means(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the time of every part, averaged over ranks."""
+    parts = dict.fromkeys(part for rank in ranks for part in rank["parts"])
+    return {
+        part: statistics.fmean(rank["parts"].get(part, 0.0) for rank in ranks) for part in parts
+    }
 
 
 def lines(document: dict[str, Any]) -> list[str]:
@@ -281,13 +271,7 @@ def step_figure(named: Named) -> Figure:
 
     views = []
     if len(named) > 1:
-        means = [
-            {
-                part: statistics.fmean(rank["parts"].get(part, 0.0) for rank in document["ranks"])
-                for part in parts
-            }
-            for _, document in named
-        ]
+        means = [_means(document["ranks"]) for _, document in named]
         views.append(view("all runs", [escape(name) for name, _ in named], means))
     for name, document in named:
         shown = document["ranks"][:: -(-len(document["ranks"]) // RANKS)]

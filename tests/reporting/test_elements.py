@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from reporting.test_html import figures_in
-
 from mtrain_cli.reporting import elements
-from mtrain_cli.reporting.plots import Figure, FigureView
 
 BAD = "</script><b>a & b"
 SAFE = "&lt;/script&gt;&lt;b&gt;a &amp; b"
@@ -25,17 +20,3 @@ def test_texts_are_escaped():
 
 def test_elements_without_content_are_empty():
     assert elements.table(["a"], []) == elements.section("t", "", "n") == elements.note("") == ""
-
-
-def test_linked_selectors_have_a_name_in_common(tmp_path):
-    view = FigureView(("a",), [], {})
-    one = Figure("one", "One", ("layout",), [view], linked=True)
-    other = Figure("other", "Other", ("layout",), [view])
-    assert 'data-link="layout"' in elements.figure(one)
-    assert "data-link" not in elements.figure(other)
-    elements.write(tmp_path / "page.html", BAD, [elements.figure(one)], [one, other])
-    text = (tmp_path / "page.html").read_text()
-    assert f"<title>{SAFE}</title>" in text
-    assert [figure["linked"] for figure in figures_in(text)] == [True, False]
-    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
-    assert "if (figure.linked) follow(select);" in script

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
-from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.plots import Figure
 from mtrain_cli.reporting.report_source import open_source
+from mtrain_cli.reporting.sections import figures
 
 LATE, EXPOSED = "waiting for late peers, ms", "exposed communication, ms"
 
@@ -72,11 +72,3 @@ def test_heat_maps_show_the_direction_and_quantity_in_their_labels(tmp_path):
         for quantity in (LATE, EXPOSED)
     }
     assert waits == pytest.approx({LATE: 0, EXPOSED: 2.5 - 1.4}, abs=1e-3)
-
-
-def test_axis_titles_fit_a_narrow_page(tmp_path):
-    """A page of 500 px has about 280 px below the bars of long case names, or 40 letters."""
-    drawn = figures_of(recorded_once(tmp_path, Play(ring(3), uneven), layers=(0, 1)))
-    assert set(drawn) == {"heat", "ranks", "program"}
-    titles = {view.layout["xaxis"]["title"]["text"] for f in drawn.values() for view in f.views}
-    assert max(map(len, titles)) <= 30, titles

@@ -11,19 +11,15 @@ from typing import Any
 import command
 from reporting.every_kind import every_kind
 from reporting.test_html import figures_in
+from reporting.training_runs import step as metrics_of
 from synthetic_records import Play, recorded_once, ring
 
-from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.table import data
 
 TAG = "<img src=x onerror=alert(1)></script><!--<script>"
-STEP = StepMetrics(
-    step=1, loss=5.5, grad_norm=1.25, lr=1e-3, tokens=4096, tokens_per_second_per_gpu=1234.5,
-    mfu_model=None, mfu_executed=None, density=1.0, peak_memory_gib=None, seconds=2.0, epoch=0.1,
-    consumed=1,
-)  # fmt: skip
+STEP = metrics_of(1)
 
 
 def source_named(tmp_path: Path, name: str) -> ReportSource:

@@ -104,15 +104,6 @@ def test_held_bytes_and_messages_follow_the_program(name, tmp_path):
             assert all(p.begin >= begins[p.operation.step] for p in lane)
 
 
-def test_a_step_begins_at_the_same_place_on_all_ranks(tmp_path):
-    source = source_of(tmp_path, "hierarchical_ring")
-    exchange = DrawnExchange.of(source, source.cases[0])
-    assert exchange is not None
-    lanes, begins = place(exchange.programs("backward", 8), exchange.sizes)
-    for step, begin in enumerate(begins):
-        assert {min(p.begin for p in lane if p.operation.step == step) for lane in lanes} == {begin}
-
-
 def test_hover_texts_name_peers_shards_and_sizes(tmp_path):
     source = source_of(tmp_path, "ring")
     view = program_figure([("ring", source, source.cases[0])]).views[0]
