@@ -177,10 +177,9 @@ class WaitAttribution:
         rank continues and waits in the next pass instead.
     layers: number of samples of an iteration: layers times micro-batches.
     passes: time of all passes of all ranks, including the waits at the end of a pass.
-    charges: lost time by direction.
-    victims: lost time for each pair of a waiting rank and the rank it waits for, by direction, as
-        (codes, times). `victim` decodes the codes.
-    link: time of exposed communication by link class (`Iteration.link`), as a sum over iterations.
+    charges: lost time by direction. victims: the same by pair of waiting rank and rank that it
+        waits for, as (codes, times), which `victim` decodes.
+    link: `Iteration.link`, as a sum over iterations.
     pairs, attention: computed pairs and time of attention, [directions, groups, workers].
     """
 

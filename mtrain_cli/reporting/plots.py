@@ -137,7 +137,6 @@ def heat_view(
     hover: str,
     *,
     side: int = 1 << 16,
-    most: float = 0.0,
     **more: Any,
 ) -> FigureView:
     """Return a view with a heat map.
@@ -145,13 +144,12 @@ def heat_view(
     Args:
         x, y: title of the axis, and its positions; y starts at the top.
         side: largest number of cells per axis. A larger table shrinks to maxima of groups of cells.
-        most: value of the darkest color; 0 for the largest value.
     """
     small, _ = fold(table, side)
     across, down = (
         cell_labels(positions, small.shape[at]) for at, (_, positions) in ((1, x), (0, y))
     )
-    top = most or float(np.nanmax(small, initial=0)) or 1.0
+    top = float(np.nanmax(small, initial=0)) or 1.0
     trace = heat(numbers(small, 4), across, down, unit, hover, zmax=top, **more)
 
     def ticks(labels: Sequence[Any]) -> dict[str, Any]:

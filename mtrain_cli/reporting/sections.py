@@ -14,7 +14,7 @@ from mtrain_cli.reporting.comparison import compare_table
 from mtrain_cli.reporting.pipeline_page import pipeline_figure, pipeline_table
 from mtrain_cli.reporting.program_figure import program_figure, program_table
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
-from mtrain_cli.reporting.sparsity import sparsity_figure, sparsity_tables
+from mtrain_cli.reporting.sparsity import sparsity_tables
 from mtrain_cli.reporting.study_tables import study_sections
 from mtrain_cli.reporting.sweeps import scaling_figure, sweep_table, why_not
 from mtrain_cli.reporting.table import Lines, Section, Table, data
@@ -146,7 +146,6 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
         *experts.expert_figures(sources),
         *evaluations.evaluation_figures([(source.name, source.results) for source in sources]),
         step_tables.step_figure([(s.name, s.step) for s in sources if s.step is not None]),
-        sparsity_figure([(s.name, s.sparsity) for s in sources if s.sparsity]),
     ]
     for kind, named in by_kind([(source.name, source.others) for source in sources]):
         drawn += kind.figures(named)

@@ -1,26 +1,16 @@
-"""`mtrain profile sparsity`: tables and a figure of recall and density by layer."""
+"""`mtrain profile sparsity`: tables of recall and density by layer and step."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from html import escape
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from mtrain_cli.grouping import grouped
-from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.plots import Figure, FigureView, axis, layout
 from mtrain_cli.reporting.table import TOTAL, Column, Table, fixed
 
 Rows = Sequence[dict[str, Any]]  # with the keys of `HeadRecord`
-_QUANTITIES = (
-    ("recall, mean of heads", "recall", np.mean),
-    ("recall of the worst sampled query", "worst", np.min),
-    ("density, mean of heads", "density", np.mean),
-)
 
 
 def sparsity_tables(rows: Rows) -> list[Table]:
@@ -88,35 +78,3 @@ def _note(rows: Rows) -> str:
         "query; density: computed share of all causal pairs"
         f"{inside if _is_masked(rows) else ''}"
     )
-
-
-def sparsity_figure(named: Sequence[tuple[str, Rows]]) -> Figure:
-    """Draw recall and density by layer, of each run."""
-    layers = [view for run, rows in named for view in _by_layer(run * (len(named) > 1), rows)]
-    note = (
-        "Recall: share of dense attention that the pattern keeps, over sampled queries. "
-        "Density: share of all causal pairs."
-    )
-    return Figure("sparsity", "Recall and density by layer", (), layers, note, together=True)
-
-
-def _by_layer(run: str, rows: Rows) -> list[FigureView]:
-    groups = _groups(rows)
-    layers = sorted({row["layer"] for row in rows})
-    views = []
-    for title, key, reduce in _QUANTITIES:
-        data = []
-        for i, (pattern, step) in enumerate(plots.evenly(sorted(groups), 12)):
-            values = grouped(groups[pattern, step], lambda row: row["layer"])
-            own = {layer: reduce([row[key] for row in heads]) for layer, heads in values.items()}
-            y = [own.get(layer) for layer in layers]
-            data.append(plots.styled(escape(f"{pattern}, step {step}"), layers, y, i))
-        shape = layout(
-            300 + 8 * len(data),
-            axis("layer", **plots.whole(layers[-1] - layers[0] + 1)),
-            plots.from_zero(key, tickformat=".0%" if key == "density" else ""),
-            showlegend=True,
-            margin={"t": 20 + 12 * len(data)},
-        )
-        views.append(FigureView(tuple(filter(None, (title, run))), data, shape))
-    return views

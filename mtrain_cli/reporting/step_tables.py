@@ -224,11 +224,11 @@ def _ms(value: float) -> str:
     return "0" if value == 0 else number(value, 4) if abs(value) >= 0.01 else f"{value:.2g}"
 
 
-def short_name(name: str, width: int = NAME) -> str:
+def short_name(name: str) -> str:
     """Return a kernel's name without return type, namespaces, arguments and template parameters.
 
     The name keeps the function that an element-wise kernel applies. If the name is still longer
-    than ``width``, its middle is cut out.
+    than `NAME`, its middle is cut out.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     bare, before = plain, ""
@@ -241,10 +241,10 @@ def short_name(name: str, width: int = NAME) -> str:
     if of_cute := re.match(r"kernel_cutlass_\w*?([A-Z]\w*?)_object_at_", plain):
         bare = of_cute[1]  # the kernel's class; the rest describes its arguments
     applied = re.search(r"\w*Functor\w*|\w+_kernel_cuda|Gemm\w+", plain.partition("<")[2])
-    if applied and (room := width - len(applied[0]) - 1) > 10:
+    if applied and (room := NAME - len(applied[0]) - 1) > 10:
         return f"{bare if len(bare) <= room else bare[: room - 2] + '..'} {applied[0]}"
-    end = width // 3
-    return bare if len(bare) <= width else f"{bare[: width - end - 2]}..{bare[-end:]}"
+    end = NAME // 3
+    return bare if len(bare) <= NAME else f"{bare[: NAME - end - 2]}..{bare[-end:]}"
 
 
 # --- figure -----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 
 import numpy as np
@@ -12,10 +11,8 @@ from reporting.test_tables import printed
 from reporting.training_runs import trained
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
-from mtrain_cli.console import Console
 from mtrain_cli.reporting.comparison import compare_table, comparison
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.terminal import show_sources
 
 
 def noisy(folder, seed: int, scale: float = 1.0) -> ReportSource:
@@ -75,12 +72,3 @@ def test_steps_without_a_time_and_losses_that_are_not_finite_are_compared(tmp_pa
     assert math.isnan(rows["held-out loss, last"].other)
     (row,) = [row for row in comparison([other, one]) if row.what == "held-out loss, last"]
     assert (math.isnan(row.first), row.other, row.difference) == (True, 3.0, "unknown")
-
-
-def test_the_terminal_compares_trainings_without_a_profile(tmp_path):
-    file = io.StringIO()
-    show_sources(
-        Console(file=file, width=100), [trained(name, tmp_path) for name in ("one", "two")]
-    )
-    assert "Compared with one" in file.getvalue()
-    assert "held-out loss, last" in file.getvalue()

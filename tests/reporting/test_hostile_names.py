@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from dataclasses import replace
@@ -9,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import command
+import pytest
 from reporting.every_kind import every_kind
 from reporting.test_html import figures_in
 from reporting.training_runs import step as metrics_of
+from reporting.training_runs import trained
 from synthetic_records import Play, recorded_once, ring
+from test_console import MARKUP
 
+from mtrain_cli.console import Console
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.table import data
+from mtrain_cli.reporting.terminal import show_sources
 
 TAG = "<img src=x onerror=alert(1)></script><!--<script>"
 STEP = metrics_of(1)
@@ -96,3 +102,29 @@ def test_remarks_on_a_folder_with_a_line_break_are_one_line(tmp_path):
     (run / "metrics.jsonl").write_text(f"{STEP.to_json()}\n")
     remarks = open_source(run).remarks
     assert f"{tmp_path}/a\\nb/resolved.yaml: missing; settings are not shown" in remarks
+
+
+def test_a_terminal_shows_names_literally(tmp_path):
+    sources = [source_named(tmp_path / "a", MARKUP), source_named(tmp_path / "b", "b")]
+    file = io.StringIO()
+    show_sources(Console(file=file, width=200), sources)
+    text = file.getvalue()
+    assert "[/red][bold]a :smile:" in text
+    assert not set(text) & set("\x1b\x07\r\b\u202e")
+
+
+@pytest.mark.parametrize("exchange", ["group_cast (auto)", MARKUP])
+def test_a_terminal_names_mask_layout_and_exchange_of_a_run(tmp_path, exchange):
+    settings = {
+        "mask.kind": "sliding_window",
+        "mask.window": 64,
+        "topology.layout": "balanced (auto)",
+        "topology.exchange": exchange,
+    }
+    file = io.StringIO()
+    show_sources(Console(file=file, width=200), [trained("a", tmp_path, settings=settings)])
+    lines = file.getvalue().splitlines()
+    assert lines[1] == "  mask: kind sliding_window, window 64"
+    assert lines[2].startswith("  workers: layout balanced (auto), exchange ")
+    assert exchange == MARKUP or lines[2].endswith(exchange)
+    assert not set(file.getvalue()) & set("\x1b\x07\r\b\u202e")

@@ -14,7 +14,7 @@ import pytest
 from reporting.training_runs import trained
 from synthetic_records import Play, recorded_once, ring
 
-from mtrain_cli.reporting import html
+from mtrain_cli.reporting import elements, html
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_cli.reporting.plots import numbers as rounded
@@ -123,9 +123,8 @@ def test_a_sparsity_profile_has_a_page_and_one_without_rows_is_refused(tmp_path)
     pandas.DataFrame(rows).to_parquet(folder / HEAD_ROWS)
     source = open_source(folder)
     assert (source.kind, source.complete, len(source.sparsity)) == ("sparsity profile", True, 8)
-    _, drawn = page(tmp_path, source)
-    recall = drawn["sparsity"]["views"][0]
-    assert [trace["y"] for trace in recall["data"]] == [pytest.approx([0.85, 0.85])] * 2
+    text, _ = page(tmp_path, source)
+    assert "<td>all</td><td>0.8500</td><td>0.500</td><td>20.00%</td>" in text
 
 
 def test_a_full_page_is_under_one_and_a_half_megabytes(tmp_path, monkeypatch):
@@ -157,3 +156,21 @@ def test_settings_are_listed_and_differences_tabulated(tmp_path):
     assert "<td class=words>optim.lr</td><td>0.001</td><td>0.002</td>" in text
     assert "<td class=words>run.name</td>" not in text
     assert "<td class=words>topology.workers</td><td>2</td><td>4</td>" in text
+
+
+BAD = "</script><b>a & b"
+SAFE = "&lt;/script&gt;&lt;b&gt;a &amp; b"
+
+
+def test_texts_are_escaped():
+    assert elements.note(BAD) == f'<p class="note">{SAFE}</p>'
+    assert elements.remarks([BAD]) == f'<p class="remark">{SAFE}</p>'
+    assert elements.definition_list([(BAD, BAD)]) == f"<dl><dt>{SAFE}</dt><dd>{SAFE}</dd></dl>"
+    assert elements.section(BAD, "<p>", BAD).count(SAFE) == 2
+    table = elements.table([BAD, "n"], [[BAD, BAD]])
+    assert table.count(f"class=words>{SAFE}<") == 2
+    assert f"<td>{SAFE}</td>" in table
+
+
+def test_elements_without_content_are_empty():
+    assert elements.table(["a"], []) == elements.section("t", "", "n") == elements.note("") == ""

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from synthetic_records import Play, facts_of, ring, rows_of, write
 
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice, parse_label
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Compute, Wait
 from mtrain_cli.reporting.program_figure import (
@@ -160,16 +159,3 @@ def test_one_worker_or_an_unknown_exchange_has_no_figure(tmp_path):
         facts = facts_of(schedule, exchange=label)
         source = open_source(write(tmp_path / name, [rows_of(Play(schedule))], [facts]))
         assert program_figure([(case.label, source, case) for case in source.cases]).views == []
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        ExchangeChoice("ring", "", 4, prefetch=3, circulates="queries"),
-        ExchangeChoice("hierarchical_all_gather", "", 2, heads=2, chunks=4),
-        ExchangeChoice("all_gather", "", 4, heads=8, channels=()),
-    ],
-)
-def test_a_label_determines_the_schedule(choice):
-    assert parse_label(choice.label, 8, choice.per_node) == (choice.name, choice.options(8))
-    assert parse_label("carrier pigeons", 8, 4) is None

@@ -72,24 +72,8 @@ def test_the_routing_of_a_run_is_its_first_and_last_step(tmp_path):
     assert headings[1:3] == ["balance loss, first", "balance loss, last"]
 
 
-def test_the_terminal_shows_both_tables(tmp_path):
-    source = open_source(profile(tmp_path / "a", loads()))
-    text = shown(tmp_path, [source, with_experts("run", tmp_path)])
-    assert "Experts" in text
-    assert "Routing" in text
-    dense = shown(tmp_path, [trained("dense", tmp_path)])
-    assert "Experts" not in dense
-    assert "Routing" not in dense
-
-
-def test_page_and_csv_escape_names(tmp_path):
-    source = open_source(profile(tmp_path / "a", loads(), loads(step=2), label="<b>one</b>"))
-    text = write_page(tmp_path / "report.html", [source, with_experts("<i>r</i>", tmp_path)])
-    page = text.read_text()
-    assert "<h2>Experts</h2>" in page
-    assert "&lt;b&gt;one&lt;/b&gt;" in page
-    assert "<b>one" not in page
-    assert "<i>r" not in page
+def test_the_csv_file_has_the_share_and_load_of_each_expert(tmp_path):
+    source = open_source(profile(tmp_path, loads(), loads(step=2)))
     (file,) = (table for table in files([source]) if table.name == "experts")
     assert len(file.rows) == 2 * 4
     assert file.rows[0]["share"] == pytest.approx(0.5)

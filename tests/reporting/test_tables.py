@@ -97,20 +97,11 @@ def test_every_table_of_several_runs_names_the_run(tmp_path):
     for table in (tables.summary_table, tables.bins_table):
         assert cells(table(cases))["run"] == ["left", "right"]
         assert "run" not in cells(table([("", cases[0][1])]))
-    for width in (70, 120):
-        file = io.StringIO()
-        show_sources(
-            Console(file=file, width=width, force_terminal=True, color_system=None), sources
-        )
-        lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
-        for name in ("left", "right"):
-            assert f"{name}, dense striped ring, forward: attention by worker and step" in lines
-            assert f"{name}, dense striped ring: why workers wait" in lines
-            starts = f"{name}, dense striped ring", f"{name} dense striped ring"
-            before = lines[
-                : lines.index("left, dense striped ring, forward: attention by worker and step")
-            ]
-            assert sum(line.startswith(starts) for line in before) == 2  # load balance and times
+    file = io.StringIO()
+    show_sources(Console(file=file, width=120), sources)
+    for name in ("left", "right"):
+        for title in (", forward: attention by worker and step", ": why workers wait"):
+            assert f"{name}, dense striped ring{title}" in file.getvalue()
 
 
 def rising(direction: str, rank: int, step: int) -> float:
