@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-# Control characters except tab and newline, and characters that change the text direction.
+# Control characters except tab and newline, characters that change the text direction, and the
+# bytes of a file name that is not UTF-8.
 _CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from mtrain_cli.config.schema import Config
     from mtrain_cli.data.dataset import Sample
-    from mtrain_cli.reporting.mask_view import MaskView
+    from mtrain_cli.reporting.mask_page import MaskView
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -64,8 +64,7 @@ def show(
     from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.mask_page import layouts_note, layouts_table
-    from mtrain_cli.reporting.mask_view import views
+    from mtrain_cli.reporting.mask_page import layouts_note, layouts_table, views
     from mtrain_cli.reporting.terminal_width import print_table, say
 
     config = compose(list(overrides or ()), config_dir, plan=True)

@@ -20,7 +20,6 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mtrain_cli.console import Console
     from mtrain_cli.reporting.report_source import ReportSource
 
 PAGE, TABLES = "report.html", "tables"
@@ -35,13 +34,12 @@ class FolderReport:
 
     what: what the folder is, such as "a study".
     command: the command that writes it.
-    show: prints the report, or with `as_json` only JSON. With `html`, also writes a page, and
-        returns its path.
+    show: prints the report, or with `as_json` only JSON. With `html`, also writes a page.
     """
 
     what: str
     command: str
-    show: Callable[..., Path | None]
+    show: Callable[..., object]
 
 
 def report(
@@ -50,7 +48,6 @@ def report(
     html: Annotated[bool, flag("--html/--no-html")] = True,
     csv: Annotated[bool, flag("--csv/--no-csv")] = True,
     as_json: Json = False,
-    show: Annotated[bool, flag("--open")] = False,
 ) -> None:
     """Show how much each worker computed in each step, which workers waited, and why.
 
@@ -74,7 +71,6 @@ def report(
         html: Write report.html, one self-contained file with figures.
         csv: Write one CSV file per table.
         as_json: Print the analysis as JSON only; write no files.
-        show: Open the page in a browser, if there is one.
     """
     from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.terminal import make_console, show_sources
@@ -93,29 +89,22 @@ def report(
                 raise ConfigError(
                     f"--out {out}: the page of {other.what} is in its folder; leave out --out"
                 )
-            page = other.show(as_json=as_json, html=html)
-            if show and page is not None:
-                _open_in_browser(page, make_console())
+            other.show(as_json=as_json, html=html)
             return
     paths = paths or report_source.default()
     sources = [report_source.open_source(path) for path in paths]
     if as_json:
         typer.echo(json_text([_document(source) for source in sources], indent=1))
         return
-    recorded = [source for source in sources if source.shipped is None]
     all_shipped = all(map(report_source.ships, paths))
-    if out is not None and not recorded:
-        raise ConfigError(
-            f"--out {out}: {sources[0].name} is an older table without files; leave out --out"
-        )
-    console, written, page = make_console(), [], None
-    if recorded and (html or csv):
-        written = [f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR"]
+    console, written = make_console(), list[str]()
+    if html or csv:
+        written = [f"figures  mtrain report {' '.join(path.name for path in paths)} --out DIR"]
         if out is not None or not all_shipped:
             # Write the files first: a reader that closes the pipe early must not prevent them.
-            written, page = _write(_folder(out, recorded), recorded, html, csv)
+            written = _write(_folder(out, sources), sources, html, csv)
     if not runs:
-        others = ", ".join(path.stem for path in report_source.shipped() if path not in paths)
+        others = ", ".join(path.name for path in report_source.shipped() if path not in paths)
         note = (
             "nothing in runs/ or measurements/ here; showing a profile that ships with mtrain. "
             f"Others: {others}"
@@ -124,8 +113,6 @@ def report(
     show_sources(console, sources)
     for line in written:
         console.print(line, soft_wrap=True)
-    if show and page is not None:
-        _open_in_browser(page, console)
 
 
 def _opened_elsewhere(path: Path) -> FolderReport | None:
@@ -143,7 +130,6 @@ def _document(source: ReportSource) -> dict[str, Any]:
         "evaluations": list(map(asdict, source.evaluations)),
         "results": [{"name": shown.attention, **asdict(result)} for result, shown in named],
         "sweep": source.swept,
-        "recorded": source.shipped,
         "step": source.step,
         "sparsity": list(source.sparsity),
         "experts": [{"case": e.case, "label": e.label, **e.to_json()} for e in source.experts],
@@ -182,14 +168,12 @@ def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
     return folder
 
 
-def _write(
-    folder: Path, sources: list[ReportSource], html: bool, csv: bool
-) -> tuple[list[str], Path | None]:
-    """Write the page and the tables. Return a line about each file, and the path of the page."""
+def _write(folder: Path, sources: list[ReportSource], html: bool, csv: bool) -> list[str]:
+    """Write the page and the tables. Return a line about each file."""
     from mtrain_cli.reporting.html import write_page
     from mtrain_cli.reporting.sections import files
 
-    lines, page = [], None
+    lines = []
     with writing(folder):
         if csv:
             tables = folder / TABLES
@@ -197,20 +181,5 @@ def _write(
             written = [table.write(tables).name for table in files(sources)]
             lines.append(f"{tables}: {', '.join(written)}")
         if html:
-            page = write_page(folder / PAGE, sources)
-            lines.append(str(page))
-    return lines, page
-
-
-def _open_in_browser(page: Path, console: Console) -> None:
-    import webbrowser
-
-    display = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
-    try:
-        opened = display and webbrowser.open(page.resolve().as_uri())
-    except webbrowser.Error:
-        opened = False
-    if not opened:
-        console.print(
-            "no browser here; the page is a single file, open it on another machine", soft_wrap=True
-        )
+            lines.append(str(write_page(folder / PAGE, sources)))
+    return lines

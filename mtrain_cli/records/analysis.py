@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtrain_cli.config.dense_layers import EVERY_KIND
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
-from mtrain_cli.records.imbalance import Estimate, degrees, ratios
+from mtrain_cli.records.imbalance import Estimate, degrees, ratios, rounded
 from mtrain_cli.records.pipeline_times import PipelineTimes
 from mtrain_cli.records.record_files import LINKS, RecordedFolder
 from mtrain_cli.records.record_sums import (
@@ -31,11 +30,9 @@ from mtrain_cli.records.waits import WaitAttribution, WaitCause, causes_of
 DEGREES = ("worker", "step", "total", "critical")
 # The categories of a pass's time (bins). `exposed LINK` is exposed communication on one link class.
 BINS = (*BUSY, LATE, *(f"{EXPOSED} {link}".strip() for link in LINKS))
-MOST_VALUES = 1 << 21  # step times kept for percentiles
 
 
-@dataclass(frozen=True)
-class Degrees:
+class Degrees(NamedTuple):
     """Estimates of the imbalance degrees, which `Imbalance` explains."""
 
     worker: Estimate
@@ -44,8 +41,7 @@ class Degrees:
     critical: Estimate
 
 
-@dataclass(frozen=True)
-class Ratios:
+class Ratios(NamedTuple):
     """Estimates of the computation ratios, which `imbalance.ratios` explains."""
 
     step: Estimate
@@ -72,7 +68,7 @@ class PassAnalysis:
         belong to no step, because a ring gathers these columns once per pass.
     time, work: imbalance degrees of attention time and of the number of query-key pairs.
     duration: time of one layer's pass on the slowest worker, as an estimate over iterations.
-    p50, p95, longest: 50th and 95th percentiles and maximum of the time of one worker's step.
+    longest: maximum of the time of one worker's step.
     layers: for each layer, the time of the slowest worker's pass, and the times of attention, late
         waits and exposed communication, averaged over workers.
     """
@@ -90,8 +86,6 @@ class PassAnalysis:
     work: Degrees
     computation: Ratios
     duration: Estimate
-    p50: float
-    p95: float
     longest: float
     layers: list[dict[str, float]]
 
@@ -100,7 +94,7 @@ class PassAnalysis:
             "direction": self.direction,
             **{name: _json(getattr(self, name)) for name in ("time", "work", "computation")},
             "duration_ms": _json(self.duration),
-            "step_ms": _json({"p50": self.p50, "p95": self.p95, "max": self.longest}),
+            "step_ms": {"max": _json(self.longest)},
             "attention_ms": _json(self.attention),
             "step_time_ms": _json(self.elapsed),
             "late_ms": _json(self.late),
@@ -117,26 +111,21 @@ class PassAnalysis:
 class CaseAnalysis:
     """One case of a profile.
 
-    label: name of the case in the summary, and the kind of layers.
-    kind: the kind of the analyzed layers (`EVERY_KIND`); empty for all layers.
     facts: entry of the case in the summary.
-    passes: one analysis per direction.
     time, work, computation: as in `PassAnalysis`, averaged over forward and backward.
     bins: time per iteration by category in milliseconds, [directions, ranks, BINS].
     passes_ms: time of all passes per iteration in milliseconds: the sum of ``bins``.
     iteration_ms: time of a whole iteration on the slowest rank.
     tokens: number of tokens per iteration, over all context groups; None if unknown.
-    samples: number of samples. A sample is one layer of one micro-batch in one context group.
+    samples: a sample is one layer of one micro-batch in one context group.
     workers: number of ranks in a context group.
     partial: whether iterations or ranks are missing.
-    kinds: the same analysis of each kind of layers, if there are two.
     tensor: waits for messages of tensor groups per iteration; None without tensor parallelism.
     pipeline: the passes of a pipeline per iteration; None without a pipeline.
     """
 
     number: int
     label: str
-    kind: str
     facts: dict[str, Any]
     passes: dict[str, PassAnalysis]
     time: Degrees
@@ -155,14 +144,8 @@ class CaseAnalysis:
     missing: tuple[int, ...]
     partial: bool
     causes: list[WaitCause] = field(default_factory=list)
-    kinds: tuple[CaseAnalysis, ...] = ()
     tensor: TensorWaits | None = None
     pipeline: PipelineTimes | None = None
-
-    @property
-    def with_kinds(self) -> tuple[CaseAnalysis, ...]:
-        """Return this analysis and, if layers have different masks, that of each kind."""
-        return (self, *self.kinds)
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -174,10 +157,7 @@ class CaseAnalysis:
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
     def bare_ms(self, direction: str) -> float | None:
-        """Return the median time of one layer's pass without recording, on the slowest worker.
-
-        None if the profile lacks this time, or if the case has several layers.
-        """
+        """Return the median ms of a layer's pass without recording; None for several layers."""
         ms = self.facts.get(f"{direction}_ms")
         return float(ms) if ms is not None and len(self.layers) == 1 else None
 
@@ -192,25 +172,18 @@ class CaseAnalysis:
     @property
     def exposed(self) -> dict[str, float]:
         """Return the exposed communication by link class, in ms per iteration and rank."""
-        by_bin = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
-        names = {name: name.removeprefix(EXPOSED).strip() or "link" for name in by_bin}
-        return {names[name]: ms for name, ms in by_bin.items() if ms > 0}
+        links = [name for name in BINS if name.startswith(EXPOSED) and self.bin_ms(name) > 0]
+        return {name.removeprefix(EXPOSED).strip() or "link": self.bin_ms(name) for name in links}
 
     def to_json(self) -> dict[str, Any]:
         """Return the case's entry in the results of summary.json, rounded."""
         used = [i for i, name in enumerate(BINS) if self.bins[..., i].any() or name in SPENT]
         return {
             "case": self.number,
-            "label": self.label,
-            "samples": self.samples,
-            "iterations": self.iterations,
+            **{name: getattr(self, name) for name in ("label", "samples", "iterations", "partial")},
+            **{name: getattr(self, name) for name in ("workers", "groups", "layers", "tokens")},
             "iterations_wanted": self.wanted,
-            "partial": self.partial,
-            "missing_ranks": list(self.missing),
-            "workers": self.workers,
-            "groups": self.groups,
-            "layers": list(self.layers),
-            "tokens": self.tokens,
+            "missing_ranks": self.missing,
             "iteration_ms": _json(self.iteration_ms),
             **{name: _json(getattr(self, name)) for name in ("time", "work", "computation")},
             "bins": [BINS[i] for i in used],
@@ -218,7 +191,6 @@ class CaseAnalysis:
             "passes_ms": dict(zip(self.directions, _json(self.passes_ms), strict=True)),
             "passes": {name: analysis.to_json() for name, analysis in self.passes.items()},
             "causes": [{**vars(cause), "ms": _json(cause.ms)} for cause in self.causes],
-            **({"kinds": [kind.to_json() for kind in self.kinds]} if self.kinds else {}),
             **({"tensor_ms": _json(vars(self.tensor))} if self.tensor is not None else {}),
             **({"pipeline": _json(self.pipeline.to_json())} if self.pipeline is not None else {}),
         }
@@ -231,21 +203,6 @@ def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
         ConfigError: a file of rows is damaged, has another schema or does not match the summary.
     """
     shapes, last = survey(recorded)
-    kinds: dict[int, list[CaseAnalysis]] = {case: [] for case in shapes}
-    for kind in EVERY_KIND:
-        of_kind = {case: shape.of_kind(kind) for case, shape in shapes.items()}
-        some = {case: shape for case, shape in of_kind.items() if shape is not None}
-        for analysis in _analyse(recorded, some, last) if some else ():
-            kinds[analysis.number].append(analysis)
-    return [
-        replace(analysis, kinds=tuple(kinds[analysis.number]))
-        for analysis in _analyse(recorded, shapes, last)
-    ]
-
-
-def _analyse(
-    recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
-) -> list[CaseAnalysis]:
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
     ends_together = recorded.summary.get("mode") != "training"
     totals = {
@@ -271,9 +228,9 @@ class _CaseTotals:
         self.passes = np.zeros((directions, shape.groups, shape.workers))
         # Per layer: number of samples, then ms of the slowest worker, attention, late, exposed.
         self.by_layer = np.zeros((directions, layers, 5))
-        # Per direction: [ms and pairs, 4 degrees, samples], ratios, iteration and steps of samples.
-        self.degrees, self.ratios, self.owners, self.values = (
-            [list[np.ndarray]() for _ in shape.directions] for _ in range(4)
+        # Per direction: [ms and pairs, 4 degrees, samples], ratios, and iteration of samples.
+        self.degrees, self.ratios, self.owners = (
+            [list[np.ndarray]() for _ in shape.directions] for _ in range(3)
         )
         self.durations: list[np.ndarray] = []  # one [directions] per iteration
         self.wholes: list[float] = []
@@ -281,9 +238,6 @@ class _CaseTotals:
         self.pipeline: list[PipelineTimes] = []
         self.numbers: list[int] = []
         self.longest = np.zeros(directions)
-        total = len(shape.iterations) * len(shape.micros) * layers * shape.groups
-        self.random = np.random.default_rng(0)
-        self.stride = max(1, total * shape.workers * shape.slots // MOST_VALUES)
 
     def add(self, iteration: Iteration) -> None:
         shape = self.shape
@@ -337,11 +291,8 @@ class _CaseTotals:
     ) -> None:
         """Add the samples of direction d.
 
-        Args:
-            steps: number of steps of the schedule.
-            spent: time by category in ms, [SPENT, samples, workers, slots].
-            pairs: number of query-key pairs, [samples, workers, slots].
-            slowest: time of the slowest worker's pass in ms, [samples].
+        spent, pairs: ms by category, [SPENT, samples, workers, slots], and numbers of pairs.
+        slowest: ms of the slowest worker's pass, [samples].
         """
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
@@ -350,11 +301,6 @@ class _CaseTotals:
         self.degrees[d].append(np.stack([degrees(in_steps, columns), work]))
         self.owners[d].append(np.full(len(in_steps), len(self.numbers)))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
-        # Draw a random subset: a fixed stride would pick the same steps or layers every time.
-        kept = elapsed.reshape(-1)
-        if self.stride > 1:
-            kept = kept[self.random.random(kept.size) * self.stride < 1]
-        self.values[d].append(kept.astype(np.float32))
         self.longest[d] = max(self.longest[d], float(elapsed.max(initial=0)))
 
     def _add_layers(
@@ -384,9 +330,6 @@ class _CaseTotals:
             np.concatenate(self.owners[chosen[0]])[:samples] if chosen else np.zeros(0, np.int64),
         )
         facts, label = shape.facts, str(shape.facts.get("label") or f"case {shape.case}")
-        if shape.kind:
-            facts = facts | (facts.get("kinds") or {}).get(shape.kind, {})
-            label = f"{label}, {shape.kind} layers"
         stages = 1 if shape.pipeline is None else shape.pipeline.stages
         groups = shape.groups // (shape.tensor * stages)  # that train on different sequences
         sequences = int(facts.get("micro_batch") or 1) * len(shape.micros) * groups
@@ -395,7 +338,6 @@ class _CaseTotals:
         return CaseAnalysis(
             number=shape.case,
             label=label,
-            kind=shape.kind,
             facts=facts,
             passes=passes,
             **estimates,
@@ -426,8 +368,6 @@ class _CaseTotals:
         spent = self.sums[:, d] / counts
         pairs, blocks = self.pairs[d] / counts, self.blocks[d] / counts
         inside = slice(1, steps + 1)
-        values = np.concatenate(self.values[d])
-        p50, p95 = (float(np.percentile(values, q)) if len(values) else np.nan for q in (50, 95))
         names = ("ms", "attention_ms", "late_ms", "exposed_ms")
         layers = [
             {"layer": float(layer), **dict(zip(names, (sums / number).tolist(), strict=True))}
@@ -452,8 +392,6 @@ class _CaseTotals:
                 np.concatenate(self.owners[d]),
             ),
             duration=Estimate.of(np.array(self.durations)[:, d]),
-            p50=p50,
-            p95=p95,
             longest=float(self.longest[d]),
             layers=layers,
         )
@@ -462,14 +400,14 @@ class _CaseTotals:
 def _json(value: Any) -> Any:
     """Return a value for JSON, rounded to five digits. NaN and infinity become None."""
     if isinstance(value, Estimate):
-        return {"mean": _json(value.mean), "std": _json(value.std), "n": value.n}
+        return value.to_json()
     if isinstance(value, Degrees | Ratios):
-        return _json(vars(value))
+        return _json(value._asdict())
     if isinstance(value, dict):
         return {name: _json(entry) for name, entry in value.items()}
     if isinstance(value, list | np.ndarray):
         return [_json(entry) for entry in value]
-    return float(f"{value:.5g}") if np.isfinite(value) else None
+    return rounded(value)
 
 
 def _whole(table: np.ndarray) -> Any:

@@ -76,7 +76,6 @@ class ExpertAnalysis:
     largest: tokens of the expert with the most, divided by the mean, over samples.
     dropped: share of the chosen pairs of token and expert that are beyond an expert's capacity.
     shares: share of each expert in the tokens of its layer, float32 [steps, layers, E].
-    by_rank: tokens of each rank that each expert computes, means over steps, [layers, ranks, E].
     time: worker imbalance degree of the recorded time of the experts; None without records.
     ms: that time for one layer, by direction, as the mean over ranks, layers and steps.
     """
@@ -93,7 +92,6 @@ class ExpertAnalysis:
     largest: Estimate
     dropped: float
     shares: np.ndarray
-    by_rank: np.ndarray
     time: Estimate | None
     ms: dict[str, float]
 
@@ -103,14 +101,14 @@ class ExpertAnalysis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry ``experts`` of the case's results."""
-        times = {} if self.time is None else {"time": {"worker": _json(self.time)}}
+        times = {} if self.time is None else {"time": {"worker": self.time.to_json()}}
         return {
             "parallel": self.parallel,
             "samples": self.worker.n,
-            "worker": _json(self.worker),
-            "step": _json(self.step),
-            "dealt": {str(workers): _json(value) for workers, value in self.dealt.items()},
-            "largest": _json(self.largest),
+            "worker": self.worker.to_json(),
+            "step": self.step.to_json(),
+            "dealt": {str(workers): value.to_json() for workers, value in self.dealt.items()},
+            "largest": self.largest.to_json(),
             "dropped": self.dropped,
             **times,
             "ms": self.ms,
@@ -118,18 +116,11 @@ class ExpertAnalysis:
         }
 
 
-def _json(value: Estimate) -> dict[str, Any]:
-    return {"mean": float(f"{value.mean:.5g}"), "std": float(f"{value.std:.5g}"), "n": value.n}
-
-
 def worker_tokens(tokens: np.ndarray, ranks: np.ndarray, parallel: int) -> np.ndarray:
     """Return the tokens that each worker computes with each expert it holds, [workers, E / ep].
 
-    Args:
-        tokens: tokens of each rank by expert, [ranks, E].
-        ranks: numbers of the ranks, ascending.
-        parallel: ep, the number of consecutive ranks over which the experts are dealt, in equal
-            consecutive parts.
+    tokens: tokens of each rank by expert, [ranks, E]. ranks: their numbers, ascending.
+    parallel: ep, the number of consecutive ranks over which the experts are dealt.
     """
     if parallel == 1:
         return tokens
@@ -139,10 +130,7 @@ def worker_tokens(tokens: np.ndarray, ranks: np.ndarray, parallel: int) -> np.nd
 
 
 def expert_degrees(computed: np.ndarray) -> tuple[float, float]:
-    """Return the worker and the step imbalance degree of a layer.
-
-    computed: tokens that each worker computes with each expert it holds, [workers, experts].
-    """
+    """Return the worker and the step imbalance degree of a result of `worker_tokens`."""
     totals, most = computed.sum(1), computed.max(1)
     busy = totals > 0
     if not busy.any():
@@ -152,10 +140,7 @@ def expert_degrees(computed: np.ndarray) -> tuple[float, float]:
 
 
 def dealt_degree(totals: np.ndarray, workers: int) -> float:
-    """Return the worker degree of a layer whose experts are dealt over ``workers`` workers.
-
-    totals: tokens by expert, [E]. ``workers`` divides E.
-    """
+    """Return the worker degree of experts with these tokens, [E], dealt over ``workers``."""
     parts = totals.reshape(workers, -1).sum(1)
     return float(parts.max() / parts.mean()) if parts.any() else 1.0
 
@@ -242,7 +227,6 @@ class _CaseSums:
         self._steps: list[int] = []
         self._shares: list[np.ndarray] = []
         self._degrees: list[np.ndarray] = []  # [worker, step, largest, dealt...] x layers
-        self._tokens: np.ndarray | float = 0.0
         self._dropped = self._chosen = 0
 
     def add(self, step: int, rows: dict[str, np.ndarray]) -> None:
@@ -267,7 +251,6 @@ class _CaseSums:
         has = np.zeros((len(layers), len(ranks)), bool)
         has[at] = True
         self._steps.append(step)
-        self._tokens = self._tokens + table
         self._dropped += int(rows["dropped"].sum())
         self._chosen += int(rows["dropped"].sum() + rows["tokens"].sum())
         totals = table.sum(1)
@@ -308,7 +291,6 @@ class _CaseSums:
             largest=largest,
             dropped=self._dropped / self._chosen if self._chosen else 0.0,
             shares=np.stack(self._shares),
-            by_rank=np.asarray(self._tokens) / len(self._steps),
             time=_time_degree(times),
             ms={n: float(ms) for n in _ORDER if not np.isnan(ms := of_pass.get(n, np.nan))},
         )

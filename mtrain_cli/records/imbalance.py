@@ -8,6 +8,7 @@ the formulas.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -60,6 +61,14 @@ class Estimate:
             means = np.bincount(owner, values) / np.bincount(owner)
         error = float(means.std(ddof=1)) / len(means) ** 0.5 if len(means) > 1 else nan
         return Estimate(float(values.mean()), float(values.std(ddof=1)) if n > 1 else 0.0, n, error)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mean": rounded(self.mean), "std": rounded(self.std), "n": self.n}
+
+
+def rounded(value: float) -> float | None:
+    """Return a number for JSON with five digits; None for NaN and infinity."""
+    return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def imbalance(table: ArrayLike) -> Imbalance:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -153,12 +153,12 @@ def pipeline_of(document: Any) -> Pipeline | None:
 
     The fact has the fields of `Pipeline`.
     """
-    names = ("stages", "virtual_stages", "micro_batches")
-    if not isinstance(document, dict) or not all(
-        isinstance(document.get(name), int) and document[name] >= 1 for name in names
-    ):
+    if not isinstance(document, dict):
         return None
-    schedule, (stages, parts, count) = document.get("schedule"), (document[n] for n in names)
+    numbers: list[Any] = [document.get(n) for n in ("stages", "virtual_stages", "micro_batches")]
+    if not all(isinstance(number, int) and number >= 1 for number in numbers):
+        return None
+    schedule, (stages, parts, count) = document.get("schedule"), numbers
     if schedule not in (GPIPE, ONE_F_ONE_B, INTERLEAVED) or stages * parts * count > MOST_ACTIONS:
         return None
     fits = count % stages == 0 if schedule == INTERLEAVED else parts == 1
@@ -184,12 +184,8 @@ def predicted_pipeline(document: Any) -> PipelineTimes | None:
 
 def prediction_entry(timed: TimedPipeline) -> dict[str, Any]:
     """Return the entry that `predicted_pipeline` reads. timed: times in microseconds."""
-    pipeline = timed.pipeline
     return {
-        "schedule": pipeline.schedule,
-        "stages": pipeline.stages,
-        "virtual_stages": pipeline.virtual_stages,
-        "micro_batches": pipeline.micro_batches,
+        **asdict(timed.pipeline),
         **{f"{kind}_ms": [us / 1e3 for us in getattr(timed, kind)] for kind in _KINDS},
         "hop_ms": timed.hop / 1e3,
     }

@@ -153,9 +153,9 @@ def reading(part: Path) -> Iterator[None]:
     """Turn errors from reading a damaged file into a `ConfigError`."""
     try:
         yield
-    except ConfigError:
-        raise
     except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
         why = str(error).splitlines()[0]
         raise ConfigError(f"{part}: not a parquet file, or damaged ({why})") from error
 
@@ -172,8 +172,13 @@ def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
 
 def _codes(column: Any, name: str, part: Path) -> np.ndarray:
     """Return an arrow column as an array of numbers. Words become codes of `WORDS`."""
+    if column.null_count:
+        raise ConfigError(f"{part}: {name} lacks values; measure again")
     if name not in WORDS:
-        return column.to_numpy(zero_copy_only=False).astype(ROW[name], copy=False)
+        values = column.to_numpy(zero_copy_only=False).astype(ROW[name], copy=False)
+        if not np.isfinite(values).all():
+            raise ConfigError(f"{part}: {name} has values that are not finite; measure again")
+        return values
     known = {word: code for code, word in enumerate(WORDS[name])}
     column = column.dictionary_encode() if not hasattr(column, "dictionary") else column
     try:
@@ -200,7 +205,7 @@ def write_rows(rows: np.ndarray, path: Path) -> None:
 
 
 def write_part(rows: np.ndarray, folder: Path, number: int, parts: str = PARTS) -> None:
-    """Write the rows of one sample as part ``number``. parts: name of the folder of parts."""
+    """Write the rows of one sample as part ``number`` in the folder ``parts``."""
     (folder / parts).mkdir(parents=True, exist_ok=True)
     write_rows(rows, folder / parts / f"{number:06d}.parquet")
 

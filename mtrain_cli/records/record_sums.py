@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,6 @@ class RecordedShape:
     tensor: tensor-parallel degree. Consecutive ranks are a tensor group, so the ranks of a context
         group are ``tensor`` apart.
     pipeline: the pipeline of the case; None without a pipeline. Ranks of a stage are consecutive.
-    kind: the kind of layers (`EVERY_KIND`), if the shape covers only the layers of one kind.
     """
 
     case: int
@@ -90,15 +89,8 @@ class RecordedShape:
     ranks: int
     present: np.ndarray
     steps: dict[str, int]
-    kind: str = ""
     tensor: int = 1
     pipeline: Pipeline | None = None
-
-    def of_kind(self, kind: str) -> RecordedShape | None:
-        """Return the shape of one of `EVERY_KIND` of layers; None without rows of such layers."""
-        named = (self.facts.get("layer_kinds") or {}).get(kind) or ()
-        layers = tuple(layer for layer in self.layers if layer in named)
-        return replace(self, layers=layers, kind=kind) if layers else None
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -166,10 +158,7 @@ class Iteration:
 
 
 def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
-    """Scan all rows once to find their cases, iterations, layers, ranks and steps.
-
-    Returns:
-        The shape of each case, and the number of the last batch with rows of a (case, iteration).
+    """Return the shape of each case, and the last batch with rows of each (case, iteration).
 
     Raises:
         ConfigError: the rows do not match the summary.
@@ -199,30 +188,28 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
                 f"{recorded.folder}: has rows of case {case}, which {SUMMARY} does not list; "
                 "measure again"
             )
-        shapes[case] = _shape(case, cases[case], values, steps[case], recorded)
+        workers = cases[case].get("workers") or recorded.summary.get("workers")
+        shapes[case] = _shape(case, cases[case], values, steps[case], workers)
     return shapes, last
 
 
 def _shape(
-    case: int,
-    facts: dict[str, Any],
-    seen: dict[str, set[int]],
-    steps: dict[int, int],
-    recorded: RecordedFolder,
+    case: int, facts: dict[str, Any], seen: dict[str, set[int]], steps: dict[int, int], known: Any
 ) -> RecordedShape:
+    """Return the shape of a case. known: number of ranks in the summary; None if unknown."""
     highest = max(seen["rank"]) + 1
-    total = max(highest, int(facts.get("workers") or recorded.summary.get("workers") or highest))
+    total = max(highest, int(known or highest))
     workers = min(int(facts.get("cp") or total), total)
     tensor = int(facts.get("tp") or 1)
     total = -(-total // (workers * tensor)) * workers * tensor
     present = np.zeros(total, bool)
     present[places_of(total, workers, tensor)[sorted(seen["rank"])]] = True
     declared = facts.get("steps") or {}
-    counted = {}
-    for code, most in sorted(steps.items()):
-        if name := DIRECTIONS[code]:
-            expected = declared.get("backward" if name == "backward" else "forward")
-            counted[name] = max(most, int(expected or 0))
+    counted = {
+        name: max(most, int(declared.get("backward" if name == "backward" else "forward") or 0))
+        for code, most in sorted(steps.items())
+        if (name := DIRECTIONS[code])
+    }
     return RecordedShape(
         case,
         facts,
@@ -241,19 +228,13 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield the iterations of the given cases, each as soon as its last row has been read.
+    """Yield the iterations of all cases, each as soon as its last row has been read.
 
-    shapes: the shape of each case. A shape of one kind of layers leaves the other layers out.
-    last: second result of `survey`.
+    shapes, last: results of `survey`.
     """
     under_way: dict[tuple[int, int], _RecordSums] = {}
     for number, batch in enumerate(recorded.batches(_COLUMNS)):
         for case, of_case in _split(batch, "case"):
-            if case not in shapes:
-                continue
-            if shapes[case].kind:
-                mine = np.isin(of_case["layer"], [-1, *shapes[case].layers])
-                of_case = select(of_case, mine)
             for iteration, rows in _split(of_case, "iteration"):
                 key = (case, iteration)
                 if key not in under_way:
@@ -356,7 +337,7 @@ def _places(codes: Sequence[int], size: int) -> np.ndarray:
 
 
 def _split(rows: dict[str, np.ndarray], column: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield each number that occurs in a column, with the rows that contain this number."""
+    """Yield each number that occurs in a column, with its rows."""
     numbers = _unique(rows[column])
     for number in numbers:
         yield number, rows if len(numbers) == 1 else select(rows, rows[column] == number)

@@ -119,10 +119,10 @@ class StepBreakdown:
 def find_parts(
     events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None
 ) -> StepBreakdown:
-    """Return the parts of one rank's steps.
+    """Return the parts of one rank's steps, which are annotations named `profiler_labels.STEP`.
 
     Args:
-        events: `traceEvents` of the trace. Each step is an annotation named `profiler_labels.STEP`.
+        events: `traceEvents` of the trace.
         least: result of `shortest`. The whole time of a message that it lacks counts as transfer.
 
     Raises:
@@ -150,10 +150,8 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
     """Return the ns of each message on the rank where it was shortest.
 
-    Messages of one group, operation and size are matched in order. A message does not count if a
-    rank of its group lacks it, or if ranks have different numbers of messages of this kind.
-
-    everyone: results of `messages` on all ranks.
+    A message does not count if a rank of its group lacks it, or if ranks have different numbers of
+    messages of this kind. everyone: results of `messages` on all ranks.
     """
     kinds = [Counter(message[:-1] for message in mine) for mine in everyone]
     durations: dict[Message, list[int]] = defaultdict(list)
@@ -182,10 +180,7 @@ def kernel_part(name: str) -> str:
 
 
 def operator_part(name: str) -> str | None:
-    """Return the part of a CPU operator by its name.
-
-    None for Python functions, autograd nodes and requests to gloo, which call other operators.
-    """
+    """Return the part of a CPU operator; None for what only calls operators, such as autograd."""
     if name.startswith(_FUSED_OPERATOR):
         return ELEMENTWISE
     library, colons, operator = name.partition("::")
@@ -427,10 +422,9 @@ def innermost(
 def claim(
     free: Sequence[Interval], wanted: Sequence[Wanted], parts: dict[str, int]
 ) -> list[Interval]:
-    """Give the free time inside each (begin, end, part) of ``wanted`` to its part.
+    """Add the free ns inside each interval of ``wanted`` to its part; return what remains free.
 
-    Both lists are sorted by begin. The call adds the time to ``parts``, in nanoseconds, and returns
-    the intervals that remain free.
+    Both lists are sorted by begin.
     """
     left: list[Interval] = []
     # Index of the current free interval, and the time from which it is still free.

@@ -177,10 +177,9 @@ class WaitAttribution:
         rank continues and waits in the next pass instead.
     layers: number of samples of an iteration: layers times micro-batches.
     passes: time of all passes of all ranks, including the waits at the end of a pass.
-    charges: lost time by direction.
-    victims: lost time for each pair of a waiting rank and the rank it waits for, by direction, as
-        (codes, times). `victim` decodes the codes.
-    link: time of exposed communication by link class (`Iteration.link`), as a sum over iterations.
+    charges: lost time by direction. victims: the same by pair of waiting rank and rank that it
+        waits for, as (codes, times), which `victim` decodes.
+    link: `Iteration.link`, as a sum over iterations.
     pairs, attention: computed pairs and time of attention, [directions, groups, workers].
     """
 
@@ -210,9 +209,14 @@ class WaitAttribution:
                 self._add(iteration, d, int(group))
 
     def _add(self, iteration: Iteration, d: int, group: int) -> None:
-        s = self.shape
+        s, charge = self.shape, self.charges[d]
         times = _Times.of(iteration, d, group, s.present[group])
         late, behind = times.late, times.behind
+        others = max(1, int(s.present[group].sum()) - 1)
+        attention = times.own[BUSY.index(ATTENTION)] + times.own[BUSY.index(COLUMNS)]
+        pairs = iteration.pairs[d, times.kept, group]
+        tables = np.stack([*times.own, attention, pairs])  # [BUSY + 2, samples, workers, slots]
+        sums = tables.sum(2)
         self.passes += times.weight * float(late[..., -1].sum()) if self.ends_together else 0.0
         length = float(np.nan_to_num(iteration.length[d, :, group]).mean())
         threshold = max(self.uncertainty, 1e-3, 1e-3 * length)
@@ -229,51 +233,24 @@ class WaitAttribution:
                 came = _origins(times, t, at, victim, peer, origin, last, came)
             origin[at, victim, t] = came
             last[at, victim] = t
-            self._charge(iteration, times, d, group, t, at, victim, came)
+            # Charge the waits, but not waits for links and delays that came back to their rank.
+            worker, slot = np.divmod(came, s.slots)
+            counts = (worker != victim) & (came >= 0)
+            at, victim, worker, slot = (v[counts] for v in (at, victim, worker, slot))
+            lost = late[at, victim, t] * times.weight
+            own = tables[:, at, worker, slot]
+            of_others = (sums[:, at, slot] - own) / others
+            offset = np.where(slot == 0, times.offset[at, worker], 0)
+            more = *(own - of_others)[: len(BUSY)], offset
+            both = own[-2], of_others[-2], own[-1], of_others[-1]
+            totals = charge.lost, *charge.own, *charge.time, *charge.pairs
+            for total, values in zip(totals, (1.0, *more, *both), strict=True):
+                np.add.at(total, (group, worker, slot), lost * values)
+            rank = group * s.workers
+            codes = ((rank + worker) * s.slots + slot) * s.ranks + rank + victim
+            self.victims[d].append(_summed((codes * (s.slots + 1) + t).astype(np.int64), lost))
         if len(self.victims[d]) > 64:
             self._join_victims(d)
-
-    def _charge(
-        self,
-        iteration: Iteration,
-        times: _Times,
-        d: int,
-        group: int,
-        t: int,
-        at: np.ndarray,
-        victim: np.ndarray,
-        came: np.ndarray,
-    ) -> None:
-        """Charge the waits of slot ``t`` to their origins: add lost time and work.
-
-        at, victim, came: sample, waiting worker and origin (`_origins`) of each wait.
-        """
-        s, charge = self.shape, self.charges[d]
-        worker, slot = np.divmod(came, s.slots)
-        # Skip waits for links, and delays that came back to the rank that caused them.
-        counts = (worker != victim) & (came >= 0)
-        lost = times.late[at, victim, t] * times.weight
-        at, victim, worker, slot, lost = (v[counts] for v in (at, victim, worker, slot, lost))
-        where = (group, worker, slot)
-        others = max(1, int(s.present[group].sum()) - 1)
-        np.add.at(charge.lost, where, lost)
-
-        def own_and_others(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            own = table[at, worker, slot]
-            return own, (table[at, :, slot].sum(1) - own) / others
-
-        attention = times.own[BUSY.index(ATTENTION)] + times.own[BUSY.index(COLUMNS)]
-        pairs = iteration.pairs[d, times.kept, group].astype(np.float64)
-        for totals, table in ((charge.time, attention), (charge.pairs, pairs)):
-            for total, values in zip(totals, own_and_others(table), strict=True):
-                np.add.at(total, where, lost * values)
-        for total, table in zip(charge.own[: len(BUSY)], times.own, strict=True):
-            own, of_others = own_and_others(table)
-            np.add.at(total, where, lost * (own - of_others))
-        np.add.at(charge.own[-1], where, lost * np.where(slot == 0, times.offset[at, worker], 0))
-        rank = group * s.workers
-        codes = ((rank + worker) * s.slots + slot) * s.ranks + rank + victim
-        self.victims[d].append(_summed((codes * (s.slots + 1) + t).astype(np.int64), lost))
 
     def _peers(
         self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int

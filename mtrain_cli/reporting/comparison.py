@@ -1,4 +1,4 @@
-"""Compare runs with the first run: ratios, their noise, and facts that explain differences."""
+"""Compare runs with the first run: ratios and their noise."""
 
 from __future__ import annotations
 
@@ -39,21 +39,14 @@ class RatioComparison:
         return self.other / self.first
 
     @property
-    def verdict(self) -> str:
-        if not np.isfinite(self.noise):
-            return "too few samples to tell"
-        if abs(self.ratio - 1) < SAME:
-            return "equal"
-        if abs(self.ratio - 1) <= self.noise:
-            return "within noise"
-        return "more" if self.ratio > 1 else "less"
-
-    @property
     def difference(self) -> str:
         """Return the change as text, or why the change is not significant."""
-        if self.verdict in ("more", "less"):
-            return f"{self.ratio:.2f}x" if self.ratio >= 2 else f"{self.ratio - 1:+.1%}"
-        return "unknown" if not np.isfinite(self.noise) else self.verdict
+        change = self.ratio - 1
+        if not np.isfinite(self.noise):
+            return "unknown"
+        if abs(change) <= max(self.noise, SAME):
+            return "equal" if abs(change) < SAME else "within noise"
+        return f"{self.ratio:.2f}x" if self.ratio >= 2 else f"{change:+.1%}"
 
     @property
     def spread(self) -> str:
@@ -67,38 +60,32 @@ def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
     """
     first = sources[0]
     rows: list[RatioComparison] = []
+
+    def compare(
+        run: str, case: str, before: dict[str, Estimate], after: dict[str, Estimate]
+    ) -> None:
+        for what, a in before.items():
+            b = after.get(what)
+            if b is not None and a.n and b.n and not a.mean <= 0:  # NaN has a row
+                noise = 2 * float(np.hypot(a.error, b.error)) / a.mean
+                rows.append(RatioComparison(run, case, what, a.mean, b.mean, noise))
+
     for other in sources[1:]:
         pairs = [(a, b) for a in first.cases for b in other.cases if a.label == b.label]
         if not pairs and len(first.cases) == len(other.cases) == 1:
             pairs = [(first.cases[0], other.cases[0])]
         for a, b in pairs:
             label = a.label if a.label == b.label else f"{b.label} vs. {a.label}"
-            figures = (
-                {**_figures(case), **_expert_figures(source, case.number)}
-                for source, case in ((first, a), (other, b))
-            )
-            rows += _compared(other.name, label, *figures)
+            compare(other.name, label, _figures(first, a), _figures(other, b))
         if first.metrics and other.metrics:
             unit = rate_unit([*first.metrics, *other.metrics])
             of_runs = _training_figures(first, unit), _training_figures(other, unit)
-            rows += _compared(other.name, "training", *of_runs)
+            compare(other.name, "training", *of_runs)
     return rows
 
 
-def _compared(
-    run: str, case: str, first: dict[str, Estimate], other: dict[str, Estimate]
-) -> list[RatioComparison]:
-    rows = []
-    for what, a in first.items():
-        b = other.get(what)
-        if b is not None and a.n and b.n and not a.mean <= 0:  # NaN has a row
-            noise = 2 * float(np.hypot(a.error, b.error)) / a.mean
-            rows.append(RatioComparison(run, case, what, a.mean, b.mean, noise))
-    return rows
-
-
-def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
-    return {
+def _figures(source: ReportSource, case: CaseAnalysis) -> dict[str, Estimate]:
+    figures = {
         **{f"{name} ms": p.duration for name, p in case.passes.items()},
         "worker imbalance, time": case.time.worker,
         "step imbalance, time": case.time.step,
@@ -108,19 +95,15 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
         "computation ratio, total": case.computation.total,
         "iteration ms": case.iteration_ms,
     }
-
-
-def _expert_figures(source: ReportSource, case: int) -> dict[str, Estimate]:
-    loads = next((experts for experts in source.experts if experts.case == case), None)
-    if loads is None:
-        return {}
-    times = {} if loads.time is None else {"experts: worker imbalance, time": loads.time}
-    return {
-        "experts: worker imbalance": loads.worker,
-        "experts: step imbalance": loads.step,
-        "experts: largest load": loads.largest,
-        **times,
-    }
+    for loads in source.experts:
+        if loads.case == case.number:
+            figures |= {
+                "experts: worker imbalance": loads.worker,
+                "experts: step imbalance": loads.step,
+                "experts: largest load": loads.largest,
+                **({} if loads.time is None else {"experts: worker imbalance, time": loads.time}),
+            }
+    return figures
 
 
 def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
@@ -159,42 +142,10 @@ def compare_table(sources: Sequence[ReportSource]) -> Table:
         Column("what", lambda row: row.what, key="what", words=True),
         Column("first", lambda row: row.first, four_digits, "first", drop=1),
         Column("this", lambda row: row.other, four_digits, "this"),
-        Column("difference", lambda row: row.difference),
+        Column("difference", lambda row: row.difference, key="difference"),
         Column("", lambda row: row.ratio, key="ratio"),
         Column("", lambda row: row.noise, key="noise"),
         Column("noise", lambda row: row.spread),
-        Column("", lambda row: row.verdict, key="verdict"),
     ]
     title = f"Compared with {sources[0].name}"
     return Table(title, columns, comparison(sources), NOISE, "compare")
-
-
-def incomparable(sources: Sequence[ReportSource]) -> list[str]:
-    """Return a warning if the runs had different numbers of workers or different machines.
-
-    A run whose number of workers or machine is unknown is left out.
-    """
-    warnings = []
-    for fact, value_of in (("workers", _workers_of), ("machines", _machine_of)):
-        known = {source.name: value for source in sources if (value := value_of(source))}
-        if len(set(known.values())) > 1:
-            listed = "; ".join(f"{name}: {value}" for name, value in known.items())
-            warnings.append(
-                f"the runs differ in {fact} ({listed}): settings alone do not explain their times"
-            )
-    return warnings
-
-
-def _workers_of(source: ReportSource) -> str:
-    setting = source.settings.get("topology.workers")
-    if setting == "auto":  # one worker per GPU, or two processes on a CPU
-        setting = len(source.facts.get("gpus") or []) or 2
-    counts = (source.summary.get("workers"), (source.step or {}).get("workers"), setting)
-    return next((str(count) for count in counts if isinstance(count, int)), "")
-
-
-def _machine_of(source: ReportSource) -> str:
-    if isinstance(source.summary.get("cluster"), dict):
-        return source.where
-    gpus, host = source.facts.get("gpus") or ["CPU"], source.facts.get("host")
-    return f"{gpus[0]} of {host}" if host else ""

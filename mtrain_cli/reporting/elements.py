@@ -29,7 +29,7 @@ def write(path: Path, title: str, body: Sequence[str], drawn: Sequence[Figure]) 
     drawn: the figures of the page.
     """
     views_of = [
-        {name: getattr(f, name) for name in ("name", "together", "linked")}
+        {name: getattr(f, name) for name in ("name", "together")}
         | {"views": [asdict(view) for view in f.views]}
         for f in drawn
     ]
@@ -100,7 +100,7 @@ def table(
         f"{begin}{cells('td', row)}</tr>" for begin, row in zip(begins, rows, strict=True)
     )
     content = f"<thead><tr>{cells('th', heads)}</tr></thead><tbody>{body}</tbody>"
-    return f"{TABLE}{content}{TABLE_END}"
+    return f'<div class="scroll"><table>{content}</table></div>'  # a wide table scrolls
 
 
 def report_section(described: Section) -> str:
@@ -130,9 +130,6 @@ def shown_table(shown: Table) -> str:
     return element and element + note(sentence(shown.note) if shown.note else "")
 
 
-TABLE, TABLE_END = '<div class="scroll"><table>', "</table></div>"  # A wide table scrolls.
-
-
 def figure(drawn: Figure) -> str:
     """Return the HTML elements of a figure: a panel per view, or a single panel with selectors."""
     if drawn.together:
@@ -144,9 +141,8 @@ def figure(drawn: Figure) -> str:
         place = f'<div class="panels" id="figure-{drawn.name}">{panels}</div>'
     else:
         selectors = "".join(
-            f'<label>{escape(name)} <select data-figure="{drawn.name}" data-at="{i}"'
-            f"{f' data-link={chr(34)}{escape(name)}{chr(34)}' * drawn.linked}></select></label>"
-            for i, name in enumerate(drawn.selectors)
+            f'<label>{escape(name)} <select data-figure="{drawn.name}"></select></label>'
+            for name in drawn.selectors
         )
         place = (
             f'<div class="selectors">{selectors}</div>'

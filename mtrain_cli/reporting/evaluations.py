@@ -1,6 +1,6 @@
 """Results of evaluations: names that tell them apart, tables by length, depth and context, figures.
 
-Figures are maps of depth x length, the loss by context, and scores over checkpoints.
+Figures are maps of depth x length, and the loss by context.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
@@ -256,7 +255,7 @@ def evaluation_figures(sources: Named) -> list[Figure]:
     named = [
         (f"{run}, " if several else "", distinguished(results)) for run, results in sources
     ]  # fmt: skip
-    return [_depth_maps(named), _by_context(named), _over_steps(named)]
+    return [_depth_maps(named), _by_context(named)]
 
 
 def _depth_maps(sources: Named) -> Figure:
@@ -290,7 +289,10 @@ def _by_context(sources: Named) -> Figure:
     lines: list[Trace] = []
     for run, r in (losses[at] for at in sorted(newest)):
         label = f"{run}{format_size(r.length)} {r.attention}{_step(r.step)}"
-        lines.append(_line(label, [part.end for part in r.parts], r.parts, len(lines)))
+        ends, scores = [part.end for part in r.parts], [part.score for part in r.parts]
+        errors = plots.numbers([1.96 * (part.error or 0.0) for part in r.parts])
+        bars = {"type": "data", "array": errors, "thickness": 1}
+        lines.append(plots.styled(escape(label), ends, scores, len(lines), error_y=bars))
     ticks = sorted({end for line in lines for end in line["x"]})
     texts = [format_size(end) for end in ticks]
     x = plots.axis("earlier tokens (up to)", type="log", tickvals=ticks, ticktext=texts)
@@ -300,31 +302,6 @@ def _by_context(sources: Named) -> Figure:
     if len(lines) < len(losses):
         note += f" Shows {len(lines)} of {len(losses)} lines, those of the newest checkpoints."
     return Figure("loss-by-context", "Loss by context", (), views, note, together=True)
-
-
-def _over_steps(sources: Named) -> Figure:
-    views = []
-    for run, results in sources:
-        stepped = [r for r in results if r.unit and r.step is not None]
-        for unit, own in grouped(stepped, lambda r: r.unit).items():
-            lines: list[Trace] = []
-            groups = grouped(own, lambda r: (r.task, r.length, r.attention))
-            for (task, length, attention), group in groups.items():
-                if len(group) > 1:
-                    label = f"{task} {format_size(length) if length else ''} {attention}"
-                    ordered = sorted(group, key=lambda result: result.step or 0)
-                    lines.append(_line(label, [r.step for r in ordered], ordered, len(lines)))
-            if lines:
-                layout = plots.layout(340, plots.axis("step"), plots.axis(unit))
-                views.append(FigureView((f"{run}{unit}",), lines, layout))
-    note = "Bars: 1.96 standard errors over the samples."
-    return Figure("scores-over-steps", "Scores of checkpoints", (), views, note, together=True)
-
-
-def _line(label: str, x: Sequence[Any], scored: Sequence[Result | Part], number: int) -> Trace:
-    errors = plots.numbers([1.96 * (one.error or 0.0) for one in scored])
-    bars = {"type": "data", "array": errors, "thickness": 1}
-    return plots.styled(escape(label), x, [one.score for one in scored], number, error_y=bars)
 
 
 def _step(step: int | None) -> str:

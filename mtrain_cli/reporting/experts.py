@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
 
@@ -24,7 +23,7 @@ NOTE = (
     "experts of a layer; if dealt over N: the worker imbalance that these loads would have with "
     "expert parallelism over N workers; by time: worker imbalance of the time of the experts; mean "
     "± standard deviation over n layers of steps; ms: of one layer's experts, backward without the "
-    "second forward pass. In a recorded step, times have no waits for messages"
+    "second forward pass"
 )
 ROUTING_NOTE = (
     "balance loss: without its coefficient, 1 is perfect; largest load: tokens of the expert with "
@@ -32,9 +31,7 @@ ROUTING_NOTE = (
     "of even scores; z: mean of logsumexp^2; dropped: tokens beyond an expert's capacity, of all "
     "steps"
 )
-NUMBERS = 20_000  # most cells of all heat maps of one figure
 _SIDE = 256  # most experts or layers on an axis
-_FIELDS = ("balance_loss", "expert_load", "router_entropy", "router_z", "dropped")
 _CURVES = (
     ("largest load, times the mean", "expert_load", True),
     ("balance loss, 1 = even", "balance_loss", False),
@@ -42,12 +39,10 @@ _CURVES = (
     ("z: mean of logsumexp^2", "router_z", False),
     ("tokens dropped", "dropped", True),
 )
-Loads = Sequence[tuple[str, ExpertAnalysis]]  # (label, loads) of each case
 
 
-def labelled_experts(sources: Sequence[ReportSource]) -> list[tuple[str, ExpertAnalysis]]:
-    """Return (label, loads) of each case. With several runs, labels name the run."""
-    return [(label_of(s, e.label, sources), e) for s in sources for e in s.experts]
+def _labelled(sources: Sequence[ReportSource]) -> list[tuple[str, ExpertAnalysis]]:
+    return [(label_of(s, loads.label, sources), loads) for s in sources for loads in s.experts]
 
 
 def expert_table(sources: Sequence[ReportSource]) -> Table:
@@ -73,7 +68,7 @@ def expert_table(sources: Sequence[ReportSource]) -> Table:
         Column("dropped", lambda row: row[1].dropped, percent, drop=4),
         Column("n", lambda row: row[1].worker.n, drop=1),
     ]
-    return Table("Experts", columns, labelled_experts(sources), NOTE)
+    return Table("Experts", columns, _labelled(sources), NOTE)
 
 
 def routing_table(sources: Sequence[ReportSource]) -> Table:
@@ -98,41 +93,44 @@ def routing_table(sources: Sequence[ReportSource]) -> Table:
         Column("last", lambda row: row[1][-1].router_z, fixed(3), group="z", drop=1),
         Column("dropped", lambda row: sum(step.dropped or 0 for step in row[1]), count, drop=3),
     ]
-    return Table("Routing", columns, _routed(sources), ROUTING_NOTE)
-
-
-def _routed(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, list[StepMetrics]]]:
-    """Return the runs whose metrics describe a routing, with these steps."""
     routed = [(s, [m for m in s.metrics if m.expert_load is not None]) for s in sources]
-    return [(source, steps) for source, steps in routed if steps]
+    return Table("Routing", columns, [row for row in routed if row[1]], ROUTING_NOTE)
 
 
-def expert_files(sources: Sequence[ReportSource]) -> list[Table]:
-    """Return experts.csv, a row per case, layer and expert, and routing.csv, a row per step."""
-    shares = []
-    for source in sources:
-        for loads in source.experts:
-            names = {"run": source.name, "case": loads.label, "steps": len(loads.steps)}
-            tokens, share = loads.by_rank.sum(1), loads.shares.mean(0)
-            for (i, layer), expert in product(enumerate(loads.layers), range(loads.experts)):
-                own = float(share[i, expert])
-                values = {"tokens": float(tokens[i, expert]), "share": own}
-                load = {"load": own * loads.experts}
-                shares.append({**names, "layer": layer, "expert": expert, **values, **load})
-    routing = [
-        {"run": source.name, "step": step.step, **{name: getattr(step, name) for name in _FIELDS}}
-        for source, _ in _routed(sources)
-        for step in source.metrics
+def expert_file(sources: Sequence[ReportSource]) -> Table:
+    """Return experts.csv, with a row per case, layer and expert: means over steps."""
+    rows = [
+        {"run": source.name, "case": loads.label, "steps": len(loads.steps), "layer": layer}
+        | {"expert": expert, "share": float(share), "load": float(share) * loads.experts}
+        for source in sources
+        for loads in source.experts
+        for layer, shares in zip(loads.layers, loads.shares.mean(0), strict=True)
+        for expert, share in enumerate(shares)
     ]
-    return [data("experts", shares), data("routing", routing)]
+    return data("experts", rows)
 
 
 def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:
     """Draw the routing over training steps, and the shares of experts by layer."""
-    loads = labelled_experts(sources)
     # With dense runs, too, so that a run has the same color in all curves.
     trained = [source for source in sources if source.metrics]
     dropped = any(step.dropped for source in trained for step in source.metrics)
+    shares = [
+        plots.heat_view(
+            (label, f"mean of {len(loads.steps)} steps"),
+            loads.shares.mean(0),
+            ("expert", range(loads.experts)),
+            ("layer", loads.layers),
+            "share",
+            "layer %{y}, expert %{x}: %{z:.2%} of the tokens",
+            side=_SIDE,
+        )
+        for label, loads in _labelled(sources)
+    ]
+    note = (
+        "Share of the layer's tokens that each expert computes. Larger tables shrink to "
+        f"{_SIDE} x {_SIDE} cells, each the maximum of its group."
+    )
     return [
         curves("routing", "Routing", trained, _CURVES if dropped else _CURVES[:-1]),
         layers_over_steps(
@@ -142,28 +140,5 @@ def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:
             "load",
             "step %{x}, layer %{y}: %{z:.3g} times the mean",
         ),
-        _shares(loads),
+        Figure("experts", "Tokens by expert and layer", ("case", "steps"), shares, note),
     ]
-
-
-def _shares(loads: Loads) -> Figure:
-    views = []
-    for label, each in loads:
-        count = max(0, NUMBERS // (max(1, len(each.layers) * each.experts) * len(loads)) - 1)
-        tables = [(f"mean of {len(each.steps)} steps", each.shares.mean(0))]
-        if len(each.steps) == 1:
-            tables = [(f"step {each.steps[0]}", each.shares[0])]
-        elif count:
-            chosen = plots.evenly(range(len(each.steps)), count)
-            tables += [(f"step {each.steps[i]}", each.shares[i]) for i in chosen]
-        most = max(float(table.max()) for _, table in tables)
-        places = ("expert", range(each.experts)), ("layer", each.layers)
-        hover = "layer %{y}, expert %{x}: %{z:.2%} of the tokens"
-        for name, table in tables:
-            labels = label, name
-            view = plots.heat_view(labels, table, *places, "share", hover, side=_SIDE, most=most)
-            views.append(view)
-    note = "Share of the layer's tokens that each expert computes."
-    if any(max(each.shares.shape[1:]) > _SIDE for _, each in loads):
-        note += f" Larger tables shrink to {_SIDE} x {_SIDE} cells, each the maximum of its group."
-    return Figure("experts", "Tokens by expert and layer", ("case", "step"), views, note)

@@ -12,11 +12,9 @@ from typing import Any
 from mtrain_cli import __version__
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.reporting import elements
-from mtrain_cli.reporting.comparison import incomparable
-from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.run_files import card, differing, shown
-from mtrain_cli.reporting.sections import own_sections, shared_sections
+from mtrain_cli.reporting.sections import figures, own_sections, shared_sections
 from mtrain_cli.reporting.tables import recording_cost
 
 
@@ -54,14 +52,15 @@ def _header(source: ReportSource) -> str:
     ]
     more = f" and {len(source.restarts) - 5} more" * (len(source.restarts) > 5)
     rows = {
-        "where": source.where if "cluster" in source.summary else _host(facts),
+        "where": source.where,
+        "host": facts.get("host"),
         "when": facts.get("started"),
         "command": _command_line(command) if isinstance(command, list) else str(command),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": facts.get("git_revision"),
         "samples": ", ".join(sorted(samples)),
         "workers": ", ".join(sorted(workers)) or (source.step or {}).get("workers"),
-        "clocks": _clocks(uncertainty),
+        "clocks": f"agree within {uncertainty:.3g} µs" if uncertainty else None,
         "recording": recording_cost(source.summary),
         "restarts": "; ".join(restarts) + more,
         "folder": str(source.folder.resolve()),
@@ -85,29 +84,16 @@ def _settings(source: ReportSource) -> str:
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
-    if len(sources) < 2:
-        return ""
-    content = elements.remarks(incomparable(sources))
     described = [source for source in sources if source.settings]
-    if len(described) > 1:
-        heads = ("setting", *(source.name for source in described))
-        rows = differing([source.settings for source in described])
-        table = elements.table(heads, [(key, *values) for key, values in rows])
-        left_out = elements.note("run.name and run.dir are left out.")
-        changed = f'<div class="settings">{table}</div>{left_out}'
-        content += changed if rows else "<p>All settings are the same.</p>"
-    return elements.section("Settings that differ", content)
-
-
-def _host(facts: dict[str, Any]) -> str:
-    gpus, host = facts.get("gpus") or [], facts.get("host", "an unknown host")
-    return f"{len(gpus)} x {gpus[0]} on {host}" if gpus else f"CPU of {host}"
-
-
-def _clocks(uncertainty: Any) -> str | None:
-    if not isinstance(uncertainty, int | float):
-        return None
-    return f"agree within {uncertainty:.3g} µs" if uncertainty else "one clock for all ranks"
+    if len(described) < 2:
+        return ""
+    heads = ("setting", *(source.name for source in described))
+    rows = differing([source.settings for source in described])
+    table = elements.table(heads, [(key, *values) for key, values in rows])
+    content = (
+        f'<div class="settings">{table}</div>' if rows else "<p>All settings are the same.</p>"
+    )
+    return elements.section("Settings that differ", content, "run.name and run.dir are left out.")
 
 
 def _command_line(command: list[Any]) -> str:

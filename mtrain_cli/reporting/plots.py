@@ -52,7 +52,6 @@ class Figure:
 
     selectors: name of each drop-down list, with which a reader chooses a view.
     together: whether to show all views side by side, without selectors.
-    linked: whether a choice also applies to the other linked figures, in selectors of one name.
     finding: what the figure shows, in sentences.
     """
 
@@ -62,12 +61,7 @@ class Figure:
     views: list[FigureView]
     note: str = ""
     together: bool = False
-    linked: bool = False
     finding: str = ""
-
-
-def exposed_label(link: str) -> str:
-    return f"exposed ({link} link)" if link else EXPOSED_LABEL
 
 
 def link_colour(link: str) -> str:
@@ -143,7 +137,6 @@ def heat_view(
     hover: str,
     *,
     side: int = 1 << 16,
-    most: float = 0.0,
     **more: Any,
 ) -> FigureView:
     """Return a view with a heat map.
@@ -151,13 +144,12 @@ def heat_view(
     Args:
         x, y: title of the axis, and its positions; y starts at the top.
         side: largest number of cells per axis. A larger table shrinks to maxima of groups of cells.
-        most: value of the darkest color; 0 for the largest value.
     """
     small, _ = fold(table, side)
     across, down = (
         cell_labels(positions, small.shape[at]) for at, (_, positions) in ((1, x), (0, y))
     )
-    top = most or float(np.nanmax(small, initial=0)) or 1.0
+    top = float(np.nanmax(small, initial=0)) or 1.0
     trace = heat(numbers(small, 4), across, down, unit, hover, zmax=top, **more)
 
     def ticks(labels: Sequence[Any]) -> dict[str, Any]:
@@ -175,11 +167,6 @@ def cell_labels(positions: Sequence[int], cells: int) -> list[Any]:
         return list(positions)
     groups = (positions[i : i + of_cell] for i in range(0, len(positions), of_cell))
     return [f"{group[0]}-{group[-1]}" for group in groups]
-
-
-def named_rows(names: Sequence[str]) -> dict[str, Any]:
-    """Return a vertical axis with a named row at 0, 1, ... from the top."""
-    return {"tickvals": list(range(len(names))), "ticktext": names, "autorange": "reversed"}
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:

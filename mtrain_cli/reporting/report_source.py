@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import resource_dir
-from mtrain_cli.config.documents import read_json
+from mtrain_cli.config.documents import reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
+from mtrain_cli.console import Console
 from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch import run_dir
@@ -37,13 +39,16 @@ from mtrain_cli.records.record_files import (
 )
 from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
 from mtrain_cli.reporting.run_files import RESOLVED, RunFiles, read_run_files, with_choices
-from mtrain_cli.reporting.step_tables import damage_of_step
+from mtrain_cli.reporting.step_tables import step_section
+from mtrain_cli.reporting.sweeps import sweep_table
+from mtrain_cli.reporting.terminal_width import print_section
 from mtrain_cli.training.evaluation import Evaluation
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 SHOWN = 5  # most names in a message
-LAYER = "layer"  # kind of the older shipped profiles
 SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
+# Types of facts. A foreign file may have others.
+_FACTS = {"gpus": list, "versions": dict, "started": str}
 # {key that a case of a profile can choose otherwise: name of the choice in the record of a case}
 _CHOSEN = {
     "topology.layout": "layout",
@@ -58,14 +63,11 @@ class ReportSource:
     """One run, profile or simulation to report.
 
     facts: content of environment.json.
-    recorded: the profile or simulation; None if the source has neither.
-    cases: analysis of `recorded`.
+    recorded: the profile or simulation, which `cases` analyzes.
     steps_wanted: planned number of training steps; None if unknown.
-    shipped: content of a shipped profile in the older file format, which has tables only.
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
     others: kinds of records of other packages, each with its records.
-    study: published tables with predictions, of `mtrain study`.
     settings: resolved configuration by dotted key, with the choices of the run for ``auto``.
     damage: a line on each damaged file, of which the report lacks a part.
     """
@@ -77,7 +79,6 @@ class ReportSource:
     cases: tuple[CaseAnalysis, ...] = ()
     metrics: tuple[StepMetrics, ...] = ()
     steps_wanted: int | None = None
-    shipped: dict[str, Any] | None = None
     evaluations: tuple[Evaluation, ...] = ()
     step: dict[str, Any] | None = None
     sparsity: tuple[dict[str, Any], ...] = ()
@@ -91,17 +92,15 @@ class ReportSource:
 
     @property
     def kind(self) -> str:
-        trained = self.metrics or self.recorded is None
         kinds = {
-            "recorded profile": self.shipped is not None,
-            "recorded step": self.step is not None,
+            "recorded step": self.step,
             "sparsity profile": self.sparsity,
             "study": self.study,
             "evaluation": self.results and not self.metrics and self.recorded is None,
-            "training run": trained,
+            "training run": self.metrics or self.recorded is None,
         }
-        found = (name for name, applies in kinds.items() if applies)
-        return next(found, str(self.summary.get("kind") or "profile"))
+        named = (name for name, content in kinds.items() if content)
+        return next(named, str(self.summary.get("kind") or "profile"))
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -150,7 +149,13 @@ class ReportSource:
         """Return what limits the report, for example that samples are missing."""
         remarks = []
         if self.recorded is not None and not self.recorded.complete:
-            remarks.append(self._progress())
+            done = max((case.iterations for case in self.cases), default=0)
+            wanted = self.summary.get("samples_wanted")
+            text = f"{done}{f' of the {wanted} requested' if wanted else ''} iterations recorded"
+            cases = self.summary.get("cases") or []
+            if lost := len(cases) - len(self.cases):
+                text += f"; {lost} of {len(cases)} cases have no sample"
+            remarks.append(f"{text}; all figures cover only these iterations")
         missing = {case.missing: case for case in self.cases if case.missing}
         for ranks, case in missing.items():
             share = f"{len(ranks)} of {case.workers * case.groups}"
@@ -171,17 +176,6 @@ class ReportSource:
         if self._stopped:
             remarks.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
         return list(map(one_line, remarks))
-
-    def _progress(self) -> str:
-        done = max((case.iterations for case in self.cases), default=0)
-        wanted = self.summary.get("samples_wanted")
-        behind = [f"{c.label}: {c.iterations}" for c in self.cases if c.iterations < done]
-        cases = self.summary.get("cases") or []
-        text = f"{done}{f' of the {wanted} requested' if wanted else ''} iterations recorded"
-        text += f" ({', '.join(behind)})" if behind else ""
-        if lost := len(cases) - len(self.cases):
-            text += f"; {lost} of {len(cases)} cases have no sample"
-        return f"{text}; all figures cover only these iterations"
 
 
 def labelled_cases(sources: Sequence[ReportSource]) -> list[tuple[str, ReportSource, CaseAnalysis]]:
@@ -213,28 +207,25 @@ def find(name: str, holding: str = "") -> Path:
                 else candidate
             )
     for candidate in shipped():
-        if name == candidate.stem:
+        if name == candidate.name:
             return candidate
     if name == "latest" and (newest := known()):
         return newest[0]
-    root = path.parent if "/" in name else MEASUREMENTS
-    studies = [] if holding else [file.parent for file in root.glob(f"*/{run_dir.STUDY}")]
-    own = sorted({*_dated(root), *studies}) if "/" in name else [*known(), *sorted(studies)]
-    ships = [] if "/" in name else shipped()
+    studies = [] if holding else [file.parent for file in MEASUREMENTS.glob(f"*/{run_dir.STUDY}")]
+    ships = shipped()
     names = [
-        str(folder) if "/" in name else folder.stem if folder in ships else folder.name
-        for folder in (*ships, *own)
+        folder.name
+        for folder in (*ships, *known(), *sorted(studies))
         if not holding or any((place / holding).is_file() for place in (folder, folder / PROFILE))
     ]
-    kind = "run, measurement or shipped profile"
-    most = len(ships) + SHOWN
-    why = no_such(kind, str(path), names, "the folder of a run or measurement", most)
+    kind, most = "run, measurement or shipped profile", len(ships) + SHOWN
+    why = no_such(kind, path.name, names, "the folder of a run or measurement", most)
     raise ConfigError(f"{name}: {why}")
 
 
 def default() -> list[Path]:
     """Return the newest run or measurement in this folder, or else a shipped profile."""
-    return known()[:1] or [path for path in shipped() if path.stem == SHOWN_FIRST]
+    return known()[:1] or [path for path in shipped() if path.name == SHOWN_FIRST]
 
 
 def ships(path: Path) -> bool:
@@ -244,12 +235,7 @@ def ships(path: Path) -> bool:
 
 def shipped() -> list[Path]:
     """Return the recorded profiles that ship with mtrain."""
-    return [
-        path
-        for path in sorted(resource_dir("profiles").iterdir())
-        if (path / SUMMARY).is_file()
-        or (path.suffix == ".json" and _document(path).get("kind") == LAYER)
-    ]
+    return [file.parent for file in sorted(resource_dir("profiles").glob(f"*/{SUMMARY}"))]
 
 
 def known() -> list[Path]:
@@ -263,11 +249,16 @@ def known() -> list[Path]:
 
 def _dated(root: Path) -> dict[Path, float]:
     """Return when each folder in ``root`` changed, for those that have something to report."""
+    # A profile without a sample, or a run without a step, has nothing to report.
+    measured = RECORDS, SWEEP, KERNELS, HEAD_ROWS, STUDY_ROWS, f"{PARTS}/*.parquet"
     dated = {}
     for folder in root.iterdir() if root.is_dir() and os.access(root, os.R_OK) else ():
         with contextlib.suppress(PermissionError):
-            # A profile without a sample, or a run without a step, has nothing to report.
-            places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
+            places = [
+                place
+                for place in (folder, folder / PROFILE)
+                if any(any(place.glob(pattern)) for pattern in measured)
+            ]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
             files += [
                 place / evaluation_results.RESULTS
@@ -281,25 +272,22 @@ def _dated(root: Path) -> dict[Path, float]:
     return dated
 
 
-def _has_figures(place: Path) -> bool:
-    files = RECORDS, SWEEP, KERNELS, HEAD_ROWS, STUDY_ROWS
-    return any((place / name).exists() for name in files) or any((place / PARTS).glob("*.parquet"))
-
-
 def open_source(path: Path) -> ReportSource:
-    """Read and analyze a folder, or a shipped file.
+    """Read and analyze a folder.
 
     Raises:
         ConfigError: the path holds nothing to report, or a damaged file.
     """
     if path.is_file():
-        return _open_file(path)
+        raise ConfigError(
+            f"{path}: not a profile of mtrain; give the folder of a run, a profile or a simulation"
+        )
     files = read_run_files(path)
     others = bool(files.metrics or files.results)
     try:
         places = [place for place in (path, path / PROFILE) if (place / SUMMARY).is_file()]
         if places:
-            return _recorded(path, open_records(places[0]), files)
+            return _profiled(path, places[0], files)
     except ConfigError as error:
         if not others:
             raise
@@ -310,13 +298,27 @@ def open_source(path: Path) -> ReportSource:
     return _with_files(_bare(path, None, files), files)
 
 
+def _profiled(path: Path, folder: Path, files: RunFiles) -> ReportSource:
+    try:
+        source = _recorded(path, open_records(folder), files)
+        sweep_table([("", source.steps)]).cells()
+        if source.step is not None:
+            print_section(Console(file=io.StringIO()), step_section(source.step))
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as e:
+        # A value has another type or size than mtrain writes.
+        raise ConfigError(
+            f"{folder / SUMMARY}: damaged, or does not fit its records ({reason(e)}); measure again"
+        ) from e
+    return source
+
+
 def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSource:
     """Return a source with a profile or simulation."""
     source, summary, folder = _bare(path, recorded, files), recorded.summary, recorded.folder
     kind = summary.get("kind")
     if kind == STEP:
-        if damage := damage_of_step(summary):
-            raise ConfigError(f"{folder / SUMMARY}: {damage}; measure again")
         return _with_experts(replace(source, step=summary), recorded)
     if kind == STUDY:
         return replace(source, study=tables_of(summary, folder))
@@ -327,7 +329,7 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
     if not cases and not files.metrics and not summary.get("sweep"):
         why = "no sample yet; the profile still runs or stopped too early"
         if recorded.complete or summary.get("samples"):
-            why = f"{RECORDS} is missing, although {SUMMARY} lists samples; measure again"
+            why = f"{RECORDS} is missing or empty, although {SUMMARY} lists samples; measure again"
         raise ConfigError(f"{folder}: {why}")
     source = replace(_with_experts(source, recorded), recorded=recorded, cases=cases)
     return _with_files(source, files)
@@ -337,6 +339,7 @@ def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> Repor
     summary = recorded.summary if recorded is not None else {}
     command = {"command": summary["command"]} if summary.get("command") else {}
     facts = {**(summary.get("environment") or {}), **command, **files.facts}
+    facts = {name: v for name, v in facts.items() if isinstance(v, _FACTS.get(name, object))}
     settings = with_choices(files.settings, _choices(summary, files))
     name = os.path.basename(path.resolve()) or str(path)
     return ReportSource(name, path, facts, settings=settings, damage=files.damage)
@@ -393,39 +396,15 @@ def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
-def _open_file(path: Path) -> ReportSource:
-    if path.suffix == ".json":
-        document = _document(path)
-        if document.get("kind") == LAYER and isinstance(document.get("cases"), list):
-            return ReportSource(path.stem, path.parent, shipped=document)
-    raise ConfigError(
-        f"{path}: not a profile of mtrain; give the folder of a run, a profile or a simulation"
-    )
-
-
 def _nothing(path: Path) -> str:
     try:
         content = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
-    if RECORDS in content or PARTS in content:
-        return f"{path}: records without {SUMMARY}, which describes them; measure again"
     if RESOLVED in content:
         return f"{path}: a run that has no step and no profile yet"
-    files = SUMMARY, METRICS_FILE
-    inside = [name for name in content if any((path / name / file).is_file() for file in files)]
-    if inside:
-        return f"{path}: not a run, but contains {', '.join(inside[:SHOWN])}; give one of these"
     listed = ", ".join(content[:SHOWN]) or "nothing"
     return (
         f"{path}: not a run, profile or simulation "
-        f"({' and '.join(files)} are missing; contains {listed})"
+        f"({SUMMARY} and {METRICS_FILE} are missing; contains {listed})"
     )
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}

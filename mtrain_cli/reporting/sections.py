@@ -1,24 +1,23 @@
-"""What a report shows: the sections of terminal and page, and the CSV files."""
+"""What a report shows: the sections of terminal and page, the figures, and the CSV files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
+from mtrain_cli.records.record_files import by_kind
+from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.records.study_rows import sheet_rows
-from mtrain_cli.reporting import tables
+from mtrain_cli.reporting import evaluations, experts, plots, step_tables, tables, training
 from mtrain_cli.reporting.comparison import compare_table
-from mtrain_cli.reporting.evaluations import distinguished, evaluation_tables, named_settings
-from mtrain_cli.reporting.experts import expert_files, expert_table, routing_table
-from mtrain_cli.reporting.pipeline_page import pipeline_table, stages_data
-from mtrain_cli.reporting.program_figure import program_table
-from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.pipeline_page import pipeline_figure, pipeline_table
+from mtrain_cli.reporting.program_figure import program_figure, program_table
+from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
 from mtrain_cli.reporting.sparsity import sparsity_tables
-from mtrain_cli.reporting.step_tables import side_by_side, step_section
 from mtrain_cli.reporting.study_tables import study_sections
-from mtrain_cli.reporting.sweeps import sweep_table, why_not
+from mtrain_cli.reporting.sweeps import scaling_figure, sweep_table, why_not
 from mtrain_cli.reporting.table import Lines, Section, Table, data
-from mtrain_cli.reporting.training import positions_table, training_table
 
 Row = dict[str, Any]
 _TRAINING = (
@@ -27,22 +26,35 @@ _TRAINING = (
 )
 
 
+# Most cells in all heat maps of a page together. This limit and those of the other figures keep the
+# page, with the plotly library, under 1.5 MB.
+HEAT_NUMBERS = 60_000
+Cases = Sequence[tuple[str, ReportSource, CaseAnalysis]]  # (label, run, case)
+_HEATS = (
+    ("attention, ms", "attention", "ms"),
+    ("whole step, ms", "elapsed", "ms"),
+    (f"{plots.LATE_LABEL}, ms", LATE, "ms"),
+    (f"{plots.EXPOSED_LABEL}, ms", EXPOSED, "ms"),
+    ("work: pairs", "pairs", "pairs"),
+    ("work: blocks", "blocks", "blocks"),
+)
+
+
 def own_sections(source: ReportSource) -> list[Section]:
     """Return what a report says about one run."""
     sections = []
-    if source.shipped is not None:
-        command = Lines([f"recorded by {source.shipped.get('command', '')}"], style="dim")
-        sections.append(Section("Recorded", [tables.shipped_table(source.shipped), command]))
     if source.step is not None:
-        sections.append(step_section(source.step))
+        sections.append(step_tables.step_section(source.step))
     if source.steps:
         impossible = [f"impossible: {reason}" for reason in why_not(source.steps)]
         predicted = sweep_table([(source.name, source.steps)])
         sections.append(Section(predicted.title, [predicted, Lines(impossible, style="dim")]))
     sections.append(Section("Patterns", sparsity_tables(source.sparsity)))
-    names = named_settings(source.results)
+    names = evaluations.named_settings(source.results)
     legend = [Lines(names, "Names in these tables and in figures")] if names else []
-    sections.append(Section("Evaluations", [*evaluation_tables(source.results), *legend]))
+    sections.append(
+        Section("Evaluations", [*evaluations.evaluation_tables(source.results), *legend])
+    )
     sections += [table.section for kind, records in source.others for table in kind.tables(records)]
     return [*sections, *study_sections(source.study)]
 
@@ -54,12 +66,12 @@ def shared_sections(sources: Sequence[ReportSource]) -> list[Section]:
     cases = [
         (source.name * (len(sources) > 1), case) for source in sources for case in source.cases
     ]
-    experts = [routing_table(sources), expert_table(sources)]
+    of_experts = [experts.routing_table(sources), experts.expert_table(sources)]
     together: list[Section | Table | None] = [
-        side_by_side(steps) if len(steps) > 1 else None,
-        training_table(trained) if trained else None,
-        positions_table(sources),
-        Section("Experts", experts),
+        step_tables.side_by_side(steps) if len(steps) > 1 else None,
+        training.training_table(trained) if trained else None,
+        training.positions_table(sources),
+        Section("Experts", of_experts),
         pipeline_table(sources),
         tables.balance_section(cases) if cases else None,
     ]
@@ -93,8 +105,7 @@ def files(sources: Sequence[ReportSource]) -> list[Table]:
     written = [
         *tables.details([(source.name, case) for source in sources for case in source.cases]),
         *(data(name, own) for name, own in rows.items()),
-        stages_data(sources),
-        *expert_files(sources),
+        experts.expert_file(sources),
         compare_table(sources),
         *([sweep_table(swept)] if swept else []),
     ]
@@ -103,7 +114,7 @@ def files(sources: Sequence[ReportSource]) -> list[Table]:
 
 def _results(source: ReportSource) -> Iterator[Row]:
     """Yield a row per result of `mtrain eval`, then a row per part of it."""
-    for r, named in zip(source.results, distinguished(source.results), strict=True):
+    for r, named in zip(source.results, evaluations.distinguished(source.results), strict=True):
         place = {name: getattr(r, name) for name in ("step", "task", "length", "attention", "unit")}
         # The name in tables and figures, all settings, and the key in results.jsonl.
         settings = "; ".join((*r.settings, *filter(None, r.details)))
@@ -112,3 +123,105 @@ def _results(source: ReportSource) -> Iterator[Row]:
         yield {**place, **whole, "score": r.score, "error": r.error, **about}
         for part in r.parts:
             yield {**place, **vars(part), **about}
+
+
+# --- figures -----
+
+
+def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
+    """Return the figures that have something to show, in the order of the page."""
+    cases = labelled_cases(sources)
+    trained = [source for source in sources if source.metrics]
+    drawn = [
+        scaling_figure([(source.name, source.swept) for source in sources]),
+        training.held_out_figure(trained),
+        training.training_figure(trained),
+        training.layers_over_steps(
+            *("density", "Density by layer"),
+            trained,
+            "density_by_layer",
+            "density",
+            "step %{x}, layer %{y}: %{z:.2%}",
+        ),
+        *experts.expert_figures(sources),
+        *evaluations.evaluation_figures([(source.name, source.results) for source in sources]),
+        step_tables.step_figure([(s.name, s.step) for s in sources if s.step is not None]),
+    ]
+    for kind, named in by_kind([(source.name, source.others) for source in sources]):
+        drawn += kind.figures(named)
+    drawn += [
+        pipeline_figure(sources),
+        heat_map_figure(cases),
+        rank_figure(cases),
+        program_figure(cases),
+    ]
+    return [figure for figure in drawn if figure.views]
+
+
+def _passes(cases: Cases) -> Iterator[tuple[str, str, PassAnalysis]]:
+    for label, _, case in cases:
+        for direction, analysis in case.passes.items():
+            yield label, direction, analysis
+
+
+def heat_map_figure(cases: Cases) -> plots.Figure:
+    tables = [
+        ((label, direction, quantity), unit, table)
+        for label, direction, analysis in _passes(cases)
+        for quantity, key, unit in _HEATS
+        if (table := getattr(analysis, key)).any() or unit == "ms"
+    ]
+    side = max(16, int((HEAT_NUMBERS / max(1, len(tables))) ** 0.5))
+    views = [
+        plots.heat_view(
+            labels,
+            table,
+            ("step of the schedule", range(table.shape[1])),
+            ("worker", range(len(table))),
+            unit,
+            f"worker %{{y}}, step %{{x}}: %{{z:.4g}} {unit}",
+            side=side,
+            colorscale="YlOrRd" if unit == "ms" else "YlGnBu",
+        )
+        for labels, unit, table in tables
+    ]
+    note = "Means over samples."
+    if any(max(table.shape) > side for _, _, table in tables):
+        note += f" Larger tables shrink to {side} x {side} cells, each the maximum of its group."
+    selectors = ("case", "pass", "quantity")
+    return plots.Figure("heat", "Attention by worker and step", selectors, views, note)
+
+
+def rank_figure(cases: Cases) -> plots.Figure:
+    """Draw a stacked bar per rank with the time of each of `BINS`."""
+    views = []
+    for label, _, case in cases:
+        ranks = case.present
+        choices = {name: [i] for i, name in enumerate(case.directions)}
+        if len(choices) > 1:
+            choices = {"all passes": list(range(len(choices))), **choices}
+        for passes, chosen in choices.items():
+            bars = zip(BINS, case.bins[chosen].sum(0)[ranks].T, strict=True)
+            shape = plots.layout(
+                380,
+                plots.axis("rank", **plots.whole(len(ranks))),
+                plots.from_zero("ms per iteration"),
+                barmode="stack",
+                bargap=0.15 if len(ranks) < 40 else 0,
+            )
+            data = [_bin(name, ms, ranks) for name, ms in bars if ms.any()]
+            views.append(plots.FigureView((label, passes), data, shape))
+    return plots.Figure("ranks", "Time breakdown by rank", ("case", "passes"), views)
+
+
+def _bin(name: str, ms: Any, ranks: Sequence[int]) -> plots.Trace:
+    """Return the bars of one of `BINS`: a bar for each rank."""
+    kind, _, link = name.partition(" ")
+    label, colour = name, plots.COLOURS[kind]
+    if kind == EXPOSED:
+        label = f"exposed ({link} link)" if link else plots.EXPOSED_LABEL
+        colour = plots.link_colour(link)
+    elif name == LATE:
+        label = plots.LATE_LABEL
+    hover, more = f"%{{x}}: {label} %{{y:.4g}} ms", {"name": label, "orientation": "v"}
+    return plots.bar(list(ranks), plots.numbers(ms), colour, hover, **more)

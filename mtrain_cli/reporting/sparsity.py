@@ -1,4 +1,4 @@
-"""`mtrain profile sparsity`: tables and a figure of recall and density by layer."""
+"""`mtrain profile sparsity`: tables of recall and density by layer and step."""
 
 from __future__ import annotations
 
@@ -7,45 +7,33 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
 from mtrain_cli.grouping import grouped
-from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.plots import Figure, FigureView, axis, layout
 from mtrain_cli.reporting.table import TOTAL, Column, Table, fixed
 
 Rows = Sequence[dict[str, Any]]  # with the keys of `HeadRecord`
-_QUANTITIES = (
-    ("recall, mean of heads", "recall", np.mean),
-    ("recall of the worst sampled query", "worst", np.min),
-    ("density, mean of heads", "density", np.mean),
-)
 
 
 def sparsity_tables(rows: Rows) -> list[Table]:
-    """Return a table per pattern, for the first and the last measured step, and one of all steps.
-
-    With at most two steps, the last one says nothing new, so it is left out.
-    """
+    """Return a table of layers per pattern for the last measured step, and one of all steps."""
     groups = _groups(rows)
-    steps = sorted({step for _, step in groups})
+    last = max((step for _, step in groups), default=0)
     measures, note = _measures(rows), _note(rows)
     tables = []
     for (pattern, step), own in groups.items():
-        if step in (steps[0], steps[-1]):
+        if step == last:
             layers = sorted(grouped(own, lambda row: row["layer"]).items())
-            title, note_of_layers = f"{pattern}, step {step}", f"means over heads; {note}"
             columns = [Column("layer", itemgetter(0)), *measures]
-            tables.append(Table(title, columns, [*layers, ("all", own)], note_of_layers, "", _all))
-    if len(steps) > 2:
+            of_layers = [*layers, ("all", own)]
+            about = f"means over heads; {note}"
+            tables.append(Table(f"{pattern}, step {step}", columns, of_layers, about, "", _all))
+    if len({step for _, step in groups}) > 1:
         columns = [
             Column("pattern", lambda row: row[0][0], words=True, once=True),
             Column("step", lambda row: row[0][1]),
             *measures,
         ]
-        tables.append(
-            Table("All steps", columns, [*groups.items()], f"means over layers and heads; {note}")
-        )
+        about = f"means over layers and heads; {note}"
+        tables.append(Table("All steps", columns, [*groups.items()], about))
     return tables
 
 
@@ -90,35 +78,3 @@ def _note(rows: Rows) -> str:
         "query; density: computed share of all causal pairs"
         f"{inside if _is_masked(rows) else ''}"
     )
-
-
-def sparsity_figure(named: Sequence[tuple[str, Rows]]) -> Figure:
-    """Draw recall and density by layer, of each run."""
-    layers = [view for run, rows in named for view in _by_layer(run * (len(named) > 1), rows)]
-    note = (
-        "Recall: share of dense attention that the pattern keeps, over sampled queries. "
-        "Density: share of all causal pairs."
-    )
-    return Figure("sparsity", "Recall and density by layer", (), layers, note, together=True)
-
-
-def _by_layer(run: str, rows: Rows) -> list[FigureView]:
-    groups = _groups(rows)
-    layers = sorted({row["layer"] for row in rows})
-    views = []
-    for title, key, reduce in _QUANTITIES:
-        data = []
-        for i, (pattern, step) in enumerate(plots.evenly(sorted(groups), 12)):
-            values = grouped(groups[pattern, step], lambda row: row["layer"])
-            own = {layer: reduce([row[key] for row in heads]) for layer, heads in values.items()}
-            y = [own.get(layer) for layer in layers]
-            data.append(plots.styled(f"{pattern}, step {step}", layers, y, i))
-        shape = layout(
-            300 + 8 * len(data),
-            axis("layer", **plots.whole(layers[-1] - layers[0] + 1)),
-            plots.from_zero(key, tickformat=".0%" if key == "density" else ""),
-            showlegend=True,
-            margin={"t": 20 + 12 * len(data)},
-        )
-        views.append(FigureView(tuple(filter(None, (title, run))), data, shape))
-    return views

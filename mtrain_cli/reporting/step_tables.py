@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import statistics
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from html import escape
 from operator import itemgetter
 from typing import Any
 
-from mtrain_cli.console import Console
 from mtrain_cli.records.metrics import sound_mfu
 from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting import plots
@@ -27,7 +25,6 @@ from mtrain_cli.reporting.table import (
     number,
     percent,
 )
-from mtrain_cli.reporting.terminal_width import print_section
 
 NAME = 44  # characters of a kernel's name
 RANKS = 64  # most bars in a figure
@@ -71,19 +68,6 @@ def step_section(document: dict[str, Any]) -> Section:
     return Section("One training step", parts)
 
 
-def damage_of_step(document: dict[str, Any]) -> str | None:
-    """Return why a summary cannot be shown, or None if it can be shown."""
-    try:
-        if not document["ranks"]:
-            return "ranks is empty"
-        print_section(Console(file=io.StringIO()), step_section(document))
-    except KeyError as error:
-        return f"{error.args[0]} is missing"
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        return f"not the summary of a recorded step ({error})"
-    return None
-
-
 def _about(document: dict[str, Any]) -> str:
     s, steps, first = document["settings"], document["steps"], document["warmup"] + 1
     kind = document["device"] if document["gpu"] else "CPU"
@@ -122,12 +106,10 @@ def side_by_side(named: Named) -> Table:
     For two steps, the table also has the ratio of the times.
     """
     every = [document["ranks"] for _, document in named]
-    parts = dict.fromkeys(name for ranks in every for name in ranks[0]["parts"])
-    means = {
-        name: [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every]
-        for name in parts
-    }
-    rows = [(name, ms) for name, ms in means.items() if any(ms)]
+    means = list(map(_means, every))
+    parts = dict.fromkeys(part for of_run in means for part in of_run)
+    rows = [(part, [of_run.get(part, 0.0) for of_run in means]) for part in parts]
+    rows = [row for row in rows if any(row[1])]
     rows.append((_STEP, [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every]))
     rows.append((_BARE, [max(rank["plain_ms"] for rank in ranks) for ranks in every]))
     # Earlier versions counted waits as part of the links.
@@ -149,6 +131,14 @@ def side_by_side(named: Named) -> Table:
     return Table(
         "Side by side, ms", columns, rows, state=lambda row: TOTAL * (row[0] in (_STEP, _BARE))
     )
+
+
+def _means(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the time of every part, averaged over ranks."""
+    parts = dict.fromkeys(part for rank in ranks for part in rank["parts"])
+    return {
+        part: statistics.fmean(rank["parts"].get(part, 0.0) for rank in ranks) for part in parts
+    }
 
 
 def lines(document: dict[str, Any]) -> list[str]:
@@ -234,11 +224,11 @@ def _ms(value: float) -> str:
     return "0" if value == 0 else number(value, 4) if abs(value) >= 0.01 else f"{value:.2g}"
 
 
-def short_name(name: str, width: int = NAME) -> str:
+def short_name(name: str) -> str:
     """Return a kernel's name without return type, namespaces, arguments and template parameters.
 
     The name keeps the function that an element-wise kernel applies. If the name is still longer
-    than ``width``, its middle is cut out.
+    than `NAME`, its middle is cut out.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     bare, before = plain, ""
@@ -251,10 +241,10 @@ def short_name(name: str, width: int = NAME) -> str:
     if of_cute := re.match(r"kernel_cutlass_\w*?([A-Z]\w*?)_object_at_", plain):
         bare = of_cute[1]  # the kernel's class; the rest describes its arguments
     applied = re.search(r"\w*Functor\w*|\w+_kernel_cuda|Gemm\w+", plain.partition("<")[2])
-    if applied and (room := width - len(applied[0]) - 1) > 10:
+    if applied and (room := NAME - len(applied[0]) - 1) > 10:
         return f"{bare if len(bare) <= room else bare[: room - 2] + '..'} {applied[0]}"
-    end = width // 3
-    return bare if len(bare) <= width else f"{bare[: width - end - 2]}..{bare[-end:]}"
+    end = NAME // 3
+    return bare if len(bare) <= NAME else f"{bare[: NAME - end - 2]}..{bare[-end:]}"
 
 
 # --- figure -----
@@ -271,8 +261,9 @@ def step_figure(named: Named) -> Figure:
             values = plots.numbers([row.get(part, 0.0) for row in rows])
             colour = "#c8352b" if part == WAITS else _COLOURS[i % len(_COLOURS)]
             if any(values):
-                hover = f"%{{y}}: {part} %{{x:.4g}} ms"
-                data.append(plots.bar(values, places, colour, hover, name=part))
+                name = escape(part)
+                hover = f"%{{y}}: {name} %{{x:.4g}} ms"
+                data.append(plots.bar(values, places, colour, hover, name=name))
         x, y = plots.from_zero("ms per step"), {"autorange": "reversed", "automargin": True}
         height = 170 + 30 * min(len(places), 24)
         shape = plots.layout(height, x, y, barmode="stack", margin={"l": 10})
@@ -280,13 +271,7 @@ def step_figure(named: Named) -> Figure:
 
     views = []
     if len(named) > 1:
-        means = [
-            {
-                part: statistics.fmean(rank["parts"].get(part, 0.0) for rank in document["ranks"])
-                for part in parts
-            }
-            for _, document in named
-        ]
+        means = [_means(document["ranks"]) for _, document in named]
         views.append(view("all runs", [escape(name) for name, _ in named], means))
     for name, document in named:
         shown = document["ranks"][:: -(-len(document["ranks"]) // RANKS)]

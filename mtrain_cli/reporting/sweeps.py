@@ -23,6 +23,7 @@ LEGEND = (
     f"all_gather in N: heads gathered in N parts. {FITS}"
 )
 _AXES = ("nodes", "workers")  # swept settings that change the number of GPUs
+_BOUNDS = "(%{customdata[0]:,.4g} to %{customdata[1]:,.4g}), %{customdata[2]}"
 _DASHES = ("solid", "dot", "dashdot")
 
 
@@ -58,25 +59,37 @@ def sweep_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
         shown = "" if name in _AXES else name
         return _column(shown, lambda row: row.get("point", {}).get(name), key=f"swept {name}")
 
+    def seconds(bound: str) -> Callable[[Row], Any]:
+        return possible(lambda row: row["seconds"][bound])
+
+    def bounds(row: Row) -> str:
+        return f"{number(row['seconds']['low'])} - {number(row['seconds']['high'])}"
+
+    def groups(row: Row) -> str | None:
+        return f"{row['dp']} x {row['cp']}" if "dp" in row else None
+
+    def fits(row: Row) -> str:
+        return "impossible" if "cannot" in row else "yes" if row["fits"] else "no"
+
     several_groups = any(row.get("dp", 1) > 1 for _, row in every)
     columns = [
         Column("run" * (len(runs) > 1), itemgetter(0), key="run", words=True),
         *map(swept, points),
         _column("GPUs", _get("workers"), key="workers"),
-        *([_column("data x context", _groups, drop=3)] if several_groups else []),
+        *([_column("data x context", groups, drop=3)] if several_groups else []),
         _column("", _get("cp"), key="cp"),
         _column("layout", _get("layout"), key="layout", words=True),
         _column("exchange", _get("exchange"), short_label, "exchange", words=True),
         *(_column("", _get(name), key=name) for name in ("kernel", "seq", "density")),
-        _column("", possible(lambda row: row["seconds"]["low"]), key="seconds_low"),
-        _column("s / step", possible(lambda row: row["seconds"]["value"]), _four, "seconds"),
-        _column("best - worst", possible(_bounds), drop=2),
-        _column("", possible(lambda row: row["seconds"]["high"]), key="seconds_high"),
+        _column("", seconds("low"), key="seconds_low"),
+        _column("s / step", seconds("value"), partial(number, digits=4), "seconds"),
+        _column("best - worst", possible(bounds), drop=2),
+        _column("", seconds("high"), key="seconds_high"),
         _column("tokens/s/GPU", possible(_rate), count, "tokens_per_second_per_gpu"),
         _column("", _get("mfu"), key="mfu"),
         _column("HFU", _get("hfu"), percent, "hfu", drop=1),
         _column("GiB", possible(_gib), fixed(1), "memory_gib"),
-        _column("fits", _fits, words=True),
+        _column("fits", fits, words=True),
         _column("", lambda row: bool(row.get("fits")), key="fits"),
         _column("", _get("cannot"), key="cannot"),
     ]
@@ -90,22 +103,6 @@ def _column(name: str, value: Callable[[Row], Any], *more: Any, **options: Any) 
 
 def _get(name: str) -> Callable[[Row], Any]:
     return lambda row: row.get(name)
-
-
-def _four(value: float) -> str:
-    return number(value, 4)
-
-
-def _groups(row: Row) -> str | None:
-    return f"{row['dp']} x {row['cp']}" if "dp" in row else None
-
-
-def _bounds(row: Row) -> str:
-    return f"{number(row['seconds']['low'])} - {number(row['seconds']['high'])}"
-
-
-def _fits(row: Row) -> str:
-    return "impossible" if "cannot" in row else "yes" if row["fits"] else "no"
 
 
 def _rate(row: Row, bound: str = "value") -> float:
@@ -140,18 +137,18 @@ def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
     for name, rows in sweeps:
         good = [row for row in rows if "cannot" not in row]
         gpus = len({row["workers"] for row in good}) > 1 or len({row["seq"] for row in good}) < 2
+
+        def settings(row: Row, with_seq: bool = gpus) -> str:
+            swept = [f"{k} {v}" for k, v in swept_settings(row).items() if with_seq or k != "seq"]
+            return ", ".join(swept) or "as given"
+
         views += [
             _view((name, label, title), group, value, gpus=gpus, ideal=linear and gpus)
-            for label, group in grouped(good, partial(_label_of, with_seq=gpus)).items()
+            for label, group in grouped(good, settings).items()
             for title, value, linear in _QUANTITIES
         ]
     note = "Hover for the bounds of all constants. Crosses do not fit into memory."
     return Figure("scaling", "Scaling", ("sweep", "settings", "quantity"), views, note)
-
-
-def _label_of(row: Row, with_seq: bool) -> str:
-    swept = [f"{k} {v}" for k, v in swept_settings(row).items() if with_seq or k != "seq"]
-    return ", ".join(swept) or "as given"
 
 
 def _view(
@@ -163,18 +160,33 @@ def _view(
     exchanges = list(dict.fromkeys(exchange for _, exchange in lines))
     layouts = list(dict.fromkeys(layout for layout, _ in lines))
     data: list[Trace] = []
-    for (layout_name, exchange), line in lines.items():
+    for (layout_name, exchange), of_line in lines.items():
+        line = sorted(of_line, key=lambda row: row[at])
         colour = plots.PALETTE[exchanges.index(exchange) % len(plots.PALETTE)]
         dash = _DASHES[layouts.index(layout_name) % len(_DASHES)]
         name = escape(f"{layout_name}, {exchange}")
-        data += _line(name, sorted(line, key=lambda row: row[at]), at, value, colour, dash)
+        low, likely, high = (
+            plots.numbers([value(row, bound) for row in line]) for bound in ("low", "value", "high")
+        )
+        fits = ["fits" if row["fits"] else "does not fit" for row in line]
+        more: dict[str, Any] = {
+            "customdata": list(map(list, zip(low, high, fits, strict=True))),
+            "hovertemplate": f"{name}: %{{y:,.4g}} {_BOUNDS}<extra></extra>",
+            "legendgroup": name,
+            "line": {"color": colour, "dash": dash},
+        }
+        data.append(plots.line(name, [row[at] for row in line], likely, colour, **more))
+        if unfit := [i for i, row in enumerate(line) if not row["fits"]]:
+            places = [line[i][at] for i in unfit], [likely[i] for i in unfit]
+            cross = {"mode": "markers", "marker": {"color": colour, "size": 12, "symbol": "x"}}
+            more = {"legendgroup": name, **cross, **plots.QUIET}
+            data.append(plots.line(name, *places, colour, **more))
     ticks = sorted({row[at] for row in rows})
     if ideal:
         first = min(rows, key=lambda row: (row[at], -value(row, "value")))
-        y = plots.numbers([value(first, "value") * n / first[at] for n in ticks])
-        style = {"color": "#999", "dash": "longdash"}
-        shown = {"mode": "lines", "name": "linear", "x": ticks, "y": y, "line": style}
-        data.append({"type": "scatter", **shown, "hoverinfo": "skip"})
+        ideals = [value(first, "value") * n / first[at] for n in ticks]
+        style = {"mode": "lines", "line": {"color": "#999", "dash": "longdash"}}
+        data.append(plots.line("linear", ticks, ideals, "#999", **style, hoverinfo="skip"))
     x = plots.axis(
         "GPUs" if gpus else "tokens per sequence",
         type="log",
@@ -183,25 +195,3 @@ def _view(
     )
     scale = {"type": "log", "dtick": "D2"} if ideal else {"rangemode": "tozero"}
     return FigureView(labels, data, plots.layout(460, x, plots.axis(labels[-1], **scale)))
-
-
-def _line(
-    name: str, line: Sequence[Row], at: str, value: Any, colour: str, dash: str
-) -> list[Trace]:
-    x = [row[at] for row in line]
-    low, likely, high = (
-        plots.numbers([value(row, bound) for row in line]) for bound in ("low", "value", "high")
-    )
-    fits = ["fits" if row["fits"] else "does not fit" for row in line]
-    bounds = "(%{customdata[0]:,.4g} to %{customdata[1]:,.4g})"
-    common = {"type": "scatter", "legendgroup": name}
-    hover = f"{name}: %{{y:,.4g}} {bounds}, %{{customdata[2]}}<extra></extra>"
-    customdata = [list(point) for point in zip(low, high, fits, strict=True)]
-    style = {"legendgroup": name, "line": {"color": colour, "dash": dash}}
-    more = {"customdata": customdata, "hovertemplate": hover, **style}
-    traces = [plots.line(name, x, likely, colour, **more)]
-    if unfit := [i for i, row in enumerate(line) if not row["fits"]]:
-        cross = {"mode": "markers", "marker": {"color": colour, "size": 12, "symbol": "x"}}
-        places = {"x": [x[i] for i in unfit], "y": [likely[i] for i in unfit]}
-        traces.append({**common, **cross, **places, **plots.QUIET})
-    return traces

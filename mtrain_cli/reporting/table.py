@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.printable import printable
 from mtrain_cli.records.imbalance import Estimate
 
 BEST, NOT, TOTAL = "best", "not", "total"  # states of rows
@@ -145,6 +146,9 @@ def _plain(value: Any) -> Any:
         value = value.mean
     if isinstance(value, float | np.floating):
         return f"{value:.6g}" if np.isfinite(value) else ""
+    if isinstance(value, str):
+        # A spreadsheet would evaluate text that begins like a formula.
+        return "'" * value.startswith(("=", "+", "-", "@")) + printable(value)
     return "" if value is None else value
 
 

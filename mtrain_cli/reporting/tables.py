@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, PassAnalysis
-from mtrain_cli.records.imbalance import Estimate
 from mtrain_cli.reporting.table import (
     Column,
     Lines,
@@ -22,7 +22,6 @@ from mtrain_cli.reporting.table import (
     Section,
     Table,
     data,
-    fixed,
     ms,
     percent,
     spread,
@@ -43,11 +42,10 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
     overhead = summary.get("overhead")
     if not isinstance(overhead, int | float):
         return None
-    cases = summary.get("cases") or []
-    plain = [np.array(times) for case in cases if (times := case.get("iteration_ms"))]
-    if not plain or min(map(len, plain)) < 2:
+    plain = [case.get("iteration_ms") or [] for case in summary.get("cases") or []]
+    if min(map(len, plain), default=0) < 2:
         return "cost unknown: only one iteration with and one without recording"
-    noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)
+    noise = max((max(times) - min(times)) / statistics.median(times) for times in plain)
     cost = "cost within noise" if overhead <= noise else f"costs {overhead:.1%} of an iteration"
     return f"{cost} (iterations without recording vary by up to {noise:.1%})"
 
@@ -71,45 +69,37 @@ class _Row:
         return list(self.case.passes.values()) if one is None else [one]
 
 
-def _estimate(
-    name: str, group: str, key: str, value: Callable[[Any], Estimate], digits: int = 2
-) -> tuple[Column, Column]:
-    """Return the column of an estimate and, for the CSV file, of its standard deviation."""
-    form = partial(spread, digits=digits)
+def _estimate(name: str, group: str, key: str, field: str, digits: int) -> tuple[Column, Column]:
+    """Return the column of an estimate and, for the CSV file, of its standard deviation.
+
+    field: the field of an analysis, with dots.
+    """
+    value, form = attrgetter(f"analysis.{field}"), partial(spread, digits=digits)
     return (
-        Column(name, lambda row: value(row.analysis), form, key, group=group),
-        Column("", lambda row: value(row.analysis).std, key=f"{key}_std"),
+        Column(name, value, form, key, group=group),
+        Column("", lambda row: value(row).std, key=f"{key}_std"),
     )
 
 
-def _degree(kind: str, name: str) -> tuple[Column, Column]:
-    def value(analysis: Any) -> Estimate:
-        return getattr(getattr(analysis, kind), name)
-
-    return _estimate(kind, f"{name} imbalance", f"{kind}_{name}_id", value)
-
-
-_IMBALANCE = {(kind, name): _degree(kind, name) for kind in ("time", "work") for name in DEGREES}
+_IMBALANCE = {
+    (kind, name): _estimate(kind, f"{name} imbalance", f"{kind}_{name}_id", f"{kind}.{name}", 2)
+    for kind in ("time", "work")
+    for name in DEGREES
+}
 _RATIOS = (
-    *_estimate("per step", "computation ratio", "computed_step", lambda a: a.computation.step, 3),
-    *_estimate("total", "computation ratio", "computed_total", lambda a: a.computation.total, 3),
+    *_estimate("per step", "computation ratio", "computed_step", "computation.step", 3),
+    *_estimate("total", "computation ratio", "computed_total", "computation.total", 3),
 )
-_STEP_MS = tuple(
-    Column(name, value, ms, f"step_ms_{name}", group="step ms")
-    for name, value in (
-        ("p50", lambda row: statistics.fmean(p.p50 for p in row.passes)),
-        ("p95", lambda row: statistics.fmean(p.p95 for p in row.passes)),
-        ("max", lambda row: max(p.longest for p in row.passes)),
-    )
+_LONGEST = Column(
+    *("max", lambda row: max(p.longest for p in row.passes), ms, "step_ms_max"), group="step ms"
 )
 
 
 def balance_section(cases: Named) -> Section:
     """Return load balance, time breakdown and heat maps."""
-    every = [(run, part) for run, case in cases for part in case.with_kinds]
     maps = [(run, case) for run, case in cases if case.workers > 1]
     more = f"showing {MAPS} of {len(maps)} heat maps; report.html has all, for both passes"
-    parts: list[Part] = [summary_table(every), bins_table(every)]
+    parts: list[Part] = [summary_table(cases), bins_table(cases)]
     parts += [Map(heat_map(case, next(iter(case.passes)), run)) for run, case in maps[:MAPS]]
     parts += [Lines([more], style="dim")] if len(maps) > MAPS else []
     return Section("Load balance", parts)
@@ -156,28 +146,27 @@ def summary_table(cases: Named) -> Table:
         f"{only * any(case.tensor is not None for _, case in cases)}; late "
         "peers: waiting for them; exposed: communication without overlap"
     )
+
+    def links(exposed: dict[str, float]) -> str:
+        return "\n".join(f"{link} {ms(value)}" for link, value in exposed.items()) or "0"
+
+    def pass_ms(case: CaseAnalysis, direction: str) -> float | None:
+        return case.passes[direction].duration.mean if direction in case.passes else None
+
     columns = [
         *_labels(cases),
         *(_IMBALANCE[kind, name][0] for name in ("worker", "step") for kind in ("time", "work")),
         *_RATIOS[::2],
         Column("late peers", lambda row: row.case.bin_ms("late"), ms, group="waits ms"),
-        Column("exposed", lambda row: row.case.exposed, _links, group="waits ms"),
-        *_STEP_MS,
+        Column("exposed", lambda row: row.case.exposed, links, group="waits ms"),
+        _LONGEST,
         *(
-            Column(name, lambda row, name=name: _pass_ms(row.case, name), ms, group="pass ms")
+            Column(name, lambda row, name=name: pass_ms(row.case, name), ms, group="pass ms")
             for name in ("forward", "backward")
         ),
         Column("n", lambda row: row.case.samples),
     ]
     return Table("Load balance", columns, [_Row(*pair) for pair in cases], note)
-
-
-def _links(exposed: dict[str, float]) -> str:
-    return "\n".join(f"{link} {ms(value)}" for link, value in exposed.items()) or "0"
-
-
-def _pass_ms(case: CaseAnalysis, direction: str) -> float | None:
-    return case.passes[direction].duration.mean if direction in case.passes else None
 
 
 def bins_table(cases: Named) -> Table:
@@ -204,7 +193,7 @@ def bins_table(cases: Named) -> Table:
 
 
 def details(cases: Named) -> list[Table]:
-    """Return the CSV files of the cases of runs."""
+    """Return the CSV files of cases. In summary.csv, a case has a row for both passes, and each."""
     passes = [
         ({"run": run, "case": case.label, "direction": name}, analysis)
         for run, case in cases
@@ -221,17 +210,6 @@ def details(cases: Named) -> list[Table]:
         for names, analysis in passes
         for layer in analysis.layers
     ]
-    return [
-        _summary(cases),
-        data("steps", [row for names, analysis in passes for row in _steps(names, analysis)]),
-        data("time_by_rank", [row for run, case in cases for row in _time_by_rank(run, case)]),
-        data("layers", layers),
-        data("causes", causes),
-    ]
-
-
-def _summary(cases: Named) -> Table:
-    """Return summary.csv: per case, a row with the means of both passes, and a row per pass."""
     rows = [_Row(run, case, name) for run, case in cases for name in ("both", *case.passes)]
     columns = [
         Column("", lambda row: row.run, key="run"),
@@ -242,14 +220,15 @@ def _summary(cases: Named) -> Table:
         *(column for pair in _IMBALANCE.values() for column in pair),
         *_RATIOS,
         Column("", lambda row: sum(p.duration.mean for p in row.passes), key="pass_ms"),
-        Column("", _std_of_pass, key="pass_ms_std"),
-        *_STEP_MS,
+        _LONGEST,
     ]
-    return Table("", columns, rows, name="summary")
-
-
-def _std_of_pass(row: _Row) -> float | None:
-    return None if row.direction == "both" else row.passes[0].duration.std
+    return [
+        Table("", columns, rows, name="summary"),
+        data("steps", [row for names, analysis in passes for row in _steps(names, analysis)]),
+        data("time_by_rank", [row for run, case in cases for row in _time_by_rank(run, case)]),
+        data("layers", layers),
+        data("causes", causes),
+    ]
 
 
 def _steps(names: dict[str, Any], analysis: PassAnalysis) -> Iterator[dict[str, Any]]:
@@ -315,28 +294,3 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
         size = max(1, -(-table.shape[axis] // cells))
         table = np.maximum.reduceat(table, np.arange(0, table.shape[axis], size), axis=axis)
     return table, table.shape != whole
-
-
-def shipped_table(document: dict[str, Any]) -> Table:
-    """Return a table of the cases of a shipped profile in the older file format."""
-
-    def degree(name: str) -> Column:
-        return Column(
-            name, lambda case: (case.get("time") or {}).get(name), fixed(2), group="imbalance"
-        )
-
-    def waits(case: dict[str, Any]) -> float | None:
-        return sum(case.get("of_wait", {}).values()) if case.get("by_kind") else None
-
-    columns = [
-        Column("case", lambda case: case["label"], words=True),
-        Column("seq", lambda case: f"{case['seq'] // 1024}K"),
-        Column("density", lambda case: case["density"], percent, drop=2),
-        Column("forward", lambda case: case["forward"], ms, group="pass ms"),
-        Column("backward", lambda case: case["backward"], ms, group="pass ms"),
-        Column("waits ms", waits, ms, drop=1),
-        *map(degree, ("worker", "step")),
-        Column("computed", lambda case: case.get("computation"), fixed(2)),
-    ]
-    title = f"{document.get('hardware', '')}, {document.get('date', '')}"
-    return Table(title, columns, document["cases"], str(document.get("note") or ""))

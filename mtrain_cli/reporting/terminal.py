@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.console import Console
-from mtrain_cli.reporting.comparison import incomparable
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.run_files import attention_lines
 from mtrain_cli.reporting.sections import own_sections, shared_sections
-from mtrain_cli.reporting.terminal_width import limit, print_section, say
+from mtrain_cli.reporting.terminal_width import print_section, say
 
 PIPED = 100  # characters of a line that does not go to a terminal
 
@@ -26,15 +24,9 @@ def make_console() -> Console:
 
 def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
     """Print the tables of all sources, some heat maps, and why workers wait."""
-    whole, width = sources, limit(console)
-    longest = max(len(source.name) for source in sources)
-    if width is not None and len(sources) > 1 and longest > width // 4:
-        # The names are too long for tables.
-        sources = [replace(source, name=f"({i})") for i, source in enumerate(sources, 1)]
-    for given, source in zip(whole, sources, strict=True):
-        number = "" if source.name == given.name else f"{source.name} "
+    for source in sources:
         about = filter(None, (source.where, source.facts.get("started"), _samples(source)))
-        line = f"{number}{given.name}: {', '.join([source.kind, *about])}"
+        line = f"{source.name}: {', '.join([source.kind, *about])}"
         say(console, line, indent=2, style="bold")
         for line in attention_lines(source.settings):
             say(console, f"  {line}", indent=4, style="dim")
@@ -42,8 +34,6 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
             say(console, f"  {remark}", indent=2, style="yellow")
         for section in own_sections(source):
             print_section(console, section)
-    for line in incomparable(sources):
-        say(console, f"warning: {line}", indent=2, style="yellow")
     for section in shared_sections(sources):
         print_section(console, section)
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from html import escape
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -41,21 +42,11 @@ _CURVES: tuple[Quantity, ...] = (
     ("density", "density", True),
     ("peak memory, GiB", "peak_memory_gib", True),
 )
+_EARLIER = "earlier tokens (up to)"
 _LOG_FROM = 30.0  # If max / min of the gradient norm exceeds this, the axis is logarithmic.
 
 
 # --- tables -----
-
-
-def medians_note(sources: Sequence[ReportSource]) -> str:
-    """Return a note on the steps that the medians of `training_table` cover, and on density."""
-    note = f"medians without the first {WARM_UP_STEPS} steps, which warm up"
-    if any(len(source.metrics) <= WARM_UP_STEPS for source in sources):
-        note += "; of a shorter run, the last step"
-    for source in sources:
-        if remark := next(filter(None, map(nothing_left_out, source.metrics)), ""):
-            note += f"; {f'{source.name}: ' * (len(sources) > 1)}{remark}"
-    return note
 
 
 def training_table(sources: Sequence[ReportSource]) -> Table:
@@ -65,6 +56,21 @@ def training_table(sources: Sequence[ReportSource]) -> Table:
     def known(source: ReportSource, name: str) -> list[Any]:
         return [v for step in source.metrics if (v := getattr(step, name)) is not None]
 
+    def steady(source: ReportSource) -> list[StepMetrics]:
+        return steady_steps(source.metrics, [restart.step for restart in source.restarts])
+
+    def median(name: str) -> Callable[[ReportSource], float | None]:
+        def of(source: ReportSource) -> float | None:
+            values = [v for step in steady(source) if (v := getattr(step, name)) is not None]
+            return statistics.median(values) if values else None
+
+        return of
+
+    def mfu(source: ReportSource) -> float | None:
+        """Return the median MFU; None for a sparse run, which may start with dense steps."""
+        dense = all(step.mfu_model is not None for step in steady(source))
+        return median("mfu_model")(source) if dense else None
+
     columns = [
         # For a single run, a line above the table has the name.
         *([Column("run", lambda s: s.name, words=True)] if len(sources) > 1 else []),
@@ -72,38 +78,26 @@ def training_table(sources: Sequence[ReportSource]) -> Table:
         # A step without labels has no loss.
         Column("loss, first", lambda s: next(iter(known(s, "loss")), None), fixed(3)),
         Column("last", lambda s: next(reversed(known(s, "loss")), None), fixed(3)),
-        Column("s / step", _median("seconds"), "{:.3g}".format, drop=5),
-        Column(rate, _median("tokens_per_second_per_gpu"), count),
-        Column("MFU", _mfu, percent, drop=4),
-        Column("HFU", _median("mfu_executed"), percent),
-        Column("density", _median("density"), percent, drop=3),
-        Column("targets", _median("targets"), count, drop=1),
+        Column("s / step", median("seconds"), "{:.3g}".format, drop=5),
+        Column(rate, median("tokens_per_second_per_gpu"), count),
+        Column("MFU", mfu, percent, drop=4),
+        Column("HFU", median("mfu_executed"), percent),
+        Column("density", median("density"), percent, drop=3),
+        Column("targets", median("targets"), count, drop=1),
         Column(
             "peak GiB", lambda s: max(known(s, "peak_memory_gib"), default=None), fixed(1), drop=2
         ),
         Column("tokens", lambda s: s.metrics[-1].tokens or 0, count, drop=6),
         Column("took", lambda s: sum(known(s, "seconds")), format_duration, drop=7),
     ]
-    note = f"{medians_note(sources)}; took: all steps, no evaluations"
+    note = (
+        f"medians without the first {WARM_UP_STEPS} steps, which warm up, or of the last step; "
+        "took: all steps, no evaluations"
+    )
+    for source in sources:
+        if remark := next(filter(None, map(nothing_left_out, source.metrics)), ""):
+            note += f"; {f'{source.name}: ' * (len(sources) > 1)}{remark}"
     return Table("Training", columns, sources, note)
-
-
-def _steady(source: ReportSource) -> list[StepMetrics]:
-    return steady_steps(source.metrics, [restart.step for restart in source.restarts])
-
-
-def _median(name: str) -> Callable[[ReportSource], float | None]:
-    def median(source: ReportSource) -> float | None:
-        values = [v for step in _steady(source) if (v := getattr(step, name)) is not None]
-        return statistics.median(values) if values else None
-
-    return median
-
-
-def _mfu(source: ReportSource) -> float | None:
-    """Return the median MFU; None for a sparse run, which may start with dense steps."""
-    dense = all(step.mfu_model is not None for step in _steady(source))
-    return _median("mfu_model")(source) if dense else None
 
 
 def positions_table(sources: Sequence[ReportSource]) -> Table | None:
@@ -120,23 +114,19 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
     evaluations = [evaluation for _, evaluation in shown]
     last = evaluations[-1]
     tokens = {(b.begin, b.end): b.tokens for b in last.buckets}
-    # (begin, end, loss in each evaluation); None for all contexts together
-    whole = (None, 0, [e.loss for e in evaluations])
-    rows: list[tuple[int | None, int, Sequence[float | None]]]
-    rows = [*losses_by_bucket(evaluations), whole]
-
-    def context(row: tuple[int | None, int, Any]) -> str:
-        begin, end, _ = row
-        return "all" if begin is None else f"{format_size(begin)} to {format_size(end)}"
+    # (range of earlier tokens, tokens, loss in each evaluation)
+    rows: list[tuple[str, int, Sequence[float | None]]] = [
+        (f"{format_size(begin)} to {format_size(end)}", tokens.get((begin, end), 0), losses)
+        for begin, end, losses in losses_by_bucket(evaluations)
+    ]
+    rows.append(("all", last.tokens, [e.loss for e in evaluations]))
 
     def heading(name: str, e: Evaluation) -> str:
         return "\n".join([*([name] if len(sources) > 1 else []), f"step {e.step}", e.attention])
 
     columns = [
-        Column("earlier tokens", context),
-        Column(
-            "tokens", lambda row: last.tokens if row[0] is None else tokens.get(row[:2], 0), count
-        ),
+        Column("earlier tokens", itemgetter(0)),
+        Column("tokens", itemgetter(1), count),
         *(
             Column(heading(*one), lambda row, i=i: row[2][i], fixed(4))
             for i, one in enumerate(shown)
@@ -144,7 +134,7 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
     ]
     note = f"nats per token, over {last.sequences} sequences not in the training data"
     title = "Held-out loss by context"
-    return Table(title, columns, rows, note, state=lambda row: TOTAL * (row[0] is None))
+    return Table(title, columns, rows, note, state=lambda row: TOTAL * (row[0] == "all"))
 
 
 # --- figures -----
@@ -235,47 +225,35 @@ def held_out_figure(sources: Sequence[ReportSource]) -> Figure:
     """Draw held-out loss over steps, and by context (earlier tokens) at the last evaluation."""
     evaluated = [(source, colour) for source, colour in _coloured(sources) if source.evaluations]
     several = len(evaluated) > 1
-    views = []
-    if any(len(source.evaluations) > 1 for source, _ in evaluated):
-        data = [
-            plots.line(
-                escape(s.name), [e.step for e in s.evaluations], [e.loss for e in s.evaluations], c
-            )
-            for s, c in evaluated
-        ]
-        views.append(_held_out("all tokens, over steps", data, "step"))
-    data = []
+    over_steps: list[Trace] = []
+    by_context: list[Trace] = []
+    ends: set[int] = set()
     for source, colour in evaluated:
-        first, last = source.evaluations[0], source.evaluations[-1]
-        if not several and first is not last:
-            data.append(_by_context(f"step {first.step}", first, "#9a9a9a"))
-        data.append(_by_context(source.name if several else f"step {last.step}", last, colour))
-    if data:
-        ends = sorted({b.end for source, _ in evaluated for b in source.evaluations[-1].buckets})
-        ticks = {"type": "log", "tickvals": ends, "ticktext": [format_size(end) for end in ends]}
-        title = "by context, last evaluation"
-        views.append(_held_out(title, data, "earlier tokens (up to)", **ticks))
+        steps = [(e.step, e.loss) for e in source.evaluations]
+        over_steps += [_losses(source.name, steps, colour)] if len(steps) > 1 else []
+        shown = [(source.evaluations[-1], colour)]
+        if len(steps) > 1 and not several:
+            shown.insert(0, (source.evaluations[0], "#9a9a9a"))
+        for e, shade in shown:
+            losses = [(b.end, b.loss) for b in e.buckets if b.loss is not None]
+            name = source.name if several else f"step {e.step}"
+            by_context.append(_losses(name, losses, shade))
+            ends |= {b.end for b in e.buckets}
+    ticks = {"tickvals": sorted(ends), "ticktext": list(map(format_size, sorted(ends)))}
+    views = []
+    for label, data, x in (
+        ("all tokens, over steps", over_steps, axis("step")),
+        ("by context, last evaluation", by_context, axis(_EARLIER, type="log", **ticks)),
+    ):
+        more = {"showlegend": len(data) > 1, "margin": {"t": 20 + 10 * len(data)}}
+        shape = layout(300 + 8 * len(data), x, axis("loss, nats per token"), **more)
+        views += [FigureView((label,), data, shape)] if data else []
     note = "Held-out sequences are not in the training data."
     return Figure("held-out", "Held-out loss", (), views, note, together=True)
 
 
-def _held_out(label: str, data: list[Trace], x: str, **ticks: Any) -> FigureView:
-    more = {"showlegend": len(data) > 1, "margin": {"t": 20 + 10 * len(data)}}
-    y = axis("loss, nats per token")
-    return FigureView((label,), data, layout(300 + 8 * len(data), axis(x, **ticks), y, **more))
-
-
-def _by_context(name: str, evaluation: Evaluation, colour: str) -> Trace:
-    buckets = [bucket for bucket in evaluation.buckets if bucket.loss is not None]
-    return plots.line(escape(name), [b.end for b in buckets], [b.loss for b in buckets], colour)
-
-
-def density_figure(sources: Sequence[ReportSource]) -> Figure:
-    """Draw a heat map of the density, by layer and step of training."""
-    hover = "step %{x}, layer %{y}: %{z:.2%}"
-    return layers_over_steps(
-        "density", "Density by layer", sources, "density_by_layer", "density", hover
-    )
+def _losses(name: str, losses: Sequence[tuple[int, float | None]], colour: str) -> Trace:
+    return plots.line(escape(name), [x for x, _ in losses], [loss for _, loss in losses], colour)
 
 
 def layers_over_steps(

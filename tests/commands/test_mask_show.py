@@ -13,7 +13,7 @@ from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_cli.reporting.mask_view import views
+from mtrain_cli.reporting.mask_page import views
 from mtrain_cli.training.layout_choice import make_balancer
 
 NAMES = ("contiguous", "zigzag", "striped", "balanced")

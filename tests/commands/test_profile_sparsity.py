@@ -34,7 +34,7 @@ def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     result = run("sparsity", SMALL, words, f"run.dir={out}")
     assert result.exit_code == 0, result.output
     assert "step 3/3  loss" in result.output
-    assert "vertical_slash, step 1" in result.output
+    assert "vertical_slash, step 3" in result.output
     assert "moba, step 3" in result.output
     assert "recall: over sampled queries that the pattern does not probe" in " ".join(
         result.output.split()

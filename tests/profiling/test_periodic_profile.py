@@ -155,8 +155,6 @@ def test_dense_layers_of_a_sparse_model_are_recorded_by_kind(tmp_path, stages):
     assert pairs[0] / pairs[1] == pytest.approx(sparse / dense, rel=1e-4)
     assert sparse < dense
     assert facts["density"] == pytest.approx(steps[-1]["density"], rel=2e-5)
-    (case,) = analyse(recorded)
-    assert [kind.kind for kind in case.kinds] == ["sparse", "dense"]
     indices = load_indices(folder / "index.npz")
     assert indices.index("vertical_slash", 0) is not None
     assert indices.index("vertical_slash", 1) is None

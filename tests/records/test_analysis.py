@@ -11,11 +11,9 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.parallel.recording import KINDS
-from mtrain_cli.records.analysis import BINS, _CaseTotals, analyse
+from mtrain_cli.records.analysis import BINS, analyse
 from mtrain_cli.records.imbalance import Estimate, imbalance, ratios
 from mtrain_cli.records.record_files import open_records
-from mtrain_cli.records.record_sums import iterations, survey
-from mtrain_cli.records.waits import WaitAttribution
 
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
 
@@ -164,38 +162,6 @@ def test_a_pass_and_its_layers_last_as_long_as_the_slowest_worker(tmp_path):
     )
 
 
-def test_each_kind_of_layer_is_analysed_by_itself(tmp_path):
-    """Layers 1 and 4 take three times as long as layers 0 and 2."""
-    kinds = {"window": [0, 2], "full": [1, 4]}
-
-    def of(_iteration: int, layer: int, _group: int) -> Play:
-        ms = 3 if layer in kinds["full"] else 1
-        return Play(ring(2), lambda _d, r, _s: ms * (1 + r), pairs=lambda *_: 10 * ms)
-
-    rows = [rows_of(of, iteration=i, layers=(0, 1, 2, 4)) for i in range(2)]
-    facts = facts_of(ring(2), layers=4) | {"layer_kinds": kinds}
-    (found,) = analyse(open_records(write(tmp_path, rows, [facts])))
-    assert [kind.kind for kind in found.with_kinds] == ["", "window", "full"]
-    assert [kind.layers for kind in found.with_kinds] == [(0, 1, 2, 4), (0, 2), (1, 4)]
-    assert [kind.samples for kind in found.with_kinds] == [8, 4, 4]
-    assert [kind.label for kind in found.kinds] == [f"{found.label}, {k} layers" for k in kinds]
-    for kind, ms in zip(found.kinds, (1, 3), strict=True):
-        forward = kind.passes["forward"]
-        assert forward.pairs == pytest.approx(np.full((2, 2), 10 * ms))
-        assert forward.attention == pytest.approx(np.array([[ms, ms], [2 * ms, 2 * ms]]))
-    assert found.passes["forward"].pairs == pytest.approx(np.full((2, 2), 20))
-    spent = [kind.bin_ms("attention") for kind in found.kinds]
-    assert found.bin_ms("attention") == pytest.approx(sum(spent))
-    assert [entry["label"] for entry in found.to_json()["kinds"]] == [k.label for k in found.kinds]
-
-
-def test_percentiles_cover_the_times_of_steps(tmp_path):
-    found = analysed(
-        tmp_path, Play(ring(4), lambda _d, _r, s: (1.0, 1.0, 1.0, 9.0)[s], merge=0.5), layers=(0, 1)
-    ).passes["forward"]
-    assert (found.p50, found.p95, found.longest) == pytest.approx((1.5, 9.5, 9.5))
-
-
 def test_an_iteration_lasts_as_long_as_its_slowest_rank(tmp_path):
     rows = [rows_of(Play(ring(3)), iteration=i) for i in range(2)]
     for i, part in enumerate(rows):
@@ -203,34 +169,6 @@ def test_an_iteration_lasts_as_long_as_its_slowest_rank(tmp_path):
         part["dur_us"][whole] = np.array([10, 30, 20])[part["rank"][whole]] * (i + 1) * 1e3
     (found,) = analyse(open_records(write(tmp_path, rows, [facts_of(ring(3))])))
     assert found.iteration_ms == Estimate(pytest.approx(45), pytest.approx(30 / 2**0.5), 2)
-
-
-def test_samples_drawn_from_long_recordings_cover_every_step_and_layer(tmp_path, monkeypatch):
-    layers, steps, count = 5, 4, 40
-    what = rows_of(
-        lambda _i, layer, _g: Play(ring(steps), lambda _d, _r, s: 10.0 * (layer + 1) + s),
-        layers=range(layers),
-        directions=("forward",),
-    )
-    rows = np.tile(what, count)
-    rows["iteration"] = np.repeat(np.arange(count), len(what))
-    monkeypatch.setattr("mtrain_cli.records.analysis.MOST_VALUES", count * layers * (steps + 1))
-    recorded = open_records(
-        write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count)
-    )
-    shapes, last = survey(recorded)
-    totals = _CaseTotals(shapes[0], WaitAttribution(shapes[0], 0.0))
-    assert totals.stride == steps
-    for _, iteration in iterations(recorded, shapes, last):
-        totals.add(iteration)
-    times = [[10 * (layer + 1) + step for step in range(steps)] for layer in range(layers)]
-    values = np.rint(np.concatenate(totals.values[0]))
-    assert len(values) == pytest.approx(count * layers * steps, rel=0.2)  # of four times as many
-    assert set(values) == {time for layer in times for time in layer}
-    found = totals.result(count).passes["forward"]
-    assert found.p50 == pytest.approx(np.percentile(times, 50), abs=1)
-    assert found.p95 == pytest.approx(np.percentile(times, 95), abs=1)
-    assert found.longest == pytest.approx(53)
 
 
 def test_one_worker_has_degrees_of_one(tmp_path):

@@ -183,8 +183,3 @@ def test_damaged_times_of_a_prediction_are_left_out(changes: dict[str, Any]):
     assert found is not None
     assert found.timed.forward == pytest.approx([ms / 1e3 for ms in TIMED.forward])
     assert predicted_pipeline({**entry, **changes}) is None
-
-
-def test_nothing_is_no_pipeline():
-    for document in (None, [], "1f1b", {}):
-        assert pipeline_of(document) is None

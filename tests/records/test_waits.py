@@ -207,14 +207,6 @@ def test_more_work_in_all_steps_is_one_cause(tmp_path):
     assert all("x the pairs of the others over all its steps" in c.text for c in found.causes[:2])
 
 
-def test_a_delay_before_the_first_step_is_named(tmp_path):
-    found = analysed(tmp_path, Play(ring(4), starts={2: 0.7}))
-    assert [(c.rank, c.kind) for c in found.causes] == [(2, "start")]
-    assert (
-        "rank 2, which starts its attention 0.70 ms later than the others" in found.causes[0].text
-    )
-
-
 def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
     # In training, no rank waits at the end of a pass; the others wait in the next layer.
     slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), link=LINK, starts={3: 1.1})
@@ -272,12 +264,6 @@ def test_a_slow_index_estimate_is_named(tmp_path):
         "forward before the first step: rank 0 waits 1.00 ms for rank 1, "
         "which takes 1.00 ms longer than the others to estimate the index" in found.causes[0].text
     )
-
-
-def test_a_busy_host_is_named(tmp_path):
-    found = analysed(tmp_path, Play(ring(4), gap=0.1, gaps={1: 0.6}))
-    assert [(c.rank, c.kind) for c in found.causes] == [(1, "gap")]
-    assert "rank 1, which idles" in found.causes[0].text
 
 
 def test_exposed_communication_is_per_layer_and_rank(tmp_path):

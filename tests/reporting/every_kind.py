@@ -34,7 +34,7 @@ def _profile(folder: Path) -> ReportSource:
 
 
 def _shipped(name: str) -> ReportSource:
-    return open_source(next(path for path in shipped() if path.stem == name))
+    return open_source(next(path for path in shipped() if path.name == name))
 
 
 def _sparsity(folder: Path) -> ReportSource:
@@ -65,7 +65,6 @@ def every_kind(folder: Path) -> dict[str, list[ReportSource]]:
     return {
         "profile": [_profile(folder / "a")],
         "two profiles": [_profile(folder / "b"), _profile(folder / "c")],
-        "older profile": [_shipped("layer-4xh200")],
         "step": [_shipped("step-128k-4xh200")],
         "two steps": [_shipped("step-1m-4xh200"), _shipped("step-512k-4xh200")],
         "experts": [

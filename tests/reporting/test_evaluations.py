@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 
-import pytest
-
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
 from mtrain_cli.reporting.evaluations import (
@@ -163,7 +161,7 @@ def test_tables_and_figures_show_both_results():
     assert heads(lengths) == ["length", "dense, seed 1", "dense, seed 2", "samples"]
     assert lengths.cells()[0][1:3] == ["50.0 ± 1.0", "70.0 ± 1.0"]
     assert heads(depths) == ["depth", "512\ndense, seed 1", "512\ndense, seed 2"]
-    maps, *_ = evaluation_figures([("run", [ONE, TWO])])
+    maps, _ = evaluation_figures([("run", [ONE, TWO])])
     assert [view.labels for view in maps.views] == [
         ("niah, dense, seed 1, step 4",),
         ("niah, dense, seed 2, step 4",),
@@ -172,7 +170,7 @@ def test_tables_and_figures_show_both_results():
 
 def test_a_map_has_a_row_per_depth_and_a_column_per_length():
     longer = dataclasses.replace(NIAH, length=65536, parts=(Part(0, 10, 20, 40.0),))
-    maps, _, _ = evaluation_figures([("run", [NIAH, longer, SPARSE])])
+    maps, _ = evaluation_figures([("run", [NIAH, longer, SPARSE])])
     assert [view.labels for view in maps.views] == [
         ("niah, dense, step 100",), ("niah, moba, step 100",),
     ]  # fmt: skip
@@ -184,7 +182,7 @@ def test_a_map_has_a_row_per_depth_and_a_column_per_length():
 def test_losses_have_a_line_per_length_and_attention_with_errors():
     parts = (Part(0, 128, 9, 3.0, 0.1), Part(128, 256, 9, 2.0, None))
     loss = dataclasses.replace(NIAH, task="perplexity", unit=NATS, parts=parts)
-    maps, contexts, _ = evaluation_figures([("<run>", [loss]), ("b", [loss])])
+    maps, contexts = evaluation_figures([("<run>", [loss]), ("b", [loss])])
     assert maps.views == []
     lines = contexts.views[0].data
     assert (lines[0]["x"], lines[0]["y"]) == ([128, 256], [3.0, 2.0])
@@ -196,7 +194,7 @@ def test_many_lines_of_losses_look_different_or_are_left_out_with_a_word():
     parts = (Part(0, 128, 9, 3.0, 0.1), Part(128, 256, 9, 2.0, None))
     one = dataclasses.replace(NIAH, task="perplexity", unit=NATS, parts=parts)
     many = [dataclasses.replace(one, key=str(n), step=n) for n in range(12)]
-    _, contexts, _ = evaluation_figures([("run", many)])
+    _, contexts = evaluation_figures([("run", many)])
     looks = {
         (line["line"]["color"], line["line"]["dash"], line["marker"]["symbol"])
         for line in contexts.views[0].data
@@ -204,20 +202,7 @@ def test_many_lines_of_losses_look_different_or_are_left_out_with_a_word():
     assert len(looks) == 12
     assert "Shows" not in contexts.note
     many = [dataclasses.replace(one, key=str(n), step=n) for n in range(STYLES + 3)]
-    _, contexts, _ = evaluation_figures([("run", many)])
+    _, contexts = evaluation_figures([("run", many)])
     lines = contexts.views[0].data
     assert (len(lines), lines[0]["name"]) == (STYLES, "8k dense, step 3")
     assert f"Shows {STYLES} of {STYLES + 3} lines, those of the newest checkpoints" in contexts.note
-
-
-def test_checkpoints_give_a_line_over_steps():
-    later = dataclasses.replace(NIAH, step=200, score=99.0)
-    _, _, steps = evaluation_figures([("run", [later, NIAH])])
-    (line,) = steps.views[0].data
-    assert (line["x"], line["y"]) == ([100, 200], [97.5, 99.0])
-    assert NIAH.error is not None
-    assert line["error_y"]["array"] == pytest.approx([1.96 * NIAH.error] * 2)
-    sparse = [dataclasses.replace(result, attention="moba") for result in (later, NIAH)]
-    _, _, steps = evaluation_figures([("run", [later, NIAH, *sparse])])
-    assert [line["name"] for line in steps.views[0].data] == ["niah 8k dense", "niah 8k moba"]
-    assert evaluation_figures([("run", [NIAH])])[2].views == []

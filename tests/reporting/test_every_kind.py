@@ -19,7 +19,7 @@ from mtrain_cli.reporting.terminal import show_sources
 from mtrain_cli.reporting.terminal_width import print_table
 
 KINDS = (
-    *("profile", "two profiles", "older profile", "step", "two steps", "experts", "pipeline"),
+    *("profile", "two profiles", "step", "two steps", "experts", "pipeline"),
     *("training", "two trainings", "sparsity", "evaluations", "named evaluations", "sweep"),
 )
 
@@ -34,8 +34,7 @@ def test_all_kinds_are_here(kinds):
     written = {table.name for sources in kinds.values() for table in files(sources)}
     assert written == {
         *("summary", "steps", "time_by_rank", "layers", "causes", "training", "positions"),
-        *("evaluations", "pipeline", "experts", "routing"),
-        *("compare", "sweep"),
+        *("evaluations", "experts", "compare", "sweep"),
     }
 
 

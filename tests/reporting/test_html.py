@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from reporting.test_evaluations import ONE, TWO
 from reporting.training_runs import trained
 from synthetic_records import Play, recorded_once, ring
 
-from mtrain_cli.reporting import html
-from mtrain_cli.reporting.figures import HEAT_NUMBERS, figures
+from mtrain_cli.reporting import elements, html
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_cli.reporting.plots import numbers as rounded
 from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.sections import HEAT_NUMBERS, figures
 from mtrain_cli.reporting.training import POINTS, POINTS_OF_ALL
-
-BAD = "</script><b>a & b"
-SAFE = "&lt;/script&gt;&lt;b&gt;a &amp; b"
 
 
 def uneven(direction: str, rank: int, step: int) -> float:
@@ -39,15 +36,6 @@ def page_of(folder: Path, **more) -> tuple[str, dict]:
         [open_source(recorded_once(folder, PLAY, layers=(0, 3), iterations=3, **more))],
     ).read_text()
     return text, {figure["name"]: figure["views"] for figure in figures_in(text)}
-
-
-def test_names_of_evaluations_have_a_legend(tmp_path):
-    text = write_page(
-        tmp_path / "report.html", [ReportSource("run", tmp_path, results=(ONE, TWO))]
-    ).read_text()
-    assert "<li>niah: dense, seed 2: needles 3; seed 2</li>" in text
-    alone = write_page(tmp_path / "report.html", [ReportSource("run", tmp_path, results=(ONE,))])
-    assert "Names in these tables" not in alone.read_text()
 
 
 def unpack(text: str, name: str) -> str:
@@ -92,7 +80,7 @@ def test_the_header_names_host_date_command_and_completeness(tmp_path):
     text, _ = page_of(tmp_path / "a")
     for word in (
         "complete",
-        "CPU of here",
+        "<dt>host</dt><dd>here</dd>",
         "2026-11-21",
         "torch 2.13.0",
         "mtrain profile imbalance",
@@ -108,49 +96,12 @@ def test_the_header_names_host_date_command_and_completeness(tmp_path):
 
 
 def test_large_recordings_are_thinned_with_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrain_cli.reporting.figures.HEAT_NUMBERS", 12 * 16**2)
+    monkeypatch.setattr("mtrain_cli.reporting.sections.HEAT_NUMBERS", 12 * 16**2)
     source = open_source(recorded_once(tmp_path, Play(ring(24), uneven, link={"context": 0.3})))
     drawn = {figure.name: figure for figure in figures([source])}
     assert all(len(view.data[0]["z"]) <= 16 for view in drawn["heat"].views)
     assert "shrink to 16 x 16 cells, each the maximum of its group" in drawn["heat"].note
     assert drawn["heat"].views[0].data[0]["y"][0] == "0-1"
-
-
-def recorded_step() -> dict:
-    rank = {
-        "step_ms": 10.0,
-        "plain_ms": 9.0,
-        "recorded_ms": 10.0,
-        "parts": {"attention": 6.0, "links": 1.0, "host": 3.0, BAD: 1.0},
-    }
-    rank |= {
-        "links_hidden_ms": 0.0,
-        "unmatched": 0,
-        "launches": 0,
-        "launching_ms": 0,
-        "syncs": 0,
-        "syncing_ms": 0,
-        "ahead_us": None,
-    }
-    top = [{"name": BAD, "part": BAD, "calls": 2, "ms": 6.0}]
-    return {
-        "settings": dict.fromkeys(("model", "pattern", "layout", "exchange", "kernel"), BAD)
-        | {"seq": 1024},
-        **{"steps": 1, "warmup": 2},
-        "ranks": [{**rank, "rank": 0}, {**rank, "rank": 1}],
-        "gpu": False,
-        "workers": 2,
-        "top": top,
-    }
-
-
-def test_a_recorded_step_has_a_page(tmp_path):
-    text, drawn = page(tmp_path, ReportSource(BAD, tmp_path, step=recorded_step()))
-    assert "</script><b>" not in text
-    assert f"<h1>{SAFE} <small>recorded step" in text
-    (view,) = drawn["step"]["views"]
-    assert [trace["x"] for trace in view["data"]][:2] == [[6.0, 6.0], [1.0, 1.0]]
-    assert "<td class=words>attention</td><td>6</td><td>60.0%</td>" in text
 
 
 def test_a_sparsity_profile_has_a_page_and_one_without_rows_is_refused(tmp_path):
@@ -160,17 +111,10 @@ def test_a_sparsity_profile_has_a_page_and_one_without_rows_is_refused(tmp_path)
     from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
 
     numbers = {"density": 0.2, "of_mask": 0.2, "worst": 0.5, "slashes": 3, "columns": 9}
-    places = [(at, layer, head) for at in (1, 5) for layer in (0, 1) for head in (0, 1)]
     rows = [
-        {
-            "step": at,
-            "pattern": BAD,
-            "layer": layer,
-            "head": head,
-            "recall": 0.8 + 0.1 * head,
-            **numbers,
-        }
-        for at, layer, head in places
+        {"step": at, "pattern": "moba", "layer": layer, "head": head, **numbers}
+        | {"recall": 0.8 + 0.1 * head}
+        for at, layer, head in itertools.product((1, 5), (0, 1), (0, 1))
     ]
     folder = tmp_path / "measured"
     write_summary(folder, {"kind": SPARSITY, "complete": True})
@@ -179,11 +123,8 @@ def test_a_sparsity_profile_has_a_page_and_one_without_rows_is_refused(tmp_path)
     pandas.DataFrame(rows).to_parquet(folder / HEAD_ROWS)
     source = open_source(folder)
     assert (source.kind, source.complete, len(source.sparsity)) == ("sparsity profile", True, 8)
-    text, drawn = page(tmp_path, source)
-    assert "</script><b>" not in text
-    assert SAFE in text
-    recall = drawn["sparsity"]["views"][0]
-    assert [trace["y"] for trace in recall["data"]] == [pytest.approx([0.85, 0.85])] * 2
+    text, _ = page(tmp_path, source)
+    assert "<td>all</td><td>0.8500</td><td>0.500</td><td>20.00%</td>" in text
 
 
 def test_a_full_page_is_under_one_and_a_half_megabytes(tmp_path, monkeypatch):
@@ -214,4 +155,22 @@ def test_settings_are_listed_and_differences_tabulated(tmp_path):
     assert "<dt>sequence</dt><dd>seq 4k</dd>" in text
     assert "<td class=words>optim.lr</td><td>0.001</td><td>0.002</td>" in text
     assert "<td class=words>run.name</td>" not in text
-    assert "the runs differ in workers (one: 2; two: 4): settings alone do not explain" in text
+    assert "<td class=words>topology.workers</td><td>2</td><td>4</td>" in text
+
+
+BAD = "</script><b>a & b"
+SAFE = "&lt;/script&gt;&lt;b&gt;a &amp; b"
+
+
+def test_texts_are_escaped():
+    assert elements.note(BAD) == f'<p class="note">{SAFE}</p>'
+    assert elements.remarks([BAD]) == f'<p class="remark">{SAFE}</p>'
+    assert elements.definition_list([(BAD, BAD)]) == f"<dl><dt>{SAFE}</dt><dd>{SAFE}</dd></dl>"
+    assert elements.section(BAD, "<p>", BAD).count(SAFE) == 2
+    table = elements.table([BAD, "n"], [[BAD, BAD]])
+    assert table.count(f"class=words>{SAFE}<") == 2
+    assert f"<td>{SAFE}</td>" in table
+
+
+def test_elements_without_content_are_empty():
+    assert elements.table(["a"], []) == elements.section("t", "", "n") == elements.note("") == ""

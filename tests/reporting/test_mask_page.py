@@ -14,8 +14,7 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.reporting import mask_page
-from mtrain_cli.reporting.mask_page import layouts_table, svg
-from mtrain_cli.reporting.mask_view import MaskView, density, holders, views
+from mtrain_cli.reporting.mask_page import MaskView, density, holders, layouts_table, svg, views
 
 SEQ = 8192
 NAMES = ["contiguous", "zigzag", "striped", "balanced"]
@@ -63,7 +62,6 @@ def test_the_strip_has_the_ranks_of_each_cell(masks):
     [
         ("128k", ["0", "16k", "32k", "48k", "64k", "80k", "96k", "112k", "128k"]),
         ("4k", ["0", "1k", "2k", "3k", "4k"]),
-        ("2k", ["0", "256", "512", "768", "1,024", "1,280", "1,536", "1,792", "2,048"]),
         ("1000", ["0", "125", "250", "375", "500", "625", "750", "875", "1,000"]),
     ],
 )
@@ -74,13 +72,6 @@ def test_all_ticks_of_an_axis_have_one_form(seq, labels):
     assert axis["tickvals"] == [
         view.mask.length * i // (len(labels) - 1) for i in range(len(labels))
     ]
-
-
-def test_a_cell_with_several_ranks_shows_their_shares():
-    (view,) = views(compose(["seq=128k"], plan=True), 4)
-    (drawn,) = [one for one in mask_page.mask_figure([view]).views if one.labels[1] == "striped"]
-    for row in drawn.data[1]["customdata"]:  # 1,024 tokens
-        assert row == [rank for rank in range(4) for _ in range(4)]
 
 
 def test_the_page_has_tables_of_layouts(masks, tmp_path):
@@ -124,12 +115,6 @@ def test_cells_are_full_partial_or_empty():
     text = svg(causal, "t")
     assert (painted(text, "partial") == np.eye(64, dtype=bool)).all()
     assert (painted(text, "full") == np.tri(64, k=-1, dtype=bool)).all()
-
-
-def test_a_short_sequence_has_a_cell_per_token():
-    text = svg(SequenceMask.causal(3, 3), "t")
-    assert (painted(text, "full")[:3, :3] == np.tri(3, dtype=bool)).all()
-    assert "scale(64)" in text
 
 
 def test_the_file_is_xml_with_the_title_literally_and_both_modes():

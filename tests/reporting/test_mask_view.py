@@ -16,7 +16,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.reporting.mask_view import LayoutShare, MaskView, density, holders, share_of, views
+from mtrain_cli.reporting.mask_page import LayoutShare, MaskView, density, holders, share_of, views
 from mtrain_cli.training.layout_choice import make_balancer
 
 WINDOW = MaskRule(False, SlidingWindow(300))
@@ -64,15 +64,6 @@ def test_an_index_moves_whole_blocks():
     assert share_of(mask, layout, 64).remote == 64 / 512
 
 
-@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "balanced"])
-def test_the_rows_that_travel_are_those_of_a_group_cast(name):
-    share = all_layouts()[name]
-    mask = WINDOW.undivided(8192, share.layout.padded_seq)
-    casts = [CastRows.make(share.layout, [mask], r, [range(4)]).casts[0] for r in range(4)]
-    assert share.traffic.received.tolist() == [sum(cast.received) for cast in casts]
-    assert share.traffic.received.any()
-
-
 def test_between_nodes_the_rows_are_those_of_a_hierarchical_group_cast():
     share = all_layouts(per_node=2)["striped"]
     mask = WINDOW.undivided(8192, 8192)
@@ -115,14 +106,6 @@ def test_prices_are_those_of_the_balancer():
     assert dear > 2 * cheap
 
 
-def test_an_index_counts_whole_blocks():
-    dense, indexed = (
-        all_layouts("seq=2k", *more)["contiguous"].traffic.received.sum()
-        for more in ((), ("sparsity=vertical_slash",))
-    )
-    assert indexed > dense
-
-
 def test_ulysses_does_not_change_the_rows():
     wanted = {name: share.traffic.received.tolist() for name, share in all_layouts().items()}
     found = all_layouts("seq=8k", "topology.ulysses=2")
@@ -131,7 +114,7 @@ def test_ulysses_does_not_change_the_rows():
 
 def test_without_time_to_balance_the_other_layouts_remain(monkeypatch):
     assert len(all_layouts()) == 4
-    monkeypatch.setattr("mtrain_cli.reporting.mask_view.MOST_CHUNKS", 8)
+    monkeypatch.setattr("mtrain_cli.reporting.mask_page.MOST_CHUNKS", 8)
     assert set(all_layouts()) == {"contiguous", "zigzag", "striped"}
 
 

@@ -28,9 +28,3 @@ def test_evenly_spaced_items_include_both_ends(most):
     assert most == 1 or shown[-1] == 16
     gaps = np.diff(shown)
     assert most < 3 or gaps.max() - gaps.min() <= 1
-
-
-def test_exposed_communication_is_named_by_its_link():
-    assert plots.exposed_label("") == plots.EXPOSED_LABEL
-    assert plots.exposed_label("outer") == "exposed (outer link)"
-    assert plots.link_colour("outer") != plots.link_colour("inner")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from synthetic_records import Play, facts_of, ring, rows_of, write
 
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice, parse_label
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Compute, Wait
 from mtrain_cli.reporting.program_figure import (
@@ -104,15 +103,6 @@ def test_held_bytes_and_messages_follow_the_program(name, tmp_path):
             assert all(p.begin >= begins[p.operation.step] for p in lane)
 
 
-def test_a_step_begins_at_the_same_place_on_all_ranks(tmp_path):
-    source = source_of(tmp_path, "hierarchical_ring")
-    exchange = DrawnExchange.of(source, source.cases[0])
-    assert exchange is not None
-    lanes, begins = place(exchange.programs("backward", 8), exchange.sizes)
-    for step, begin in enumerate(begins):
-        assert {min(p.begin for p in lane if p.operation.step == step) for lane in lanes} == {begin}
-
-
 def test_hover_texts_name_peers_shards_and_sizes(tmp_path):
     source = source_of(tmp_path, "ring")
     view = program_figure([("ring", source, source.cases[0])]).views[0]
@@ -169,16 +159,3 @@ def test_one_worker_or_an_unknown_exchange_has_no_figure(tmp_path):
         facts = facts_of(schedule, exchange=label)
         source = open_source(write(tmp_path / name, [rows_of(Play(schedule))], [facts]))
         assert program_figure([(case.label, source, case) for case in source.cases]).views == []
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        ExchangeChoice("ring", "", 4, prefetch=3, circulates="queries"),
-        ExchangeChoice("hierarchical_all_gather", "", 2, heads=2, chunks=4),
-        ExchangeChoice("all_gather", "", 4, heads=8, channels=()),
-    ],
-)
-def test_a_label_determines_the_schedule(choice):
-    assert parse_label(choice.label, 8, choice.per_node) == (choice.name, choice.options(8))
-    assert parse_label("carrier pigeons", 8, 4) is None

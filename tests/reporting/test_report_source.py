@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reporting.training_runs import step
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.resolved_file import save
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import RunState, StateReporter, write_state
 from mtrain_cli.records.metrics import StepMetrics
@@ -35,25 +35,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def steps(count: int) -> tuple[StepMetrics, ...]:
-    return tuple(
-        StepMetrics(
-            step=step,
-            loss=1.0,
-            grad_norm=1.0,
-            lr=1e-3,
-            tokens=step,
-            tokens_per_second_per_gpu=1.0,
-            mfu_model=None,
-            mfu_executed=None,
-            density=None,
-            peak_memory_gib=None,
-            seconds=1.0,
-            epoch=0.1,
-            consumed=step,
-            density_by_layer=None,
-        )
-        for step in range(1, count + 1)
-    )
+    return tuple(map(step, range(1, count + 1)))
 
 
 def test_a_training_is_complete_after_its_last_step(tmp_path):
@@ -75,12 +57,6 @@ def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
         False,
         ["1 of the 2 requested iterations recorded; all figures cover only these iterations"],
     )
-    killed = open_source(
-        recorded_once(tmp_path / "killed", PLAY, iterations=3, complete=False, wanted=10)
-    )
-    assert killed.remarks == [
-        "3 of the 10 requested iterations recorded; all figures cover only these iterations"
-    ]
     rows = rows_of(PLAY)
     missing = open_source(
         write(tmp_path / "missing", [rows[rows["rank"] != 2]], [facts_of(ring(4))])
@@ -128,12 +104,7 @@ def test_settings_name_the_choices_of_the_run_or_else_of_its_cases(tmp_path, tra
 
 
 def test_shipped_profiles_are_found_by_name():
-    path = find("layer-4xh200")
-    assert path.name == "layer-4xh200.json"
-    source = open_source(path)
-    assert (source.name, source.kind) == ("layer-4xh200", "recorded profile")
-    assert source.shipped is not None
-    assert source.shipped["cases"]
+    assert open_source(find("step-128k-4xh200")).kind == "recorded step"
     with pytest.raises(
         ConfigError, match="kernels-h200: no such run, measurement or shipped profile"
     ):
@@ -142,8 +113,8 @@ def test_shipped_profiles_are_found_by_name():
     assert ships(find("predicted-4xh200"))
     assert not ships(Path())
     # Own measurements come first.
-    mine = recorded_once(Path("measurements/layer-4xh200"), PLAY)
-    assert find("layer-4xh200") == mine
+    mine = recorded_once(Path("measurements/step-128k-4xh200"), PLAY)
+    assert find("step-128k-4xh200") == mine
 
 
 def test_a_study_is_suggested_by_its_name_and_by_its_path():
@@ -151,8 +122,7 @@ def test_a_study_is_suggested_by_its_name_and_by_its_path():
     folder.mkdir(parents=True)
     (folder / "study.json").touch()
     for name in ("learning-tinyy", "measurements/learning-tinyy"):
-        wanted = name.removesuffix("y")
-        with pytest.raises(ConfigError, match=f"did you mean {wanted}.*allowed: .*{wanted}"):
+        with pytest.raises(ConfigError, match=r"did you mean learning-tiny.*allowed: .*learning-t"):
             find(name)
     with pytest.raises(ConfigError) as refused:
         find("learning-tinyy", "index.npz")  # which a study does not have
@@ -194,8 +164,6 @@ def test_folders_without_anything_to_report_are_skipped():
     ("content", "message"),
     [
         ('{"step": 1, "loss": []}\n[]\n', "lines 1, 2 are damaged; "),
-        ("{\n{}\n", "lines 1, 2 are damaged; "),
-        ('{"step": "a", "loss": []}\n', "line 1 is damaged; "),
         ('{"step": 1, "lo', "no steps"),
     ],
 )
@@ -217,10 +185,10 @@ def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_
     (tmp_path / "environment.json").write_text("{}")
     write_state(RunDir(tmp_path), RunState(phase="training", time=2.0, began=1.0))
     file = tmp_path / "metrics.jsonl"
-    first, second, third = (step.to_json() for step in steps(3))
+    first, second, third = (metrics.to_json() for metrics in steps(3))
     file.write_text(f"{first}\noops\n{third}\n")
     source = open_source(tmp_path)
-    assert [step.step for step in source.metrics] == [1, 3]
+    assert [metrics.step for metrics in source.metrics] == [1, 3]
     line = "; step 2 is missing"
     (remark,) = source.remarks
     assert remark.startswith(f"{file}: line 2 is damaged")
@@ -234,19 +202,3 @@ def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_
     (remark,) = source.remarks
     assert remark.startswith(f"{summary}: not the summary of a profile")
     assert remark.endswith("; the profile is not shown")
-
-
-def test_a_damaged_result_of_an_evaluation_is_a_remark(tmp_path):
-    folder = ResultsFolder.open(tmp_path / "run" / "evaluation", "..")
-    folder.add_result(Result("k1", "niah", 512, "dense", "", 3, 2, 50.0, 5.0, "%"))
-    file = folder.path / "results.jsonl"
-    with file.open("a") as lines:
-        lines.write('{"key": "k2", "ta\n')
-    source = open_source(tmp_path / "run")
-    assert len(source.results) == 1
-    (remark,) = source.remarks
-    assert remark.startswith(f"{file}: line 2 is damaged; ")
-    assert remark.endswith("Give the same `mtrain eval` again")
-    file.write_text("{\n")
-    with pytest.raises(ConfigError, match="line 1 is damaged"):
-        open_source(tmp_path / "run")

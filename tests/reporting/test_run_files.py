@@ -159,40 +159,23 @@ def test_the_steps_of_a_run_that_has_not_ended_may_not_be_written_yet(run: Path)
     assert "step 3 is missing" in damage[0]
 
 
-@pytest.mark.parametrize("content", [b"a: " + b"[" * 5000, b"\xff\xfe", b"a: [", b"- 1"])
-def test_settings_that_cannot_be_read_say_why(tmp_path, content):
-    file = tmp_path / "resolved.yaml"
-    file.write_bytes(content)
-    with pytest.raises(UnreadableError, match=r"nested|UTF-8|line 1|no settings"):
-        read_settings(file)
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("a: &x [*x]", "nested too deeply"),
-        ("a: &x {b: *x}", "nested too deeply"),
-        (f"seed: 0\nnote: {'x' * 10_001}", "note is longer than 10,000 characters"),
-        (f"seed: 0x{'f' * 5000}", "too many digits"),
+        (b"a: " + b"[" * 5000, "nested"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"a: [", "line 1"),
+        (b"- 1", "no settings"),
+        (b"a: &x [*x]", "nested too deeply"),
+        (b"seed: 0\nnote: " + b"x" * 10_001, "note is longer than 10,000 characters"),
+        (b"seed: 0x" + b"f" * 5000, "too many digits"),
     ],
 )
 def test_settings_that_cannot_be_shown_say_why(tmp_path, content, why):
     file = tmp_path / "resolved.yaml"
-    file.write_text(content)
+    file.write_bytes(content)
     with pytest.raises(UnreadableError, match=why):
         read_settings(file)
-    file.write_text(f"note: {'x' * 10_000}")
-    assert len(read_settings(file)["note"]) == 10_000
-
-
-def test_choices_replace_auto_and_nothing_is_added():
-    settings = {"topology.exchange": "auto", "topology.layout": "zigzag", "seed": 0}
-    chosen = {"topology.exchange": "ring", "topology.layout": "zigzag", "train.kernel": "sdpa"}
-    assert with_choices(settings, chosen) == {
-        "topology.exchange": "ring (auto)",
-        "topology.layout": "zigzag",
-        "seed": 0,
-    }
 
 
 def test_the_lines_on_attention_name_mask_layout_and_exchange():

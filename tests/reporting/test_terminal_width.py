@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from mtrain_cli.console import Console
-from mtrain_cli.reporting.table import BEST, NOT, Column, Table, number, text_table
+from mtrain_cli.reporting.table import BEST, NOT, Column, Table, text_table
 from mtrain_cli.reporting.terminal_width import print_table, say
 
 EXCHANGES = ("ring", "hierarchical_ring", "all_gather (2 parts of the heads)")
@@ -126,14 +126,3 @@ def test_states_of_rows_have_styles():
     print_table(Console(file=file, force_terminal=True, color_system="standard", width=80), table)
     assert "\x1b[1mfast" in file.getvalue()
     assert "\x1b[2mlarge" in file.getvalue()
-
-
-def test_numbers_have_no_exponent():
-    assert [number(v) for v in (0.01234, 9.876, 999.4, 999.6, 5130.0)] == [
-        "0.0123",
-        "9.88",
-        "999",
-        "1,000",
-        "5,130",
-    ]
-    assert [number(v, 4) for v in (2293.4, 12_345.0)] == ["2293", "12,345"]

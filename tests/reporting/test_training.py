@@ -17,7 +17,6 @@ from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sections import files
 from mtrain_cli.reporting.training import (
     held_out_figure,
-    medians_note,
     smoothed,
     training_figure,
     training_table,
@@ -92,15 +91,6 @@ def test_throughput_has_the_same_figure_and_unit_in_training_and_in_its_report(t
     assert f"tokens/s/{unit}" in [view.labels[0] for view in training_figure([source]).views]
 
 
-def test_the_table_says_which_steps_its_medians_cover(tmp_path):
-    sources = [
-        ReportSource("a", tmp_path, metrics=tuple(step(number) for number in range(1, last + 1)))
-        for last in (2, 3)
-    ]
-    assert medians_note(sources[1:]) == "medians without the first 2 steps, which warm up"
-    assert medians_note(sources).endswith("; of a shorter run, the last step")
-
-
 def test_a_page_shows_the_tokens_of_a_run_and_the_time_of_all_its_steps(tmp_path):
     """Also of the steps before a restart, and where the time of a step is missing."""
     times = (60.0, 30.0, None, 1.4)
@@ -113,23 +103,14 @@ def test_a_page_shows_the_tokens_of_a_run_and_the_time_of_all_its_steps(tmp_path
     assert "<td>16,384</td><td>1:31</td>" in page
 
 
-def test_headings_of_the_training_table_break_between_words():
-    runs = [ReportSource("a-long-name", Path(), metrics=(step(1, tokens=10**12),))] * 2
-    said = printed(training_table(runs), width=80)
-    assert "tokens/s" in said
-    assert "/worker" in said
-    assert "tokens/s/worker" not in said
-
-
 def test_targets_and_a_density_of_all_pairs_are_shown():
     steps = [step(n, targets=530, dense_density=1.0) for n in (1, 2, 3)]
     source = ReportSource("odd", Path(), metrics=tuple(steps))
     assert cells(training_table([source]))["targets"] == ["530"]
-    assert medians_note([source]).endswith(
-        "; density 100%: the pattern leaves nothing out at this length"
-    )
+    note = "; density 100%: the pattern leaves nothing out at this length"
+    assert training_table([source]).note.endswith(note)
     other = ReportSource("b", Path(), metrics=(step(1),))
-    assert "; odd: density 100%: " in medians_note([source, other])
+    assert "; odd: density 100%: " in training_table([source, other]).note
     assert cells(training_table([other]))["targets"] == ["-"]
 
 

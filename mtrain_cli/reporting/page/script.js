@@ -91,20 +91,9 @@ function setUp(figure) {
   selects.forEach((select, at) => select.addEventListener("change", () => {
     chosen[at] = select.value;
     refresh();
-    if (figure.linked) follow(select);
   }));
   refresh();
   return refresh;
-}
-// Make the same choice in the other linked figures that offer it.
-function follow(select) {
-  for (const other of document.querySelectorAll("select[data-link]")) {
-    const same = other.dataset.link === select.dataset.link && other.value !== select.value;
-    if (same && Array.from(other.options).some((one) => one.value === select.value)) {
-      other.value = select.value;
-      other.dispatchEvent(new Event("change"));
-    }
-  }
 }
 async function begin() {
   const [library, data] = await Promise.all(["plotly", "figures"].map(unpack));
