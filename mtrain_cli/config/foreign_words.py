@@ -35,7 +35,7 @@ _HERE = {
     **dict.fromkeys(("wandb", "wandbproject", "reportto", "logger", "mlflow", "comet"), _LOGS),
     **dict.fromkeys(("savesteps", "saveevery", "saveinterval", "savetotallimit"), _SAVES),
     **dict.fromkeys(("modelnameorpath", "modelname", "modelpath", "basemodel"), _MODEL),
-    **dict.fromkeys(("outputdir", "loggingdir", "savedir"), _FOLDER),
+    **dict.fromkeys(("out", "output", "outputdir", "loggingdir", "savedir"), _FOLDER),
     **dict.fromkeys(("gradientcheckpointing", "activationcheckpointing"), _MEMORY),
     **dict.fromkeys(("fsdp", "deepspeed", "zerostage"), _SHARDS),
     "learningrate": "use optim.lr=X",

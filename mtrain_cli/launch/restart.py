@@ -279,9 +279,9 @@ def failure_summary(failure: Failure) -> str:
     return f"rank {failure.rank} {first}" if failure.kind == "died" else first
 
 
-def describe_restart(decision: RestartDecision, number: int) -> str:
+def describe_restart(decision: RestartDecision) -> str:
     """Return the line that announces a restart."""
-    entry = decision.entry
+    entry, number = decision.entry, decision.environment.restarts
     start = "starts again from step 0 (no checkpoint)"
     if decision.resume:
         start = f"resumes from the checkpoint of step {entry.step}"

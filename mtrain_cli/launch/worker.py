@@ -185,6 +185,8 @@ def _run_target(
     # After an error, do not leave the group: leaving waits for peers that may be gone.
     import torch.distributed as dist
 
+    run = pkgutil.resolve_name(target)
+    plugins.on_broken = lambda _: None  # importing a command sets it
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     guard_collectives()
@@ -207,7 +209,7 @@ def _run_target(
             device_id=device,
         )
         progress_record.note("prepares")
-        stopped = pkgutil.resolve_name(target)(config, run_dir, environment, resume)
+        stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()
     return bool(stopped)
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtrain_cli.commands import train_worker
+from mtrain_cli.commands import train
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.evaluation.in_training import TaskEvaluations
 from mtrain_cli.profiling.periodic_profile import TrainingProfile
+from mtrain_cli.training import loop
 
 
 @pytest.mark.parametrize(
@@ -22,8 +23,8 @@ from mtrain_cli.profiling.periodic_profile import TrainingProfile
 )
 def test_callbacks_follow_the_settings(monkeypatch, words, callbacks):
     seen = []
-    monkeypatch.setattr(train_worker.loop, "train", lambda *given: seen.append(given) or True)
+    monkeypatch.setattr(loop, "train", lambda *given: seen.append(given) or True)
     config = compose(words)
     environment = SimpleNamespace(device="cpu")
-    assert train_worker.train(config, "run", environment, resume=False)
+    assert train.run_worker(config, "run", environment, resume=False)
     assert seen == [(config, "run", environment, False, callbacks, None)]

@@ -379,13 +379,13 @@ def test_the_revision_says_whether_files_have_changed(tmp_path, monkeypatch):
     module.parent.mkdir()
     module.write_text("")
     monkeypatch.setattr(run_dir.mtrain_cli, "__file__", str(module))
-    assert run_dir._git_revision() is None, "this folder is no checkout"
+    assert run_dir._environment_facts()["git_revision"] is None, "this folder is no checkout"
     git("init")
     git("add", ".")
     git("commit", "-m", "first")
-    assert run_dir._git_revision() == git("rev-parse", "HEAD")
+    assert run_dir._environment_facts()["git_revision"] == git("rev-parse", "HEAD")
     module.write_text("changed = True\n")
-    assert run_dir._git_revision() == git("rev-parse", "HEAD") + "+changes"
+    assert run_dir._environment_facts()["git_revision"] == git("rev-parse", "HEAD") + "+changes"
 
 
 OWNER = f"process {os.getpid()} on {socket.gethostname()}"
@@ -427,3 +427,14 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir.fcntl, "flock", refuse)
     RunLock(tmp_path).beat()
     assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_a_run_that_appears_before_the_lock_is_taken_is_not_overwritten(tmp_path, monkeypatch):
+    def lock_late(folder: Path) -> RunLock:
+        (folder / "resolved.yaml").write_text("of another process")
+        return RunLock(folder)
+
+    monkeypatch.setattr(run_dir, "RunLock", lock_late)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_dir.create(config_for("run.dir=a"), [])
+    assert Path("a", "resolved.yaml").read_text() == "of another process"

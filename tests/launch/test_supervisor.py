@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli.launch.supervisor import Supervisor, _is_stopped, worker_command
+from mtrain_cli.launch.local import Supervisor, _is_stopped, worker_command
 
 
 def supervisor(folder, code: str, workers: int = 3, timeout_s: float = 60.0) -> Supervisor:
@@ -79,7 +79,7 @@ def test_each_worker_has_its_rank_and_its_own_failure_file(tmp_path):
 
 
 def test_workers_that_ignore_sigterm_and_their_children_are_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrain_cli.launch.supervisor.STOP_GRACE_S", 1)
+    monkeypatch.setattr("mtrain_cli.launch.local.STOP_GRACE_S", 1)
     run = supervisor(
         tmp_path,
         """
