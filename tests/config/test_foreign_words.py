@@ -28,6 +28,8 @@ def test_a_foreign_option_names_its_counterpart(option):
     assert result.exit_code == 2
     assert "; mtrain counts steps; use train.steps=N." in " ".join(result.stderr.split())
     assert "optim.eps" not in result.stderr
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", "--out", "a"])
+    assert "run.dir=DIR" in " ".join(result.stderr.split())
 
 
 def test_a_foreign_key_in_a_file_names_its_counterpart(tmp_path):

@@ -429,7 +429,7 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
     assert (tmp_path / LOCK).read_text() == ""
 
 
-def test_a_run_that_appears_before_the_lock_is_taken_is_not_overwritten(tmp_path, monkeypatch):
+def test_a_run_that_appears_before_the_lock_is_taken_is_not_overwritten(monkeypatch):
     def lock_late(folder: Path) -> RunLock:
         (folder / "resolved.yaml").write_text("of another process")
         return RunLock(folder)
