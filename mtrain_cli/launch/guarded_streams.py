@@ -18,10 +18,7 @@ CLOSED_PIPE = 141  # 128 + SIGPIPE, the exit code of a shell command whose reade
 
 
 class OutputLostError(Exception):
-    """Standard output is lost. Handlers of OSError do not catch it.
-
-    reader_left: whether the reader of a pipe has closed it.
-    """
+    """Standard output is lost: a pipe's reader left, or another failure. It is no OSError."""
 
     def __init__(self, error: OSError | ValueError) -> None:
         super().__init__(f"standard output: {getattr(error, 'strerror', None) or error}")

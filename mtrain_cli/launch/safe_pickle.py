@@ -100,11 +100,7 @@ def _is_record(found: type, module: str) -> bool:
 
 
 def load_metadata(file: IO[bytes]) -> Any:
-    """Return the object in a pickled .metadata file.
-
-    Raises:
-        ValueError: the file is not a pickle, or the pickle names a class that is not on the list.
-    """
+    """Return the object in a pickled .metadata file, or raise ValueError for a foreign one."""
     content = file.read()
     try:
         # The unpickler allocates a table as long as the largest memo index.

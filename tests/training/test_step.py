@@ -77,7 +77,7 @@ def test_a_step_is_the_mean_over_sequences_and_layers():
 def test_lines_are_means_over_the_layers_with_an_index():
     sparse = [record for record in RECORDS if record.layer == 0]
     total = local_index_sums(sparse, 1, torch.device("cpu"))
-    results = index_metrics(total.tolist(), sparse, SEQ).with_dense_layers(2, 0.75)
+    results = index_metrics(total.tolist(), sparse, SEQ, [0.75] * 2)
     assert results.density_by_layer == (63 / 3 / 45, 0.75, 0.75)
     assert results.slashes == (1.5 + 3.5 + 2) / 3
 
