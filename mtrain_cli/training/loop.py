@@ -54,11 +54,8 @@ def train(
 ) -> bool:
     """Train until step `config.train.steps`. Return whether a stop request ended training early.
 
-    Every worker calls this function, inside a process group.
-
-    Args:
-        resume: start from the newest checkpoint of `run_dir`.
-        estimate: estimates a step, for banner and status.
+    Every worker calls this function, inside a process group. resume: start from the newest
+    checkpoint. estimate: estimates a step, for banner and status.
     """
     first = environment.rank == 0
     with explain_out_of_memory(config, environment, run_dir) as run_context:
@@ -74,15 +71,10 @@ def train(
         if first:
             record_begin(config, run_dir.path)
         estimated = estimate(trainer.plan) if estimate is not None and first else None
-        steps = config.train.steps
+        steps, every = config.train.steps, config.run.log_every
         reporter = _reporter(trainer, run_dir, estimated) if first else None
         progress = TrainingProgress(
-            steps,
-            trainer.step,
-            first,
-            log=run_dir.log,
-            log_every=config.run.log_every,
-            reporter=reporter,
+            steps, trainer.step, first, log=run_dir.log, log_every=every, reporter=reporter
         )
         metrics = MetricsLog(trainer, run_dir, progress)
         with progress:

@@ -26,18 +26,13 @@ from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 
 @dataclass(frozen=True)
 class _ParameterUnit:
-    """A unit of FSDP: this worker's shards of one layer, or of the parameters outside the layers.
+    """A unit of FSDP: this worker's shards of a layer, or of the parameters outside the layers."""
 
-    device, host: shards on the device in the compute dtype, and on the host in float32.
-    masters: the parameters to which the shards in `host` belong.
-    offsets, packed: offset of each shard in the packed gradients, and their number of elements.
-    """
-
-    device: list[Tensor]
-    host: list[Tensor]
-    masters: list[nn.Parameter]
-    offsets: list[int]
-    packed: int
+    device: list[Tensor]  # in the compute dtype
+    host: list[Tensor]  # in float32
+    masters: list[nn.Parameter]  # to which the shards on the host belong
+    offsets: list[int]  # of each shard in the packed gradients
+    packed: int  # number of elements of the packed gradients
 
     def of(self, packed: Tensor) -> list[Tensor]:
         """Return one view of `packed` per shard, in the shape of the shard."""
@@ -61,10 +56,7 @@ class OffloadedOptimizer:
         routers = (expert_layers(each.layers) for each in (decoder, masters))
         self._routers = list(zip(*routers, strict=True))
         self.optimizer = make_optimizer(masters, optim)
-        self._units = [
-            _unit(*pair)
-            for pair in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)
-        ]
+        self._units = list(map(_unit, unit_parameters(decoder), unit_parameters(masters)))
         self._reduced: list[Tensor | None] = [None] * len(self._units)
         self.last_micro_batch = True
         self._squares: list[Tensor] = []  # squared gradient norm of each offloaded unit
@@ -217,7 +209,6 @@ class _HostLink:
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[0])
 
     def up(self) -> AbstractContextManager[object]:
-        """Return a context in which copies to the device run."""
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
 
     def event(self) -> torch.cuda.Event | None:

@@ -38,8 +38,6 @@ class TrainingProgress:
     line is printed every `log_every` steps. The printed lines also go to `log`.
 
     enabled: whether to show anything. True only on rank 0.
-    reporter: receives each step for `mtrain status`.
-    clock: returns the time in seconds.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class TrainingProgress:
             self._live = None
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show one finished optimizer step."""
         if not self.enabled:
             return
         now = self._clock()
@@ -146,10 +143,7 @@ class TrainingProgress:
     def summary(
         self, headline: str, *, files: Sequence[str] = (), commands: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Show how the run ended, after removing the live display.
-
-        commands: label and command of each way to continue, which never wrap.
-        """
+        """Show how the run ended. commands: label and command of each way to continue."""
         if not self.enabled:
             return
         self._stop_display()
@@ -188,7 +182,6 @@ class TrainingProgress:
         return rows
 
     def line(self, metrics: StepMetrics) -> str:
-        """Format a step as one plain line."""
         width = len(str(self.total_steps))
         parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {_loss(metrics)}"]
         if metrics.grad_norm is not None:

@@ -24,8 +24,7 @@ from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.router_batches import RoutingMetrics, routing_metrics
-from mtrain_cli.training.train_state import TrainState
-from mtrain_cli.training.worker import Worker
+from mtrain_cli.training.worker import TrainState, Worker
 
 
 class NonFiniteError(RunError):
@@ -47,7 +46,8 @@ class StepReport:
     @staticmethod
     def of(row: Sequence[float]) -> StepReport:
         """Make a report from a rank's numbers, in the order of the fields."""
-        return StepReport(*row[:6], index_sums=tuple(row[6:]))
+        loss, norm, stop, save, compute_s, data_s, *index_sums = row
+        return StepReport(loss, norm, stop, save, compute_s, data_s, tuple(index_sums))
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def other_data(rank: int, world: int) -> str:
     dataset = open_dataset(config)
     dataset.fingerprint = f"of machine {rank // 2}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtrain_cli.training.train_data.open_dataset", lambda _: dataset)
+        patch.setattr("mtrain_cli.training.trainer.open_dataset", lambda _: dataset)
         with pytest.raises(ConfigError) as caught:
             Trainer(config, place(rank, world))
     return str(caught.value)

@@ -17,7 +17,6 @@ from mtrain_cli.training.optimizer import (
     LearningRateSchedule,
     ShardedAdamW,
     local_gradients,
-    set_hyperparameters,
 )
 
 
@@ -31,10 +30,7 @@ def compare_with_pytorch(rank: int, world: int, offload: bool) -> dict[str, bool
     ours, reference = (trainer(rank, world, world, words) for _ in range(2))
     assert type(ours.optimizer) is ShardedAdamW
     of = reference.states
-    of.optimizer = AdamW(
-        [{"params": group["params"]} for group in reference.optimizer.param_groups], fused=True
-    )
-    set_hyperparameters(reference.optimizer, reference.config.optim)
+    of.optimizer = AdamW([{**group, "fused": True} for group in reference.optimizer.param_groups])
     for at in range(4):
         if at == 2:
             ours.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
