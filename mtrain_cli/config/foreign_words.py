@@ -14,6 +14,10 @@ _LOGS = "use run.tensorboard=true; metrics.jsonl in the run's folder has a JSON 
 _SAVES = "use train.checkpoint_every=N, and train.keep_checkpoints=N for how many to keep"
 _MODEL = "use train.init_from=FOLDER, a Hugging Face folder"
 _FOLDER = "use run.name=NAME, a folder in runs/, or run.dir=DIR"
+_FILE = (
+    'write settings as key=value, or into DIR/recipe/mine.yaml below a line "# @package _global_", '
+    "and give --config-dir DIR recipe=mine"
+)
 _MEMORY = "use train.memory=auto, which chooses what to recompute and offload"
 _SHARDS = "mtrain shards weights, gradients and optimizer by itself; see train.shard"
 # By the last part of the key, in lower case and without "_" and "-".
@@ -37,6 +41,7 @@ _HERE = {
     **dict.fromkeys(("modelnameorpath", "modelname", "modelpath", "basemodel"), _MODEL),
     **dict.fromkeys(("out", "output", "outputdir", "loggingdir", "savedir"), _FOLDER),
     **dict.fromkeys(("gradientcheckpointing", "activationcheckpointing"), _MEMORY),
+    **dict.fromkeys(("config", "configfile", "configname"), _FILE),
     **dict.fromkeys(("fsdp", "deepspeed", "zerostage"), _SHARDS),
     "learningrate": "use optim.lr=X",
     "lrschedulertype": "use optim.schedule=NAME",
