@@ -52,10 +52,7 @@ def import_folder(source: Path, run: Path) -> Config:
     """Create a run from a Hugging Face folder, with float32 weights in the checkpoint `step-0`.
 
     Return its configuration: the model of `source`, and defaults. The whole model must fit memory.
-
-    Raises:
-        ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
-        CheckpointError: the weights cannot be written, for example on a full disk.
+    Raises ConfigError for a wrong folder, and CheckpointError if the weights cannot be written.
     """
     folder = huggingface.HuggingFaceFolder(source)
     folder.verify()
@@ -105,10 +102,8 @@ def export_checkpoint(
         tokenizer: folder to copy the tokenizer from; by default, that of the run's training.
         report: called with the reason why a checkpoint is skipped.
 
-    Raises:
-        ConfigError: there is no such run or no intact checkpoint, the checkpoint is of another
-            model, or `target` cannot be written.
-        RunError: the disk of `target` is full or fails.
+    Raises ConfigError without a fitting intact checkpoint, or if `target` cannot be written, and
+    RunError if its disk is full or fails.
     """
     require_new_folder(target)
     source = find_source(source)

@@ -107,25 +107,6 @@ def _prices_on(name: str, heads: int, kv_heads: int) -> RowPrices:
     return RowPrices.on(cluster, heads, kv_heads)
 
 
-def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:
-    """Return a line if the balanced layout would suit the documents of a batch better, else "".
-
-    masks: the masks of each kind of layer, one per sequence of the batch.
-    """
-    topology, balancer = config.topology, make_balancer(config, cp, per_node)
-    free = topology.layout == topology.exchange == "auto"
-    if not free or balancer.groups == 1 or config.sparsity.pattern != "dense":
-        return ""
-    layout = make_layout(config.layout, cp, config.seq, topology.block_size)
-    static_cost, balanced = _costs(balancer, balancer.dispatch(masks), masks, layout, by_mask=False)
-    if balanced >= _WORTH_IT * static_cost:
-        return ""
-    return (
-        f"topology.layout=balanced may be faster: the first batch would cost {balanced:.2f} of "
-        f"its mean pairs, with {layout.name} and whole shards {static_cost:.2f}"
-    )
-
-
 @lru_cache(maxsize=64)
 def _static_dispatch(balancer: Balancer, mask: MaskSettings) -> Dispatch:
     return balancer.dispatch(_undivided(mask, balancer.seq, balancer.padded_seq))

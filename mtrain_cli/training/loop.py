@@ -10,20 +10,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.documents import damaged_lines
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.records.metrics import (
-    MetricsWriter,
-    line_on_file,
-    nothing_left_out,
-    read_readable_metrics,
-    step_remarks,
-)
+from mtrain_cli.records.metrics import MetricsWriter, nothing_left_out
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import Callback, FinishedStep
@@ -136,11 +129,6 @@ def _announce(
         if restarts:
             line += f", restart {restarts}, on {trainer.environment.dims.workers} workers"
         progress.message(line)
-    if first and resume and run_dir.metrics.is_file():
-        earlier, damaged = read_readable_metrics(run_dir.metrics)
-        lines = damaged_lines(run_dir.metrics, damaged) if damaged else ""
-        if line := line_on_file(run_dir.metrics, lines, step_remarks(earlier, trainer.step)):
-            progress.message(f"{line}; training goes on", warning=True)
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) -> StateReporter:

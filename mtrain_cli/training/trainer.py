@@ -31,7 +31,6 @@ from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import causal_pairs, peak_flops, training_flops
-from mtrain_cli.training.layout_choice import layout_advice
 from mtrain_cli.training.step import Step, StepResult
 from mtrain_cli.training.worker import TrainState, Worker
 
@@ -103,8 +102,7 @@ class Trainer:
             gc.unfreeze()
             gc.collect()
             gc.freeze()
-        advice, self.data.advice = self.data.advice, ""
-        return replace(result, warnings=(*result.warnings, advice)) if advice else result
+        return result
 
     def next_batches(self) -> tuple[list[Batch], float]:
         """Return this step's micro-batches, and how many seconds this worker waited for data."""
@@ -200,7 +198,6 @@ class TrainData:
 
     places: host and device of each rank.
     lacking: whether a worker could not read its data, so that all stop.
-    advice: a line about the layout, known after the first batch; "" for none.
     """
 
     def __init__(self, worker: Worker, make_batch: Callable[[list[Sample]], HostBatch]) -> None:
@@ -221,7 +218,7 @@ class TrainData:
             make_batch=make_batch,
         )
         self.held_out: list[Sample] = self.dataset.held_out
-        self.lacking, self.advice, self._checked_layouts = False, "", False
+        self.lacking = self._checked_layouts = False
 
     def check(self, *, resumed: bool) -> None:
         """Verify the data's checksums if ``data.verify`` asks for it, shared by local workers."""
@@ -252,14 +249,9 @@ class TrainData:
         if first_without is not None:
             self.lacking = True
             raise error or PeerLostError(f"rank {first_without} has no data for step {step}")
-        if not self._checked_layouts:
+        if worker.choices.balancer is not None and not self._checked_layouts:
             self._checked_layouts = True
-            if worker.choices.balancer is not None:
-                check_same_layouts(worker.config, worker.environment, on_host, worker.host_group)
-            elif worker.environment.rank == 0 and worker.device.type == "cuda":
-                cp, per_node = worker.environment.dims.cp, worker.environment.context_per_node
-                masks = [plan.masks for plan in on_host[0].plans.values()]
-                self.advice = layout_advice(worker.config, cp, per_node, masks)
+            check_same_layouts(worker.config, worker.environment, on_host, worker.host_group)
         return on_host, waited
 
 

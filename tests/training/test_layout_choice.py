@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.training import layout_choice
-from mtrain_cli.training.layout_choice import choose_layout, layout_advice
+from mtrain_cli.training.layout_choice import choose_layout
 
 SEQ = 16384
 WINDOW = ("mask=sliding_window", "mask.window=512")
@@ -71,9 +70,6 @@ def test_auto_keeps_its_layout_where_the_balanced_one_costs_as_much():
 def test_the_balanced_layout_must_win_by_two_percent(monkeypatch, cost, wins):
     monkeypatch.setattr(layout_choice, "_static_costs", lambda *_, **__: (1.0, cost))
     assert (chosen(*WINDOW).balancer is not None) == wins
-    monkeypatch.setattr(layout_choice, "_costs", lambda *_, **__: (1.0, cost))
-    masks = [[SequenceMask.causal(SEQ, SEQ)]]
-    assert bool(layout_advice(compose(["seq=16k", "model=tiny"], plan=True), 4, 4, masks)) == wins
 
 
 def test_auto_states_the_costs_of_both():
@@ -102,25 +98,6 @@ def test_auto_states_the_costs_of_both():
     assert f"costs {balanced:.2f} of its mean pairs" in found.reason
     assert found.reason.endswith(f"zigzag and whole shards {now:.2f}")
     assert balanced < 0.5 * now
-
-
-def test_packed_documents_are_pointed_out():
-    """Each document of 2,048 tokens fits in a worker, so no row need move."""
-    config = compose(["seq=64k", "model=tiny"], plan=True)
-    ids = np.repeat(np.arange(32), 2048)
-    line = layout_advice(config, 4, 4, [[SequenceMask.from_documents(ids, 65536)]])
-    rows = 65536 * 3 // 4 * RowPrices.on(None, 4, 2).inner
-    most = sum(p + 1 for block in (3, 7, 11, 15) for p in range(128 * block, 128 * (block + 1)))
-    whole = (32 * most + rows) / (8 * 2048 * 2049 / 2)
-    assert line == (
-        "topology.layout=balanced may be faster: the first batch would cost 1.00 of its mean "
-        f"pairs, with striped and whole shards {whole:.2f}"
-    )
-    longer = compose(["seq=512k", "model=tiny"], plan=True)
-    assert not layout_advice(longer, 4, 4, [[SequenceMask.causal(1 << 19, 1 << 19)]])
-    for word in ("topology.layout=zigzag", "topology.exchange=ring", "sparsity=vertical_slash"):
-        config = compose(["seq=64k", "model=tiny", word], plan=True)
-        assert not layout_advice(config, 4, 4, [[SequenceMask.from_documents(ids, 65536)]])
 
 
 @pytest.mark.parametrize("ulysses", [3, 8])
