@@ -185,10 +185,10 @@ def _wrong_value(error: Any) -> str | None:
     if list_errors is None or param is None:
         return None
     detail = list_errors()[0]
-    bounds = detail.get("ctx", {})
-    if detail["type"] == "float_parsing" or str(detail["input"]).lower() == "nan":
+    bounds, kind = detail.get("ctx", {}), detail["type"].partition("_")[0]
+    if kind == "float" or str(detail["input"]).lower() == "nan":
         reason = "expected a number"
-    elif detail["type"] in ("int_parsing", "int_type"):
+    elif kind == "int":
         reason = "expected a whole number"
     elif "ge" in bounds:
         reason = f"must be at least {bounds['ge']:g}"

@@ -76,8 +76,16 @@ def train(
     plan = cfg or dry_run
     config = _configuration(words, config_dir, run_path, plan=plan, data_elsewhere=no_data)
     if cfg:
+        from rich.text import Text
+
+        from mtrain_cli.composition.compose import compose
+        from mtrain_cli.config.resolved_file import annotated_yaml
+        from mtrain_cli.console import Console
+
         warn_of_unused_settings(words, config, config_dir)
-        _print_configuration(config)
+        console = Console(highlight=False, soft_wrap=True)
+        for line, changed in annotated_yaml(config, compose()):
+            console.print(Text(line, style="bold cyan" if changed else ""))
         return
     if dry_run:
         if run_path is None and config.train.init_from is not None:
@@ -152,18 +160,6 @@ def find_run(run: str, option: str = "") -> Path:
     names = [run_dir.path.name for run_dir in list_runs()]
     place = f"a folder with a {RESOLVED}" + ("" if names else "; there are no runs in runs/")
     raise ConfigError(f"{option}{run}: {no_such('run', run, names, place, SHOWN)}")
-
-
-def _print_configuration(config: Config) -> None:
-    from rich.text import Text
-
-    from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.resolved_file import annotated_yaml
-    from mtrain_cli.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    for line, changed in annotated_yaml(config, compose()):
-        console.print(Text(line, style="bold cyan" if changed else ""))
 
 
 def _data_rows(config: Config) -> list[tuple[str, str]]:

@@ -27,27 +27,19 @@ _ALWAYS_ALLOWED = 16
 
 @dataclass(frozen=True)
 class Environment:
-    """The topology without ``auto``, and the ranks of this process.
+    """The topology without ``auto``, and the ranks of this process."""
 
-    device: ``cuda`` or ``cpu``.
-    workers_per_node: of a node that may be virtual (``topology.gpus_per_node``).
-    local_rank, local_workers: rank of this process on this machine, and number of workers there.
-    launcher: ``mtrain``, ``torchrun`` or ``slurm``.
-    restarts: number of restarts of the workers so far.
-    """
-
-    device: str
+    device: str  # ``cuda`` or ``cpu``
     dims: ParallelDims
-    workers_per_node: int
+    workers_per_node: int  # of a node that may be virtual (``topology.gpus_per_node``)
     rank: int
-    local_rank: int
-    launcher: str
+    local_rank: int  # on this machine
+    launcher: str  # ``mtrain``, ``torchrun`` or ``slurm``
     local_workers: int
-    restarts: int = 0
+    restarts: int = 0  # of the workers so far
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, real or virtual."""
         return self.dims.workers // self.workers_per_node
 
     @property
@@ -157,7 +149,6 @@ def _parallel_dims(
 
 
 def cpu_cores() -> int:
-    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

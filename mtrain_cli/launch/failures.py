@@ -98,12 +98,10 @@ class Failure:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The fields that the worker writes to its failure record."""
         return {name: getattr(self, name) for name in ("kind", "message", "trace", "time")}
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the failure of another worker may have caused this one."""
         return self.severity >= 4
 
     @property
@@ -120,11 +118,6 @@ class Failure:
     def is_abort(self) -> bool:
         """Whether the process ended by SIGABRT, from NCCL's watchdog or a failed check in C++."""
         return self.kind == "died" and self.exit_code == -signal.SIGABRT
-
-    @property
-    def exceeded_timeout(self) -> str:
-        """Such as ``topology.timeout_s=60`` if the worker waited too long, else empty."""
-        return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
 def failure_from(error: BaseException) -> Failure:
@@ -146,7 +139,6 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of an error of torch, without the location in C++ code."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0]
 
@@ -161,7 +153,9 @@ def find_silent_rank(
         running: ranks that still run and, as far as is known, do not wait for another rank.
         waited: such as ``topology.timeout_s=60``, if some worker is known to have waited that long.
     """
-    waited = next(filter(None, (failure.exceeded_timeout for failure in failed)), waited)
+    # The line on a wait that was too long begins with the setting.
+    lines = (f.message for f in failed if f.kind == "peer lost" and not f.trace)
+    waited = next((line.partition(":")[0] for line in lines), waited)
     ranks = sorted(stopped or (running if waited else ()))
     if not ranks or not all(failure.is_consequence for failure in failed):
         return None
@@ -179,7 +173,6 @@ def find_silent_rank(
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether the error says that a wait for another worker timed out."""
     return _TIMED_OUT.search(str(error)) is not None
 
 

@@ -193,8 +193,8 @@ def job_store(job: Job) -> Store:
 def listen(job: Job, port: int) -> socket.socket:
     """Open a listening socket of rank 0 at ``job.address``, or else on all interfaces.
 
-    Else: the address is that of a proxy, or several machines connect but the host name resolves to
-    loopback here, as some systems configure in /etc/hosts. port: 0 for any free port.
+    Else: the address is that of a proxy, or several machines connect but /etc/hosts maps the host
+    name to loopback. port: 0 for any free port.
     """
     several, backlog = job.local_world_size != job.world_size, max(128, job.world_size)
     with contextlib.suppress(socket.gaierror):
@@ -241,8 +241,7 @@ def _unseal(name: str, content: bytes) -> str:
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
-    All ranks call this in the same order. If the action fails, rank 0 raises the error, and the
-    others exit with the same exit code and print nothing.
+    All ranks call this in the same order. If it fails, the others exit with the code of rank 0.
     """
     job = current_job()
     if job is None or job.world_size == 1:

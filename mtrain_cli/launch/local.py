@@ -283,7 +283,6 @@ class _SignalRequests:
 
     @staticmethod
     def _ask(file: Path, line: str) -> str:
-        """Append a byte to a file of requests. Return ``line``, or a line on why it failed."""
         try:
             with file.open("ab") as opened:
                 opened.write(b".")
@@ -293,7 +292,6 @@ class _SignalRequests:
 
 
 def _print_line(line: str, over_display: bool = False) -> None:
-    """Print a line to stderr. over_display: whether a live display may be below it."""
     if over_display and sys.stderr.isatty():
         # The next refresh clears the lines at and above the cursor, so leave empty lines for it.
         line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)

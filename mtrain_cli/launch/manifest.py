@@ -46,7 +46,6 @@ class Manifest:
     trainer: Mapping[str, Any] = field(default_factory=dict)  # empty for imported weights
 
     def write(self, folder: Path) -> None:
-        """Write the manifest to `folder` and wait until the disk has it (fsync)."""
         body = {"schema": SCHEMA, **asdict(self)}
         text = json.dumps({**body, "crc32": _crc_of(body)}, indent=2)
         with (folder / NAME).open("w") as file:

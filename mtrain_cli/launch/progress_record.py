@@ -100,7 +100,6 @@ def inside(place: str) -> Iterator[None]:
 
 
 def begin_step(training_step: int) -> None:
-    """Record that the host begins a training step, counted from 1."""
     if _record is not None:
         _record.training_step = training_step
         _record.write("", _NOBODY)
@@ -135,7 +134,6 @@ def read_activity(path: Path) -> WorkerActivity | None:
 
 
 def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
-    """Return the activity of each rank whose record this machine can read."""
     records = {rank: read_activity(path) for rank, path in paths.items()}
     return {rank: record for rank, record in records.items() if record}
 

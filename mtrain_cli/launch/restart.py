@@ -153,7 +153,6 @@ class RestartPolicy:
 
 
 def is_machine_failure(failure: Failure) -> bool:
-    """Return whether a machine failed, so that a restart may help."""
     if failure.kind in ("died", "silent", "peer lost"):
         return True
     text = failure.message if failure.kind == "error" else ""
@@ -244,13 +243,11 @@ def _entries(path: Path, kind: type[T], last_bytes: int | None = None) -> tuple[
 
 
 def failure_summary(failure: Failure) -> str:
-    """Return a line that says what failed."""
     first = failure.message.splitlines()[0] if failure.message else failure.kind
     return f"rank {failure.rank} {first}" if failure.kind == "died" else first
 
 
 def describe_restart(decision: RestartDecision) -> str:
-    """Return the line that announces a restart."""
     entry, number = decision.entry, decision.environment.restarts
     start = "starts again from step 0 (no checkpoint)"
     if decision.resume:

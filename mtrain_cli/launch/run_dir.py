@@ -302,7 +302,6 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
         path, is_new = _make_folder(wanted, folder is RUNS)
         run = RunDir(path.absolute())
-        latest = _latest_target(run.path.parent)
         # A run that was discarded may have left its lock file.
         entries = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
         if entries and not run.resolved.exists():
@@ -312,7 +311,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         occupied = run.resolved.exists()
 
         def undo() -> bool:
-            return _undo_create(run, is_new, parents, latest)
+            return _undo_create(run, is_new, parents)
 
         try:
             run = dataclasses.replace(run, _lock=RunLock(path), _undo=undo)
@@ -335,18 +334,17 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     return run
 
 
-def _undo_create(
-    run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest: str | None
-) -> bool:
+def _undo_create(run: RunDir, is_new_folder: bool, new_parents: Sequence[Path]) -> bool:
     """Remove a run that `create` made, and return True, unless a step has run."""
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
-    runs = run.path.parent
-    if _latest_target(runs) == run.path.name:  # no other run was started meanwhile
-        if latest is not None and (runs / latest).exists():
-            _point_latest(runs, latest)
+    link = run.path.parent / "latest"
+    if link.is_symlink() and os.readlink(link) == run.path.name:
+        others = [other.path.name for other in list_runs() if other.path.name != run.path.name]
+        if others:
+            _point_latest(link.parent, others[0])
         else:
-            (runs / "latest").unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
     if is_new_folder:
         for _ in range(3):  # another thread may still write to the folder
             shutil.rmtree(run.path, ignore_errors=True)
@@ -442,16 +440,9 @@ def _open_here(path: Path) -> RunDir:
 
 def _whole_lines(file: Path) -> list[bytes]:
     """Return the complete lines of a file. After a crash, the last line may be incomplete."""
-    try:
+    with contextlib.suppress(OSError):
         return file.read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return []
-
-
-def _latest_target(runs: Path) -> str | None:
-    """Return the target of the link ``latest`` in ``runs``, None without such a link."""
-    link = runs / "latest"
-    return os.readlink(link) if link.is_symlink() else None
+    return []
 
 
 def _point_latest(runs: Path, target: str) -> None:

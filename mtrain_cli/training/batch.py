@@ -101,8 +101,8 @@ class Batch:
         mixed, pairs = self.mixed, self.attend.plan.allowed_pairs
         if mixed is None:
             return pairs
-        full = mixed.full.plan.allowed_pairs
-        return round(pairs + (full - pairs) * mixed.full_share)
+        full_share = len(mixed.full_layers) / mixed.layers
+        return round(pairs + (mixed.full.plan.allowed_pairs - pairs) * full_share)
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,6 @@ class MixedAttention:
 
     def with_kept_indices(self) -> MixedAttention:
         return replace(self, window=self.window.with_kept_indices())
-
-    @property
-    def full_share(self) -> float:
-        return len(self.full_layers) / self.layers
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,13 +133,10 @@ class Checkpointer:
         """Return whether the newest checkpoint on rank 0's disk is an import: only weights."""
 
         def has_no_trainer() -> bool:
-            step = self.latest()
-            if step is None:
-                return False
-            try:
-                return not Manifest.read(self._directory / f"step-{step}").trainer
-            except (OSError, ValueError):
-                return False  # the checkpoint is damaged; loading it reports why
+            if (step := self.latest()) is not None:
+                with contextlib.suppress(OSError, ValueError):  # loading reports the damage
+                    return not Manifest.read(self._directory / f"step-{step}").trainer
+            return False
 
         return self._on_all_ranks(has_no_trainer)[0]
 
@@ -306,7 +303,24 @@ def load_model_state(
     targets: returns the tensors to fill, of any dtype and device, from the stored shapes. By
         default, allocate them on the CPU in the checkpoint's dtype.
     """
-    return newest_intact(path, lambda f: (Manifest.read(f).step, _read_model(f, targets)), report)
+
+    def read(folder: Path) -> tuple[int, dict[str, Tensor]]:
+        reader = CheckpointReader(folder)
+        stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
+        entries = {name.removeprefix(_MODEL): entry for name, entry in stored.items()}
+        if targets is None:
+            model = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+        else:
+            model = targets({name: tuple(entry.size) for name, entry in entries.items()})
+        try:
+            _read(folder, {f"{_MODEL}{name}": tensor for name, tensor in model.items()}, reader)
+        except (OSError, ForeignFileError):
+            raise
+        except Exception as error:
+            raise ForeignFileError(_one_line(error)) from error
+        return Manifest.read(folder).step, model
+
+    return newest_intact(path, read, report)
 
 
 def newest_intact(
@@ -385,30 +399,6 @@ def _read(
         raise min(error.failures.items())[1][0] from error
     stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
     return [name for name in stored if name not in planner.state_dict]
-
-
-def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tensor]:
-    reader, prefix = CheckpointReader(folder), _MODEL
-    if targets is None:
-        stored = checkpoint_files.tensors_of(reader.metadata, prefix).items()
-        model = {
-            name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in stored
-        }
-    else:
-        model = targets(_shapes(reader))
-    try:
-        _read(folder, {f"{prefix}{name}": tensor for name, tensor in model.items()}, reader)
-    except (OSError, ForeignFileError):
-        raise
-    except Exception as error:
-        raise ForeignFileError(_one_line(error)) from error
-    return model
-
-
-def _shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
-    stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
-    return {name.removeprefix(_MODEL): tuple(entry.size) for name, entry in stored.items()}
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:

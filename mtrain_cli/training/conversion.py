@@ -150,7 +150,11 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
 
     If the data do not name a tokenizer, return the tokenizer of `train.init_from`.
     """
-    trained = _was_trained(run)
+    # The checkpoint of an import that was not trained has only weights.
+    trained, steps = True, committed_steps(run / "checkpoints")
+    with contextlib.suppress(ManifestError):  # loading reports the problem
+        manifests = [Manifest.read(run / "checkpoints" / f"step-{step}") for step in steps]
+        trained = not steps or any(manifest.trainer for manifest in manifests)
     if (run / TOKENIZER).is_dir():
         files = of_folder(run / TOKENIZER)
         begin = _recorded_begin(config, run) if trained else None
@@ -221,7 +225,7 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
 def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles | None:
     """Return the tokenizer of the run's token stores; None if they differ or some is no store.
 
-    folder: folder of `train.init_from`, which holds more files if its tokenizer.json is the same.
+    folder: that of `train.init_from`, which holds more files if its tokenizer.json is the same.
     """
     metas = _metas_of_stores(config)
     if len({meta.tokenizer_identity for meta in metas}) != 1:
@@ -254,13 +258,3 @@ def _bytes() -> TokenizerFiles:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos is not None
     return of_bytes(tokenizer.bos, tokenizer.eos, tokenizer.pad)
-
-
-def _was_trained(run: Path) -> bool:
-    """Return whether a run was trained. The checkpoint of an untrained import has only weights."""
-    checkpoints = run / "checkpoints"
-    steps = committed_steps(checkpoints)
-    try:
-        return not steps or any(Manifest.read(checkpoints / f"step-{n}").trainer for n in steps)
-    except ManifestError:
-        return True  # loading reports the problem

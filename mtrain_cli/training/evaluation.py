@@ -67,7 +67,6 @@ class Evaluation:
 
 
 def bucket_edges(seq: int) -> np.ndarray:
-    """Return the bucket boundaries 0, 128, 256, ..., seq."""
     doublings = math.ceil(math.log2(max(1, seq / FIRST_EDGE)))
     return np.array([0, *(FIRST_EDGE << n for n in range(doublings)), seq])
 
@@ -133,7 +132,6 @@ def evaluate(trainer: Trainer) -> Evaluation:
 
 
 def _finite_mean(total: float, count: float) -> float | None:
-    """Return a mean; None if nothing counts or the mean is not finite."""
     mean = float(total / count) if count else math.nan
     return mean if math.isfinite(mean) else None
 

@@ -35,7 +35,6 @@ class _ParameterUnit:
     packed: int  # number of elements of the packed gradients
 
     def of(self, packed: Tensor) -> list[Tensor]:
-        """Return one view of `packed` per shard, in the shape of the shard."""
         places = zip(self.offsets, self.host, strict=True)
         return [packed[at : at + shard.numel()].view(shard.shape) for at, shard in places]
 
@@ -186,7 +185,7 @@ class OffloadedOptimizer:
 
 
 class _HostLink:
-    """Two independent streams for copies from and to a GPU. On a CPU, copies are synchronous."""
+    """Streams for copies to the host (down) and to a GPU (up). On a CPU, copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -205,7 +204,6 @@ class _HostLink:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def down(self) -> AbstractContextManager[object]:
-        """Return a context in which copies to the host run."""
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[0])
 
     def up(self) -> AbstractContextManager[object]:

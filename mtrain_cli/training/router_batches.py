@@ -138,13 +138,9 @@ class RoutingMetrics:
     dropped: int  # pairs of a token and an expert beyond the capacity, summed over layers
     own: OwnLoads | None = None  # the other fields are equal on all workers
 
-    @property
-    def load_by_layer(self) -> list[float]:
-        """The tokens of the expert with the most, divided by the mean, in each layer."""
-        return (self.counts.amax(1) / self.counts.mean(1)).tolist()
-
     def metrics(self) -> dict[str, Any]:
-        loads = self.load_by_layer
+        # The tokens of the expert with the most, divided by the mean.
+        loads = (self.counts.amax(1) / self.counts.mean(1)).tolist()
         return {
             "balance_loss": self.balance,
             "router_z": self.z,

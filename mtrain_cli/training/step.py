@@ -206,8 +206,11 @@ class Step:
         tokens = config.train.global_batch * config.seq
         state.step += 1
         state.tokens += tokens
-        index = self._index_metrics(reports, records, pairs)
-        all_pairs = causal_pairs(config.seq) * config.train.global_batch
+        index, all_pairs = None, causal_pairs(config.seq) * config.train.global_batch
+        if records is not None:
+            sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
+            dense = [pairs / all_pairs] * config.sparsity.dense_layers
+            index = index_metrics(sums, records, config.seq, dense)
         return StepResult(
             loss=mean_loss,
             grad_norm=grad_norm,
@@ -298,17 +301,6 @@ class Step:
         rows = all_gather(local, self._worker.environment.dims.workers).tolist()
         progress_record.note("optimizer")
         return [StepReport.of(row) for row in rows]
-
-    def _index_metrics(
-        self, reports: Sequence[StepReport], records: list[IndexRecord] | None, pairs: int
-    ) -> IndexMetrics | None:
-        if records is None:
-            return None
-        config = self._worker.config
-        sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
-        density = pairs / (config.train.global_batch * causal_pairs(config.seq))
-        dense = [density] * config.sparsity.dense_layers
-        return index_metrics(sums, records, config.seq, dense)
 
     def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
         """Return whether to skip the update, and a warning; "" for none."""

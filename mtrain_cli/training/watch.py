@@ -69,7 +69,6 @@ class SpikeWatch:
         return bool(outliers), line
 
     def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
-        """Describe each of the two values, loss and gradient norm, that exceeds its threshold."""
         outliers = []
         middle = statistics.median(self._losses) if self._losses else 0.0
         sigmas = _sigmas(self._losses, loss, _MIN_LOSS_SIGMA * abs(middle))
@@ -85,7 +84,6 @@ class SpikeWatch:
         return outliers
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"loss": list(self._losses), "norm": list(self._norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -41,8 +41,7 @@ from mtrain_cli.training.watch import SpikeWatch
 class Worker:
     """What a worker has before it has a model or data. All ranks make theirs together.
 
-    config: the configuration with the memory settings of the plan.
-    host_group: all ranks, in host memory.
+    config: with the memory settings of the plan. host_group: all ranks, in host memory.
     tensor, experts, stage, offload, router: None if the run does not have them.
     """
 
@@ -108,8 +107,7 @@ class Worker:
 class TrainState:
     """This worker's shards of the weights and of the optimizer's state, and the counters.
 
-    states: the optimizer with its copy of the weights.
-    step, tokens: numbers of finished steps and of their tokens.
+    states: the optimizer with its copy of the weights. tokens: of the finished steps.
     """
 
     def __init__(self, worker: Worker, loader: Loader[Any]) -> None:

@@ -143,34 +143,3 @@ def test_each_schedule_has_its_shape():
     short = rates("optim.schedule=linear", "optim.decay_steps=40")
     assert short[50:] == pytest.approx([0.1] * 50)
     assert short[30] == pytest.approx(0.55)
-
-
-def test_a_schedule_describes_itself():
-    def description(*words: str) -> str:
-        config = compose(
-            [
-                "optim.warmup_steps=10",
-                "optim.min_lr_ratio=0.1",
-                "optim.lr=1e-3",
-                "train.steps=100",
-                *words,
-            ]
-        )
-        return LearningRateSchedule.of(config).describe(config.train.steps)
-
-    assert (
-        description() == "cosine: warm up over 10 steps to a peak of 1.00e-03, "
-        "decay to 1.00e-04 from step 11 to step 100"
-    )
-    assert description("optim.schedule=wsd", "optim.decay_steps=20").endswith(
-        "decay to 1.00e-04 from step 80 to step 100"
-    )
-    assert description("optim.schedule_steps=60").endswith("from step 11 to step 60")
-    assert description("optim.schedule_steps=200").endswith(
-        "to step 200; train.steps=100 ends it at 5.91e-04"
-    )
-    assert (
-        description("optim.schedule=constant", "optim.warmup_steps=0")
-        == "constant: start at a peak of 1.00e-03, then constant"
-    )
-    assert description("train.steps=6").endswith("; train.steps=6 ends it at 6.00e-04")
