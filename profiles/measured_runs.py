@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import worker_pool
 
-from mtrain_cli.commands import train_worker
+from mtrain_cli.commands import train
 from mtrain_cli.commands.train import checked_environment
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
@@ -94,7 +94,7 @@ def train_run(_rank: int, _workers: int, path: Path) -> None:
     """Train a run as a worker of a `Pool`."""
     config = resolved_file.load(path / "resolved.yaml")
     environment = replace(resolve_environment(config), launcher="mtrain")
-    train_worker.train(config, run_dir.RunDir(path), environment, False)
+    train.run_worker(config, run_dir.RunDir(path), environment, False)
 
 
 def train_elsewhere(checkout: Path, *words: str) -> Measured:

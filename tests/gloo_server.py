@@ -15,8 +15,7 @@ import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
 
 import mtrain_cli.commands.app
-import mtrain_cli.commands.train_worker
-import mtrain_cli.launch.supervisor
+import mtrain_cli.launch.local
 import mtrain_cli.launch.worker
 import mtrain_cli.training.loop  # noqa: F401
 from mtrain_cli.composition.compose import compose

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from mtrain_cli.launch import supervisor
+from mtrain_cli.launch import local
 
 _OWN_FOLDER = str(Path(__file__).parent)
 
@@ -113,7 +113,7 @@ def _main(words: list[str], folder: str, environment: dict[str, str], outputs: l
         os.dup2(opened, target)
         os.close(opened)
     os.chdir(folder)
-    supervisor.Popen = ForkedWorker  # type: ignore[attr-defined]
+    local.Popen = ForkedWorker  # type: ignore[attr-defined]
     _become(words, environment)
 
 

@@ -1,8 +1,7 @@
 """The command `mtrain`: its subcommands, and how errors reach the terminal.
 
-Each command is a file in this folder. It raises `ConfigError` for a user's mistake and `RunError`
-for other failures, such as a full disk. Only this module prints these errors and exits, with code
-2 or 1.
+Only this module prints a `ConfigError`, a user's mistake, or a `RunError`, such as a full disk, and
+exits with code 2 or 1.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from mtrain_cli.commands import (
     status,
     train,
 )
-from mtrain_cli.commands.options import take_help_from_docstrings, warn
+from mtrain_cli.commands.options import take_help_from_docstrings
 from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
@@ -169,14 +168,7 @@ def _describe(error: Any) -> str:
         similar = message.partition("Possible options")[2]
         # A command with a trained model takes few settings.
         is_option = option in similar or (similar and any(p.name == "model" for p in parameters))
-        if option in ("--config", "--config-file", "--config-name"):
-            # Users of other tools expect an option for a file of settings.
-            message = (
-                f"No such option: {option}. Write settings as key=value, or put them into "
-                'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
-                "--config-dir DIR recipe=mine."
-            )
-        elif here := counterpart(option):
+        if here := counterpart(option):
             message = f"{message.rstrip('.')}; {here}"
         elif not is_option and (key := nearest(option[2:].replace("-", "_"), all_keys())):
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
@@ -193,10 +185,10 @@ def _wrong_value(error: Any) -> str | None:
     if list_errors is None or param is None:
         return None
     detail = list_errors()[0]
-    bounds = detail.get("ctx", {})
-    if detail["type"] == "float_parsing" or str(detail["input"]).lower() == "nan":
+    bounds, kind = detail.get("ctx", {}), detail["type"].partition("_")[0]
+    if kind == "float" or str(detail["input"]).lower() == "nan":
         reason = "expected a number"
-    elif detail["type"] in ("int_parsing", "int_type"):
+    elif kind == "int":
         reason = "expected a whole number"
     elif "ge" in bounds:
         reason = f"must be at least {bounds['ge']:g}"
@@ -319,6 +311,3 @@ def _names(owner: typer.Typer) -> list[str | None]:
 
 
 plugins.load(plugins.COMMANDS, _add)
-_absent = [name for name in ORDER if name not in _names(app)]
-_absent += [] if "lm-eval" in _names(evaluate.app) else ["eval lm-eval"]
-warn([f"{name}: this installation lacks the command; reinstall mtrain" for name in _absent])

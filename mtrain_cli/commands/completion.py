@@ -7,22 +7,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.groups import Groups, open_groups, summary
-from mtrain_cli.config.plugins import callback_names
-from mtrain_cli.config.schema import KERNELS, LAYOUTS, ConfigError
+from mtrain_cli.config.schema import KERNELS, LAYOUTS
 
 Candidate = tuple[str, str]  # text to insert, and its help
 
 
 def complete_overrides(incomplete: str) -> list[Candidate]:
     """Complete a setting, even if the shell has split it at the ``=``."""
-    try:
-        groups = open_groups(_config_dir())
-    except ConfigError:
-        groups = open_groups()
-    split = _split_by_bash()
+    groups, split = open_groups(), _split_by_bash()
     if split is None:
         return candidates(incomplete, groups)
     key, value = split
@@ -47,11 +41,9 @@ def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
     matches = [(name, help) for name, help in names if name.startswith(incomplete)]
     if len(matches) == 1:
         name, help = matches[0]
-        values = _values(name, groups)
-        return [
-            (f"{name}={value}", help)
-            for value, help in (values if len(values) > 1 else [("", help), *values])
-        ]
+        values = _values(name, groups) or [("...", help)]
+        values = values if len(values) > 1 else [("", help), *values]
+        return [(f"{name}={value}", help) for value, help in values]
     return [(f"{name}=", help) for name, help in matches]
 
 
@@ -127,14 +119,11 @@ def _or_files(words: Iterable[Candidate], incomplete: str) -> list[Candidate]:
 
 
 def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
-    yield from (
-        (group, f"one of {', '.join(options)}") for group, options in groups.options.items()
-    )
-    yield from (
-        (key.name, key.help)
-        for key in keys.all_keys().values()
-        if everything or "." not in key.name
-    )
+    for group, options in groups.options.items():
+        yield group, f"one of {', '.join(options)}"
+    for key in keys.all_keys().values():
+        if everything or "." not in key.name:
+            yield key.name, key.help
 
 
 def _values(name: str, groups: Groups) -> list[Candidate]:
@@ -145,27 +134,10 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
     if key is None:
         return []
     words = [*key.choices, *_words_of(key)]
-    if bool in key.types:
-        words += ["true", "false"]
-    elif not key.choices and (default := _default(name, groups)):
-        words = [*dict.fromkeys([default, *words])]
+    words += ["true", "false"] if bool in key.types else []
     if name == "seq":
         words = ["4k", "32k", "128k", "512k", "1m"]
-    if name == "train.callbacks":
-        words = [f"[{callback}]" for callback in callback_names()]
     return [(word, key.help) for word in words]
-
-
-def _default(name: str, groups: Groups) -> str:
-    """Return a key's value in the default option of its group, or "" if the option lacks it."""
-    section = name.partition(".")[0]
-    file = groups.options.get(section, {}).get(groups.defaults.get(section, ""))
-    try:
-        content = read_yaml(file) if file else None
-    except (OSError, ValueError):
-        return ""
-    value = keys.flatten({section: content}).get(name) if isinstance(content, dict) else None
-    return "" if value is None else keys.show(value)
 
 
 def _path_words(name: str) -> list[Candidate]:
@@ -201,7 +173,8 @@ def _split_by_bash() -> tuple[str, str] | None:
     """
     if not _in_bash():
         return None
-    words = _words()
+    line = os.environ.get("COMP_WORDS", "")
+    words = line.split("\n") if "\n" in line else line.split()
     at = int(os.environ.get("COMP_CWORD", "0"))
     words += [""] * (at + 1 - len(words))
     if words[at] == "=" and at >= 1:
@@ -213,19 +186,3 @@ def _split_by_bash() -> tuple[str, str] | None:
 
 def _in_bash() -> bool:
     return os.environ.get("_MTRAIN_COMPLETE") == "complete_bash"
-
-
-def _words() -> list[str]:
-    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
-    return line.split("\n") if "\n" in line else line.split()
-
-
-def _config_dir() -> Path | None:
-    words = _words()
-    for i, word in enumerate(words):
-        if word == "--config-dir" and i + 1 < len(words):
-            value = words[i + 2] if words[i + 1] == "=" and i + 2 < len(words) else words[i + 1]
-            return Path(value)
-        if word.startswith("--config-dir="):
-            return Path(word.partition("=")[2])
-    return None

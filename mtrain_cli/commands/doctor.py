@@ -12,7 +12,7 @@ from mtrain_cli.commands.options import Json
 from mtrain_cli.config.documents import json_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from rich.console import RenderableType
     from rich.text import Text
@@ -27,6 +27,7 @@ def doctor(as_json: Json = False) -> None:
 
       [cyan]mtrain doctor[/cyan]
           Show what is installed and what is missing
+
     Args:
         as_json: Print one JSON object instead of tables.
     """
@@ -45,19 +46,16 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     """Return the diagnosis as tables for a terminal, at most 80 columns wide."""
     from rich.console import Group
 
-    parts = [
-        _section("Devices", _devices(diagnosis)),
-        _section("\nVersions", _versions(diagnosis)),
-        _section("\nAttention kernels", _kernels(diagnosis)),
-    ]
-    return Group(*parts)
-
-
-def _section(title: str, rows: Iterable[tuple[str, str | Text]], width: int = 14) -> RenderableType:
-    """Return a table of two columns. width: width of the first column."""
     from mtrain_cli.console import grid
 
-    return grid([(label.ljust(width), text) for label, text in rows], title=title)
+    parts = {
+        "Devices": _devices(diagnosis),
+        "\nVersions": _versions(diagnosis),
+        "\nAttention kernels": _kernels(diagnosis),
+    }
+    return Group(
+        *(grid([(n.ljust(14), v) for n, v in rows], title=title) for title, rows in parts.items())
+    )
 
 
 def _devices(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:

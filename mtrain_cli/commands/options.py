@@ -54,8 +54,7 @@ def option(
 ) -> Any:
     """Declare an option that takes a value from ``least`` to ``most``.
 
-    The docstring of the command, or of the dataclass of options, has the option's help; ``help`` is
-    for an option without such an entry.
+    help: for an option without an entry in the docstring of its command or dataclass.
     """
     return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
 
@@ -131,9 +130,7 @@ def take_help_from_docstrings(group: typer.Typer) -> None:
 def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:
     """Give a command an option for each field of a dataclass, which is its first argument.
 
-    Args:
-        shared: dataclass whose fields are annotated like the parameters of a command.
-        left_out: fields that get no option and keep their defaults.
+    left_out: fields that get no option and keep their defaults.
     """
     offered = [field for field in described_parameters(shared) if field.name not in left_out]
 
@@ -168,9 +165,8 @@ def writing(place: object) -> Iterator[None]:
 def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[str]:
     """Split a comma-separated list of names and drop duplicates.
 
-    Args:
-        option: what the user typed before the names: ``--layout``, or ``topology.layout=``.
-        allowed: the allowed names. None: the caller checks the names, and ``text`` may be empty.
+    option: what the user typed before the names: ``--layout``, or ``topology.layout=``.
+    allowed: None if the caller checks the names; then ``text`` may be empty.
     """
     from mtrain_cli.config.suggest import no_such
 
@@ -195,10 +191,8 @@ def parse_items(option: str, text: str, parse: Callable[[str], T], example: str)
         try:
             values.append(parse(item))
         except ValueError:
-            raise ConfigError(
-                f"{option} {text}: {item or 'an empty item'} is not a number; give items such as "
-                f"{example}"
-            ) from None
+            wrong = f"{item or 'an empty item'} is not a number; give items such as {example}"
+            raise ConfigError(f"{option} {text}: {wrong}") from None
     return values
 
 

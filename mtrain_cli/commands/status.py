@@ -181,8 +181,12 @@ def _sheet(run: RunStatus) -> RenderableType:
 
 
 def _rows(run: RunStatus) -> list[tuple[str, str]]:
-    rows = [*_training_rows(run), ("checkpoint", _checkpoint(run))]
-    written = run.written
+    written, checkpoint = run.written, "none yet" if run.alive else "none"
+    if run.checkpoint is not None:
+        behind = run.step - run.checkpoint.step
+        lost = f", {behind} step{'s' * (behind > 1)} behind" if behind > 0 else ""
+        checkpoint = f"step {run.checkpoint.step:,}, {_duration(run.checkpoint.age)} ago{lost}"
+    rows = [*_training_rows(run), ("checkpoint", checkpoint)]
     if written and written.workers:
         rows += _labeled("workers", _workers(written.workers))
     if run.restarts:
@@ -228,14 +232,6 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
         yield "targets", f"{written.targets:,} labels of the last step count toward the loss"
     if written and written.expert_load is not None:
         yield "experts", f"largest load {written.expert_load:.2f}x the mean in the last step"
-
-
-def _checkpoint(run: RunStatus) -> str:
-    if run.checkpoint is None:
-        return "none yet" if run.alive else "none"
-    behind = run.step - run.checkpoint.step
-    lost = f", {behind} step{'s' * (behind > 1)} behind" if behind > 0 else ""
-    return f"step {run.checkpoint.step:,}, {_duration(run.checkpoint.age)} ago{lost}"
 
 
 def _ago(when: float) -> str:

@@ -1,4 +1,4 @@
-"""`mtrain train`: train, or print the configuration or the plan."""
+"""`mtrain train`: train, or print the configuration or the plan. Its workers call `run_worker`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import typer
 
 from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import ConfigDir, Overrides, flag, option, warn_of_unused_settings
+from mtrain_cli.config import plugins
+from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
     from mtrain_cli.launch.environment import Environment
+    from mtrain_cli.launch.run_dir import RunDir
+    from mtrain_cli.training.loop import MakeCallback
+    from mtrain_cli.training.run_plan import RunPlan
+    from mtrain_cli.training.step_estimate import StepEstimate
 
 RESOLVED = "resolved.yaml"
 AUTO = "auto"
@@ -70,8 +76,16 @@ def train(
     plan = cfg or dry_run
     config = _configuration(words, config_dir, run_path, plan=plan, data_elsewhere=no_data)
     if cfg:
+        from rich.text import Text
+
+        from mtrain_cli.composition.compose import compose
+        from mtrain_cli.config.resolved_file import annotated_yaml
+        from mtrain_cli.console import Console
+
         warn_of_unused_settings(words, config, config_dir)
-        _print_configuration(config)
+        console = Console(highlight=False, soft_wrap=True)
+        for line, changed in annotated_yaml(config, compose()):
+            console.print(Text(line, style="bold cyan" if changed else ""))
         return
     if dry_run:
         if run_path is None and config.train.init_from is not None:
@@ -133,10 +147,9 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
 
 
 def find_run(run: str, option: str = "") -> Path:
-    """Return the folder of a run, given by its path or its name under runs/.
+    """Return the folder of a run, given by its path or its name under runs/, or raise ConfigError.
 
-    Raises:
-        ConfigError: neither the path nor the folder under runs/ has a resolved.yaml.
+    option: what the user typed before the run.
     """
     from mtrain_cli.config.suggest import no_such
     from mtrain_cli.launch.run_dir import RUNS, list_runs
@@ -149,24 +162,8 @@ def find_run(run: str, option: str = "") -> Path:
     raise ConfigError(f"{option}{run}: {no_such('run', run, names, place, SHOWN)}")
 
 
-def _print_configuration(config: Config) -> None:
-    from rich.text import Text
-
-    from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.resolved_file import annotated_yaml
-    from mtrain_cli.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    for line, changed in annotated_yaml(config, compose()):
-        console.print(Text(line, style="bold cyan" if changed else ""))
-
-
 def _data_rows(config: Config) -> list[tuple[str, str]]:
-    """Open the data as a run does. Return rows on them for the plan.
-
-    Raises:
-        ConfigError: the run would end with this error.
-    """
+    """Open the data as a run does. Return rows on them for the plan."""
     data = config.data
     if data.kind != "stdlib" and data.path is None and data.mix is None:
         return [("data", "not opened: data.path is not set, which the run needs")]
@@ -251,10 +248,51 @@ def require_runnable(config: Config, *, data: bool = True) -> None:
         from mtrain_cli.evaluation.in_training import require_tasks
 
         require_tasks(config)
-    if config.train.callbacks:
-        from mtrain_cli.commands.train_worker import load_callbacks
+    load_callbacks(config)
 
-        load_callbacks(config)
+
+def load_callbacks(config: Config) -> list[MakeCallback]:
+    """Load the entry points in `train.callbacks`. Raise ConfigError if one cannot be loaded."""
+    callbacks: list[MakeCallback] = []
+    for entry in plugins.installed(plugins.CALLBACKS) if config.train.callbacks else ():
+        if entry.name in config.train.callbacks:
+            try:
+                callbacks.append(entry.load())
+            except Exception as error:
+                given = f"train.callbacks={show(config.train.callbacks)}"
+                why = f"{plugins.what(entry)} cannot be loaded ({plugins.reason(error)})"
+                raise ConfigError(f"{given}: {why}") from error
+    return callbacks
+
+
+def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """Train in a worker, as `training.loop.train`, with the callbacks that the settings ask for."""
+    from mtrain_cli.training import loop
+
+    callbacks: list[MakeCallback] = []
+    if config.profile.every:
+        # Imports pandas and pyarrow, which other runs do not need.
+        from mtrain_cli.profiling.periodic_profile import TrainingProfile
+
+        callbacks.append(TrainingProfile)
+    if config.train.eval_tasks:
+        from mtrain_cli.evaluation.in_training import TaskEvaluations
+
+        callbacks.append(TaskEvaluations)
+    callbacks += load_callbacks(config)
+    estimates = estimate if environment.device == "cuda" else None
+    return loop.train(config, run_dir, environment, resume, callbacks, estimates)
+
+
+def estimate(plan: RunPlan) -> StepEstimate:
+    """Estimate a step for banner and status. A failure of the prediction must not stop a run."""
+    from mtrain_cli.simulation.scenario import estimate_step
+    from mtrain_cli.training.step_estimate import StepEstimate
+
+    try:
+        return estimate_step(plan)
+    except Exception as error:
+        return StepEstimate(None, problem=f"{type(error).__name__}: {error}")
 
 
 def _launch(
@@ -282,10 +320,7 @@ def _launch(
 
 
 def checked_environment(config: Config) -> Environment:
-    """Return the environment of a run whose kernel and exchange this machine can run.
-
-    Call this before the run folder is created: a mistake must leave no folder behind.
-    """
+    """Return the environment of a run that this machine can run, before its folder is created."""
     from mtrain_cli.launch.environment import resolve_environment
 
     environment = resolve_environment(config)
@@ -296,9 +331,7 @@ def checked_environment(config: Config) -> Environment:
 def train_new_run(config: Config) -> Path:
     """Train a new run on this machine, and return its folder.
 
-    Raises:
-        ConfigError: the configuration cannot run here.
-        RunError: training failed or was stopped. The message names the exit code.
+    Raises ConfigError if it cannot run here, and RunError if training failed or was stopped.
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.failures import RunError

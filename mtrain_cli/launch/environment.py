@@ -27,27 +27,19 @@ _ALWAYS_ALLOWED = 16
 
 @dataclass(frozen=True)
 class Environment:
-    """The topology without ``auto``, and the ranks of this process.
+    """The topology without ``auto``, and the ranks of this process."""
 
-    device: ``cuda`` or ``cpu``.
-    workers_per_node: of a node that may be virtual (``topology.gpus_per_node``).
-    local_rank, local_workers: rank of this process on this machine, and number of workers there.
-    launcher: ``mtrain``, ``torchrun`` or ``slurm``.
-    restarts: number of restarts of the workers so far.
-    """
-
-    device: str
+    device: str  # ``cuda`` or ``cpu``
     dims: ParallelDims
-    workers_per_node: int
+    workers_per_node: int  # of a node that may be virtual (``topology.gpus_per_node``)
     rank: int
-    local_rank: int
-    launcher: str
+    local_rank: int  # on this machine
+    launcher: str  # ``mtrain``, ``torchrun`` or ``slurm``
     local_workers: int
-    restarts: int = 0
+    restarts: int = 0  # of the workers so far
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, real or virtual."""
         return self.dims.workers // self.workers_per_node
 
     @property
@@ -65,14 +57,10 @@ _NO_GPU = (
 def resolve_environment(
     config: Config, *, planning: bool = False, job: Job | None = None
 ) -> Environment:
-    """Resolve every ``auto`` of ``config.topology``.
+    """Resolve every ``auto`` of ``config.topology``, or raise ConfigError with a line per problem.
 
-    Args:
-        planning: whether the run is only planned, so that this machine and job do not limit it.
-        job: the job of this process; None to read it from the environment variables.
-
-    Raises:
-        ConfigError: with a line for each size that contradicts another, this machine or the job.
+    planning: whether the run is only planned, so that this machine and job do not limit it.
+    job: the job of this process; None to read it from the environment variables.
     """
     topology = config.topology
     if job is None and not planning:
@@ -161,7 +149,6 @@ def _parallel_dims(
 
 
 def cpu_cores() -> int:
-    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -172,17 +159,10 @@ def host_memory() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
 
 
-def describe_host_memory() -> str:
-    """Return "has N GiB" or, if a limit is set, "lets this process have N GiB"."""
-    limited = any(limit <= host_memory() for limit in memory_limits())
-    return f"{'lets this process have' if limited else 'has'} {host_memory() / 2**30:,.0f} GiB"
-
-
 def memory_limits(root: Path = Path("/")) -> list[int]:
     """Return the memory limits in bytes of the cgroups of this process and of their ancestors.
 
-    Both versions of cgroups, and the root group: in a container it may be the container's own,
-    while /proc names the group by its path on the host.
+    In a container the root group may be its own, while /proc names the group by the host's path.
     """
     limits = []
     for line in _read_text(root / "proc/self/cgroup").splitlines():
@@ -194,7 +174,6 @@ def memory_limits(root: Path = Path("/")) -> list[int]:
         else:
             continue
         group = Path(path.lstrip("/"))
-
         texts = [_read_text(mount / folder / name).strip() for folder in (group, *group.parents)]
         limits += [int(text) for text in texts if text.isdigit()]
     return limits

@@ -1,8 +1,7 @@
 """Notice that a rank of a torchrun or srun job is gone, find the cause, and end all ranks.
 
-No launcher of mtrain watches these ranks, and a rank that waits in NCCL does not notice that a peer
-died. So every rank keeps a TCP connection to rank 0, which the operating system closes when the
-rank's process ends. Rank 0 then prints the cause once, and all ranks exit with the same code.
+A rank that waits in NCCL does not notice that a peer died. So every rank keeps a TCP connection to
+rank 0, which the system closes when the rank's process ends. Rank 0 then prints the cause once.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
 class RankZeroDuties:
     """Functions that rank 0 calls for the whole job.
 
-    on_mistake, on_failure: called before rank 0 exits, for a user's mistake or any other failure.
-        on_failure returns a line to print, or an empty string.
+    on_mistake, on_failure: called before it exits. on_failure returns a line to print, or "".
     beat: called every HEARTBEAT_S seconds.
     """
 
@@ -58,14 +56,10 @@ class FailureChannel:
     """The connection of this rank to rank 0. On rank 0, creating it also starts the `_Hub`."""
 
     def __init__(self, job: Job, duties: RankZeroDuties, logs: Path | None = None) -> None:
-        """Connect to rank 0.
+        """Connect to rank 0. logs: folder of the activity records.
 
-        Args:
-            logs: folder of the activity records (`progress_record.job_record_path`).
-
-        Raises:
-            ConfigError: this machine cannot reach the port of rank 0.
-            RunError: rank 0 ended before this rank came, or did not come within STORE_TIMEOUT.
+        Raises ConfigError if this machine cannot reach the port of rank 0, and RunError if rank 0
+        ended before this rank came, or did not come within STORE_TIMEOUT.
         """
         store = job_store(job)
         from torch.distributed import DistNetworkError, DistStoreError
@@ -106,20 +100,14 @@ class FailureChannel:
         self._watcher.start()
 
     def close(self) -> None:
-        """Report that this rank is done. On rank 0, wait until all ranks are done.
-
-        The other ranks need the store that rank 0 serves.
-        """
+        """Report that this rank is done. On rank 0, wait until all are: they need its store."""
         self._closing = True
         self._write(json.dumps({"done": True}))
         if self._hub:
-            self._hub.join()
+            self._hub.thread.join()
 
     def fail(self, failure: Failure) -> NoReturn:
-        """Report the failure of this rank, and exit after rank 0 has printed the cause.
-
-        If rank 0 does not answer within VERDICT_WAIT_S, print the failure on this rank.
-        """
+        """Report the failure, and exit after rank 0 has printed the cause. Else print it here."""
         self._failed = True
         self._write(json.dumps({"failure": failure.record}))
         self._watcher.join(VERDICT_WAIT_S)
@@ -149,15 +137,11 @@ class FailureChannel:
 
 @dataclass
 class _Peer:
-    """A connection to the hub.
-
-    rank: None until the peer has sent the token.
-    received: bytes of an incomplete line.
-    """
+    """A connection to the hub."""
 
     socket: socket.socket
-    rank: int | None = None
-    received: bytes = b""
+    rank: int | None = None  # until the peer has sent the token
+    received: bytes = b""  # of an incomplete line
 
 
 class _Hub:
@@ -170,7 +154,6 @@ class _Hub:
         logs: Path | None = None,
         server: socket.socket | None = None,
     ) -> None:
-        """Start the thread. server: a listening socket; None opens one on loopback."""
         self._world_size, self._duties, self._logs = world_size, duties, logs
         self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
         self._selector = selectors.DefaultSelector()
@@ -182,12 +165,8 @@ class _Hub:
         host, self.port = self._server.getsockname()[:2]
         self.host = "localhost" if ipaddress.ip_address(host).is_unspecified else host
         self.token = shared_key(_STORE_KEY) or secrets.token_hex(16)
-        self._thread = threading.Thread(target=self._serve, name="failure hub", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait until every rank is done."""
-        self._thread.join()
+        self.thread = threading.Thread(target=self._serve, name="failure hub", daemon=True)
+        self.thread.start()
 
     def _serve(self) -> None:
         deadline = None
@@ -204,7 +183,6 @@ class _Hub:
                     self._end_job()
 
     def _receive(self, timeout: float) -> None:
-        """Accept the connections and read the messages that arrive within ``timeout`` seconds."""
         for key, _ in self._selector.select(timeout):
             if key.data is None:
                 self._accept()
@@ -285,14 +263,22 @@ class _Hub:
         """
         deadline = time.monotonic() + FAREWELL_S
         told: list[_Peer] = []
+
+        def tell(*, strangers: bool = False) -> None:
+            for peer in self._peers:
+                if peer not in told and (strangers if peer.rank is None else peer.rank != 0):
+                    told.append(peer)
+                    with contextlib.suppress(OSError):
+                        peer.socket.sendall(bytes([code]))
+
         # The failure may arrive before the greetings of some ranks. Wait for them: all but rank 0
         # must get the code, and only its greeting shows which connection is rank 0's.
+        tell()
         awaited = set(range(self._world_size))
-        self._tell(code, told)
         while awaited - self._greeted and (left := deadline - time.monotonic()) > 0:
             self._receive(left)
-            self._tell(code, told)
-        self._tell(code, told, strangers=True)
+            tell()
+        tell(strangers=True)
         deadline = max(deadline, time.monotonic() + LAST_FAREWELL_S)
         for connection in [peer.socket for peer in told if peer in self._peers]:
             with contextlib.suppress(OSError):
@@ -302,22 +288,12 @@ class _Hub:
                     if not connection.recv(65536):
                         break
 
-    def _tell(self, code: int, told: list[_Peer], *, strangers: bool = False) -> None:
-        """Send the code to all ranks but 0 that are not in ``told``, or also to ``strangers``."""
-        for peer in self._peers:
-            if peer not in told and (strangers if peer.rank is None else peer.rank != 0):
-                told.append(peer)
-                with contextlib.suppress(OSError):
-                    peer.socket.sendall(bytes([code]))
-
 
 def _server(job: Job) -> socket.socket:
     """Open the listening socket of the hub, at the port ``MTRAIN_PORT`` or else at a free port."""
     given = os.environ.get(PORT, "0")
     if not given.isdigit() or int(given) > 65535:
-        raise ConfigError(
-            f"{PORT}={given}: must be a port, 1 to 65535. Unset it for any free port."
-        )
+        raise ConfigError(f"{PORT}={given}: must be a port, 1 to 65535, or unset for any.")
     try:
         return listen(job, int(given))
     except OSError as error:
@@ -326,7 +302,6 @@ def _server(job: Job) -> socket.socket:
 
 
 def _port_and_token(entry: bytes) -> tuple[int, str]:
-    """Return the port and token of the hub, from the store entry that rank 0 wrote."""
     port, _, token = entry.decode(errors="replace").partition(" ")
     key = shared_key(_STORE_KEY)
     if not port.isdigit() or (token == "-") != (key is not None):
@@ -354,10 +329,7 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit without Python's shutdown, which may wait forever for threads that wait for lost peers.
-
-    After success, torch 2.11 sometimes aborts in the shutdown, and the run would count as failed.
-    """
+    """Exit without Python's shutdown, where threads wait for lost peers and torch may abort."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -365,7 +337,5 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _lost(rank: int) -> Failure:
-    message = (
-        "is gone: its process was killed (host out of memory? see dmesg) or its machine failed"
-    )
-    return Failure(rank, None, "died", message)
+    why = "its process was killed (host out of memory? see dmesg) or its machine failed"
+    return Failure(rank, None, "died", f"is gone: {why}")

@@ -1,7 +1,6 @@
 """Write and read the failures of workers, find the cause, and report it.
 
-After one worker fails, its peers soon fail, too, with a closed connection or an aborted
-collective. These later failures are called consequences.
+After one worker fails, its peers soon fail, too: with a lost connection, as a consequence.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ class PeerLostError(RunError):
 def not_written(error: OSError, place: object) -> str:
     """Return ``FILE: could not be written (No space left on device)``.
 
-    Args:
-        place: the folder or file that is written, if the error names no file. A text is what the
-            user typed, such as ``--out DIR``, and is always in the line.
+    place: the folder or file that is written, if the error names no file; or what the user typed,
+        such as ``--out DIR``, which is always in the line.
     """
     text, file = str(place), error.filename
     name = os.fsdecode(file) if isinstance(file, str | bytes) else ""
@@ -84,13 +82,11 @@ def read_failure(error: OSError, text: str) -> RunError | ConfigError:
 class Failure:
     """The failure of one worker.
 
-    exit_code: exit code of its process: negative after a signal, None while the process runs.
+    exit_code: of its process: negative after a signal, None while it runs.
     kind: ``config`` (a user's mistake), ``error`` (an exception), ``peer lost`` (the connection to
         another worker is lost or the wait was too long), ``died`` (without a failure record) or
         ``silent`` (it kept the others waiting and reported nothing).
-    message: one or more lines for the user.
-    trace: traceback, or empty.
-    time: when the worker failed, in seconds since the epoch.
+    time: in seconds since the epoch.
     """
 
     rank: int
@@ -102,20 +98,17 @@ class Failure:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The fields that the worker writes to its failure record."""
         return {name: getattr(self, name) for name in ("kind", "message", "trace", "time")}
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the failure of another worker may have caused this one."""
         return self.severity >= 4
 
     @property
     def severity(self) -> int:
-        """How likely this failure caused the others, from 0 (most likely) to 5.
+        """How likely this failure is a consequence, from 0 to 5.
 
-        A user's mistake, a process that died, an exception, a silent worker, an abort (NCCL's
-        watchdog aborts a process whose peer is gone), a lost peer.
+        NCCL's watchdog aborts a process whose peer is gone.
         """
         if self.kind == "died":
             return 4 if self.is_abort else 1
@@ -125,11 +118,6 @@ class Failure:
     def is_abort(self) -> bool:
         """Whether the process ended by SIGABRT, from NCCL's watchdog or a failed check in C++."""
         return self.kind == "died" and self.exit_code == -signal.SIGABRT
-
-    @property
-    def exceeded_timeout(self) -> str:
-        """Such as ``topology.timeout_s=60`` if the worker waited too long, else empty."""
-        return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
 def failure_from(error: BaseException) -> Failure:
@@ -151,7 +139,6 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of an error of torch, without the location in C++ code."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0]
 
@@ -159,22 +146,19 @@ def first_sentence(error: BaseException) -> str:
 def find_silent_rank(
     failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = ""
 ) -> Failure | None:
-    """Return a failure for ranks that reported no failure but kept the others waiting.
+    """Return a failure for ranks that kept the others waiting without a report, if there are any.
 
     Args:
         stopped: ranks whose process was stopped by a signal.
         running: ranks that still run and, as far as is known, do not wait for another rank.
         waited: such as ``topology.timeout_s=60``, if some worker is known to have waited that long.
-
-    Returns:
-        None if the failures so far explain the wait or no rank can be blamed.
     """
-    waited = next(filter(None, (failure.exceeded_timeout for failure in failed)), waited)
-    if not all(failure.is_consequence for failure in failed):
+    # The line on a wait that was too long begins with the setting.
+    lines = (f.message for f in failed if f.kind == "peer lost" and not f.trace)
+    waited = next((line.partition(":")[0] for line in lines), waited)
+    ranks = sorted(stopped or (running if waited else ()))
+    if not ranks or not all(failure.is_consequence for failure in failed):
         return None
-    if not stopped and not (waited and running):
-        return None
-    ranks = sorted(stopped or running)
     names = f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
     message = f"{names} kept the others waiting"
     if waited:
@@ -189,15 +173,11 @@ def find_silent_rank(
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether the error says that a wait for another worker timed out."""
     return _TIMED_OUT.search(str(error)) is not None
 
 
 def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
-    """Write ``failure`` to the file ``path`` atomically, if it is given.
-
-    The file has the format of torch's elastic agent, so that torchrun can show the failure.
-    """
+    """Write ``failure`` to a file, if given, atomically and so that torchrun can show it."""
     if not path:
         return
     extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
@@ -208,10 +188,7 @@ def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
 
 
 def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
-    """Return the failure of a worker from its record at ``path``, or else from its exit code.
-
-    Return None if it did not fail. exit_code: None while the worker runs.
-    """
+    """Return the failure of a worker from its record or exit code. None: it runs or succeeded."""
     if path.exists():
         return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"])
     if not exit_code:
@@ -227,7 +204,7 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
 def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
     """Return the report for the user on the failure that ended the run.
 
-    log: of the worker. where: what each worker was doing, for failures other than exceptions.
+    log: of the worker. where: lines on what each worker was doing, shown unless it is an exception.
     """
     died, lost_peer = failure.kind == "died", failure.kind == "peer lost"
     explained = not died and not failure.trace

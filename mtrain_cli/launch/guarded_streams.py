@@ -18,10 +18,7 @@ CLOSED_PIPE = 141  # 128 + SIGPIPE, the exit code of a shell command whose reade
 
 
 class OutputLostError(Exception):
-    """Standard output is lost. Handlers of OSError do not catch it.
-
-    reader_left: whether the reader of a pipe has closed it.
-    """
+    """Standard output is lost: a pipe's reader left, or another failure. It is no OSError."""
 
     def __init__(self, error: OSError | ValueError) -> None:
         super().__init__(f"standard output: {getattr(error, 'strerror', None) or error}")
@@ -58,20 +55,17 @@ class GuardedStream:
         try:
             if not self._lost:
                 action(*arguments)
+        except UnicodeError:  # the text cannot be encoded, but the stream is intact
+            raise
         except (OSError, ValueError) as error:
-            self._lose(error)
-
-    def _lose(self, error: OSError | ValueError) -> None:
-        if isinstance(error, UnicodeError):  # the text cannot be encoded, but the stream is intact
-            raise error
-        self._lost = True
-        # A closed stream has no descriptor, and neither has a stream in a test.
-        with contextlib.suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
-        if self.required:
-            raise OutputLostError(error) from error
+            self._lost = True
+            # A closed stream has no descriptor, and neither has a stream in a test.
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+            if self.required:
+                raise OutputLostError(error) from error
 
 
 def guard_streams(output_required: bool) -> None:

@@ -31,10 +31,9 @@ _decisions = itertools.count()
 
 @dataclass(frozen=True)
 class Job:
-    """A job of several processes, and the ranks of this process in it.
+    """A job of several processes, and the ranks of this process, of all and of this machine.
 
     launcher: ``torchrun`` or ``slurm``.
-    local_rank, local_world_size: rank among the processes of this machine, and their number.
     master_addr, master_port: of the job's store.
     restarts, max_restarts: how often the job was restarted, and how often torchrun may do so.
     name: differs between jobs and stays the same after a restart. Empty if unknown.
@@ -58,22 +57,15 @@ class Job:
 
     @property
     def started_again(self) -> bool:
-        """Whether this job may be a restart.
-
-        torchrun does not count the restarts after a change of its nodes, so any job that is named
-        after torchrun's own process may be one.
-        """
+        """Whether this job may be a restart: torchrun counts none after a change of its nodes."""
         return self.restarts > 0 or self.name.startswith("torchrun process")
 
 
 def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
-    """Return the job that this process belongs to, or None.
+    """Return the job that this process belongs to, or None. Raise ConfigError for wrong variables.
 
     A single srun task is no job: mtrain starts the workers. Nor is a batch script outside srun,
     which has SLURM_PROCID but no SLURM step. variables: by default, those of this process.
-
-    Raises:
-        ConfigError: a variable of torchrun or srun is missing or contradicts another one.
     """
     variables = os.environ if variables is None else variables
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -171,8 +163,7 @@ def first_host(nodes: str) -> str:
 def job_store(job: Job) -> Store:
     """Return the key-value store of all processes of ``job``, served by torchrun or else by rank 0.
 
-    Raises:
-        ConfigError: the address of the store does not answer, or its port is in use.
+    Raises ConfigError if its address does not answer, or its port is in use.
     """
     import torch.distributed as dist
 
@@ -202,8 +193,8 @@ def job_store(job: Job) -> Store:
 def listen(job: Job, port: int) -> socket.socket:
     """Open a listening socket of rank 0 at ``job.address``, or else on all interfaces.
 
-    Else: the address is that of a proxy, or several machines connect but the host name resolves to
-    loopback here, as some systems configure in /etc/hosts. port: 0 for any free port.
+    Else: the address is that of a proxy, or several machines connect but /etc/hosts maps the host
+    name to loopback. port: 0 for any free port.
     """
     several, backlog = job.local_world_size != job.world_size, max(128, job.world_size)
     with contextlib.suppress(socket.gaierror):
@@ -232,14 +223,12 @@ def _digest(key: str, text: str) -> str:
 
 
 def _seal(name: str, text: str) -> str:
-    """Return ``text`` with a signature, which shows that its writer has the job's secret."""
     key = shared_key("decision")
     seal = "" if key is None else _digest(key, f"{name}\0{text}")
     return f"{seal}\n{text}"
 
 
 def _unseal(name: str, content: bytes) -> str:
-    """Return the text of a store entry. Raise ConfigError if it has another signature."""
     text = content.decode(errors="replace").partition("\n")[2]
     if not hmac.compare_digest(content, _seal(name, text).encode()):
         raise ConfigError(
@@ -252,8 +241,7 @@ def _unseal(name: str, content: bytes) -> str:
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
-    All ranks call this in the same order. If the action fails, rank 0 raises the error, and the
-    others exit with the same exit code and print nothing.
+    All ranks call this in the same order. If it fails, the others exit with the code of rank 0.
     """
     job = current_job()
     if job is None or job.world_size == 1:

@@ -1,6 +1,6 @@
-"""Start a run and wait for its end.
+"""Start the workers of one machine, watch and restart them. Under torchrun and srun, be a worker.
 
-mtrain starts the workers on this machine. Under torchrun and srun this process is itself a worker.
+A failed worker makes its peers fail, too, so failures are collected before workers are stopped.
 """
 
 from __future__ import annotations
@@ -11,21 +11,29 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from types import FrameType
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, restart, run_status, stop_request
+from mtrain_cli.launch import (
+    failures,
+    guarded_streams,
+    progress_record,
+    restart,
+    run_status,
+    stop_request,
+)
 from mtrain_cli.launch.environment import Environment, cpu_cores, loopback_variables, nccl_variables
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.run_dir import RunDir, study_command
-from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP
-from mtrain_cli.launch.supervisor import Supervisor, worker_command
+from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP
 from mtrain_cli.launch.temporary_folders import private_folder
 
-TRAIN = "mtrain_cli.commands.train_worker:train"
+TRAIN = "mtrain_cli.commands.train:run_worker"
 TARGETS_WITHOUT_CHECKPOINTS = tuple(
     f"mtrain_cli.{room}." for room in ("profiling", "inference", "evaluation")
 )
@@ -35,6 +43,12 @@ KILLED_CODE = 130
 _SPINS = "1000"
 NO_CHECKPOINT = "there is no checkpoint to resume from"
 DISPLAY_LINES = 2  # number of lines of the live display of `training.progress`
+POLL_S = 0.1
+CAUSE_GRACE_S = 2.0  # wait for the cause if all failures so far may be consequences of another
+STOP_GRACE_S = 5  # SIGTERM ends a worker at once, unless it hangs in the operating system
+# The launcher ends waits that gloo and NCCL have not ended OVERDUE_S after topology.timeout_s.
+OVERDUE_S, OVERDUE_CHECK_S = 30.0, 5.0
+STACK_DUMP_S = 0.3  # for a worker that hangs to write its stack, which takes milliseconds
 WARNED, TERMINATED = 140, 143
 # 128 + the signal, as in a shell. SIGHUP has the code of SIGTERM: a system that shuts down sends
 # both.
@@ -63,16 +77,14 @@ def launch(
         resume: whether to resume from the newest checkpoint.
         target: ``module:function``. The function gets config, run_dir, environment and resume. It
             returns True if a stop request ended the function early.
-        config: the configuration that this process composed. Under torchrun and srun it must be the
-            same on all ranks.
+        config: what this process composed, which must be the same on all ranks of a job.
 
     Returns:
         The exit code: 0 for success, 1 after a failure, 130 after Ctrl-C, 140 after SIGUSR2 with a
         checkpoint, 143 after SIGTERM, SIGHUP, or SIGUSR2 without a checkpoint. A requested stop is
         no success, so that `mtrain train && evaluate` does not evaluate an unfinished run.
 
-    Raises:
-        ConfigError: a worker found a user's mistake, such as a corpus that is too short.
+    Raises ConfigError if a worker found a user's mistake, such as a corpus that is too short.
     """
     guarded_streams.guard_streams(output_required=False)
     if environment.launcher != "mtrain":
@@ -84,19 +96,18 @@ def launch(
     saved = resolved_file.load(run_dir.resolved)
     restarts = restart.RestartPolicy(run_dir, saved, resume)
     devices: tuple[str, ...] | None = None
+    timeout = saved.topology.timeout_s
     with _heartbeat(run_dir), _SignalRequests(run_dir, saves) as requests:
         while True:
             arguments = [str(run_dir.path), *(["--resume"] if resume else [])]
             arguments += ["--launcher-pid", str(os.getpid()), "--target", target]
             arguments += ["--restarts", str(environment.restarts)]
-            timeout = saved.topology.timeout_s
             variables = _variables(environment, run_dir, timeout)
             if devices is not None:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             with private_folder() as folder:
-                command = worker_command(
-                    "mtrain_cli.launch.worker", *arguments, "--store", str(folder)
-                )
+                arguments += ["--store", str(folder)]
+                command = worker_command("mtrain_cli.launch.worker", *arguments)
                 workers = environment.dims.workers
                 supervisor = Supervisor(workers, command, folder, variables, timeout)
                 code, failure = _wait(supervisor, run_dir, folder, requests)
@@ -139,8 +150,7 @@ def _wait_for_restart(
     run_dir: RunDir, decision: restart.RestartDecision, requests: _SignalRequests
 ) -> int | None:
     """Announce the restart and wait for it. Return the exit code if the user stops the wait."""
-    entry = decision.entry
-    line = restart.describe_restart(decision, decision.environment.restarts)
+    entry, line = decision.entry, restart.describe_restart(decision)
     requests.waiting = True
     _print_line(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
@@ -219,8 +229,8 @@ def _resume_hint(run_dir: RunDir) -> str:
 class _SignalRequests:
     """Handles the signals to the launcher while workers run.
 
-    requested: the first signal, for which the workers were asked to save and stop.
-    kill: whether a Ctrl-C came after the first signal.
+    requested: the first signal that asks to save and stop.
+    kill: whether a Ctrl-C came after it.
     waiting: whether the launcher waits for a restart, so that no worker runs.
     saves: whether the workers write checkpoints.
     """
@@ -250,7 +260,6 @@ class _SignalRequests:
 
     @property
     def stop_code(self) -> int:
-        """The exit code of a run that was stopped."""
         code = _STOP_CODES[self.requested or SAVE_AND_STOP]
         return TERMINATED if code == WARNED and not self.saves else code
 
@@ -274,7 +283,6 @@ class _SignalRequests:
 
     @staticmethod
     def _ask(file: Path, line: str) -> str:
-        """Append a byte to a file of requests. Return ``line``, or a line on why it failed."""
         try:
             with file.open("ab") as opened:
                 opened.write(b".")
@@ -284,7 +292,6 @@ class _SignalRequests:
 
 
 def _print_line(line: str, over_display: bool = False) -> None:
-    """Print a line to stderr. over_display: whether a live display may be below it."""
     if over_display and sys.stderr.isatty():
         # The next refresh clears the lines at and above the cursor, so leave empty lines for it.
         line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)
@@ -313,3 +320,171 @@ def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> d
         defaults["GOMP_SPINCOUNT"] = _SPINS
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
     return unset | loopback_variables()
+
+
+class Supervisor:
+    """Runs one command for each rank of this machine, without restarts.
+
+    failures, where: which workers failed, and lines on what all did then, after `run_to_end`.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        command: Sequence[str],
+        folder: Path,
+        variables: dict[str, str],
+        timeout_s: float,
+    ) -> None:
+        """Prepare to start workers.
+
+        folder: private folder for the failure files and activity files.
+        variables: environment variables to add for the workers.
+        timeout_s: seconds after which a worker stops waiting for another worker.
+        """
+        self._workers, self._command, self._folder = workers, command, folder
+        self._variables, self._timeout_s = variables, timeout_s
+        self._processes: list[Popen] = []  # by rank
+        self.failures: list[Failure] = []
+        self.where: list[str] = []
+        self._last_check = time.monotonic()
+        self._overdue: list[Failure] = []
+
+    def run_to_end(self) -> None:
+        """Start the workers and wait until all have ended. If one fails, stop the others.
+
+        Raises OSError if a process does not start.
+        """
+        try:
+            self._start()
+            while not self.failures:
+                # Look first, so that no worker can fail in between.
+                running = any(process.poll() is None for process in self._processes)
+                if self._failures_so_far() or self._find_overdue():
+                    self._determine_failures()
+                elif not running:
+                    return
+                time.sleep(POLL_S)
+        finally:
+            self.kill_workers()
+
+    def _start(self) -> None:
+        # Workers inherit the mask. A request that comes while they start waits for their handlers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (SAVE, SAVE_AND_STOP))
+        try:
+            for rank in range(self._workers):
+                env = os.environ | self._variables | self._rank_variables(rank)
+                self._processes.append(Popen(self._command, env=env, start_new_session=True))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _rank_variables(self, rank: int) -> dict[str, str]:
+        """Return the environment variables that torchrun would set, and the failure file."""
+        return {
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._workers)),
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},  # unused: workers meet in a file
+            "TORCHELASTIC_ERROR_FILE": str(self._failure_file(rank)),
+        }
+
+    def _failure_file(self, rank: int) -> Path:
+        return self._folder / f"failure-{rank}.json"
+
+    def kill_workers(self, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to all workers and the processes that they started."""
+        for process in self._processes:
+            # A worker leads a process group. Its child processes may outlive it in that group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+
+    def _failures_so_far(self) -> list[Failure]:
+        records = (
+            failures.read_record(rank, process.poll(), self._failure_file(rank))
+            for rank, process in enumerate(self._processes)
+        )
+        return [failure for failure in records if failure is not None]
+
+    def _activities(self) -> dict[int, WorkerActivity]:
+        """Return the activity that each worker recorded last, by rank."""
+        path = progress_record.launcher_record_path
+        files = {r: path(self._failure_file(r), r) for r in range(self._workers)}
+        return progress_record.read_activities(files)
+
+    def _find_overdue(self) -> list[Failure]:
+        """Return a failure for each worker that waits too long. NCCL's watchdog misses some."""
+        if time.monotonic() - self._last_check < OVERDUE_CHECK_S:
+            return []
+        self._last_check = time.monotonic()
+        latest = time.time() - self._timeout_s - OVERDUE_S
+        limit = f"topology.timeout_s={self._timeout_s:g}"
+        problem = "waited longer than this for another worker, and nothing ended its wait"
+        self._overdue = [
+            Failure(rank, None, "peer lost", f"{limit}: rank {rank} {problem}", time=record.time)
+            for rank, record in self._activities().items()
+            if record.waits_for is not None and record.time <= latest
+        ]
+        return self._overdue
+
+    def _determine_failures(self) -> None:
+        """Set ``failures`` and ``where``, then stop the workers that still run."""
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        failed = self._failures_so_far() or self._overdue
+        while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 2)
+            failed = self._failures_so_far() or self._overdue
+        records = self._activities()
+        reported = {failure.rank for failure in failed}
+        running = {
+            rank: process.pid
+            for rank, process in enumerate(self._processes)
+            if rank not in reported and process.poll() is None
+        }
+        failed += self._find_silent(failed, running, records)
+        cause = failures.find_cause(failed)
+        self.where = progress_record.activity_lines(records, [cause.rank], time.time())
+        self.failures = failed
+        # A process that hangs in the operating system does not even react to SIGKILL.
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            self.kill_workers(signum)
+            deadline = time.monotonic() + STOP_GRACE_S
+            for process in self._processes:
+                with contextlib.suppress(TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+
+    def _find_silent(
+        self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
+    ) -> list[Failure]:
+        """Return a failure for workers that reported no failure but kept the others waiting."""
+        stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
+        not_waiting = progress_record.ranks_not_waiting(running, records)
+        # NCCL's watchdog aborts a process that waited too long, whose activity record is then old.
+        waited_long = any(
+            f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2
+            for f in failed
+            if f.is_abort
+        )
+        limit = f"topology.timeout_s={self._timeout_s:g}" if waited_long else ""
+        silent = failures.find_silent_rank(failed, stopped, not_waiting, limit)
+        if silent is None:
+            return []
+        # A worker that hangs writes its stacks to its log. A stopped one reacts only to SIGKILL.
+        for rank in stopped or not_waiting:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running[rank], signal.SIGKILL if stopped else STACK_DUMP)
+        time.sleep(0 if stopped else STACK_DUMP_S)
+        return [silent]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped the process. Works only on Linux."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")
+
+
+def worker_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line of a worker that imports the same code as this process."""
+    from_here = "" in sys.path or os.getcwd() in sys.path  # otherwise -P keeps this folder off
+    return [sys.executable, *([] if from_here else ["-P"]), "-u", "-m", module, *arguments]

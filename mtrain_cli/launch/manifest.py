@@ -37,21 +37,15 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint contains.
+    """What a checkpoint contains."""
 
-    step: number of completed optimizer steps.
-    workers, torch: number of ranks and version of PyTorch that wrote the checkpoint.
-    trainer: state apart from tensors; empty for imported weights.
-    """
-
-    step: int
-    workers: int
-    torch: str
+    step: int  # number of completed optimizer steps
+    workers: int  # number of ranks that wrote it
+    torch: str  # version
     files: Mapping[str, FileEntry]
-    trainer: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)  # empty for imported weights
 
     def write(self, folder: Path) -> None:
-        """Write the manifest to `folder` and wait until the disk has it (fsync)."""
         body = {"schema": SCHEMA, **asdict(self)}
         text = json.dumps({**body, "crc32": _crc_of(body)}, indent=2)
         with (folder / NAME).open("w") as file:
@@ -61,11 +55,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read and check the manifest of `folder`.
-
-        Raises:
-            ManifestError: the manifest is missing, unreadable or altered, or has another schema.
-        """
+        """Read and check the manifest of `folder`, or raise ManifestError."""
         try:
             body = read_json(folder / NAME)
             crc32 = body.pop("crc32")
@@ -97,7 +87,6 @@ class Manifest:
 
 
 def checksum(path: Path) -> FileEntry:
-    """Return the size and checksum of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -121,16 +110,14 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def incomplete_after(folder: Path) -> list[Path]:
-    """Return the newer checkpoints beside a checkpoint that have no manifest, oldest first."""
-    own = _STEP.fullmatch(folder.name)
-    matches = filter(None, (_STEP.fullmatch(other.name) for other in folder.parent.iterdir()))
-    newer = sorted(int(match[1]) for match in matches if own and int(match[1]) > int(own[1]))
-    others = [folder.with_name(f"step-{step}") for step in newer]
-    return [other for other in others if not (other / NAME).is_file()]
+    """Return the newer checkpoints beside a checkpoint that have no manifest."""
+    steps = {f: int(m[1]) for f in folder.parent.iterdir() if (m := _STEP.fullmatch(f.name))}
+    own = steps.get(folder)
+    newer = [f for f, step in steps.items() if own is not None and step > own]
+    return [f for f in newer if not (f / NAME).is_file()]
 
 
 def manifest_file(directory: Path, step: int) -> Path:
-    """Return the path of the manifest of a step's checkpoint."""
     return directory / f"step-{step}" / NAME
 
 

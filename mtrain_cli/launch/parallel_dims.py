@@ -12,24 +12,18 @@ class ParallelDims:
 
     Ranks are row-major in the order of the fields. A stage holds some of the layers, tensor
     parallelism cuts their matrices into ``tp`` parts, and FSDP shards those over ``dp`` and ``cp``.
-
-    pp: number of pipeline stages.
-    dp: number of context groups, which train on different sequences.
-    cp: number of workers that share each sequence.
-    tp: number of workers that share each layer's heads and MLP.
     """
 
-    pp: int = field(default=1, metadata={"name": "pipeline"})
-    dp: int = field(default=1, metadata={"name": "data"})
-    cp: int = field(default=1, metadata={"name": "context"})
-    tp: int = field(default=1, metadata={"name": "tensor"})
+    pp: int = field(default=1, metadata={"name": "pipeline"})  # stages
+    dp: int = field(default=1, metadata={"name": "data"})  # context groups
+    cp: int = field(default=1, metadata={"name": "context"})  # workers that share a sequence
+    tp: int = field(default=1, metadata={"name": "tensor"})  # workers that share heads and MLPs
 
     @classmethod
     def of(cls, workers: int, **degrees: int) -> ParallelDims:
         """Return dimensions for the given degrees, where ``dp`` takes the rest of the workers.
 
-        Raises:
-            ValueError: a degree is below 1, or the product does not divide the number of workers.
+        Raises ValueError if a degree is below 1, or the product does not divide the workers.
         """
         if min(degrees.values(), default=1) < 1:
             raise ValueError(f"{degrees}: degrees must be at least 1")
@@ -48,7 +42,6 @@ class ParallelDims:
         return prod(self.sizes.values())
 
     def coordinate(self, dim: str, rank: int) -> int:
-        """Return a rank's coordinate in a dimension."""
         assert 0 <= rank < self.workers, (rank, self)
         return rank // self._stride(dim) % self.sizes[dim]
 

@@ -29,25 +29,19 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class WorkerActivity:
-    """What a worker did last.
+    """What a worker did last, such as ``ring, layer 3, forward, step 2 of 4``."""
 
-    time: when the activity began, in seconds since the epoch.
-    training_step: counted from 1; 0 before the first step.
-    doing: such as ``ring, layer 3, forward, step 2 of 4``.
-    waits_for: a rank, SEVERAL in a collective, or None.
-    """
-
-    time: float
-    training_step: int
+    time: float  # when it began, in seconds since the epoch
+    training_step: int  # counted from 1; 0 before the first step
     doing: str
-    waits_for: int | None = None
+    waits_for: int | None = None  # a rank, SEVERAL in a collective, or None
 
     def text(self, now: float) -> str:
         """Return the activity in one line, with its age at the time ``now`` from a second on."""
         ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
-        step = f"training step {self.training_step}"
-        step = step if self.training_step else "before the first training step"
-        return f"{step}{', ' if self.doing else ''}{self.doing}{ago}"
+        number = self.training_step
+        step = f"training step {number}" if number else "before the first training step"
+        return ", ".join(filter(None, (step, self.doing))) + ago
 
 
 class _ProgressRecord:
@@ -106,7 +100,6 @@ def inside(place: str) -> Iterator[None]:
 
 
 def begin_step(training_step: int) -> None:
-    """Record that the host begins a training step, counted from 1."""
     if _record is not None:
         _record.training_step = training_step
         _record.write("", _NOBODY)
@@ -131,19 +124,16 @@ def record_pattern(logs: Path, launcher: str) -> str:
 
 
 def own_activity() -> WorkerActivity | None:
-    """Return this worker's last activity, or None without a record."""
     return None if _record is None else _record.last()
 
 
 def read_activity(path: Path) -> WorkerActivity | None:
-    """Return the activity in the file ``path``, or None if the file has none."""
     with contextlib.suppress(OSError):
         return _parsed(path.read_bytes())
     return None
 
 
 def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
-    """Return the activity of each rank whose record this machine can read."""
     records = {rank: read_activity(path) for rank, path in paths.items()}
     return {rank: record for rank, record in records.items() if record}
 

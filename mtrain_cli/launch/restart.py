@@ -52,21 +52,14 @@ _DEVICE_PROBE = "import torch; assert torch.ones(1024, device='cuda').sum().item
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart, a line of `restarts.jsonl`.
+    """One restart, a line of `restarts.jsonl`."""
 
-    time: seconds since the epoch.
-    rank: the rank that failed.
-    reached: last step before the failure.
-    step: step of the checkpoint that the run resumes from; 0 for the beginning.
-    workers: number of workers after the restart.
-    """
-
-    time: float
+    time: float  # seconds since the epoch
     reason: str
-    rank: int
-    reached: int
-    step: int
-    workers: int
+    rank: int  # which failed
+    reached: int  # last step before the failure
+    step: int  # of the checkpoint that the run resumes from; 0 for the beginning
+    workers: int  # after the restart
 
 
 @dataclass(frozen=True)
@@ -79,36 +72,29 @@ class _LoggedStep:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """How to restart the workers.
-
-    resume: whether to resume from a checkpoint.
-    devices: the GPUs to use, for CUDA_VISIBLE_DEVICES. None keeps the current value.
-    remark: text about missing GPUs for the message, or empty.
-    """
+    """How to restart the workers."""
 
     environment: Environment
-    resume: bool
+    resume: bool  # from a checkpoint
     wait_s: float
     entry: Restart
-    devices: tuple[str, ...] | None = None
-    remark: str = ""
+    devices: tuple[str, ...] | None = None  # CUDA_VISIBLE_DEVICES; None keeps the current value
+    remark: str = ""  # about missing GPUs
 
 
 class RestartPolicy:
     """Decides on the restarts of one call of `local.launch`."""
 
     def __init__(self, run: RunDir, config: Config, resume: bool) -> None:
-        """Start with no restarts. resume: whether the launch itself resumes from a checkpoint."""
         self._run, self._config, self._resume = run, config, resume
         self._limit = None if config.run.restarts == "auto" else int(config.run.restarts)
         self._restarts: list[Restart] = []
         self._last_commit: int | None = None  # newest checkpoint at the previous failure
 
     def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
-        """Decide whether the run restarts after a failure. Record a restart in the run's folder.
+        """Return how to restart after a failure, and record it in the run's folder.
 
-        Returns:
-            How to restart, or a line that says why not, which is empty if nobody expects a restart.
+        Or return a line that says why not, which is empty if nobody expects a restart.
         """
         step = self._run.last_step()
         reached = max((done for done, _ in latest_steps(self._run)), default=0)
@@ -138,14 +124,12 @@ class RestartPolicy:
             return "no restart: the same failure would happen again"
         if self._limit is not None and len(self._restarts) >= self._limit:
             return f"no restart: the limit run.restarts={self._limit} is reached"
+        if step is None and not reached:  # this usually comes from a wrong setting
+            return "" if self._limit is None else "no restart: the run failed before its first step"
         if step is None and self._limit is None:
-            # A failure before the first checkpoint usually comes from a wrong setting.
-            line = (
+            return (
                 "no restart: there is no checkpoint yet. Set run.restarts=N to restart from step 0."
             )
-            return line if reached else ""
-        if step is None and not reached:
-            return "no restart: the run failed before its first step"
         commit = self._run.last_commit()
         if self._last_commit is not None and commit <= self._last_commit:
             return "no restart: no checkpoint was written since the previous restart"
@@ -169,7 +153,6 @@ class RestartPolicy:
 
 
 def is_machine_failure(failure: Failure) -> bool:
-    """Return whether a machine failed, so that a restart may help."""
     if failure.kind in ("died", "silent", "peer lost"):
         return True
     text = failure.message if failure.kind == "error" else ""
@@ -181,16 +164,14 @@ def shrink_environment(
 ) -> tuple[Environment, tuple[str, ...], str] | str:
     """Choose the largest number of workers that fits the GPUs that still respond.
 
-    The global batch does not change, so every step computes the same as before.
-
-    Returns:
-        Environment, devices and remark of a `RestartDecision`, or a line that says why none fits.
+    Every step computes the same as before: the global batch stays. Return environment, devices and
+    remark of a `RestartDecision`, or a line that says why none fits.
     """
-    left = len(answering)
-    if config.topology.workers != "auto":
+    left, given = len(answering), config.topology.workers
+    no_restart = f"no restart: GPU {lost} does not respond, and"
+    if given != "auto":
         return (
-            f"no restart: GPU {lost} does not respond, and "
-            f"topology.workers={config.topology.workers} does not fit the {left} remaining GPUs. "
+            f"{no_restart} topology.workers={given} does not fit the {left} remaining GPUs. "
             "Resume with topology.workers=auto."
         )
     problem = "no GPU is left"
@@ -204,15 +185,11 @@ def shrink_environment(
         except ConfigError as error:
             conflicts = [*error.problems]
         problem = conflicts[0] if workers == left else problem
-    reason = f"the run does not fit the {left} remaining GPUs: {problem}"
-    return f"no restart: GPU {lost} does not respond, and {reason}"
+    return f"{no_restart} the run does not fit the {left} remaining GPUs: {problem}"
 
 
 def visible_devices(workers: int) -> list[str]:
-    """Return the names of this machine's GPUs, as in CUDA_VISIBLE_DEVICES.
-
-    Without that variable, these are numbers from 0, at least one for each worker.
-    """
+    """Return CUDA_VISIBLE_DEVICES, or else numbers from 0, at least one for each worker."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if named := [name.strip() for name in names if name.strip()]:
         return named
@@ -240,21 +217,13 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
         return list(compress(devices, pool.map(answers, devices)))
 
 
-def read_restarts(run: RunDir) -> list[Restart]:
-    """Return the restarts of a run, oldest first. Lines that cannot be read are skipped."""
-    return _entries(run.restarts, Restart)[0]
-
-
-def count_unreadable_lines(run: RunDir) -> int:
-    """Return the number of lines of restarts.jsonl that `read_restarts` skips."""
-    return _entries(run.restarts, Restart)[1]
+def read_restarts(run: RunDir) -> tuple[list[Restart], int]:
+    """Return the restarts of a run, oldest first, and the number of lines that cannot be read."""
+    return _entries(run.restarts, Restart)
 
 
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
-    """Return step and loss of the latest steps in metrics.jsonl, oldest first.
-
-    Only the last 64 KiB are read. The loss is None if the step's batch has no labels.
-    """
+    """Return step and loss, None without labels, of the steps at the end of metrics.jsonl."""
     return [(row.step, row.loss) for row in _entries(run.metrics, _LoggedStep, _TAIL_BYTES)[0]]
 
 
@@ -274,14 +243,12 @@ def _entries(path: Path, kind: type[T], last_bytes: int | None = None) -> tuple[
 
 
 def failure_summary(failure: Failure) -> str:
-    """Return a line that says what failed."""
     first = failure.message.splitlines()[0] if failure.message else failure.kind
     return f"rank {failure.rank} {first}" if failure.kind == "died" else first
 
 
-def describe_restart(decision: RestartDecision, number: int) -> str:
-    """Return the line that announces a restart."""
-    entry = decision.entry
+def describe_restart(decision: RestartDecision) -> str:
+    entry, number = decision.entry, decision.environment.restarts
     start = "starts again from step 0 (no checkpoint)"
     if decision.resume:
         start = f"resumes from the checkpoint of step {entry.step}"

@@ -31,7 +31,6 @@ from mtrain_cli.launch.manifest import committed_steps, manifest_file
 RUNS = Path("runs")
 PLAN = "plan.json"  # a folder with this file has a measurement, and no run
 LOCK = ".lock"
-_LOCK_ATTEMPTS = 4
 # The file of a learning study. The runs of a study are ``NAME/seed-N/run``. `COMMAND` is the key
 # with the words of the command that started the study.
 STUDY, RUN, COMMAND = "study.json", "run", "command"
@@ -41,35 +40,26 @@ class RunLock:
     """An exclusive lock on the folder of a run or of a part of a study, until the process ends."""
 
     def __init__(self, folder: Path, name: str = "", advice: str = "") -> None:
-        """Take the lock of ``folder``.
+        """Take the lock of ``folder``. Raise ConfigError if another process holds it.
 
-        Args:
-            name: what the folder is, for the error; "" for ``run.dir``.
-            advice: what the user can do; "" for that of a run.
-
-        Raises:
-            ConfigError: another process holds the lock.
+        name, advice: what the folder is and what the user can do, for the error; "" for a run.
         """
         path = folder / LOCK
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            for attempt in range(1, _LOCK_ATTEMPTS + 1):
-                try:
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if attempt == _LOCK_ATTEMPTS:
-                        raise
-                    time.sleep(0.05)  # `run_status.check_liveness` may hold the lock for a moment
-        except BlockingIOError:
+        for _ in range(4):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)  # `run_status.check_liveness` may hold the lock for a moment
+            except OSError:  # some network file systems have no locks
+                self.release()
+                return
+        else:
             holder = path.read_text(errors="replace").strip() or "another process"
             self.release()
             advice = advice or "Wait for that run, stop it, or choose another run.dir."
-            name = name or f"run.dir={folder}"
-            raise ConfigError(f"{name}: in use by {holder}. {advice}") from None
-        except OSError:  # some network file systems have no locks
-            self.release()
-            return
+            raise ConfigError(f"{name or f'run.dir={folder}'}: in use by {holder}. {advice}")
         with contextlib.suppress(OSError):  # if the disk is full, the lock holds without this text
             os.truncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -81,14 +71,13 @@ class RunLock:
                 os.utime(self._file)
 
     def release(self) -> None:
-        """Release the lock if it is held."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 class _Inside:
-    """A property of `RunDir`: the path of a file or folder in the run's folder."""
+    """A property: the path of a file or folder in the run's folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -151,12 +140,11 @@ class RunDir:
         """Raise ConfigError and release the lock if the newest checkpoint is beyond ``steps``."""
 
         def check() -> str:
-            done = self.last_step()
-            if done is not None and done > steps:
-                self.release()
-                problem = f"the run is already at step {done}. Give more than {done}."
-                raise ConfigError(f"train.steps={steps}: {problem}")
-            return ""
+            if (done := self.last_step() or 0) <= steps:
+                return ""
+            self.release()
+            problem = f"the run is already at step {done}. Give more than {done}."
+            raise ConfigError(f"train.steps={steps}: {problem}")
 
         decide_on_rank_zero(check)
 
@@ -165,44 +153,39 @@ class RunDir:
 
         `discard` of the result restores the files. Raises ConfigError if they cannot be written.
         """
+        return _share_run(lambda: self._rewrite_here(config, overrides))
 
-        def write() -> RunDir:
-            with _as_config_error(self.path):
-                files = [(f, f.read_bytes() if f.exists() else None) for f in changed]
-                lines, commit = set(_whole_lines(self.metrics)), self.last_commit()
-
-                def undo() -> bool:
-                    # A run that resumes cuts the lines of metrics.jsonl after its checkpoint, so
-                    # their number tells nothing. But a new last line shows that a step has run.
-                    if {*_whole_lines(self.metrics)[-1:]} <= lines and self.last_commit() <= commit:
-                        for file, content in files:
-                            # Ignore errors, so that the user sees the original mistake.
-                            with contextlib.suppress(OSError):
-                                if content is None:
-                                    file.unlink(missing_ok=True)
-                                elif file.read_bytes() != content:
-                                    with replacing(file) as draft:
-                                        draft.write_bytes(content)
-                    return False
-
-                try:
-                    resolved_file.save(config, self.resolved)
-                    with self.overrides.open("a") as file:
-                        file.writelines(f"{line}\n" for line in overrides)
-                except OSError:
-                    undo()
-                    raise
-            return dataclasses.replace(self, _undo=undo)
-
+    def _rewrite_here(self, config: Config, overrides: Sequence[str]) -> RunDir:
         changed = self.resolved, self.overrides
-        return _share_run(write)
+        with _as_config_error(self.path):
+            files = [(f, f.read_bytes() if f.exists() else None) for f in changed]
+            lines, commit = set(_whole_lines(self.metrics)), self.last_commit()
+
+            def undo() -> bool:
+                # A run that resumes cuts the lines of metrics.jsonl after its checkpoint, so their
+                # number tells nothing. But a new last line shows that a step has run.
+                if {*_whole_lines(self.metrics)[-1:]} <= lines and self.last_commit() <= commit:
+                    for file, content in files:
+                        # Ignore errors, so that the user sees the original mistake.
+                        with contextlib.suppress(OSError):
+                            if content is None:
+                                file.unlink(missing_ok=True)
+                            else:
+                                with replacing(file) as draft:
+                                    draft.write_bytes(content)
+                return False
+
+            try:
+                resolved_file.save(config, self.resolved)
+                with self.overrides.open("a") as file:
+                    file.writelines(f"{line}\n" for line in overrides)
+            except OSError:
+                undo()
+                raise
+        return dataclasses.replace(self, _undo=undo)
 
     def discard(self) -> bool:
-        """Undo `create` or `rewrite` after a user's mistake, unless a step has run since.
-
-        Returns:
-            Whether the run was removed.
-        """
+        """Undo `create` or `rewrite`, unless a step has run. Return whether the run is removed."""
         return self._undo is not None and self._undo()
 
     def release(self) -> None:
@@ -214,8 +197,7 @@ class RunDir:
 def study_command(run: Path) -> str:
     """Return the command of the study to which a run belongs; "" for other runs.
 
-    The file of the study is not trusted: a sentence replaces words that are not a command of a
-    study in one printable line.
+    A sentence replaces words in the study's file that are no printable command of a study.
     """
     folder = next(iter(run.absolute().parents[2:3]), None)
     if folder is None or run.name != RUN:
@@ -234,8 +216,7 @@ def study_command(run: Path) -> str:
 def create(config: Config, overrides: Sequence[str]) -> RunDir:
     """Create and lock the folder of a new run, in a torchrun or srun job on rank 0 only.
 
-    Raises:
-        ConfigError: the folder is not empty, is in use, or cannot be written.
+    Raises ConfigError if the folder is not empty, is in use, or cannot be written.
     """
     return _share_run(lambda: _create_here(config, overrides))
 
@@ -271,32 +252,27 @@ def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
     """Return the run that an earlier start of this command created, unlocked. None without a run.
 
     That is the run of the folder or name in ``config``, or else the latest of this job.
-
     this_job: whether to ignore a run that another job created.
     """
 
     def find() -> str:
         job, folder = current_job(), _given_folder(config)
-        if folder is RUNS:
-            folders = [run.path for run in list_runs()]
-        else:
-            folders = [folder.absolute()] if (folder / "resolved.yaml").is_file() else []
-            if folders and not this_job:
-                return str(folders[0])
+        runs = list_runs() if folder is RUNS else [RunDir(folder.absolute())]
+        runs = [run for run in runs if run.resolved.is_file()]
+        if runs and folder is not RUNS and not this_job:
+            return str(runs[0].path)
         if job is None or not job.name:
             return ""
-        return next((str(f.resolve()) for f in folders if _recorded_job(f) == job.name), "")
+        return next((str(r.path.resolve()) for r in runs if _recorded_job(r) == job.name), "")
 
     path = decide_on_rank_zero(find)
     return RunDir(Path(path)) if path else None
 
 
-def _recorded_job(folder: Path) -> str | None:
-    try:
-        facts = documents.read_json(RunDir(folder).environment)
-        return facts.get("job") if isinstance(facts, dict) else None
-    except (OSError, ValueError):
-        return None
+def _recorded_job(run: RunDir) -> str | None:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return documents.read_json(run.environment)["job"]
+    return None
 
 
 def _given_folder(config: Config) -> Path:
@@ -326,7 +302,6 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
         path, is_new = _make_folder(wanted, folder is RUNS)
         run = RunDir(path.absolute())
-        latest = _latest_target(run.path.parent)
         # A run that was discarded may have left its lock file.
         entries = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
         if entries and not run.resolved.exists():
@@ -336,11 +311,11 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         occupied = run.resolved.exists()
 
         def undo() -> bool:
-            return _undo_create(run, is_new, parents, latest)
+            return _undo_create(run, is_new, parents)
 
         try:
             run = dataclasses.replace(run, _lock=RunLock(path), _undo=undo)
-            if occupied:
+            if occupied := run.resolved.exists():  # another process may have held the lock
                 run.release()
                 raise _occupied_error(path, None if config.run.dir != "auto" else name)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
@@ -359,18 +334,17 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     return run
 
 
-def _undo_create(
-    run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest: str | None
-) -> bool:
+def _undo_create(run: RunDir, is_new_folder: bool, new_parents: Sequence[Path]) -> bool:
     """Remove a run that `create` made, and return True, unless a step has run."""
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
-    runs = run.path.parent
-    if _latest_target(runs) == run.path.name:  # no other run was started meanwhile
-        if latest is not None and (runs / latest).exists():
-            _point_latest(runs, latest)
+    link = run.path.parent / "latest"
+    if link.is_symlink() and os.readlink(link) == run.path.name:
+        others = [other.path.name for other in list_runs() if other.path.name != run.path.name]
+        if others:
+            _point_latest(link.parent, others[0])
         else:
-            (runs / "latest").unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
     if is_new_folder:
         for _ in range(3):  # another thread may still write to the folder
             shutil.rmtree(run.path, ignore_errors=True)
@@ -394,6 +368,10 @@ def _environment_facts() -> dict[str, object]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     job = current_job()
+    checkout, revision = Path(mtrain_cli.__file__).resolve().parent.parent, ""
+    if (checkout / ".git").exists():
+        describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+        revision = _output_of("git", "-C", str(checkout), *describe)
     return {
         "command": ["mtrain", *sys.argv[1:]],
         "job": job.name if job else None,
@@ -403,19 +381,8 @@ def _environment_facts() -> dict[str, object]:
         "cpu_cores": os.cpu_count(),
         "gpus": _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
         "versions": versions,
-        "git_revision": _git_revision(),
+        "git_revision": revision or None,
     }
-
-
-def _git_revision() -> str | None:
-    """Return the commit of mtrain's git checkout, with ``+changes`` if files have changed."""
-    checkout = Path(mtrain_cli.__file__).resolve().parent.parent
-    if not (checkout / ".git").exists():
-        return None
-    git = ("git", "-C", str(checkout))
-    revision = _output_of(*git, "rev-parse", "HEAD")
-    changes = _output_of(*git, "status", "--porcelain", "--untracked-files=no")
-    return revision + "+changes" * bool(changes) if revision else None
 
 
 def _output_of(*command: str) -> str:
@@ -459,10 +426,11 @@ def _open_here(path: Path) -> RunDir:
     path = path.resolve()
     run = RunDir(path)
     resolved_file.load(run.resolved)
+    folders = run.logs, run.checkpoints
     files = run.overrides, run.environment, run.metrics, run.log, run.state, run.restarts
-    for place in (*files, run.logs, run.checkpoints):
-        if place.exists() and place.is_dir() == (place in files):
-            kind = "folder" if place in files else "file"
+    for place in (*files, *folders):
+        if place.exists() and place.is_dir() != (place in folders):
+            kind = "file" if place in folders else "folder"
             raise ConfigError(f"--resume {path}: {place.name} is a {kind}. Move it away.")
     with _as_config_error(path):
         lock = RunLock(path)
@@ -472,16 +440,9 @@ def _open_here(path: Path) -> RunDir:
 
 def _whole_lines(file: Path) -> list[bytes]:
     """Return the complete lines of a file. After a crash, the last line may be incomplete."""
-    try:
+    with contextlib.suppress(OSError):
         return file.read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return []
-
-
-def _latest_target(runs: Path) -> str | None:
-    """Return the target of the link ``latest`` in ``runs``, None without such a link."""
-    link = runs / "latest"
-    return os.readlink(link) if link.is_symlink() else None
+    return []
 
 
 def _point_latest(runs: Path, target: str) -> None:

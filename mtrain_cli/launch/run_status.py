@@ -43,49 +43,33 @@ _OF_LAST_STEP = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The content of `state.json`. Times are in seconds since the epoch.
+    """The content of `state.json`. Times are in seconds since the epoch."""
 
-    phase: starting, training, restarting (after a worker was lost), finished, stopped (on request)
-        or failed.
-    began: when the run was started, resumed or restarted last.
-    step, steps: last step done, and number of steps to do.
-    stepped: when the last step finished. loss to expert_load are metrics of that step.
-    targets: labels that count toward the loss.
-    expert_load: tokens of the busiest expert / mean.
-    seconds, predicted_seconds: duration of a typical step, and the simulator's prediction.
-    workers: host and device of each rank.
-    chosen: layout, exchange and kernel of the run, by the key that may have left it to ``auto``.
-    records: path of the activity records, with {rank} for the rank (`launch.progress_record`).
-    warnings: time and text, oldest first.
-    reason: why the run stopped, failed or restarts.
-    """
-
-    phase: str
+    phase: str  # starting, training, restarting (after a failure), finished, stopped or failed
     time: float
-    began: float
+    began: float  # when the run was started, resumed or restarted last
     host: str = ""
     launcher: str = ""
-    step: int = 0
+    step: int = 0  # last step done
     steps: int = 0
-    stepped: float | None = None
+    stepped: float | None = None  # when the last step finished, which has the next six metrics
     loss: float | None = None
     grad_norm: float | None = None
     tokens: int | None = None
     tokens_per_second_per_gpu: float | None = None
-    targets: int | None = None
-    expert_load: float | None = None
-    seconds: float | None = None
+    targets: int | None = None  # labels that count toward the loss
+    expert_load: float | None = None  # tokens of the busiest expert / mean
+    seconds: float | None = None  # of a typical step
     predicted_seconds: float | None = None
     seconds_left: float | None = None
-    workers: tuple[str, ...] = ()
-    chosen: dict[str, str] = field(default_factory=dict)
-    records: str = ""
-    warnings: tuple[tuple[float, str], ...] = ()
-    reason: str = ""
+    workers: tuple[str, ...] = ()  # host and device of each rank
+    chosen: dict[str, str] = field(default_factory=dict)  # layout, exchange and kernel, by key
+    records: str = ""  # path of the activity records, with {rank} for the rank
+    warnings: tuple[tuple[float, str], ...] = ()  # time and text, oldest first
+    reason: str = ""  # why the run stopped, failed or restarts
 
 
 def read_state(run: RunDir) -> RunState | None:
-    """Return the state that was written last, or None if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return read_state_file(run.state)
     return None
@@ -154,15 +138,11 @@ class StateReporter:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Whether a run is alive.
-
-    holder: the process that took the lock last, such as ``process 12 on node7``. Empty if unknown.
-    silent: seconds since the time stamp of the lock was renewed, None without a lock file.
-    """
+    """Whether a run is alive."""
 
     alive: bool
-    holder: str
-    silent: float | None
+    holder: str  # which took the lock last, such as ``process 12 on node7``; "" if unknown
+    silent: float | None  # seconds since the lock's time stamp was renewed; None without a lock
 
 
 def check_liveness(run: RunDir, now: float) -> Liveness:
@@ -208,13 +188,6 @@ class RunStatus:
 
     what: one of starting, running, stalled (no step for a long time), restarting, finished,
         stopped, failed, lost (the run ended without a report), not begun.
-    holder, silent: see `Liveness`.
-    since_step: seconds since the last step.
-    restarts: oldest first.
-    damaged: a line for each file that cannot be read.
-    losses: finite training losses of the latest steps.
-    where: what each rank does, if the run is stalled.
-    written: content of `state.json`. None if the file is missing or cannot be read.
     """
 
     folder: str
@@ -222,15 +195,15 @@ class RunStatus:
     detail: str
     step: int
     steps: int
-    holder: str
+    holder: str  # as silent, of `Liveness`
     silent: float | None
-    since_step: float | None
+    since_step: float | None  # seconds
     checkpoint: NewestCheckpoint | None
-    restarts: tuple[Restart, ...]
-    damaged: tuple[str, ...]
-    losses: tuple[float, ...]
-    where: tuple[str, ...]
-    written: RunState | None
+    restarts: tuple[Restart, ...]  # oldest first
+    damaged: tuple[str, ...]  # a line for each file that cannot be read
+    losses: tuple[float, ...]  # finite training losses of the latest steps
+    where: tuple[str, ...]  # what each rank does, if the run is stalled
+    written: RunState | None  # None if `state.json` cannot be read
 
     @property
     def alive(self) -> bool:
@@ -246,9 +219,7 @@ def read_status(run: RunDir) -> RunStatus:
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
-        # After a restart this is the step of the checkpoint. metrics.jsonl may still have later
-        # steps, until the restarted run cuts it.
-        step = written.step
+        step = written.step  # metrics.jsonl has later steps, until a restarted run cuts it
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _classify(run, written, life.alive, since, step)
     steps, damaged = 0, []
@@ -257,7 +228,8 @@ def read_status(run: RunDir) -> RunStatus:
     except ConfigError as error:
         consequence = "the run cannot be resumed or exported until this is fixed"
         damaged.append(f"{error.problems[0]}; {consequence}")
-    if skipped := restart.count_unreadable_lines(run):
+    restarts, skipped = restart.read_restarts(run)
+    if skipped:
         damaged.append(f"{run.restarts}: {skipped} unreadable line{'s' * (skipped > 1)} skipped")
     checkpoint = None
     for saved in committed_steps(run.checkpoints):
@@ -279,7 +251,7 @@ def read_status(run: RunDir) -> RunStatus:
         silent=life.silent,
         since_step=since,
         checkpoint=checkpoint,
-        restarts=tuple(restart.read_restarts(run)),
+        restarts=tuple(restarts),
         damaged=tuple(map(one_line, damaged)),
         losses=tuple(loss for _, loss in recent if loss is not None and math.isfinite(loss)),
         where=tuple(progress_record.activity_lines(records, [], now)),

@@ -86,25 +86,16 @@ class MessageUnpickler(MetadataUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         home = builtins if module == "builtins" else sys.modules.get(module)
         found = getattr(home, name, None) if "." not in name else None
-        if isinstance(found, type) and (
-            issubclass(found, BaseException) or _is_record(found, module)
-        ):
-            return found
+        if isinstance(found, type):
+            is_record = dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | tuple)
+            is_own = is_record and module.startswith("mtrain_cli.")
+            if is_own or issubclass(found, BaseException):
+                return found
         return super().find_class(module, name)
 
 
-def _is_record(found: type, module: str) -> bool:
-    return module.startswith("mtrain_cli.") and (
-        dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | tuple)
-    )
-
-
 def load_metadata(file: IO[bytes]) -> Any:
-    """Return the object in a pickled .metadata file.
-
-    Raises:
-        ValueError: the file is not a pickle, or the pickle names a class that is not on the list.
-    """
+    """Return the object in a pickled .metadata file, or raise ValueError for a foreign one."""
     content = file.read()
     try:
         # The unpickler allocates a table as long as the largest memo index.

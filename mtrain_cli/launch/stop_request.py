@@ -1,11 +1,12 @@
 """Signals and files that ask a run to save (SIGUSR1), or to save and stop.
 
-SIGUSR2 stops with success: schedulers send it before a time limit. SIGTERM, SIGHUP and the first
-SIGINT stop, too.
+SIGUSR2, which schedulers send before a time limit, stops with success. SIGTERM, SIGHUP and the
+first SIGINT stop, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -42,7 +43,6 @@ class StopFlag:
         self._answered = 0
 
     def requested(self) -> bool:
-        """Return whether a stop was requested, by a file or a signal."""
         return any(number != SAVE for number in _received) or os.path.exists(self._stop)
 
     def save_requested(self) -> bool:
@@ -55,10 +55,9 @@ class StopFlag:
 
     def _asked(self) -> int:
         """Return the number of requests: a byte of the launcher's file, or a signal, is one."""
-        try:
+        size = 0
+        with contextlib.suppress(OSError):
             size = os.path.getsize(self._saves)
-        except OSError:
-            size = 0
         return size + _received.count(SAVE)
 
 

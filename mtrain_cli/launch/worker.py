@@ -1,7 +1,7 @@
 """One worker: join the process group, run the target, and write a failure record after an error.
 
-mtrain's launcher starts a worker as `python -m mtrain_cli.launch.worker RUN_DIR`. A process that
-torchrun or srun started calls `run_in_job` to become a worker.
+mtrain's launcher starts `python -m mtrain_cli.launch.worker RUN_DIR`. A process that torchrun or
+srun started calls `run_in_job`.
 """
 
 from __future__ import annotations
@@ -88,10 +88,7 @@ def main() -> None:
 
 
 def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
-    """Open the file in which the workers of one machine meet, in the launcher's private folder.
-
-    Raises OSError if other users can open the folder.
-    """
+    """Open the file in which the workers meet. Raise OSError if others can open its folder."""
     from torch.distributed import FileStore
 
     if not is_private(folder):
@@ -110,7 +107,7 @@ def run_in_job(
 ) -> NoReturn:
     """Run the target of `local.launch` in this rank of a torchrun or srun job, and exit.
 
-    The exit code is 0, 1 after a failure, or 2 after a user's mistake; rank 0 prints the cause.
+    The code is 0, 1 after a failure, or 2 after a user's mistake; rank 0 prints the cause.
     """
     guarded_streams.guard_streams(output_required=False)
     plugins.on_broken = lambda _: None  # the command has printed the line
@@ -165,12 +162,8 @@ def _resume_hint(run_dir: RunDir, job: Job) -> str:
     if job.max_restarts is not None and job.restarts < job.max_restarts:
         count = f"restart {job.restarts + 1} of {job.max_restarts}"
         return f"torchrun restarts the workers ({count}) from the checkpoint of step {step}"
-    is_torchrun = job.launcher == "torchrun"
-    automatic = "torchrun --max-restarts=3" if is_torchrun else "a requeued job (sbatch --requeue)"
-    return (
-        f"resume from the checkpoint of step {step}: run the same command with "
-        f"--resume {run_dir.path}; {automatic} resumes automatically"
-    )
+    again = f"run the same command with --resume {run_dir.path}"
+    return f"resume from the checkpoint of step {step}: {again}"
 
 
 def _run_target(
@@ -185,6 +178,8 @@ def _run_target(
     # After an error, do not leave the group: leaving waits for peers that may be gone.
     import torch.distributed as dist
 
+    run = pkgutil.resolve_name(target)
+    plugins.on_broken = lambda _: None  # importing a command sets it
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     guard_collectives()
@@ -207,7 +202,7 @@ def _run_target(
             device_id=device,
         )
         progress_record.note("prepares")
-        stopped = pkgutil.resolve_name(target)(config, run_dir, environment, resume)
+        stopped = run(config, run_dir, environment, resume)
         dist.destroy_process_group()
     return bool(stopped)
 
@@ -229,8 +224,8 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
 
 
 def _require_same_config(own: Config | None, agreed: Config, rank: int) -> None:
-    """Raise ConfigError, with a line for each key, if this rank's keys differ from rank 0's."""
-    # Ranks would wait for each other in different collectives. Keys of run. may differ.
+    """Raise ConfigError with a line for each key that differs from rank 0's, outside of run."""
+    # Ranks would wait for each other in different collectives.
     expected = keys.values(agreed)
     problems = [
         f"{name}={keys.show(value)}: rank {rank} was started with this value, rank 0 with "

@@ -103,7 +103,8 @@ def read_run_files(path: Path) -> RunFiles:
     damage.append(line)
     results, line = evaluation_results.read_whole_results(path)
     damage.append(line)
-    if unreadable := restart.count_unreadable_lines(run):
+    restarts, unreadable = restart.read_restarts(run)
+    if unreadable:
         damage.append(f"{run.restarts}: {with_count(unreadable, 'unreadable line')} skipped")
     settings = settings or {}
     steps = settings.get(_STEPS)
@@ -116,7 +117,7 @@ def read_run_files(path: Path) -> RunFiles:
         tuple(metrics),
         tuple(evaluations),
         tuple(results),
-        tuple(restart.read_restarts(run)),
+        tuple(restarts),
         settings,
         steps,
         state,

@@ -55,23 +55,19 @@ class PackedSample(Protocol):
 class HostBatch:
     """A micro-batch in host memory, prepared while the device computes another step.
 
-    samples: the whole sequences.
     numbers: int64 [3, batch, tokens of this worker]: tokens, rotary positions and labels, in layout
         order. For a GPU, the tensor is in pinned memory.
     earlier: int64 [batch, tokens of this worker]: number of earlier tokens in each token's context,
         that is its document or the sequence (`MaskRule.starts`).
-    plans: what this worker's attention computes, by the setup of each kind of layers.
-    valid: number of labels that count toward the loss, in the whole sequences.
-    lengths: number of tokens of each sequence, without padding. Empty if the model has no experts.
     """
 
     layout: Layout
-    samples: Sequence[PackedSample]
+    samples: Sequence[PackedSample]  # whole sequences
     numbers: torch.Tensor
     earlier: IntArray
-    plans: dict[AttentionSetup, Plan]
-    valid: int
-    lengths: tuple[int, ...]
+    plans: dict[AttentionSetup, Plan]  # for each kind of layers
+    valid: int  # labels that count toward the loss, in the whole sequences
+    lengths: tuple[int, ...]  # of the sequences without padding; () without experts
 
 
 @dataclass(frozen=True)
@@ -81,23 +77,18 @@ class Batch:
     tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. With tensor
         parallelism, tokens and labels are [1, own tokens] (`TensorGroup.own`), and positions has
         the tokens of all workers of the tensor group.
-    attend: attention over the whole sequences, of all layers or of those with a window or index.
-    valid: number of labels that count toward the loss, in the whole sequences.
-    mixed: attention of all layers if two kinds of them differ; None if they are alike.
-    routing: the sequences of the tokens, for routers; None if the model has no experts.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
-    attend: ContextAttention
-    valid: int
-    mixed: MixedAttention | None = None
-    routing: Routing | None = None
+    attend: ContextAttention  # of all layers, or of those with a window or index
+    valid: int  # labels that count toward the loss, in the whole sequences
+    mixed: MixedAttention | None = None  # attention of all layers if two kinds of them differ
+    routing: Routing | None = None  # None without experts
 
     @property
     def masks(self) -> tuple[SequenceMask, ...]:
-        """One per sequence."""
         return self.attend.plan.masks
 
     @property
@@ -110,8 +101,8 @@ class Batch:
         mixed, pairs = self.mixed, self.attend.plan.allowed_pairs
         if mixed is None:
             return pairs
-        full = mixed.full.plan.allowed_pairs
-        return round(pairs + (full - pairs) * mixed.full_share)
+        full_share = len(mixed.full_layers) / mixed.layers
+        return round(pairs + (mixed.full.plan.allowed_pairs - pairs) * full_share)
 
 
 @dataclass(frozen=True)
@@ -135,25 +126,16 @@ class MixedAttention:
     def with_kept_indices(self) -> MixedAttention:
         return replace(self, window=self.window.with_kept_indices())
 
-    @property
-    def full_share(self) -> float:
-        return len(self.full_layers) / self.layers
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionSetup:
-    """How the layers of one kind attend.
-
-    pattern: method that estimates a dynamic index. None for dense attention.
-    keep: share of this worker's queries whose output is saved for backward; see `Plan.make`.
-    layers: numbers of these layers, if other layers are of another kind that comes first.
-    """
+    """How the layers of one kind attend."""
 
     kernel: Kernel
     mask: MaskRule
-    pattern: Pattern | None = None
-    keep: float = 0.0
-    layers: frozenset[int] = frozenset()
+    pattern: Pattern | None = None  # None for dense attention
+    keep: float = 0.0  # share of the queries whose output is saved for backward; see `Plan.make`
+    layers: frozenset[int] = frozenset()  # of these layers, if another kind comes first
 
     def by_kind(
         self,
@@ -224,10 +206,9 @@ class Batches:
     ) -> None:
         """Prepare to make batches.
 
-        Args:
-            setups: how the layers attend, by kind (`AttentionSetup.by_kind`).
-            layers: number of layers of the model. Needed only if there are two kinds.
-            offload: moves saved tensors to the host; see `ContextAttention`.
+        setups: how the layers attend, by kind (`AttentionSetup.by_kind`).
+        layers: number of layers of the model. Needed only if there are two kinds.
+        offload: moves saved tensors to the host; see `ContextAttention`.
         """
         self.layouts, self.exchange = layouts, layouts.exchange
         self.setups, self.device, self.layers = setups, device, layers

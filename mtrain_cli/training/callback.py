@@ -15,15 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """One optimizer step, as callbacks see it.
-
-    metrics: the step's line of metrics.jsonl.
-    last: whether this step is the last step of `train.steps`.
-    """
+    """One optimizer step, as callbacks see it."""
 
     result: StepResult
-    metrics: StepMetrics
-    last: bool
+    metrics: StepMetrics  # the step's line of metrics.jsonl
+    last: bool  # whether it is the last of `train.steps`
 
 
 class Callback:

@@ -144,11 +144,7 @@ def tensors_of(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetada
 
 
 def _checked(metadata: Any, folder: Path) -> Metadata:
-    """Return `metadata` if every part has the type that DCP writes.
-
-    Raises:
-        ValueError: a part has another type. The message starts with a verb ("names the file ...").
-    """
+    """Return `metadata`, or raise ValueError ("names the file ...") for what DCP does not write."""
     try:
         return _with_valid_parts(metadata, folder)
     except (AttributeError, TypeError, KeyError) as error:

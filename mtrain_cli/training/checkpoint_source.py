@@ -32,8 +32,7 @@ class NotARunError(ConfigError):
 def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints of a run or of a checkpoints folder, newest first; else the folder.
 
-    Raises:
-        NoCheckpointError: the run or the checkpoints folder holds no checkpoint.
+    Raises NoCheckpointError if the run or checkpoints folder holds none.
     """
     folder = Path(path)
     if (folder / "checkpoints").is_dir():
@@ -47,9 +46,7 @@ def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
 def find_source(source: Path) -> Path:
     """Return the folder that `source` of `export_checkpoint` names, without verifying checkpoints.
 
-    Raises:
-        NotARunError: there is no such run.
-        NoCheckpointError: the run has no such checkpoint.
+    Raises NotARunError without such a run, and NoCheckpointError without such a checkpoint.
     """
     if not source.exists() and (run_dir.RUNS / source).is_dir():
         source = run_dir.RUNS / source
@@ -64,11 +61,7 @@ def find_source(source: Path) -> Path:
 
 
 def run_of(source: Path) -> Path:
-    """Return the run of a run's folder, checkpoints folder or checkpoint.
-
-    Raises:
-        NotARunError: there is no such run.
-    """
+    """Return the run of a run's folder, checkpoints folder or checkpoint, or raise NotARunError."""
     resolved = source.resolve()
     for folder in (resolved, resolved.parent, resolved.parent.parent):
         if (folder / RESOLVED).is_file():

@@ -63,31 +63,23 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         keep: int,
-        process_group: dist.ProcessGroup | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Remove what crashed saves left in `directory`.
+        """Remove what crashed saves left in `directory`, or raise CheckpointError.
 
-        Args:
-            directory: created if missing. All ranks must see the same directory.
-            keep: number of newest checkpoints to keep, at least 1. The disk must hold one more.
-            process_group: the ranks that save together; by default all, or only this process. They
-                get a new gloo group, so that saving never mixes with other collectives.
-            report: called on rank 0 with the reason why a checkpoint is skipped; default: log it.
-
-        Raises:
-            CheckpointError: the directory cannot be created or cleaned.
+        directory: created if missing. All ranks must see the same directory.
+        keep: number of newest checkpoints to keep, at least 1. The disk must hold one more.
+        report: called on rank 0 with the reason why a checkpoint is skipped; default: log it.
         """
         assert keep >= 1
         self._directory, self._keep = Path(directory), keep
-        self._group = None
+        self._group, self._rank, self._workers = None, 0, 1
         if dist.is_initialized():
-            ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-            self._group = dist.new_group(ranks, backend="gloo", timeout=GROUP_TIMEOUT)
+            # A group of its own, so that saving never mixes with other collectives.
+            self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            self._rank, self._workers = dist.get_rank(), dist.get_world_size()
         else:
             _silence_single_process_warning()
-        self._rank = dist.get_rank(self._group) if self._group is not None else 0
-        self._workers = dist.get_world_size(self._group) if self._group is not None else 1
         self._report = report or logging.getLogger(__name__).warning
         self._attempts = 0
         self._saving: threading.Thread | None = None
@@ -106,9 +98,8 @@ class Checkpointer:
         state: `model` and `optimizer` are state dicts of DTensors or tensors, `trainer` has JSON
             values that are equal on all ranks, `rng` this rank's generators as tensors.
 
-        Raises:
-            CheckpointError: on all ranks, if the previous save or this synchronous one
-                failed. This save runs in any case. Committed checkpoints stay intact.
+        Raises CheckpointError on all ranks, if the previous save or this synchronous one failed.
+        This save runs in any case. Committed checkpoints stay intact.
         """
         earlier = self._finish()
         self._attempts += 1
@@ -142,13 +133,10 @@ class Checkpointer:
         """Return whether the newest checkpoint on rank 0's disk is an import: only weights."""
 
         def has_no_trainer() -> bool:
-            step = self.latest()
-            if step is None:
-                return False
-            try:
-                return not Manifest.read(self._directory / f"step-{step}").trainer
-            except (OSError, ValueError):
-                return False  # the checkpoint is damaged; loading it reports why
+            if (step := self.latest()) is not None:
+                with contextlib.suppress(OSError, ValueError):  # loading reports the damage
+                    return not Manifest.read(self._directory / f"step-{step}").trainer
+            return False
 
         return self._on_all_ranks(has_no_trainer)[0]
 
@@ -163,10 +151,8 @@ class Checkpointer:
         """Load the newest intact checkpoint into `state` and return its step.
 
         Fill the tensors of `state` in place, in any sharding, and replace `state["trainer"]`. Leave
-        `rng` unchanged if a different number of ranks wrote the checkpoint.
-
-        Raises:
-            NoCheckpointError: on all ranks. The message has one line per unusable checkpoint.
+        `rng` unchanged if a different number of ranks wrote the checkpoint. If none is usable,
+        raise NoCheckpointError on all ranks, with a line for each checkpoint.
         """
         self.wait()
         steps = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
@@ -312,14 +298,29 @@ def load_model_state(
     report: Callable[[str], None] | None = None,
     targets: Targets | None = None,
 ) -> tuple[int, dict[str, Tensor]]:
-    """Return the step and the whole model of a checkpoint, by parameter name, in this process.
+    """Return the step and the whole model of `newest_intact`, by parameter name, in this process.
 
-    Args:
-        path, report: as in `newest_intact`, which also names the errors.
-        targets: returns the tensors to fill, of any dtype and device, from the shapes of the
-            checkpoint's. By default, allocate them on the CPU in the checkpoint's dtype.
+    targets: returns the tensors to fill, of any dtype and device, from the stored shapes. By
+        default, allocate them on the CPU in the checkpoint's dtype.
     """
-    return newest_intact(path, lambda f: (Manifest.read(f).step, _read_model(f, targets)), report)
+
+    def read(folder: Path) -> tuple[int, dict[str, Tensor]]:
+        reader = CheckpointReader(folder)
+        stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
+        entries = {name.removeprefix(_MODEL): entry for name, entry in stored.items()}
+        if targets is None:
+            model = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+        else:
+            model = targets({name: tuple(entry.size) for name, entry in entries.items()})
+        try:
+            _read(folder, {f"{_MODEL}{name}": tensor for name, tensor in model.items()}, reader)
+        except (OSError, ForeignFileError):
+            raise
+        except Exception as error:
+            raise ForeignFileError(_one_line(error)) from error
+        return Manifest.read(folder).step, model
+
+    return newest_intact(path, read, report)
 
 
 def newest_intact(
@@ -398,32 +399,6 @@ def _read(
         raise min(error.failures.items())[1][0] from error
     stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
     return [name for name in stored if name not in planner.state_dict]
-
-
-def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tensor]:
-    """Return the model of a checkpoint by parameter name, as `load_model_state`."""
-    reader, prefix = CheckpointReader(folder), _MODEL
-    if targets is None:
-        stored = checkpoint_files.tensors_of(reader.metadata, prefix).items()
-        model = {
-            name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in stored
-        }
-    else:
-        model = targets(_shapes(reader))
-    try:
-        _read(folder, {f"{prefix}{name}": tensor for name, tensor in model.items()}, reader)
-    except (OSError, ForeignFileError):
-        raise
-    except Exception as error:
-        raise ForeignFileError(_one_line(error)) from error
-    return model
-
-
-def _shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a stored model's tensors, by parameter name."""
-    stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
-    return {name.removeprefix(_MODEL): tuple(entry.size) for name, entry in stored.items()}
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:

@@ -52,10 +52,7 @@ def import_folder(source: Path, run: Path) -> Config:
     """Create a run from a Hugging Face folder, with float32 weights in the checkpoint `step-0`.
 
     Return its configuration: the model of `source`, and defaults. The whole model must fit memory.
-
-    Raises:
-        ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
-        CheckpointError: the weights cannot be written, for example on a full disk.
+    Raises ConfigError for a wrong folder, and CheckpointError if the weights cannot be written.
     """
     folder = huggingface.HuggingFaceFolder(source)
     folder.verify()
@@ -105,10 +102,8 @@ def export_checkpoint(
         tokenizer: folder to copy the tokenizer from; by default, that of the run's training.
         report: called with the reason why a checkpoint is skipped.
 
-    Raises:
-        ConfigError: there is no such run or no intact checkpoint, the checkpoint is of another
-            model, or `target` cannot be written.
-        RunError: the disk of `target` is full or fails.
+    Raises ConfigError without a fitting intact checkpoint, or if `target` cannot be written, and
+    RunError if its disk is full or fails.
     """
     require_new_folder(target)
     source = find_source(source)
@@ -155,7 +150,11 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
 
     If the data do not name a tokenizer, return the tokenizer of `train.init_from`.
     """
-    trained = _was_trained(run)
+    # The checkpoint of an import that was not trained has only weights.
+    trained, steps = True, committed_steps(run / "checkpoints")
+    with contextlib.suppress(ManifestError):  # loading reports the problem
+        manifests = [Manifest.read(run / "checkpoints" / f"step-{step}") for step in steps]
+        trained = not steps or any(manifest.trainer for manifest in manifests)
     if (run / TOKENIZER).is_dir():
         files = of_folder(run / TOKENIZER)
         begin = _recorded_begin(config, run) if trained else None
@@ -226,7 +225,7 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
 def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles | None:
     """Return the tokenizer of the run's token stores; None if they differ or some is no store.
 
-    folder: folder of `train.init_from`, which holds more files if its tokenizer.json is the same.
+    folder: that of `train.init_from`, which holds more files if its tokenizer.json is the same.
     """
     metas = _metas_of_stores(config)
     if len({meta.tokenizer_identity for meta in metas}) != 1:
@@ -259,13 +258,3 @@ def _bytes() -> TokenizerFiles:
     tokenizer = ByteTokenizer()
     assert tokenizer.eos is not None
     return of_bytes(tokenizer.bos, tokenizer.eos, tokenizer.pad)
-
-
-def _was_trained(run: Path) -> bool:
-    """Return whether a run was trained. The checkpoint of an untrained import has only weights."""
-    checkpoints = run / "checkpoints"
-    steps = committed_steps(checkpoints)
-    try:
-        return not steps or any(Manifest.read(checkpoints / f"step-{n}").trainer for n in steps)
-    except ManifestError:
-        return True  # loading reports the problem

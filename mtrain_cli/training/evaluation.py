@@ -33,34 +33,25 @@ FIRST_EDGE = 128  # tokens; the end of each later bucket is twice the end of the
 
 @dataclass(frozen=True)
 class ContextBucket:
-    """The tokens with `begin` to `end` - 1 earlier tokens in their document or sequence.
-
-    loss: mean in nats. None if the bucket is empty or the loss not finite.
-    """
+    """The tokens with `begin` to `end` - 1 earlier tokens in their document or sequence."""
 
     begin: int
     end: int
     tokens: int
-    loss: float | None
+    loss: float | None  # mean in nats; None if the bucket is empty or the loss not finite
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss of the model after `step` optimizer steps.
-
-    loss: mean over all tokens with a label, in nats; None if it was not finite.
-    tokens: number of tokens with a label.
-    attention: "dense", or the name of the sparse pattern that attention used.
-    buckets: loss by context length, shortest first.
-    """
+    """Held-out loss of the model after `step` optimizer steps."""
 
     step: int
-    loss: float | None
-    tokens: int
+    loss: float | None  # mean over all tokens with a label, in nats; None if not finite
+    tokens: int  # with a label
     sequences: int
     seconds: float
-    attention: str
-    buckets: tuple[ContextBucket, ...]
+    attention: str  # "dense", or the name of the sparse pattern
+    buckets: tuple[ContextBucket, ...]  # loss by context length, shortest first
 
     def line(self) -> str:
         """Summarize the evaluation in one line for the user."""
@@ -76,7 +67,6 @@ class Evaluation:
 
 
 def bucket_edges(seq: int) -> np.ndarray:
-    """Return the bucket boundaries 0, 128, 256, ..., seq."""
     doublings = math.ceil(math.log2(max(1, seq / FIRST_EDGE)))
     return np.array([0, *(FIRST_EDGE << n for n in range(doublings)), seq])
 
@@ -142,7 +132,6 @@ def evaluate(trainer: Trainer) -> Evaluation:
 
 
 def _finite_mean(total: float, count: float) -> float | None:
-    """Return a mean; None if nothing counts or the mean is not finite."""
     mean = float(total / count) if count else math.nan
     return mean if math.isfinite(mean) else None
 
@@ -159,9 +148,8 @@ class EvaluationWriter:
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         self.path = Path(run_dir) / EVALUATIONS_FILE
-        self.kept: list[dict[str, Any]] = []
-        if self.path.exists():
-            self.kept = drop_later_steps(self.path, start_step)
+        exists = self.path.exists()
+        self.kept: list[dict[str, Any]] = drop_later_steps(self.path, start_step) if exists else []
 
     def write(self, evaluation: Evaluation) -> str | None:
         """Append a row. Return None, or a warning if the row cannot be written."""

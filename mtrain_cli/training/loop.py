@@ -10,20 +10,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.documents import damaged_lines
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.records.metrics import (
-    MetricsWriter,
-    line_on_file,
-    nothing_left_out,
-    read_readable_metrics,
-    step_remarks,
-)
+from mtrain_cli.records.metrics import MetricsWriter, nothing_left_out
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import Callback, FinishedStep
@@ -54,11 +47,8 @@ def train(
 ) -> bool:
     """Train until step `config.train.steps`. Return whether a stop request ended training early.
 
-    Every worker calls this function, inside a process group.
-
-    Args:
-        resume: start from the newest checkpoint of `run_dir`.
-        estimate: estimates a step, for banner and status.
+    Every worker calls this function, inside a process group. resume: start from the newest
+    checkpoint. estimate: estimates a step, for banner and status.
     """
     first = environment.rank == 0
     with explain_out_of_memory(config, environment, run_dir) as run_context:
@@ -74,15 +64,10 @@ def train(
         if first:
             record_begin(config, run_dir.path)
         estimated = estimate(trainer.plan) if estimate is not None and first else None
-        steps = config.train.steps
+        steps, every = config.train.steps, config.run.log_every
         reporter = _reporter(trainer, run_dir, estimated) if first else None
         progress = TrainingProgress(
-            steps,
-            trainer.step,
-            first,
-            log=run_dir.log,
-            log_every=config.run.log_every,
-            reporter=reporter,
+            steps, trainer.step, first, log=run_dir.log, log_every=every, reporter=reporter
         )
         metrics = MetricsLog(trainer, run_dir, progress)
         with progress:
@@ -144,11 +129,6 @@ def _announce(
         if restarts:
             line += f", restart {restarts}, on {trainer.environment.dims.workers} workers"
         progress.message(line)
-    if first and resume and run_dir.metrics.is_file():
-        earlier, damaged = read_readable_metrics(run_dir.metrics)
-        lines = damaged_lines(run_dir.metrics, damaged) if damaged else ""
-        if line := line_on_file(run_dir.metrics, lines, step_remarks(earlier, trainer.step)):
-            progress.message(f"{line}; training goes on", warning=True)
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) -> StateReporter:

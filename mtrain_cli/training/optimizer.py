@@ -20,10 +20,10 @@ GIVEN_WEIGHTS_LR = 2e-5
 
 
 def peak_learning_rate(config: Config) -> float:
-    """Return `optim.lr`. For `auto`, return a learning rate that suits the initial weights.
+    """Return `optim.lr`, or for `auto` a learning rate that suits the initial weights.
 
-    For random weights 2e-3 at width 128, proportional to 1 / width, as Adam needs for hidden
-    matrices (Tensor Programs V, table 3); for given ones 2e-5, as in MTraining's scripts.
+    Random: 2e-3 at width 128, proportional to 1 / width, as Adam needs for hidden matrices (Tensor
+    Programs V, table 3). Given: 2e-5, as in MTraining's scripts.
     """
     if isinstance(config.optim.lr, float):
         return config.optim.lr
@@ -73,23 +73,12 @@ def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
-    """Create the optimizer with two parameter groups: matrices and vectors."""
+    """Create the optimizer. Weight decay applies to matrices, not to norms or biases."""
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
-    optimizer = ShardedAdamW(
-        [{"params": group} for group in (matrices, vectors) if group], fused=True
-    )
-    set_hyperparameters(optimizer, optim)
-    return optimizer
-
-
-def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) -> None:
-    """Set weight decay, betas and eps. Weight decay applies to matrices, not to norms or biases."""
-    for group in optimizer.param_groups:
-        decays = group["params"][0].ndim >= 2
-        group.update(
-            weight_decay=optim.weight_decay if decays else 0.0, betas=optim.betas, eps=optim.eps
-        )
+    decays = (matrices, optim.weight_decay), (vectors, 0.0)
+    groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
+    return ShardedAdamW(groups, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 class DeviceOptimizer:
@@ -140,22 +129,15 @@ WSD_DECAY = 0.2  # share of the steps after warm-up that decay if optim.decay_st
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule:
-    """Learning rate as a function of the step: linear warm-up, then a decay.
+    """Learning rate as a function of the step: linear warm-up, then a decay."""
 
-    kind: `optim.schedule`, one of cosine, linear, wsd (warmup-stable-decay) and constant.
-    peak, ratio: learning rate after warm-up, and that after the decay divided by `peak`.
-    begin: first step of the schedule, counted from 0.
-    steps: number of steps of the schedule, after which the rate stays constant.
-    decay: number of steps over which the rate falls: in wsd, the last ones. 0 for constant.
-    """
-
-    kind: str
-    peak: float
-    ratio: float
+    kind: str  # `optim.schedule`: cosine, linear, wsd (warmup-stable-decay) or constant
+    peak: float  # after warm-up
+    ratio: float  # learning rate after the decay / peak
     warmup: int
-    begin: int
-    steps: int
-    decay: int
+    begin: int  # first step of the schedule, counted from 0
+    steps: int  # of the schedule, after which the rate stays constant
+    decay: int  # steps over which the rate falls: in wsd, the last ones; 0 for constant
 
     @staticmethod
     def of(config: Config) -> LearningRateSchedule:
@@ -177,7 +159,6 @@ class LearningRateSchedule:
         )
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of `step`, counted from 0."""
         at = max(0, step - self.begin)
         if at < self.warmup:
             return self.peak * (at + 1) / self.warmup
@@ -189,7 +170,6 @@ class LearningRateSchedule:
 
     @property
     def end(self) -> float:
-        """The learning rate after the decay."""
         return self.peak * self.ratio
 
     @property

@@ -26,21 +26,15 @@ from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 
 @dataclass(frozen=True)
 class _ParameterUnit:
-    """A unit of FSDP: this worker's shards of one layer, or of the parameters outside the layers.
+    """A unit of FSDP: this worker's shards of a layer, or of the parameters outside the layers."""
 
-    device, host: shards on the device in the compute dtype, and on the host in float32.
-    masters: the parameters to which the shards in `host` belong.
-    offsets, packed: offset of each shard in the packed gradients, and their number of elements.
-    """
-
-    device: list[Tensor]
-    host: list[Tensor]
-    masters: list[nn.Parameter]
-    offsets: list[int]
-    packed: int
+    device: list[Tensor]  # in the compute dtype
+    host: list[Tensor]  # in float32
+    masters: list[nn.Parameter]  # to which the shards on the host belong
+    offsets: list[int]  # of each shard in the packed gradients
+    packed: int  # number of elements of the packed gradients
 
     def of(self, packed: Tensor) -> list[Tensor]:
-        """Return one view of `packed` per shard, in the shape of the shard."""
         places = zip(self.offsets, self.host, strict=True)
         return [packed[at : at + shard.numel()].view(shard.shape) for at, shard in places]
 
@@ -61,10 +55,7 @@ class OffloadedOptimizer:
         routers = (expert_layers(each.layers) for each in (decoder, masters))
         self._routers = list(zip(*routers, strict=True))
         self.optimizer = make_optimizer(masters, optim)
-        self._units = [
-            _unit(*pair)
-            for pair in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)
-        ]
+        self._units = list(map(_unit, unit_parameters(decoder), unit_parameters(masters)))
         self._reduced: list[Tensor | None] = [None] * len(self._units)
         self.last_micro_batch = True
         self._squares: list[Tensor] = []  # squared gradient norm of each offloaded unit
@@ -194,7 +185,7 @@ class OffloadedOptimizer:
 
 
 class _HostLink:
-    """Two independent streams for copies from and to a GPU. On a CPU, copies are synchronous."""
+    """Streams for copies to the host (down) and to a GPU (up). On a CPU, copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -213,11 +204,9 @@ class _HostLink:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def down(self) -> AbstractContextManager[object]:
-        """Return a context in which copies to the host run."""
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[0])
 
     def up(self) -> AbstractContextManager[object]:
-        """Return a context in which copies to the device run."""
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
 
     def event(self) -> torch.cuda.Event | None:

@@ -83,9 +83,8 @@ class PipelineStage:
     ) -> None:
         """Compute the loss of every token of ``rounds`` micro-batches, without gradients.
 
-        Args:
-            batch: makes a micro-batch from its number.
-            count: called with the number of a micro-batch, and its losses on the last stage.
+        batch: makes a micro-batch from its number.
+        count: called with the number of a micro-batch, and its losses on the last stage.
         """
         assert isinstance(decoder, StageDecoder)
         pipeline = replace(self.pipeline, micro_batches=rounds)

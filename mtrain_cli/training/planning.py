@@ -8,7 +8,7 @@ import torch
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.launch.environment import Environment, describe_host_memory
+from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.hardware import Hardware
@@ -57,7 +57,8 @@ def _refusal_here(config: Config) -> str | None:
     if plan.fits:
         return None
     needs = f"{with_count(plan.dims.workers, 'CPU worker')} would need {size(plan.host_bytes)}"
-    return f"this machine has no GPU, and {needs}, but this machine {describe_host_memory()}"
+    has = f"this machine has {host_memory() / 2**30:,.0f} GiB for this process"
+    return f"this machine has no GPU, and {needs}, but {has}"
 
 
 def checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:

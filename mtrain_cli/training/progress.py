@@ -38,8 +38,6 @@ class TrainingProgress:
     line is printed every `log_every` steps. The printed lines also go to `log`.
 
     enabled: whether to show anything. True only on rank 0.
-    reporter: receives each step for `mtrain status`.
-    clock: returns the time in seconds.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class TrainingProgress:
             self._live = None
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show one finished optimizer step."""
         if not self.enabled:
             return
         now = self._clock()
@@ -119,7 +116,6 @@ class TrainingProgress:
             self._reporter.step(last=last, seconds_left=left, **shown)
 
     def message(self, text: str, *, warning: bool = False) -> None:
-        """Show one line, for example a warning, above the display and in the log."""
         if not self.enabled:
             return
         line = f"warning: {one_line(text)}" if warning else text
@@ -132,7 +128,7 @@ class TrainingProgress:
             self._console.print(Text(line, style="yellow" if warning else ""), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a renderable (the banner) and write its plain text to the log."""
+        """Print the banner and write its plain text to the log."""
         if not self.enabled:
             return
         self._console.print(renderable, soft_wrap=isinstance(renderable, Text))
@@ -146,10 +142,7 @@ class TrainingProgress:
     def summary(
         self, headline: str, *, files: Sequence[str] = (), commands: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Show how the run ended, after removing the live display.
-
-        commands: label and command of each way to continue, which never wrap.
-        """
+        """Show how the run ended. commands: label and command of each way to continue."""
         if not self.enabled:
             return
         self._stop_display()
@@ -164,7 +157,6 @@ class TrainingProgress:
         self.show(text)
 
     def _summary_rows(self, last: StepMetrics) -> list[tuple[str, str]]:
-        """Return rows on loss, throughput, waits for data and memory. last: the latest step."""
         loss = "n/a: no step had a label"
         if self.losses:
             begin = f"{self.losses[0]:.4f} at step {self._first_step}"
@@ -188,7 +180,6 @@ class TrainingProgress:
         return rows
 
     def line(self, metrics: StepMetrics) -> str:
-        """Format a step as one plain line."""
         width = len(str(self.total_steps))
         parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {_loss(metrics)}"]
         if metrics.grad_norm is not None:
@@ -205,17 +196,14 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds of training left, from the latest steps; None while warming up."""
         if self.last is None or not self._durations:
             return None
         return statistics.fmean(self._durations) * (self.total_steps - self.last.step)
 
     def sparkline(self, width: int) -> str:
-        """Draw the losses as at most `width` bars. Empty for fewer than two losses."""
         return "" if self._console.options.ascii_only else sparkline(self.losses, width)
 
     def display(self, width: int) -> RenderableType:
-        """Render the live display for a terminal of `width` columns."""
         done = self.last.step if self.last is not None else self.start_step
         left = format_duration(self.seconds_left())
         share = f"{done / max(1, self.total_steps):4.0%}"

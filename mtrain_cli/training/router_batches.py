@@ -37,17 +37,14 @@ _Contexts = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class RouterBatches:
-    """Describes batches to the routers of a model with experts.
-
-    layers: number of layers of the model.
-    observer: watches the waits for the loads of other workers.
-    """
+    """Describes batches to the routers of a model with experts."""
 
     moe: MoeConfig
-    layers: int
+    layers: int  # of the model
     options: RouterOptions
     context: ContextGroup
     tensor: TensorGroup | None = None
+    # Watches the waits for the loads of other workers.
     observer: MessageObserver = field(default_factory=MessageObserver, compare=False)
 
     @staticmethod
@@ -107,16 +104,11 @@ def _peer_errors(context: ContextGroup) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class OwnLoads:
-    """The loads of the experts by this worker's tokens.
+    """The loads of the experts by this worker's tokens, as [layers of the model, E]."""
 
-    layers: numbers of the layers with experts that this worker computes.
-    chosen: tokens that chose each expert, [layers of the model, E], for each micro-batch.
-    beyond: those that the expert did not compute; empty without a capacity.
-    """
-
-    layers: tuple[int, ...]
-    chosen: tuple[torch.Tensor, ...]
-    beyond: tuple[torch.Tensor, ...]
+    layers: tuple[int, ...]  # those with experts that this worker computes
+    chosen: tuple[torch.Tensor, ...]  # tokens that chose each expert, by micro-batch
+    beyond: tuple[torch.Tensor, ...]  # those that it did not compute; () without a capacity
 
     @staticmethod
     def of(routings: Sequence[Routing]) -> OwnLoads | None:
@@ -137,31 +129,18 @@ class OwnLoads:
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """The routing of an optimizer step, with means over sequences and layers.
+    """The routing of an optimizer step, with means over sequences and layers."""
 
-    counts: tokens that chose each expert, by layer with experts. Float64 [layers, E] on the host.
-    balance: balance loss, without coefficient. 1 is perfect.
-    z: mean logsumexp(logits)^2.
-    entropy: of the scores, in nats.
-    dropped: pairs of a token and an expert beyond the capacity, summed over layers.
-    own: the loads by this worker's tokens. The other fields are equal on all workers.
-    """
-
-    counts: torch.Tensor
-    balance: float
-    z: float
-    entropy: float
-    dropped: int
-    own: OwnLoads | None = None
-
-    @property
-    def load_by_layer(self) -> list[float]:
-        """The tokens of the expert with the most, divided by the mean, in each layer."""
-        return (self.counts.amax(1) / self.counts.mean(1)).tolist()
+    counts: torch.Tensor  # tokens of each expert, float64 [layers with experts, E] on the host
+    balance: float  # balance loss, without coefficient; 1 is perfect
+    z: float  # mean logsumexp(logits)^2
+    entropy: float  # of the scores, in nats
+    dropped: int  # pairs of a token and an expert beyond the capacity, summed over layers
+    own: OwnLoads | None = None  # the other fields are equal on all workers
 
     def metrics(self) -> dict[str, Any]:
-        """Return the values of these fields of `StepMetrics`, by name."""
-        loads = self.load_by_layer
+        # The tokens of the expert with the most, divided by the mean.
+        loads = (self.counts.amax(1) / self.counts.mean(1)).tolist()
         return {
             "balance_loss": self.balance,
             "router_z": self.z,

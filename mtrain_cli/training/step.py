@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,7 @@ from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.router_batches import RoutingMetrics, routing_metrics
-from mtrain_cli.training.train_state import TrainState
-from mtrain_cli.training.worker import Worker
+from mtrain_cli.training.worker import TrainState, Worker
 
 
 class NonFiniteError(RunError):
@@ -34,23 +33,15 @@ class NonFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepReport:
-    """Numbers that a rank sends to all ranks at the end of a step, in one float64 all-gather.
+    """Numbers that a rank sends to all ranks at the end of a step, in one float64 all-gather."""
 
-    loss: this rank's part of the mean loss, in nats.
-    squared_norm: squared norm of this rank's gradient shards, before clipping.
-    stop, save: 1 if this rank received a request to stop, or to save, else 0.
-    compute_seconds: time that `ComputeTimer` measured in the previous step. 0 if not measured.
-    data_seconds: time that this rank waited for data.
-    index_sums: `local_index_sums` of a sparse step. Empty in a dense step.
-    """
-
-    loss: float
-    squared_norm: float
-    stop: float
+    loss: float  # this rank's part of the mean loss, in nats
+    squared_norm: float  # of this rank's gradient shards, before clipping
+    stop: float  # 1 if this rank received a request to stop, else 0
     save: float
-    compute_seconds: float
-    data_seconds: float
-    index_sums: tuple[float, ...] = ()
+    compute_seconds: float  # measured by `ComputeTimer` in the previous step, or 0
+    data_seconds: float  # spent waiting for data
+    index_sums: tuple[float, ...] = ()  # `local_index_sums` of a sparse step
 
     @staticmethod
     def of(row: Sequence[float]) -> StepReport:
@@ -61,60 +52,41 @@ class StepReport:
 
 @dataclass(frozen=True)
 class IndexMetrics:
-    """Metrics of a step's indices, averaged over heads and sequences.
+    """Metrics of a step's indices, averaged over heads and sequences."""
 
-    density_by_layer: computed pairs / pairs of a causal mask without documents.
-    slashes, columns: their numbers per head, averaged over sparse layers.
-    seconds: time that this worker spent estimating indices.
-    """
-
-    density_by_layer: tuple[float, ...]
-    slashes: float
+    density_by_layer: tuple[float, ...]  # computed pairs / pairs of a causal mask
+    slashes: float  # per head, averaged over sparse layers
     columns: float
-    seconds: float
+    seconds: float  # that this worker spent estimating indices
 
     @property
     def density(self) -> float:
         return sum(self.density_by_layer) / len(self.density_by_layer)
-
-    def with_dense_layers(self, number: int, density: float) -> IndexMetrics:
-        """Return the metrics of a model with ``number`` more layers of this density."""
-        return replace(self, density_by_layer=self.density_by_layer + (density,) * number)
 
 
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step, equal on all workers, except `RoutingMetrics.own`.
 
-    loss: mean over the tokens with a label, in nats. None if no token has a label.
-    grad_norm: norm of the whole gradient, before clipping.
-    tokens: number of tokens in all sequences of the step.
     pairs: number of computed query-key pairs, averaged over heads and layers, and summed over all
         sequences.
-    stop, save: whether any worker received a request to stop, or to save.
-    targets: number of labels that count toward the loss.
     allowed: number of query-key pairs that the mask allows, summed over all sequences.
-    reports: one report per rank.
-    index: None for a dense step.
-    routing: loads of the experts. None if the model has none.
-    skipped: whether the optimizer update was skipped.
-    warnings: lines for the user.
     """
 
-    loss: float | None
-    grad_norm: float
+    loss: float | None  # mean over the tokens with a label, in nats; None if none has a label
+    grad_norm: float  # of the whole gradient, before clipping
     lr: float
-    tokens: int
+    tokens: int  # in all sequences
     pairs: float
-    stop: bool
-    targets: int = 0
+    stop: bool  # whether any worker received a request to stop
+    targets: int = 0  # labels that count toward the loss
     allowed: float = 0.0
-    reports: tuple[StepReport, ...] = ()
-    index: IndexMetrics | None = None
-    routing: RoutingMetrics | None = None
-    skipped: bool = False
+    reports: tuple[StepReport, ...] = ()  # of each rank
+    index: IndexMetrics | None = None  # None for a dense step
+    routing: RoutingMetrics | None = None  # None without experts
+    skipped: bool = False  # the optimizer's update
     warnings: tuple[str, ...] = ()
-    save: bool = False
+    save: bool = False  # as stop
 
     @property
     def data_seconds(self) -> float:
@@ -168,14 +140,16 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
     return torch.nn.functional.pad(means, (0, 1), value=sequences)
 
 
-def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:
+def index_metrics(
+    total: list[float], records: list[IndexRecord], seq: int, dense: Sequence[float] = ()
+) -> IndexMetrics:
     """Return the index metrics of a step from `local_index_sums`, summed over the workers.
 
-    records: index records of this worker.
+    records: index records of this worker. dense: densities of the dense layers, which come last.
     """
     *pairs, slashes, columns, sequences = total
     return IndexMetrics(
-        density_by_layer=tuple(p / sequences / causal_pairs(seq) for p in pairs),
+        density_by_layer=(*(p / sequences / causal_pairs(seq) for p in pairs), *dense),
         slashes=slashes / sequences / len(pairs),
         columns=columns / sequences / len(pairs),
         seconds=sum(record.seconds for record in records),
@@ -183,14 +157,11 @@ def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> I
 
 
 class Step:
-    """Runs optimizer steps over `train.global_batch` sequences.
-
-    recorder: records what this worker computes; None records nothing.
-    """
+    """Runs optimizer steps over `train.global_batch` sequences."""
 
     def __init__(self, worker: Worker, state: TrainState, timer: ComputeTimer) -> None:
         self._worker, self._state, self._timer = worker, state, timer
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # records what this worker computes
 
     def __call__(
         self,
@@ -209,9 +180,7 @@ class Step:
             requests: whether this worker received a request to stop, and one to save.
             data_seconds: how long this worker waited for the data.
 
-        Raises:
-            NonFiniteError: the loss or a gradient of any worker is not finite. The weights did not
-                change.
+        Raises NonFiniteError, before the weights change, if a loss or gradient is not finite.
         """
         state, config = self._state, self._worker.config
         lr = state.set_rate()
@@ -237,8 +206,11 @@ class Step:
         tokens = config.train.global_batch * config.seq
         state.step += 1
         state.tokens += tokens
-        index = self._index_metrics(reports, records, pairs)
-        all_pairs = causal_pairs(config.seq) * config.train.global_batch
+        index, all_pairs = None, causal_pairs(config.seq) * config.train.global_batch
+        if records is not None:
+            sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
+            dense = [pairs / all_pairs] * config.sparsity.dense_layers
+            index = index_metrics(sums, records, config.seq, dense)
         return StepResult(
             loss=mean_loss,
             grad_norm=grad_norm,
@@ -329,18 +301,6 @@ class Step:
         rows = all_gather(local, self._worker.environment.dims.workers).tolist()
         progress_record.note("optimizer")
         return [StepReport.of(row) for row in rows]
-
-    def _index_metrics(
-        self, reports: Sequence[StepReport], records: list[IndexRecord] | None, pairs: int
-    ) -> IndexMetrics | None:
-        """Combine the index sums of all ranks. Return None for a dense step."""
-        if records is None:
-            return None
-        config = self._worker.config
-        sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
-        density = pairs / (config.train.global_batch * causal_pairs(config.seq))
-        metrics = index_metrics(sums, records, config.seq)
-        return metrics.with_dense_layers(config.sparsity.dense_layers, density)
 
     def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
         """Return whether to skip the update, and a warning; "" for none."""

@@ -69,7 +69,6 @@ class SpikeWatch:
         return bool(outliers), line
 
     def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
-        """Describe each of the two values, loss and gradient norm, that exceeds its threshold."""
         outliers = []
         middle = statistics.median(self._losses) if self._losses else 0.0
         sigmas = _sigmas(self._losses, loss, _MIN_LOSS_SIGMA * abs(middle))
@@ -85,7 +84,6 @@ class SpikeWatch:
         return outliers
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"loss": list(self._losses), "norm": list(self._norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -98,14 +96,14 @@ def _format_sigmas(sigmas: float) -> str:
 
 
 class StragglerWatch:
-    """Detect workers that have become slower than the other workers at the same work.
+    """Detect workers that have become slower than the other workers at one kind of work.
 
     A rank is a straggler if it takes more than 1 + `share` times as long as the median of the other
     ranks, in more than half of the last 20 steps. It is reported once, and when it has caught up.
+    A share of 0 disables the watch.
     """
 
     def __init__(self, share: float, places: Sequence[str], work: str) -> None:
-        """Watch one kind of work. share: threshold; 0 disables the watch."""
         self._share, self._places, self._work = share, places, work
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
         self._slow: set[int] = set()
@@ -114,9 +112,8 @@ class StragglerWatch:
     def check(self, seconds: Sequence[float], base: float | None = None) -> list[str]:
         """Return a line for each rank that has become a straggler or has caught up.
 
-        Args:
-            seconds: time that each rank took. 0 if not measured.
-            base: time by which to divide the difference from the others' median; None for it.
+        seconds: time that each rank took. 0 if not measured.
+        base: time by which to divide the difference from the others' median; None for it.
         """
         self._seen += 1
         unmeasured = base is None and not all(seconds)
@@ -135,12 +132,10 @@ class StragglerWatch:
                 lasting = f"in most of the last {STRAGGLER_STEPS} steps"
                 slow = f"it takes {ratio:.2f}x as long as the others for {self._work}"
                 if base is not None:
-                    slow = (
-                        f"it spends {ratio - 1:.0%} of a step more on {self._work} than the others"
-                    )
+                    more = f"{ratio - 1:.0%} of a step more"
+                    slow = f"it spends {more} on {self._work} than the others"
                 lines.append(f"{name} is a straggler: {slow}, {lasting}")
-            # A straggler catches up only below half the threshold, so that a rank near the
-            # threshold is not reported repeatedly.
+            # It catches up only below half the threshold, so as not to be reported repeatedly.
             elif rank in self._slow and ratio < 1 + self._share / 2:
                 self._slow.remove(rank)
                 lines.append(f"{name} has caught up with the others")

@@ -135,7 +135,7 @@ def test_help_imports_neither_torch_nor_hydra():
         ),
         (
             ["train", "--config", "x.yaml"],
-            'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
+            'DIR/recipe/mine.yaml below a line "# @package _global_", and give '
             "--config-dir DIR recipe=mine.",
         ),
         (

@@ -48,7 +48,6 @@ def test_an_empty_word_offers_groups_and_top_level_keys():
             "topology.cluster=a",
             [f"topology.cluster={name}" for name in ("auto", "a100_4x8", "a800_4x8")],
         ),
-        ("model.vocab_size=", ["model.vocab_size=264", "model.vocab_size=auto"]),
         ("model=au", ["model=auto"]),
         ("topology.layout=zz", []),
         ("nosuch=", []),
@@ -188,13 +187,6 @@ def test_zsh_gets_whole_words_with_help(shell_path):
     text = ask("zsh", shell_path, _TYPER_COMPLETE_ARGS="mtrain train model=qwen3")
     assert '"model=qwen3b":"Qwen2.5-3B' in text
     assert "qwen7b" not in text
-
-
-def test_own_groups_are_completed(shell_path, tmp_path):
-    (tmp_path / "conf/model").mkdir(parents=True)
-    (tmp_path / "conf/model/mine.yaml").write_bytes(b"\xff")
-    words = ["mtrain", "train", "--config-dir", str(tmp_path / "conf"), "model", "=", "min"]
-    assert ask("bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD="6").split() == ["mine"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -113,18 +113,6 @@ def test_the_first_package_keeps_a_name(tmp_path):
     assert found.stdout == "LmEval\n", found.stderr
 
 
-def test_an_installation_without_the_studies_says_so(tmp_path):
-    none = (
-        "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"
-    )
-    found = mtrain_with(tmp_path, "--version", first=none)
-    assert (found.returncode, found.stdout[:7]) == (0, "mtrain ")
-    assert found.stderr == (
-        "mtrain: warning: study: this installation lacks the command; reinstall mtrain\n"
-        "mtrain: warning: eval lm-eval: this installation lacks the command; reinstall mtrain\n"
-    )
-
-
 def test_an_installation_without_the_studies_measures_patterns(tmp_path):
     none = (
         "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"

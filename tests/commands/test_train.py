@@ -2,6 +2,7 @@
 
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -9,12 +10,16 @@ from masked_documents import masked_store
 from model.tiny_models import edit_config, export, tiny_model
 from typer.testing import CliRunner
 
+from mtrain_cli.commands import train
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.resolved_file import load
+from mtrain_cli.evaluation.in_training import TaskEvaluations
 from mtrain_cli.launch import environment, local
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.profiling.periodic_profile import TrainingProfile
+from mtrain_cli.training import loop
 
 
 @pytest.fixture(autouse=True)
@@ -334,3 +339,20 @@ def test_resume_auto_starts_a_run_and_then_resumes_it(launched):
         "finds its run again\n"
     )
     assert (refused.exit_code, refused.stderr) == (2, line)
+
+
+@pytest.mark.parametrize(
+    ("words", "callbacks"),
+    [
+        ([], []),
+        (["profile.every=2"], [TrainingProfile]),
+        (["train.eval_tasks=[niah]"], [TaskEvaluations]),
+    ],
+)
+def test_callbacks_follow_the_settings(monkeypatch, words, callbacks):
+    seen = []
+    monkeypatch.setattr(loop, "train", lambda *given: seen.append(given) or True)
+    config = compose(words)
+    environment = SimpleNamespace(device="cpu")
+    assert train.run_worker(config, "run", environment, resume=False)
+    assert seen == [(config, "run", environment, False, callbacks, None)]

@@ -28,6 +28,8 @@ def test_a_foreign_option_names_its_counterpart(option):
     assert result.exit_code == 2
     assert "; mtrain counts steps; use train.steps=N." in " ".join(result.stderr.split())
     assert "optim.eps" not in result.stderr
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", "--out", "a"])
+    assert "run.dir=DIR" in " ".join(result.stderr.split())
 
 
 def test_a_foreign_key_in_a_file_names_its_counterpart(tmp_path):
@@ -38,11 +40,11 @@ def test_a_foreign_key_in_a_file_names_its_counterpart(tmp_path):
 
 
 def test_answers_name_keys_that_exist_and_hide_none():
-    known = {*all_keys(), *sections(), "data", "sparsity"}
+    known = {*all_keys(), *sections(), "data", "sparsity", "key", "recipe"}
     for answer in _HERE:
         named = re.findall(r"([a-z_]+(?:\.[a-z_]+)*)=", answer)
-        named += [n for n in re.findall(r"[a-z_]+\.[a-z_]+", answer) if n != "metrics.jsonl"]
-        assert set(named) <= known, answer
+        named += re.findall(r"[a-z_]+\.[a-z_]+", answer)
+        assert set(named) <= {*known, "metrics.jsonl", "mine.yaml"}, answer
     assert [key for key in all_keys() if counterpart(key)] == []
 
 

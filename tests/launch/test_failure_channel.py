@@ -69,10 +69,10 @@ def test_a_stranger_is_dropped_and_workers_stay_connected(data):
     # A greeting in pieces, followed directly by a message.
     for piece in (hub.token[:5], hub.token[5:], " 1\n" + json.dumps({"done": True}) + "\n"):
         workers[1].sendall(piece.encode())
-    assert hub._thread.is_alive()
+    assert hub.thread.is_alive()
     workers[0].sendall(json.dumps({"done": True}).encode() + b"\n")
-    hub._thread.join(10)
-    assert not hub._thread.is_alive()
+    hub.thread.join(10)
+    assert not hub.thread.is_alive()
     assert hub._expected == set()
     assert hub._failures == []
     for worker in workers:
@@ -169,7 +169,7 @@ def test_all_ranks_but_0_get_the_code_in_whatever_order_a_slow_hub_accepts_them(
     duties = RankZeroDuties(lambda: events.append("discard"), beat=lambda: may_accept.wait(10))
     hub = _Hub(3, duties)
     with contextlib.ExitStack() as connections:
-        connections.callback(hub._thread.join, 15)
+        connections.callback(hub.thread.join, 15)
         ranks = {}
         for rank in order:
             ranks[rank] = connections.enter_context(connected(hub))
@@ -181,7 +181,7 @@ def test_all_ranks_but_0_get_the_code_in_whatever_order_a_slow_hub_accepts_them(
             assert ranks[rank].recv(2) == bytes([code]), f"rank {rank}"
             assert events == [], "rank 0 stays until the others have ended"
             ranks[rank].close()
-        hub._thread.join(15)
+        hub.thread.join(15)
         assert events == ["discard"] * (code == 2) + [("exit", code)]
         ranks[0].setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -211,7 +211,7 @@ def test_ranks_get_the_code_at_once_if_another_one_never_connects(monkeypatch):
         time.sleep(1.2)  # rank 1 could still have come
         assert events == [], "rank 0 stays until rank 2 has ended"
         rank_2.close()
-        hub._thread.join(5)
+        hub.thread.join(5)
         assert events == [1]
 
 

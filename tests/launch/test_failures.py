@@ -93,11 +93,6 @@ def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exi
     assert lines[-1] == f"Its output is in {log}; the other workers were stopped."
 
 
-def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
-    assert failures.read_record(0, 0, tmp_path / "no record") is None
-    assert failures.read_record(0, None, tmp_path / "no record") is None
-
-
 def test_an_exception_is_reported_in_one_line_and_then_its_traceback():
     try:
         raise ValueError("bad\nvery bad")

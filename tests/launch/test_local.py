@@ -24,7 +24,7 @@ import mtrain_cli
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import local, run_dir, run_status, stop_request, supervisor
+from mtrain_cli.launch import local, run_dir, run_status, stop_request
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
@@ -86,13 +86,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 @pytest.fixture(autouse=True)
 def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork workers from this process, so that they import nothing anew."""
-    monkeypatch.setattr(supervisor, "Popen", warm.ForkedWorker)
+    monkeypatch.setattr(local, "Popen", warm.ForkedWorker)
 
 
 @pytest.fixture
 def new_programs(_forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start workers as users do, as new programs."""
-    monkeypatch.setattr(supervisor, "Popen", subprocess.Popen)
+    monkeypatch.setattr(local, "Popen", subprocess.Popen)
 
 
 def launched(run: RunDir, target: str, resume: bool = False) -> int:
@@ -211,8 +211,8 @@ def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_runs_on(run, ca
 
 @pytest.mark.slow
 def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, capfd, monkeypatch):
-    monkeypatch.setattr("mtrain_cli.launch.supervisor.OVERDUE_S", 1.0)
-    monkeypatch.setattr("mtrain_cli.launch.supervisor.OVERDUE_CHECK_S", 0.2)
+    monkeypatch.setattr("mtrain_cli.launch.local.OVERDUE_S", 1.0)
+    monkeypatch.setattr("mtrain_cli.launch.local.OVERDUE_CHECK_S", 0.2)
     assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith(
@@ -324,7 +324,7 @@ def test_requests_from_before_the_workers_are_kept(run, monkeypatch):
 def test_a_signal_to_a_worker_that_starts_is_kept(run):
     """As if the signal came during the imports of the worker."""
     sent: list[int] = []
-    start = supervisor.Popen._execute_child
+    start = local.Popen._execute_child
 
     def start_and_signal(self, *arguments, **options):
         start(self, *arguments, **options)
@@ -335,7 +335,7 @@ def test_a_signal_to_a_worker_that_starts_is_kept(run):
     class Signalled(warm.ForkedWorker):
         _execute_child = start_and_signal
 
-    supervisor.Popen = Signalled  # restored by `_forked_workers`
+    local.Popen = Signalled  # restored by `_forked_workers`
     assert launched(run, "steps_until_stopped") == local.WARNED
     assert (run.path / "stopped-0").exists()
 

@@ -38,19 +38,3 @@ def test_a_group_differs_only_along_its_dimension():
     assert dims.group("dp", 3) == (1, 3, 5)
     assert dims.groups("cp") == [(0, 1), (2, 3), (4, 5)]
     assert dims.groups("dp") == [(0, 2, 4), (1, 3, 5)]
-
-
-def test_tensor_groups_are_consecutive_ranks_and_context_groups_skip_them():
-    dims = ParallelDims.of(8, cp=2, tp=2)
-    assert (dims.dp, str(dims)) == (2, "2 data x 2 context x 2 tensor")
-    assert dims.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert dims.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert dims.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-
-
-def test_the_stages_of_a_pipeline_are_far_apart():
-    dims = ParallelDims.of(16, pp=2, cp=2, tp=2)
-    assert (dims.dp, str(dims)) == (2, "2 pipeline x 2 data x 2 context x 2 tensor")
-    assert dims.groups("pp") == [(rank, rank + 8) for rank in range(8)]
-    assert dims.groups("cp")[:2] == [(0, 2), (1, 3)]
-    assert [dims.coordinate("pp", rank) for rank in (0, 7, 8, 15)] == [0, 0, 1, 1]

@@ -67,7 +67,7 @@ def test_a_run_restarts_as_long_as_each_failure_has_a_newer_checkpoint(run):
         "no restart without a new checkpoint"
     )
     assert "no checkpoint was written since" in str(restarts.after(KILLED, e))
-    assert len(restart.read_restarts(run.dir)) == 8
+    assert len(restart.read_restarts(run.dir)[0]) == 8
 
 
 def test_a_checkpoint_that_replaces_a_damaged_one_counts_as_progress(run):
@@ -182,7 +182,7 @@ def test_after_losing_a_gpu_the_run_continues_on_as_many_workers_as_fit(
     assert (decision.environment.dims.workers, decision.entry.workers) == (workers, workers)
     assert decision.devices == ("4", "5", "7")[:workers]
     assert decision.environment.launcher == "mtrain"
-    assert "without GPU 6, which does not respond" in restart.describe_restart(decision, 1)
+    assert "without GPU 6, which does not respond" in restart.describe_restart(decision)
 
 
 @pytest.mark.usefixtures("_four_gpus")
@@ -199,12 +199,12 @@ def test_a_broken_gpu_that_no_worker_needs_is_skipped(run, monkeypatch):
 
 def test_the_restart_message_lists_the_repeated_steps():
     entry = restart.Restart(0.0, "reason", 1, 17, 10, 2)
-    e = on_gpus(2)[1]
-    assert restart.describe_restart(RestartDecision(e, True, 1.0, entry), 2) == (
+    e = dataclasses.replace(on_gpus(2)[1], restarts=2)
+    assert restart.describe_restart(RestartDecision(e, True, 1.0, entry)) == (
         "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; repeats "
         "step 11 to 17"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
-    assert restart.describe_restart(RestartDecision(e, True, 1.0, at_once), 2).endswith(
+    assert restart.describe_restart(RestartDecision(e, True, 1.0, at_once)).endswith(
         "of step 10 on 1 worker in 1 s"
     )

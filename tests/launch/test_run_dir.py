@@ -16,12 +16,16 @@ from pathlib import Path
 import pytest
 
 import mtrain_cli
-from mtrain_cli.composition import compose
+from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.job import current_job
-from mtrain_cli.launch.run_dir import LOCK, RunLock
+from mtrain_cli.launch.local import _resume_hint
+from mtrain_cli.launch.run_dir import LOCK, RunDir, RunLock, study_command
+from mtrain_cli.training.loop import _next_commands
+from mtrain_studies.cells import Study
+from mtrain_studies.tiers import TIERS
 
 HOLDER = """
 import sys, time
@@ -48,7 +52,7 @@ def test_a_file_in_the_place_of_a_folder_is_one_line(below):
 
 
 def config_for(*overrides: str) -> Config:
-    return compose.compose(list(overrides))
+    return compose(list(overrides))
 
 
 def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(here, monkeypatch):
@@ -239,7 +243,7 @@ def test_discard_restores_what_a_rewrite_replaced():
             run.overrides.unlink()
         before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
         rewritten = run.rewrite(
-            compose.resume(resolved_file.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
+            resume(resolved_file.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
         )
         assert resolved_file.load(run.resolved).train.steps == 7
         assert run.overrides.read_text().endswith("train.steps=7\n")
@@ -266,7 +270,7 @@ def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
     run = run_dir.open("mine")
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     rewritten = run.rewrite(
-        compose.resume(resolved_file.load(run.resolved), ["optim.lr=7e-3"]), ["optim.lr=7e-3"]
+        resume(resolved_file.load(run.resolved), ["optim.lr=7e-3"]), ["optim.lr=7e-3"]
     )
     if after == "checkpoint":
         manifest = run.checkpoints / "step-3" / "manifest.json"
@@ -286,9 +290,7 @@ def test_a_rewrite_that_fails_halfway_restores_the_old_files():
     run.overrides.symlink_to("no folder/overrides.txt")
     before = run.resolved.read_bytes()
     with pytest.raises(ConfigError, match="cannot write there"):
-        run.rewrite(
-            compose.resume(resolved_file.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
-        )
+        run.rewrite(resume(resolved_file.load(run.resolved), ["train.steps=7"]), ["train.steps=7"])
     assert run.resolved.read_bytes() == before
 
 
@@ -340,7 +342,7 @@ def torchrun(monkeypatch, run_id: str, restarts: int = 0) -> None:
 @pytest.mark.parametrize("overrides", [[], ["run.name=night"]], ids=["no name", "a name"])
 def test_a_restarted_job_finds_its_own_run_only(tmp_path, monkeypatch, overrides):
     monkeypatch.chdir(tmp_path)
-    config = compose.compose(["topology.device=cpu", *overrides])
+    config = compose(["topology.device=cpu", *overrides])
     torchrun(monkeypatch, "first")
     assert run_dir.find_earlier_start(config, this_job=True) is None
     mine = run_dir.create(config, [])
@@ -379,13 +381,13 @@ def test_the_revision_says_whether_files_have_changed(tmp_path, monkeypatch):
     module.parent.mkdir()
     module.write_text("")
     monkeypatch.setattr(run_dir.mtrain_cli, "__file__", str(module))
-    assert run_dir._git_revision() is None, "this folder is no checkout"
+    assert run_dir._environment_facts()["git_revision"] is None, "this folder is no checkout"
     git("init")
     git("add", ".")
     git("commit", "-m", "first")
-    assert run_dir._git_revision() == git("rev-parse", "HEAD")
+    assert run_dir._environment_facts()["git_revision"] == git("rev-parse", "HEAD")
     module.write_text("changed = True\n")
-    assert run_dir._git_revision() == git("rev-parse", "HEAD") + "+changes"
+    assert run_dir._environment_facts()["git_revision"] == git("rev-parse", "HEAD") + "+changes"
 
 
 OWNER = f"process {os.getpid()} on {socket.gethostname()}"
@@ -427,3 +429,85 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir.fcntl, "flock", refuse)
     RunLock(tmp_path).beat()
     assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_a_run_that_appears_before_the_lock_is_taken_is_not_overwritten(monkeypatch):
+    def lock_late(folder: Path) -> RunLock:
+        (folder / "resolved.yaml").write_text("of another process")
+        return RunLock(folder)
+
+    monkeypatch.setattr(run_dir, "RunLock", lock_late)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_dir.create(config_for("run.dir=a"), [])
+    assert Path("a", "resolved.yaml").read_text() == "of another process"
+
+
+WORDS = ["mtrain", "study", "learning", "--out", "my study"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Return the run of a cell."""
+    Study(tmp_path, TIERS["tiny"]).save(WORDS)
+    path = tmp_path / "dense" / "seed-0" / "run"
+    path.mkdir(parents=True)
+    return RunDir(path)
+
+
+def test_a_run_of_a_study_resumes_with_the_command_of_the_study(run: RunDir):
+    command = "mtrain study learning --out 'my study'"
+    assert study_command(run.path) == command
+    assert run.resume_command == command
+    assert _resume_hint(run) == f"continue the study: {command}", "also without a checkpoint"
+    study = Study.open(run.path.parents[2])
+    assert study is not None
+    assert study.tier == TIERS["tiny"]
+
+
+@pytest.mark.parametrize(
+    "about", [None, "{", "[]", "{}", '{"command": "x"}', '{"command": ["mtrain", 1]}']
+)
+def test_another_run_resumes_by_itself(run: RunDir, about: str | None):
+    other = RunDir(run.path.parent)
+    assert other.resume_command == f"mtrain train --resume {other.path}"
+    file = run.path.parents[2] / "study.json"
+    file.unlink() if about is None else file.write_text(about)
+    assert study_command(run.path) == ""
+    assert run.resume_command == f"mtrain train --resume {run.path}"
+    assert study_command(Path("/run")) == ""
+
+
+def test_the_summary_of_a_training_names_the_study_only_while_steps_are_left(run, monkeypatch):
+    config = compose(["train.steps=9"])
+    for step, commands in ((None, []), (7, [("resume", run.resume_command)]), (9, [])):
+        monkeypatch.setattr(RunDir, "last_step", lambda _, step=step: step)
+        assert _next_commands(run, config) == commands
+    labels = [label for label, _ in _next_commands(RunDir(run.path.parent), config)]
+    assert labels == ["resume", "export"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rm", "-rf", "/"],
+        ["mtrain", "study"],
+        ["mtrain", "train", "--resume", "x"],
+        [*WORDS, "a\nerror: no"],
+        [*WORDS, "\x1b[2J"],
+        [*WORDS, "\u202e"],
+        [*WORDS, "\ud800"],
+        [],
+    ],
+)
+def test_words_that_are_no_command_of_a_study_are_not_shown(run: RunDir, words: list[str]):
+    (run.path.parents[2] / "study.json").write_text(json.dumps({"command": words}))
+    said = study_command(run.path)
+    assert said == "mtrain study learning, with the options it was started with"
+    assert run.resume_command == said
+
+
+def test_only_the_folder_named_run_belongs_to_a_study(run: RunDir):
+    other = run.path.with_name("other")
+    other.mkdir()
+    assert study_command(other) == ""
+    assert study_command(run.path) != ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli.launch.supervisor import Supervisor, _is_stopped, worker_command
+from mtrain_cli.launch.local import Supervisor, worker_command
 
 
 def supervisor(folder, code: str, workers: int = 3, timeout_s: float = 60.0) -> Supervisor:
@@ -79,7 +78,7 @@ def test_each_worker_has_its_rank_and_its_own_failure_file(tmp_path):
 
 
 def test_workers_that_ignore_sigterm_and_their_children_are_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrain_cli.launch.supervisor.STOP_GRACE_S", 1)
+    monkeypatch.setattr("mtrain_cli.launch.local.STOP_GRACE_S", 1)
     run = supervisor(
         tmp_path,
         """
@@ -111,8 +110,3 @@ def test_workers_import_from_the_current_folder_only_if_this_process_does(monkey
     command = worker_command("package.module", "run", "--resume")
     assert ("-P" in command) is safe
     assert command[-4:] == ["-m", "package.module", "run", "--resume"]
-
-
-def test_a_running_process_and_a_missing_one_are_not_stopped():
-    assert not _is_stopped(os.getpid())
-    assert not _is_stopped(2**22 + 1)

@@ -48,8 +48,8 @@ def test_only_a_timeout_becomes_a_line_that_names_the_setting():
     ("launcher", "restarts", "limit", "hint"),
     [
         ("torchrun", 1, 3, "torchrun restarts the workers (restart 2 of 3)"),
-        ("torchrun", 3, 3, "torchrun --max-restarts=3 resumes automatically"),
-        ("slurm", 0, None, "a requeued job (sbatch --requeue) resumes automatically"),
+        ("torchrun", 3, 3, "run the same command with --resume"),
+        ("slurm", 0, None, "run the same command with --resume"),
     ],
 )
 def test_the_hint_on_resuming_fits_the_launcher(tmp_path, launcher, restarts, limit, hint):

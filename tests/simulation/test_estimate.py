@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mtrain_cli.commands import train_worker
+from mtrain_cli.commands import train
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.simulation import scenario as module
@@ -77,7 +77,7 @@ def test_a_plan_shows_the_time_and_the_density_that_simulate_predicts(more):
 
 def test_the_banner_and_the_status_show_the_time_of_the_plan():
     plan = make_plan(compose([*ON_H200, SPARSE]))
-    found = train_worker.estimate(plan)
+    found = train.estimate(plan)
     assert found == estimate_step(plan)
     assert found.seconds is not None
     console = Console(file=io.StringIO(), width=400, color_system=None)
@@ -92,7 +92,7 @@ def test_a_failure_of_the_prediction_does_not_stop_a_run(monkeypatch):
         raise KeyError(0)
 
     monkeypatch.setattr(module, "estimate_step", fails)
-    found = train_worker.estimate(make_plan(compose(ON_H200)))
+    found = train.estimate(make_plan(compose(ON_H200)))
     assert found.describe() == "not predicted: KeyError: 0"
 
 

@@ -156,16 +156,6 @@ def test_the_time_left_excludes_the_first_steps():
         assert progress.seconds_left() == pytest.approx(3.0 * 6)
 
 
-def test_the_time_left_counts_from_the_step_that_a_run_resumes_at():
-    progress, out, clock = make(total=100, start=90)
-    with progress:
-        for step in range(91, 96):
-            clock.now += 2.0
-            progress.step(replace(STEP, step=step))
-    assert progress.seconds_left() == pytest.approx(10.0)
-    assert out.getvalue().splitlines()[-1].endswith("ETA 0:10")
-
-
 @pytest.mark.parametrize(("width", "metrics"), [(80, STEP), (120, ON_CPU)])
 def test_the_live_display_is_two_lines_that_fit(width, metrics):
     progress, _, clock = make(terminal=True, width=width, total=100_000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.training.step import (
     NonFiniteError,
     StepReport,
-    StepResult,
     check_finite,
     index_metrics,
     index_records,
@@ -77,7 +75,7 @@ def test_a_step_is_the_mean_over_sequences_and_layers():
 def test_lines_are_means_over_the_layers_with_an_index():
     sparse = [record for record in RECORDS if record.layer == 0]
     total = local_index_sums(sparse, 1, torch.device("cpu"))
-    results = index_metrics(total.tolist(), sparse, SEQ).with_dense_layers(2, 0.75)
+    results = index_metrics(total.tolist(), sparse, SEQ, [0.75] * 2)
     assert results.density_by_layer == (63 / 3 / 45, 0.75, 0.75)
     assert results.slashes == (1.5 + 3.5 + 2) / 3
 
@@ -109,20 +107,6 @@ def test_a_sparse_step_without_records_is_no_dense_step():
 
 
 FINE = StepReport(2.5, 4.0, 0.0, 0.0, 0.1, 0.2)
-
-
-@pytest.mark.parametrize("sums", [(), (7.0, 8.0)])
-def test_a_report_survives_as_a_row_of_numbers(sums):
-    *plain, index_sums = astuple(StepReport(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, sums))
-    row = [*plain, *index_sums]
-    assert StepReport.of(row) == StepReport(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, sums)
-
-
-def test_the_slowest_loader_sets_the_time_of_the_data():
-    slow = StepReport(2.5, 4.0, 0.0, 0.0, 9.0, 0.7)
-    result = StepResult(2.5, 2.0, 1e-3, 64, 100.0, False, reports=(FINE, slow, FINE))
-    assert result.data_seconds == 0.7
-    assert StepResult(2.5, 2.0, 1e-3, 64, 100.0, False).data_seconds == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

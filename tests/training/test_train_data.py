@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.training import train_data
-from mtrain_cli.training.train_data import (
+from mtrain_cli.training import trainer
+from mtrain_cli.training.trainer import (
     check_same_data,
     check_same_layouts,
     first_rank_without_data,
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def answers(monkeypatch, *others: Any) -> None:
     """Let other ranks give these answers, after this rank's."""
-    monkeypatch.setattr(train_data, "share", lambda mine, _: [mine, *others])
+    monkeypatch.setattr(trainer, "share", lambda mine, _: [mine, *others])
 
 
 def test_equal_data_give_the_place_of_each_rank(monkeypatch):

@@ -29,8 +29,7 @@ from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, squared_norm
 from mtrain_cli.training.step import NonFiniteError, StepReport, StepResult, check_finite
-from mtrain_cli.training.train_data import TrainData
-from mtrain_cli.training.trainer import Trainer
+from mtrain_cli.training.trainer import TrainData, Trainer
 
 SMALL = [
     "seq=160",
