@@ -19,9 +19,16 @@ from mtrain_cli.config.cluster import Cluster, Constant
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.router_loads import ExpertLoads
-from mtrain_cli.step.interpreters import MessageCost, PassTime, time, work
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
-from mtrain_cli.step.program import Program
+from mtrain_cli.step.program import (
+    EXPERTS_IN,
+    EXPERTS_OUT,
+    Layer,
+    MessageCost,
+    PassTime,
+    Program,
+    time,
+    work,
+)
 from mtrain_cli.training.expert_traffic import (
     HOST_WAIT_US,
     chunks_and_parts,

@@ -7,7 +7,7 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.simulation.expert_cost import ComputeCost, LayerExperts
 from mtrain_cli.simulation.router_loads import ExpertLoads
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT
+from mtrain_cli.step.program import EXPERTS_IN, EXPERTS_OUT
 from mtrain_cli.training.flops import layer_shapes
 
 QWEN = compose(["model=qwen3_30b_a3b"]).model

@@ -14,15 +14,15 @@ from mtrain_cli.model import feed_forward
 from mtrain_cli.parallel import tensor_group
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.tensor_group import TensorGroup
-from mtrain_cli.step.layer import (
+from mtrain_cli.step.program import (
     BACKWARD_TILE,
     FORWARD_TILE,
     KEPT_BACKWARD_TILE,
     NEXT,
     SEND,
     WAIT,
+    Compute,
 )
-from mtrain_cli.step.program import Compute
 from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.trainer import Trainer
 
