@@ -37,10 +37,8 @@ _COUNTED_AT_ONCE = 1 << 21
 class IndexRecord:
     """One estimate of an index: the work that the index leaves and the time that the estimate took.
 
-    counts_or_index: the counts of the work. For a `VerticalSlash`, this field is the index itself
-        until `DynamicIndex.count` counts its work.
-    workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
-        all queries.
+    counts_or_index: a `VerticalSlash` until `DynamicIndex.count` counts its work.
+    workers: number of workers whose counts add up to all queries.
     """
 
     layer: int
@@ -69,10 +67,9 @@ class IndexRecord:
 class DynamicIndex:
     """A sparsity pattern applied to one batch.
 
-    foreign_queries: whether this worker also computes for other workers' queries. If True, block
+    foreign_queries: whether this worker also computes for other workers' queries, so that block
         bitmaps are gathered from all workers.
-    kept: the index of each layer, from the layer's forward to its backward pass. Recomputation
-        reuses this index.
+    kept: the index of each layer from its forward to its backward pass, for recomputation, too.
     """
 
     pattern: Pattern
@@ -86,9 +83,10 @@ class DynamicIndex:
         """Return the index of a layer. Only the first call for a layer estimates the index."""
         if layer not in self.kept:
             started = _now(q.device)
-            span = nvtx_ranges.span(INDEX, "", "", -1)
             if recorder is not None and recorder.recording:
                 span = recorder.span(INDEX, -1)
+            else:
+                span = nvtx_ranges.span(INDEX, "", "", -1)
             peer_errors = explain_peer_loss(
                 f"index, layer {layer}", "estimates", "a message of another worker did not arrive"
             )
@@ -113,10 +111,9 @@ class DynamicIndex:
         return self.kept[layer]
 
     def count(self) -> None:
-        """Replace each `VerticalSlash` in ``records`` by counts of the work that the index leaves.
+        """Replace each `VerticalSlash` in ``records`` by counts, once at the end of a step.
 
-        Call this once, at the end of a step: counting launches about fifty kernels, and no layer
-        should wait for a metric.
+        Counting launches about fifty kernels, and no layer should wait for a metric.
         """
         with profiler_labels.label(profiler_labels.INDEX):
             named = ((i, record.counts_or_index) for i, record in enumerate(self.records))

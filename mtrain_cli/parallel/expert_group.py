@@ -22,9 +22,9 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.collectives import all_gather, start_all_to_all
-from mtrain_cli.parallel.mesh import STAGE, connect_all
+from mtrain_cli.parallel.mesh import STAGE, connect_all, new_group
 from mtrain_cli.parallel.recording import WAIT
-from mtrain_cli.parallel.tensor_group import MessageObserver
+from mtrain_cli.parallel.tensor_group import MessageObserver, other_ranks
 from mtrain_cli.parallel.transport import explain_peer_loss
 
 EXPERTS = "experts"  # dimension of the mesh along which workers hold different experts
@@ -50,8 +50,7 @@ class RowMessage:
 class ExpertGroup:
     """The workers that share the experts, from the view of one worker.
 
-    rank, size: this worker's rank in the group, and the number of workers in the group. Worker r
-        holds the r-th of ``size`` equal, consecutive parts of the experts.
+    Worker r holds the r-th of ``size`` equal, consecutive parts of the experts.
     """
 
     rank: int
@@ -75,10 +74,8 @@ class ExpertGroup:
     def start(
         self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
     ) -> RowMessage:
-        """Start to exchange rows.
+        """Start to exchange rows, contiguous ``[sum(send), D]`` in the order of the workers.
 
-        rows: contiguous ``[sum(send), D]``, first those for worker 0, then those for worker 1,
-            ...
         send, receive: number of rows for and from each worker.
         into: contiguous tensor that receives the rows; None for a new one.
         """
@@ -95,8 +92,7 @@ class ExpertGroup:
     @cached_property
     def _waits(self) -> tuple[str, str]:
         ranks = dist.get_process_group_ranks(self.process_group)
-        others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
-        rows = f"rows from rank{'s' * (self.size > 2)} {others}"
+        rows = f"rows from {other_ranks(ranks, self.rank)}"
         return f"waits for {rows}", f"{rows} did not arrive"
 
 
@@ -107,19 +103,14 @@ def make_expert_group(
     device: torch.device,
     timeout: timedelta | None = None,
 ) -> ExpertGroup | None:
-    """Make the communicators of all expert groups and return this rank's group.
+    """Make the communicators of all expert groups, on all ranks. Return this rank's group.
 
-    A group has ``degree`` consecutive ranks of a stage. Return None if each worker computes all
-    experts. All ranks must call this.
+    A group has ``degree`` consecutive ranks of a stage.
     """
     if degree == 1:
         return None
-    own: dist.ProcessGroup | None = None
-    for first in range(0, dims.workers, degree):
-        members = list(range(first, first + degree))
-        # Every rank must call new_group for every group, in the same order.
-        made = dist.new_group(members, timeout=timeout)
-        own = made if rank in members else own
+    sets = (range(first, first + degree) for first in range(0, dims.workers, degree))
+    own = new_group(rank, sets, timeout)
     assert own is not None
     connect_all([own], device)
     return ExpertGroup(rank % degree, degree, own)

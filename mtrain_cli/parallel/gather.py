@@ -151,9 +151,11 @@ class _Gathers:
         def collective(peers, holds, channel, after=None, among=everyone) -> Transfer:
             held = set(holds)
             others = tuple(s for s in among if s not in held)
-            kind, *shards = (kinds[0], holds, others) if gathers else (kinds[1], others, holds)
-            route, ends = (channel, *shards), {"peers": peers, "after": after}
-            return Transfer(next(number), kind, payload, *route, **ends, part=part)
+            kind, sends, receives = (
+                (kinds[0], holds, others) if gathers else (kinds[1], others, holds)
+            )
+            route = channel, sends, receives, None, None, peers, after
+            return Transfer(next(number), kind, payload, *route, part)
 
         if 1 in (self.nodes, self.size):
             return (collective(everyone, (rank,), CONTEXT),)
@@ -246,7 +248,7 @@ def gather_forward(b: ProgramBuilder, steps: Steps) -> None:
         b.compute(ops.ComputeForward, step, (buffers.Q, keys), (parts[-1],))
     moves = 2 * low(QUERIES) if len(parts) > 1 else NOTHING
     b.emit(ops.JoinOut, parts, (buffers.OUT, buffers.LSE), moves)
-    b.wait(b.under_way)
+    b.wait()
 
 
 def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
@@ -280,7 +282,7 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
         scratch = b.cast_size(as_made) / (2 * piece[1])
         b.emit(ops.SplitRows, made[1:], (rows,), split, scratch=scratch)
         _post_returns(b, step, rows)
-    b.wait(b.under_way)
+    b.wait()
     if b.schedule.traits.by_mask and steps[-1].send:
         sums.append(_own_rows(b, parts - 1, steps[-1:]))
     if sums:
@@ -373,7 +375,7 @@ def staged_forward(b: ProgramBuilder, steps: Steps) -> None:
             b.emit(ops.ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
     moves = 2 * low(QUERIES) if len(results) > 1 else NOTHING
     b.emit(ops.JoinOut, results, (buffers.OUT, buffers.LSE), moves)
-    b.wait(b.under_way)
+    b.wait()
 
 
 def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
@@ -397,7 +399,7 @@ def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
         reads, moves = (buffers.Q, *of_stages), (2 * COPIED + (stages - 1) * ADDED) / piece[1]
         scratch = high(QUERIES) / piece[1]
         b.emit(ops.AddDq, reads, results[-1:], moves, piece=piece, scratch=scratch)
-    b.wait(b.under_way)
+    b.wait()
     sums.append(_own_gradients(b, len(steps) - stages, steps))
     b.emit(ops.Own, (b.kv, *sums), (buffers.DK, buffers.DV))
     # Under Ulysses the last operation, AddHeads, carries this charge.

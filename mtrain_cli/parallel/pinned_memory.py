@@ -39,8 +39,7 @@ class PinnedMemory:
     Small tensors share a region of `ARENA` bytes; a large tensor has its own region. A region is
     freed when no tensor uses it. This object keeps the unused rest of at most two regions.
 
-    registers: whether this object pins memory by registering it with CUDA. It becomes False when
-        CUDA refuses. From that moment torch pins the memory.
+    registers: whether CUDA registers memory for this object. If CUDA refuses, torch pins it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,10 +110,7 @@ def touching_threads() -> int:
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
-    """Write to every page of new memory with several threads, so that the system provides it.
-
-    memory: uint8. The first byte of each page becomes 0.
-    """
+    """Write 0 to every page of new memory with several threads, so that the system provides it."""
 
     def write(part: np.ndarray) -> None:
         part[:: mmap.PAGESIZE] = 0

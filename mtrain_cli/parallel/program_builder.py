@@ -71,8 +71,7 @@ class Traits:
     needs_out: whether the kernel reads out in backward and derives delta from it.
     copies_parts: whether the kernel copies out, dout and lse when it computes a part of the heads,
         and allocates a placeholder for an out that it does not get.
-    zigzag: whether the layout is zigzag, so that cutting a sequence into shards reverses the order
-        of half of its pieces.
+    zigzag: whether cutting a sequence into shards reverses half of its pieces.
     """
 
     needs_out: bool = False
@@ -82,11 +81,7 @@ class Traits:
 
 
 def query_message(traits: Traits) -> Size:
-    """Return the size of the message from which other ranks compute gradients of queries.
-
-    The message holds q, dout and lse. It also holds out if the kernel needs out, and delta
-    otherwise.
-    """
+    """Return the size of the message from which other ranks compute gradients of queries."""
     return 2 * low(QUERIES) + high(STATS) + (low(QUERIES) if traits.needs_out else high(STATS))
 
 
@@ -99,10 +94,7 @@ def _payload(payload: str, parts: int, traits: Traits) -> Size:
 
 
 class ProgramBuilder:
-    """Collects the operations of one rank.
-
-    The shards of the ranks that share heads count as one shard.
-    """
+    """Collects the operations of one rank. Ranks that share heads hold one shard together."""
 
     def __init__(self, schedule: Schedule, rank: int, traits: Traits) -> None:
         self.schedule, self.traits = schedule, traits
@@ -162,19 +154,15 @@ class ProgramBuilder:
         fields |= {"part": step.part, "piece": self.piece(step.part), "scratch": scratch}
         self.emit(kind, reads, writes, **fields, with_columns=not self.traits.columns)
 
-    def wait(self, numbers: Sequence[int]) -> None:
-        """Wait for the transfers with these numbers, which must be in flight."""
-        for number in numbers:
+    def wait(self, numbers: Sequence[int] | None = None) -> None:
+        """Wait for the transfers with these numbers, or for all that are in flight."""
+        for number in tuple(self.in_flight) if numbers is None else numbers:
             assert number in self.in_flight, f"transfer {number} is not in flight"
             del self.in_flight[number]
             self.emit(Wait, (), (), number=number)
 
     def payload(self, t: Transfer) -> Size:
         return _payload(t.payload, t.part[1], self.traits)
-
-    @property
-    def under_way(self) -> tuple[int, ...]:
-        return tuple(self.in_flight)
 
     def trade(self, transfer: Transfer, leaves: Buffer, arrives: Buffer, payload: Size) -> None:
         self.sized[leaves] = self.sized[arrives] = payload

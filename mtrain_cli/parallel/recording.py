@@ -46,7 +46,7 @@ class MessageTag:
     """The message that a span sends, receives or waits for.
 
     to, source: the ranks to which and from which this rank sends and receives; -1 for a collective.
-    size: number of bytes that this rank sends. It receives the same number of bytes.
+    size: number of bytes that this rank sends, and receives.
     number: the transfer's number in its pass; negative if no schedule contains the transfer.
     """
 
@@ -107,10 +107,7 @@ class Recorder:
         return self._zero is not None
 
     def start(self) -> float:
-        """Start recording.
-
-        Return the largest possible difference in seconds between device times and the host's clock.
-        """
+        """Start recording. Return how far device times may be from the host's clock, in seconds."""
         self._spans.clear()
         self._forwards.clear()
         self._micro, self._layer, self._direction = 0, -1, ""
@@ -138,10 +135,7 @@ class Recorder:
         return self._of_layer(kind, -1, direction, stage, message)
 
     def attention_pass(self, layer: int, direction: str) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one pass of a layer's attention.
-
-        A second forward pass of the same layer and micro-batch counts as recomputation.
-        """
+        """Record the ``with`` block as a pass of a layer; a second forward is recomputation."""
         if self.recording and direction == FORWARD:
             direction = RECOMPUTE if (self._micro, layer) in self._forwards else FORWARD
             self._forwards.add((self._micro, layer))
@@ -166,10 +160,7 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one span.
-
-        On a GPU the span covers the work that the block queues, on a CPU the block itself.
-        """
+        """Record the ``with`` block as one span: on a GPU, the work that the block queues."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
@@ -259,12 +250,11 @@ class Recorder:
 
 
 def with_gaps(spans: list[Span]) -> list[Span]:
-    """Add a gap for every part of a pass that no span covers.
+    """Add a gap for every part of a pass that no span covers, in the step of the next span.
 
-    A gap belongs to the step of the next span, and the last gap to the step of the last span. Spans
-    of the kinds index and arrange may contain waits. Split them around these waits: workers that
-    estimate an index wait for each other, and with gloo the host waits for a collective before it
-    posts the next collective.
+    Spans of the kinds index and arrange may contain waits, around which they are split: workers
+    that estimate an index wait for each other, and with gloo the host waits for a collective before
+    it posts the next one.
     """
     waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
     starts = [s.start for s in waits]

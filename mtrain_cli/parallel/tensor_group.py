@@ -3,15 +3,15 @@
 Tensor parallelism (arXiv:1909.08053, section 3) cuts the matrices of a layer: q, k, v, gate and up
 by output features, o and down by input features. Sequence parallelism (arXiv:2205.05198, section
 4.2.2) cuts everything between them by tokens. Before q, k and v, and before gate and up, a worker
-gathers the tokens of its tensor group. After o and after down, each worker has a part of every sum.
-The workers add the parts up, and each keeps the sums of its own tokens.
+gathers the tokens of its tensor group. After o and down, the workers add up their parts of every
+sum, and each keeps the sums of its own tokens.
 
 Shape suffixes: R own rows, S rows of the whole group in rank order, W any width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,7 +30,7 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
-from mtrain_cli.parallel.mesh import GroupMaker, connect_all
+from mtrain_cli.parallel.mesh import connect_all, new_group
 from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
 from mtrain_cli.parallel.schedule import HIDDEN, TENSOR, UNSCHEDULED
 from mtrain_cli.parallel.transport import explain_peer_loss
@@ -40,50 +40,43 @@ _FAR = 1_000_000  # keeps the numbers of messages apart from those of a sparse i
 
 @dataclass
 class MessageObserver:
-    """What else happens when a worker of a group starts or awaits a message.
-
-    waiting: returns a context for each wait.
-    """
+    """What else happens when a worker of a group starts a message, or waits for one."""
 
     recorder: Recorder | None = None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     _messages: int = 0
 
     def set_recorder(self, recorder: Recorder | None) -> None:
-        """Record the messages that follow. All workers of the group call this together."""
+        """Record the messages that follow, which all workers of the group then number alike."""
         self.recorder, self._messages = recorder, 0
 
     def next_number(self) -> int:
-        """Return the number of a message, which is the same on all workers of the group."""
         self._messages += 1
         return UNSCHEDULED - _FAR - self._messages
 
 
+@dataclass(frozen=True)
 class Message:
-    def __init__(
-        self,
-        received: Tensor,
-        group: TensorGroup | None = None,
-        work: Any = None,
-        tag: MessageTag = NOTHING,
-    ) -> None:
-        """Without ``work``, ``received`` is complete."""
-        self._received, self._group, self._work, self._tag = received, group, work, tag
+    """A message to this worker. Without ``group`` and ``work``, it has arrived."""
+
+    received: Tensor
+    group: TensorGroup | None = None
+    work: Any = None
+    tag: MessageTag = NOTHING
 
     def wait(self) -> Tensor:
         """Return what arrived. On a GPU, the current stream waits."""
-        if self._group is not None:
-            with self._group.waits(self._tag):
-                self._work.wait()
-        return self._received
+        if self.group is not None:
+            with self.group.waits(self.tag):
+                self.work.wait()
+        return self.received
 
 
 @dataclass(frozen=True)
 class TensorGroup:
     """The workers that share each layer's matrices, from the view of one worker.
 
-    The group holds the tokens of one rank of a context group. Each worker holds an equal,
-    consecutive part of them.
+    Each worker holds an equal, consecutive part of the tokens of one rank of a context group.
     """
 
     rank: int
@@ -92,14 +85,10 @@ class TensorGroup:
     observer: MessageObserver = field(default_factory=MessageObserver, repr=False, compare=False)
 
     def own_rows(self, rows: int) -> int:
-        """Return the number of rows of each worker if the group has ``rows`` rows, rounded up."""
         return -(-rows // self.size)
 
     def own(self, tokens_BN: Tensor, fill: int) -> Tensor:
-        """Return this worker's part of a number per token, ``[1, own rows]``.
-
-        fill: number for the rows that pad the last worker's part.
-        """
+        """Return this worker's part of numbers per token, ``[1, own rows]``, padded by ``fill``."""
         flat = tokens_BN.flatten()
         own = self.own_rows(len(flat))
         padded = functional.pad(flat, (0, own * self.size - len(flat)), value=fill)
@@ -154,7 +143,6 @@ class TensorGroup:
 
     @contextmanager
     def waits(self, tag: MessageTag) -> Iterator[None]:
-        """Wait for a message in the ``with`` block, as an NVTX range and for the observer."""
         recorder = self.observer.recorder if tag is not NOTHING else None
         if recorder is None:
             span = nvtx_ranges.span(WAIT, "", TENSOR, -1)
@@ -170,79 +158,61 @@ class TensorGroup:
         return tuple(dist.get_process_group_ranks(self.process_group))
 
     def peer_errors(self) -> AbstractContextManager[None]:
-        ranks = self._ranks
-        others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
-        return explain_peer_loss(
-            "tensor parallelism",
-            f"waits for rank{'s' * (self.size > 2)} {others}",
-            f"a message from rank{'s' * (self.size > 2)} {others} did not arrive",
-            progress_record.SEVERAL,
-        )
+        others = other_ranks(self._ranks, self.rank)
+        waits, failure = f"waits for {others}", f"a message from {others} did not arrive"
+        return explain_peer_loss("tensor parallelism", waits, failure, progress_record.SEVERAL)
+
+
+def other_ranks(ranks: Sequence[int], own: int) -> str:
+    """Name the ranks of a group except the one at place ``own``, such as ``ranks 1, 3``."""
+    others = [str(rank) for place, rank in enumerate(ranks) if place != own]
+    return f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
 
 
 def make_tensor_group(
     rank: int, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None
 ) -> TensorGroup | None:
-    """Make the communicators of all tensor groups and return this rank's group.
-
-    Return None if each worker computes whole layers. All ranks must call this.
-    """
+    """Make the communicators of all tensor groups, on all ranks. Return this rank's group."""
     if dims.tp == 1:
         return None
-    process_group = GroupMaker(rank, dims, timeout, "tp")([range(dims.tp)])
+    process_group = new_group(rank, dims.groups("tp"), timeout)
+    assert process_group is not None
     connect_all([process_group], device)
     return TensorGroup(dims.coordinate("tp", rank), dims.tp, process_group)
 
 
 def gather_rows(own_RW: Tensor, group: TensorGroup) -> Tensor:
     """Return the rows of all workers, ``[size * R, W]``. Backward adds up the gradients."""
-    return _Gather.apply(own_RW, group)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own_RW: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.start_gather(own_RW).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_SW: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.start_scatter(grad_SW).wait(), None
+    return _Rows.apply(own_RW, group, True)
 
 
 def scatter_rows(parts_SW: Tensor, group: TensorGroup) -> Tensor:
-    """Add up the tensors of all workers. Return this worker's rows, ``[R, W]``.
-
-    Backward gathers the gradients of all workers' rows.
-    """
-    return _Scatter.apply(parts_SW, group)
+    """Add up all workers' tensors. Return own rows, ``[R, W]``. Backward gathers gradients."""
+    return _Rows.apply(parts_SW, group, False)
 
 
-class _Scatter(torch.autograd.Function):
+class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts_SW: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.start_scatter(parts_SW).wait()
+    def forward(ctx: Any, rows: Tensor, group: TensorGroup, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return (group.start_gather if gathers else group.start_scatter)(rows).wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.start_gather(grad_RW).wait(), None
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None]:
+        start = ctx.group.start_scatter if ctx.gathers else ctx.group.start_gather
+        return start(gradients).wait(), None, None
 
 
 def staggered(tiles: Iterable[Iterator[None]]) -> None:
     """Run tiles that yield after each message that they have started, one message apart.
 
-    In each round, every running tile goes on to its next message, the newest tile first. So the
-    messages of one tile are on their way while older tiles compute. All workers must have equal
+    In each round, every running tile goes on to its next message, the newest tile first, so that
+    the messages of one tile are on their way while older tiles compute. All workers must have equal
     tiles: they start their messages in the same order.
     """
     waiting, running = iter(tiles), list[Iterator[None]]()
-    while True:
-        running = [*islice(waiting, 1), *running]
-        if not running:
-            return
+    while running := [*islice(waiting, 1), *running]:
         running = [tile for tile in running if next(tile, _DONE) is not _DONE]
 
 
@@ -250,11 +220,9 @@ _DONE = object()
 
 
 def own_region(parameter: DTensor) -> tuple[slice, ...]:
-    """Return the region of a whole parameter that this worker holds, one slice per dimension.
-
-    Tensor parallelism, the last dimension of the mesh, cuts first. FSDP shards what remains, in
-    chunks of equal size, except that the last chunks may be shorter or empty.
-    """
+    """Return the region of a whole parameter that this worker holds, one slice per dimension."""
+    # Tensor parallelism, the last dimension of the mesh, cuts first. FSDP shards what remains, in
+    # chunks of equal size, except that the last chunks may be shorter or empty.
     mesh, placements = parameter.device_mesh, parameter.placements
     region = [slice(0, size) for size in parameter.shape]
     for mesh_dim in reversed(range(mesh.ndim)):
@@ -290,8 +258,7 @@ def copies(parameter: Tensor) -> int:
 def sum_copied_gradients(parameters: Iterable[Tensor], tensor: TensorGroup) -> None:
     """Add up the gradients of the parameters that all workers of a tensor group hold whole.
 
-    Each worker has such a gradient, of a norm or of experts, only for its own tokens or heads. One
-    message carries all of them, once per optimizer step.
+    A worker has such a gradient, of a norm or of experts, only for its own tokens or heads.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and copies(p) > 1]
     shards = [g.to_local() for g in gradients if isinstance(g, DTensor)]

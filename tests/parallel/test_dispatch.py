@@ -55,7 +55,7 @@ def test_a_dispatch_is_counted_as_its_shards_are(seed, workers, chunk):
     masks = [random_mask(rng, padded, 2), local_mask(rng, padded)]
     kinds = [masks, masks[:1]]
     dispatch = balance(kinds, workers, chunk, per_node=per_node, layers=[2, 1])
-    shards = [dispatch.positions(rank) for rank in range(workers)]
+    shards = [dispatch.layout().positions(rank) for rank in range(workers)]
     assert all(len(s) == padded // workers and (np.diff(s) > 0).all() for s in shards)
     assert sorted(np.concatenate(shards).tolist()) == list(range(padded))
     block = int(np.gcd(chunk, 128))
@@ -109,7 +109,7 @@ def test_short_sequences_balance_the_cost_and_the_pairs_if_rows_are_cheap(mask, 
 def test_over_nodes_few_rows_enter_a_node():
     mask, chunk = documents(1 << 17, 1024, 2), chunk_tokens(1 << 17, 8)
     aware = balance([[mask]], 8, chunk, per_node=4)
-    unaware = balance([[mask]], 8, chunk).positions
+    unaware = balance([[mask]], 8, chunk).layout().positions
     counted = count_traffic([[mask]], [unaware(rank) for rank in range(8)], per_node=4)
     assert aware.cost.max() < counted.cost(250, 1500).max()
     assert aware.traffic.outer.sent.sum() < counted.outer.sent.sum() / 2
@@ -146,7 +146,7 @@ def test_two_layers_of_a_kind_equal_two_kinds():
 def test_rows_travel_for_all_sequences_of_a_batch():
     documents_only, window = documents(4096, 512, 1), sliding_window(4096, 700)
     both = balance([[documents_only, window]], 4, 128)
-    shards = [both.positions(rank) for rank in range(4)]
+    shards = [both.layout().positions(rank) for rank in range(4)]
     alone = [count_traffic([[mask]], shards) for mask in (documents_only, window)]
     assert both.traffic.pairs.tolist() == (alone[0].pairs + alone[1].pairs).tolist()
     most = np.maximum(alone[0].received, alone[1].received)
@@ -185,7 +185,7 @@ def test_padding_costs_nothing():
     assert dispatch.traffic.pairs.sum() == 5000 * 5001 // 2
     layout = dispatch.layout(8000)
     assert (layout.seq, layout.padded_seq, layout.tokens_per_worker) == (8000, 8192, 2048)
-    assert layout.positions(3).tolist() == dispatch.positions(3).tolist()
+    assert layout.positions(3).tolist() == dispatch.layout().positions(3).tolist()
 
 
 def test_every_process_finds_the_same_dispatch():
@@ -276,7 +276,7 @@ def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
         dispatch = balancer.dispatch([[mask]])
         for group in range(workers // heads):
             members = shards[group * heads : (group + 1) * heads]
-            assert np.array_equal(np.concatenate(members), dispatch.positions(group))
+            assert np.array_equal(np.concatenate(members), dispatch.layout().positions(group))
         found.append(layout)
     assert found[0] != found[1]
 

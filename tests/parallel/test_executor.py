@@ -18,12 +18,11 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Exchange, ShardTiles, make_exchange
-from mtrain_cli.parallel.executor import Executor, QueryMessage, RunningAttention
+from mtrain_cli.parallel.exchange import Exchange, Executor, ShardTiles, make_exchange
 from mtrain_cli.parallel.layout import Placement, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.operations import Arrange, Order, Shards
+from mtrain_cli.parallel.operations import Arrange, Order, QueryMessage, RunningAttention, Shards
 from mtrain_cli.parallel.program import Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule

@@ -47,7 +47,8 @@ class Domain:
 @pytest.mark.parametrize("recording_too", [False, True])
 def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recording_too):
     domain = Domain()
-    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
+    ranges = nvtx_ranges.NvtxRanges(domain)
+    monkeypatch.setattr(nvtx_ranges, "listener", lambda: ranges)
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     attend = ContextAttention.make(
@@ -75,7 +76,8 @@ def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recordi
 
 def test_layers_with_different_masks_have_a_range_of_their_kind(monkeypatch):
     domain = Domain()
-    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
+    ranges = nvtx_ranges.NvtxRanges(domain)
+    monkeypatch.setattr(nvtx_ranges, "listener", lambda: ranges)
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     mask = MaskRule(False, SlidingWindow(3, full_every=2))
