@@ -357,10 +357,6 @@ class Dispatch:
         """Pairs plus priced rows of each rank, int64 [workers]."""
         return self.traffic.cost(*self.prices)
 
-    def layout(self, seq: int | None = None) -> Balanced:
-        length = seq or len(self.owner) * self.chunk
-        return Balanced.of(self.owner, self.traffic.workers, length, self.chunk)
-
 
 def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
     """Return the number of tokens per chunk that `balance` should use.
@@ -392,17 +388,15 @@ def balance(
     per_node: int | None = None,
     prices: RowPrices | None = None,
     layers: Sequence[int] | None = None,
-    block: int | None = None,
-    most_swaps: int | None = None,
 ) -> Dispatch:
     """Assign the chunks of a batch to ranks so that the most expensive rank costs little.
 
     The result never costs more than a contiguous, zigzag or striped assignment of the same chunks,
     or one that deals out the largest pieces first.
 
+    Rows travel in blocks of 128, or of the largest power of two below that divides ``chunk``.
+
     masks: all padded to the same multiple of ``workers * chunk``.
-    block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
-        largest power of two below that divides ``chunk``.
     """
     nodes, padded = Nodes.of(workers, per_node), padded_length(masks)
     if padded == 0 or padded % (workers * chunk):
@@ -410,11 +404,8 @@ def balance(
             f"{padded} positions are not the same number of chunks of {chunk} tokens for each of "
             f"{workers} workers. Pad the masks to a multiple of {workers * chunk}."
         )
-    block = block or math.gcd(chunk, ROW_BLOCK)
-    if chunk % block:
-        raise ValueError(f"Blocks of {block} rows do not divide chunks of {chunk} tokens.")
     prices, times = prices or RowPrices(), times_of_rows(masks, layers)
-    chunks = padded // chunk
+    block, chunks = math.gcd(chunk, ROW_BLOCK), padded // chunk
     holds = to_bits(np.repeat(np.eye(chunks, dtype=bool), chunk // block, axis=1))
     work = ChunkWork(
         pairs_per_query(masks, layers).reshape(chunks, chunk).sum(1),
@@ -422,9 +413,8 @@ def balance(
         np.repeat(holds[:, None], len(masks), axis=1),
         times,
     )
-    most_swaps = max(100, 8 * workers) if most_swaps is None else most_swaps
     by_block = RowPrices(*(block * price for price in prices))
-    found = best_assignment(work, nodes, by_block, most_swaps)
+    found = best_assignment(work, nodes, by_block, max(100, 8 * workers))
     blocks = padded // block
     held = block * from_bits(found.held()[:, 0], blocks)
     traffic = Traffic(found.pairs, *rows_moved(from_bits(found.needs, blocks), held, nodes, times))

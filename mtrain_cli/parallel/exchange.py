@@ -20,11 +20,10 @@ from mtrain_cli.parallel.buffers import Buffer, Side
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout, Placement
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.operations import QueryMessage, RunningAttention
 from mtrain_cli.parallel.program import Keys, Operation, Part, Program, Recompute, Shard, Whole
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.transport import Buffers, Transport
@@ -173,9 +172,6 @@ class Exchange:
         """Whether this rank also computes attention for other ranks' queries."""
         return self.schedule.heads > 1 or self.schedule.queries_travel
 
-    def recomputes(self, early: int | None) -> Recompute:
-        return Recompute.of(early, self.schedule.heads)
-
     def cast_rows(
         self, masks: Sequence[SequenceMask], inside: Layout, block: int | None
     ) -> CastRows | None:
@@ -284,7 +280,7 @@ class Exchange:
         Compute attention for the first ``early`` queries only. If ``early`` is not 0, all ranks
         exchange KV again as in forward. call: the other arguments of `forward`.
         """
-        what = self.recomputes(early)
+        what = Recompute.of(early, self.schedule.heads)
         if what is Recompute.NOTHING:
             return self._restored(q, k, v, kept)
         run = self._begin_forward(q, k, v, *call)

@@ -17,9 +17,8 @@ from mtrain_cli.config.exchanges import (
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.buffers import Kind
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import Nodes
 

@@ -11,13 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel import operations as ops
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.program import (
+    ADDED,
+    COPIED,
     KEYS,
+    KEYS_ADDED,
+    KEYS_COPIED,
     NOTHING,
     QUERIES,
     RECEIVED,
@@ -30,13 +35,6 @@ from mtrain_cli.parallel.program import (
     high,
     low,
     total_size,
-)
-from mtrain_cli.parallel.program_builder import (
-    ADDED,
-    COPIED,
-    KEYS_ADDED,
-    KEYS_COPIED,
-    ProgramBuilder,
 )
 from mtrain_cli.parallel.schedule import (
     CONTEXT,
@@ -54,6 +52,9 @@ from mtrain_cli.parallel.schedule import (
     Transfer,
     numbers_of,
 )
+
+if TYPE_CHECKING:
+    from mtrain_cli.parallel.lowering import ProgramBuilder
 
 Transfers = tuple[Transfer, ...]
 
@@ -237,17 +238,26 @@ def _own_rows(b: ProgramBuilder, at: int, of_part: Steps, made: tuple[Buffer, ..
 
 
 def gather_forward(b: ProgramBuilder, steps: Steps) -> None:
-    """Gather each part of the heads while the previous part is computed."""
+    """Gather each part of the heads while the previous part is computed. Merge its stages."""
+    stages, results = b.schedule.stages, []
     b.begin(0, steps[0])
     b.emit(ops.Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
-    parts = []
     for at, step in enumerate(steps):
         b.begin(at, step)
-        keys = _gather_keys(b, at, step)
-        parts.append(Kind.PART.at(at))
-        b.compute(ops.ComputeForward, step, (buffers.Q, keys), (parts[-1],))
-    moves = 2 * low(QUERIES) if len(parts) > 1 else NOTHING
-    b.emit(ops.JoinOut, parts, (buffers.OUT, buffers.LSE), moves)
+        keys, part, piece = _keys(b, at, step), Kind.PART.at(at), b.piece(step.part)
+        b.compute(ops.ComputeForward, step, (buffers.Q, keys), (part,))
+        if stages == 1:
+            results.append(part)
+            continue
+        total, parts = Kind.TOTAL.at(piece[0]), piece[1]
+        # As in a ring, the first merge moves nothing, and the second converts the output.
+        moves = {0: NOTHING, 1: ADDED + COPIED}.get(at % stages, ADDED)
+        b.emit(ops.MergeForward, (part,), (total,), moves / parts)
+        if at % stages == stages - 1:
+            results.append(Kind.RESULT.at(piece[0]))
+            b.emit(ops.ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
+    moves = 2 * low(QUERIES) if len(results) > 1 else NOTHING
+    b.emit(ops.JoinOut, results, (buffers.OUT, buffers.LSE), moves)
     b.wait()
 
 
@@ -260,7 +270,7 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
     own, dq, sums = b.kv, [], []
     for at, step in enumerate(steps):
         b.begin(at, step)
-        keys, piece = _gather_keys(b, at, step), b.piece(step.part)
+        keys, piece = _keys(b, at, step), b.piece(step.part)
         moves = 4 * low(QUERIES) / parts if copies and b.schedule.groups > 1 else NOTHING
         b.emit(ops.Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=piece)
         made = (buffers.DQ if parts == 1 else Kind.DQ.at(at), Kind.DKEYS.at(at))
@@ -299,32 +309,50 @@ def joined_size(parts: int) -> Size:
     return KEYS_COPIED + 2 * low(QUERIES) if parts > 1 else KEYS_COPIED
 
 
-def _gather_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
-    """Post the gathers of a step, and put the step's keys in order of position."""
-    own, keys = b.kv, Kind.KEYS.at(at)
-    if b.schedule.traits.by_mask and step.wait:
-        _post_casts(b, step)
-        arrived, piece = [post.writes[0] for post in _wait_for_rows(b, step)], b.piece(step.part)
-        moves = 2 * b.cast_size(low) / piece[1]
-        b.emit(ops.MergeRows, (own, *arrived), (keys,), moves, piece=piece)
-        return keys
-    for t in step.post:
-        source, piece, leaving = Kind.GATHERED.at(t.after), (0, 1), []
-        if not b.forwards(t):
-            source, piece = own, b.piece(t.part)
-            # A part of the heads leaves from a copy.
-            leaving = [Kind.LEAVING.at(t.number)] if piece[1] > 1 else []
-        payload = b.payload(t)
-        b.post(t, (source,), (Kind.GATHERED.at(t.number), *leaving), payload, piece=piece)
-    b.wait(step.wait)
+def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
+    """Post the transfers of a step, and put the step's keys in order of position.
+
+    Return the buffer that the kernel reads.
+    """
+    own, keys, piece = b.kv, Kind.KEYS.at(at), b.piece(step.part)
+    by_mask = b.schedule.traits.by_mask
+    (_post_casts if by_mask else _post_gathers)(b, step)
     if not step.wait:
-        b.emit(ops.Take, (own,), (keys,), piece=b.piece(step.part))
+        if step.stage is None:
+            b.emit(ops.Take, (own,), (keys,), piece=piece)
+        elif piece[1] == 1:
+            return own
+        else:
+            b.sized[keys] = low(KEYS) / piece[1]
+            b.emit(ops.Take, (own,), (keys,), 2 * b.sized[keys], piece=piece)
         return keys
+    if by_mask:
+        casts = _wait_for_rows(b, step)
+        rows = [post.writes[0] for post in casts]
+        if step.stage:
+            b.sized[keys] = _received(casts, low) / piece[1]
+            b.emit(ops.MergeStage, rows, (keys,), 2 * b.sized[keys], stage=step.stage)
+        else:
+            moves = 2 * b.cast_size(low) / piece[1]
+            b.emit(ops.MergeRows, (own, *rows), (keys,), moves, piece=piece)
+        return keys
+    b.wait(step.wait)
     last = b.posted[step.wait[-1]].transfer
     moves = 2 * low(KEYS) * b.schedule.groups / (step.part[1] // b.sharing)
     among = len(last.peers) if b.forwards(last) else 0
     b.emit(ops.Order, (Kind.GATHERED.at(last.number),), (keys,), moves, among=among)
     return keys
+
+
+def _post_gathers(b: ProgramBuilder, step: ScheduleStep) -> None:
+    for t in step.post:
+        source, piece, leaving = Kind.GATHERED.at(t.after), (0, 1), []
+        if not b.forwards(t):
+            source, piece = b.kv, b.piece(t.part)
+            # A part of the heads leaves from a copy.
+            leaving = [Kind.LEAVING.at(t.number)] if piece[1] > 1 else []
+        payload = b.payload(t)
+        b.post(t, (source,), (Kind.GATHERED.at(t.number), *leaving), payload, piece=piece)
 
 
 def _scatter_gradients(
@@ -355,35 +383,11 @@ def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
     return 3 * as_made(KEYS) / 4 if b.traits.zigzag else NOTHING
 
 
-def staged_forward(b: ProgramBuilder, steps: Steps) -> None:
-    """Merge the attention over the keys of each stage, one part of the heads after the other."""
-    stages = b.schedule.stages
-    b.begin(0, steps[0])
-    b.emit(ops.Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
-    results = []
-    for at, step in enumerate(steps):
-        b.begin(at, step)
-        _post_casts(b, step)
-        piece, keys, part = b.piece(step.part), _keys(b, at, step), Kind.PART.at(at)
-        b.compute(ops.ComputeForward, step, (buffers.Q, keys), (part,))
-        total, parts = Kind.TOTAL.at(piece[0]), piece[1]
-        # As in a ring, the first merge moves nothing, and the second converts the output.
-        moves = {0: NOTHING, 1: ADDED + COPIED}.get(at % stages, ADDED)
-        b.emit(ops.MergeForward, (part,), (total,), moves / parts)
-        if at % stages == stages - 1:
-            results.append(Kind.RESULT.at(piece[0]))
-            b.emit(ops.ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
-    moves = 2 * low(QUERIES) if len(results) > 1 else NOTHING
-    b.emit(ops.JoinOut, results, (buffers.OUT, buffers.LSE), moves)
-    b.wait()
-
-
 def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
     """Compute the keys of the last stage first. Their gradients return during the next stages."""
     stages, results, sums = b.schedule.stages, [], []
     for at, step in enumerate(steps):
         b.begin(at, step)
-        _post_casts(b, step)
         _compute_gradients(b, at, step)
         first = at - at % stages  # the first step of this part of the heads
         if at == first:
@@ -405,22 +409,6 @@ def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
     # Under Ulysses the last operation, AddHeads, carries this charge.
     moves = NOTHING if b.sharing > 1 else joined_size(len(results))
     b.emit(ops.Join, results, (buffers.DQ,), moves)
-
-
-def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
-    """Wait for the keys of a step. Return the name of the buffer that the kernel reads."""
-    own, keys, piece = b.kv, Kind.KEYS.at(at), b.piece(step.part)
-    if step.stage:
-        casts = _wait_for_rows(b, step)
-        b.sized[keys] = _received(casts, low) / piece[1]
-        rows = [post.writes[0] for post in casts]
-        b.emit(ops.MergeStage, rows, (keys,), 2 * b.sized[keys], stage=step.stage)
-        return keys
-    if piece[1] == 1:
-        return own
-    b.sized[keys] = low(KEYS) / piece[1]
-    b.emit(ops.Take, (own,), (keys,), 2 * b.sized[keys], piece=piece)
-    return keys
 
 
 def _received(casts: Sequence[Post], width: Callable[[Unit], Size]) -> Size:

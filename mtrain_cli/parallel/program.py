@@ -167,6 +167,10 @@ def as_made(unit: Unit) -> Size:
 
 
 NOTHING = Size()
+# Bytes that memory reads and writes. ADDED: reads a result and the sum, writes the sum. COPIED:
+# copies a result into the sum, or the sum into a result.
+ADDED, COPIED = 2 * high(QUERIES) + low(QUERIES), high(QUERIES) + low(QUERIES)
+KEYS_ADDED, KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)

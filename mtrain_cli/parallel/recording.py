@@ -218,7 +218,7 @@ class Recorder:
         # An event's elapsed time is float32 milliseconds, too coarse for long times: measure the
         # spans of a pass from the start of that pass.
         anchors: dict[tuple[int, int, str], tuple[Moment, float]] = {
-            span.of_pass: (began, host + _between(zero, began))
+            span.of_pass: (began, host + elapsed(zero, began))
             for span, began, _ in self._spans
             if span.kind == PASS
         }
@@ -226,8 +226,8 @@ class Recorder:
         used: dict[int, torch.cuda.Event] = {}
         for span, began, ended in self._spans:
             anchor, at = anchors.get(span.of_pass, (zero, host))
-            start = at if anchor is began else at + _between(anchor, began)
-            spans.append(replace(span, start=start, seconds=_between(began, ended)))
+            start = at if anchor is began else at + elapsed(anchor, began)
+            spans.append(replace(span, start=start, seconds=elapsed(began, ended)))
             used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
         self._pool += used.values()
         self._spans.clear()
@@ -246,7 +246,7 @@ class Recorder:
         """Wait until both moments have passed, and return the time between them in seconds."""
         if self._cuda:
             torch.cuda.synchronize()
-        return _between(began, ended)
+        return elapsed(began, ended)
 
 
 def with_gaps(spans: list[Span]) -> list[Span]:
@@ -290,5 +290,6 @@ def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
     return [*left, replace(span, start=at, seconds=end - at)]
 
 
-def _between(began: Any, ended: Any) -> float:
+def elapsed(began: Any, ended: Any) -> float:
+    """Return the seconds between two moments, which must have passed on a GPU."""
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3

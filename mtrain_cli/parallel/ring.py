@@ -6,27 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel import operations as ops
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.program import (
+    ADDED,
     COLUMNS,
+    COPIED,
     KEYS,
+    KEYS_ADDED,
+    KEYS_COPIED,
     NOTHING,
     QUERIES,
     WIDE_COLUMNS,
     Size,
     high,
     low,
-)
-from mtrain_cli.parallel.program_builder import (
-    ADDED,
-    COPIED,
-    KEYS_ADDED,
-    KEYS_COPIED,
-    ProgramBuilder,
 )
 from mtrain_cli.parallel.schedule import (
     _NONE,
@@ -46,6 +44,9 @@ from mtrain_cli.parallel.schedule import (
     numbers_of,
 )
 from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
+
+if TYPE_CHECKING:
+    from mtrain_cli.parallel.lowering import ProgramBuilder
 
 
 def _rings(name: str, options: ScheduleOptions) -> Schedule:

@@ -274,15 +274,18 @@ class Transport:
     def _while_sending(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
         assert t.to is not None
-        peer, what = self.group.ranks[t.to], f"take {t.payload}"
-        activity, failure = f"waits for rank {peer} to {what}", f"rank {peer} did not {what}"
-        return explain_peer_loss(self._where, activity, failure, peer)
+        peer = self.group.ranks[t.to]
+        activity = f"waits for rank {peer} to take {t.payload}"
+        return explain_peer_loss(
+            self._where, activity, f"rank {peer} did not take {t.payload}", peer
+        )
 
     def _while_receiving(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
-        peer = progress_record.SEVERAL if t.source is None else self.group.ranks[t.source]
-        origin = f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}"
-        what = f"{t.payload} {origin}"
+        peer, what = progress_record.SEVERAL, f"{t.payload} among {len(t.peers)} ranks"
+        if t.source is not None:
+            peer = self.group.ranks[t.source]
+            what = f"{t.payload} from rank {peer}"
         return explain_peer_loss(self._where, f"waits for {what}", f"{what} did not arrive", peer)
 
 

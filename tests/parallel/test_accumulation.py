@@ -5,10 +5,10 @@ from __future__ import annotations
 import gloo
 import pytest
 import torch
+from parallel.ways import make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
@@ -49,7 +49,7 @@ def gradients(rank: int, world: int, exchange: str) -> list[float]:
     group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     layout = make_layout("striped", world, 32 * world, 1)
     mask = SequenceMask.causal(layout.seq, layout.padded_seq)
-    attend = ContextAttention.make(
+    attend = make_attention(
         make_exchange(exchange, layout, group), OnePartEach(rank), [mask], "cpu"
     )
     q, k, v = (

@@ -11,20 +11,19 @@ import gloo
 import pytest
 import torch
 from parallel.programs import ARRANGEMENTS
+from parallel.ways import make_attention
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.buffers import Kind
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, Executor, ShardTiles, make_exchange
 from mtrain_cli.parallel.layout import Placement, make_layout
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.operations import Arrange, Order, QueryMessage, RunningAttention, Shards
 from mtrain_cli.parallel.program import Operation, Post, Recompute, ShardSizes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
 
@@ -94,7 +93,7 @@ def watched(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "run", looking)
         for index in (None, pattern):
-            attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", index)
+            attend = make_attention(exchange, SdpaKernel(), masks, "cpu", index)
             q, k, v = (
                 torch.randn(1, layout.tokens_per_worker, n, HEAD_DIM, requires_grad=True)
                 for n in (HEADS, kv_heads, kv_heads)
@@ -156,7 +155,7 @@ def posted(
         patch.setattr(Exchange, "_begin", beginning)
         for keep in KEPT:
             passes.clear()
-            attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", keep=keep or 0.0)
+            attend = make_attention(exchange, SdpaKernel(), masks, "cpu", keep=keep or 0.0)
             q, k, v = (
                 torch.randn(1, layout.tokens_per_worker, n, HEAD_DIM, requires_grad=True)
                 for n in (HEADS, KV_HEADS, KV_HEADS)

@@ -8,7 +8,6 @@ import gloo
 import numpy as np
 import pytest
 import torch
-from attention.equal_indices import same_index
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
@@ -248,19 +247,3 @@ def test_shards_that_are_not_whole_blocks_are_refused():
         MaskedPositions.make(
             [SequenceMask.causal(72, 72)], BLOCK, [layout.positions(r) for r in range(2)]
         )
-
-
-def test_an_index_of_local_rows_equals_that_part_of_the_whole():
-    bits = torch.eye(4, dtype=torch.bool)[None, None]
-    rows, everything = torch.tensor([1, 3], dtype=torch.int32), torch.arange(4)
-    index = BlockBitmap(BLOCK, 4, bits[:, :, rows.long()], rows)
-    assert (
-        index.chosen(everything, everything)[0, 0].tolist()
-        == torch.diag(torch.tensor([False, True, False, True])).tolist()
-    )
-    assert index.chosen(rows.long(), everything).equal(
-        BlockBitmap.whole(BLOCK, bits).chosen(rows.long(), everything)
-    )
-    assert not same_index(
-        index, BlockBitmap(BLOCK, 4, index.bits, torch.tensor([1, 2], dtype=torch.int32))
-    )

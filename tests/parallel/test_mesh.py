@@ -8,12 +8,12 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.ways import make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import transport
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
@@ -67,7 +67,7 @@ def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
     transport.start_reduce_scatter = spy(transport.start_reduce_scatter, lambda args: args[-1])
     dist.batch_isend_irecv = spy(dist.batch_isend_irecv, lambda args: args[0][0].group)
     layout = make_layout("striped", world, 24, 4)
-    attend = ContextAttention.make(
+    attend = make_attention(
         make_exchange(name, layout, group),
         ReferenceKernel(),
         [SequenceMask.causal(24, layout.padded_seq)],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from parallel.test_recording import HEAD_DIM, HEADS, KV_HEADS, SEQ
+from parallel.ways import make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -16,7 +17,6 @@ from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.parallel import nvtx_ranges
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -51,7 +51,7 @@ def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recordi
     monkeypatch.setattr(nvtx_ranges, "listener", lambda: ranges)
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
     )
     recorder = Recorder(torch.device("cpu"))

@@ -9,19 +9,18 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.ways import make_attention
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.program import ShardSizes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import make_pattern
@@ -47,7 +46,7 @@ def recorded(
     layout = make_layout("zigzag", world, SEQ, 4, unit=4)
     exchange = make_exchange(name, layout, group)
     pattern = FixedPattern(block=4, slashes=4, columns=6, density=0.0, seed=0) if sparse else None
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern
     )
     q, k, v = (
@@ -131,7 +130,7 @@ def test_a_second_forward_pass_is_recorded_as_recompute():
     recorder = Recorder(torch.device("cpu"))
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, group)
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
     )
     exchange.set_recorder(recorder)
@@ -155,7 +154,7 @@ def estimated(rank: int, world: int) -> list[Span]:
     pattern = make_pattern(
         compose(["sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16"]).sparsity, 0
     )
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern
     )
     q, k, v = (

@@ -10,10 +10,9 @@ from parallel.test_schedule import crosses_nodes
 
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer, Kind
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import AddColumns, Delta, Merge, Reduce
 from mtrain_cli.parallel.program import Begin, Shard, pool_bytes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import (
     DKV,
     DQ,

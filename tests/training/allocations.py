@@ -11,6 +11,7 @@ import gloo
 import pytest
 import torch
 from parallel.free_buffers import free_tensors
+from parallel.ways import make_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -298,7 +299,7 @@ def attention_of(
 
     def of(name: str, pattern: Pattern | None) -> ContextAttention:
         keep = attention_kept(config.train)
-        return ContextAttention.make(
+        return make_attention(
             exchange, StandIn(name), masks, "cpu", pattern, keep=keep, offload=offload
         )
 
