@@ -1,10 +1,9 @@
 """Keep activations in host memory between the forward and the backward pass of their layer.
 
 Copies run on their own stream. A layer's tensors move to the host while the next layer runs
-forward, and return while that layer runs backward. At most two offloaded layers have tensors on the
-device. Streams wait for each other; the host never waits. Tensors reuse pinned host blocks: even if
-tensor sizes depend on the data, no block is allocated after the largest sizes have occurred. On a
-CPU the copies are plain copies.
+forward, and return while that layer runs backward: at most two offloaded layers have tensors on the
+device. Streams wait for each other; the host never waits. No pinned block is allocated after the
+largest tensors have occurred. On a CPU the copies are plain copies.
 """
 
 from __future__ import annotations

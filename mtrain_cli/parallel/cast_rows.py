@@ -1,11 +1,8 @@
 """The rows of keys and values that a group cast moves: those that the masks of a batch need.
 
-A rank needs the blocks of keys that its queries see under the masks. From the layout and the masks,
-each rank derives the rows that it sends and receives, on the host and without messages
-(MagiAttention, section 4.2). A dynamic index does not change these rows.
-
-A rank numbers its rows in the order in which it gets them: its own rows by slot, then the rows that
-each cast delivers, by peer. These rows are the rank's pool.
+From the layout and the masks, each rank derives the rows that it sends and receives, on the host
+and without messages (MagiAttention, section 4.2). A dynamic index does not change them. A rank's
+pool is its own rows by slot, then the rows that each cast delivers, by peer.
 """
 
 from __future__ import annotations

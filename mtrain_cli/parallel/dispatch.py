@@ -1,14 +1,12 @@
 """Dispatch: which rank holds which chunks of a batch, so that no rank works longer than the others.
 
-A static mask, such as packed documents or a sliding window, gives many keys to some queries and few
-to others. `balance` cuts the sequence into equal chunks and gives the same number of them to every
-rank. It minimizes the largest cost of a rank:
+A static mask, such as packed documents, gives many keys to some queries and few to others.
+`balance` gives the same number of equal chunks to every rank and minimizes the largest
 
     cost(rank) = pairs(rank) + price * rows(rank)
 
-``pairs`` is the number of query-key pairs that the rank computes. ``rows`` is the number of rows of
-keys and values that it receives: its queries see them, and another rank holds them (`traffic`).
-Over several nodes, a row enters a node once. Every rank finds the same dispatch without a message.
+``pairs`` are the query-key pairs that a rank computes, and ``rows`` the keys and values that it
+receives (`traffic`). Every rank finds the same dispatch without a message.
 """
 
 from __future__ import annotations

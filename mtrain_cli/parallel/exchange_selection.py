@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -264,16 +264,12 @@ def _fastest(
     if chunks > 1:
         calls = f"one collective and one kernel call for each of {chunks} parts of the heads"
     # If the user sets the number of parts, use all_gather in these parts.
-    if size <= _GATHER_SHARE * needs.memory or (given or 1) > 1:
-        return (
-            exchange_name(gathers=True, hierarchical=across),
-            f"{calls}; gathered KV and dKV take {_format_bytes(size)} at once{nodes}",
-        )
-    return (
-        exchange_name(gathers=False, hierarchical=across),
-        f"gathered KV and dKV would take {_format_bytes(size)} at once, over {_GATHER_SHARE:.0%} "
-        f"of {needs.memory / 2**30:.0f} GiB{nodes}",
-    )
+    gathers = size <= _GATHER_SHARE * needs.memory or (given or 1) > 1
+    name, at_once = exchange_name(gathers=gathers, hierarchical=across), _format_bytes(size)
+    if gathers:
+        return name, f"{calls}; gathered KV and dKV take {at_once} at once{nodes}"
+    most = f"{_GATHER_SHARE:.0%} of {needs.memory / 2**30:.0f} GiB"
+    return name, f"gathered KV and dKV would take {at_once} at once, over {most}{nodes}"
 
 
 def _divisors(heads: int) -> list[int]:
@@ -290,12 +286,6 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     return _fewest(kv_heads, needs, lambda n: gathered_bytes(needs, heads, n), least)
 
 
-def _fewest_parts(needs: ExchangeNeeds) -> int:
-    """Return the number of equal parts of the heads that a single worker computes one by one."""
-    size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
-    return _fewest(needs.kv_heads, needs, lambda n: size // n)
-
-
 def _fewest(kv_heads: int, needs: ExchangeNeeds, size: Callable[[int], int], least: int = 1) -> int:
     parts = [n for n in _divisors(kv_heads) if n >= least]
     return next((n for n in parts if size(n) <= _PART_SHARE * needs.memory), parts[-1])
@@ -309,10 +299,14 @@ def _chunks(
     if topology.chunks == "auto":
         if not gathers or (groups == 1 and heads > 1):
             return 1
-        return _fewest_chunks(needs, heads) if groups > 1 else _fewest_parts(needs)
+        if groups > 1:
+            return _fewest_chunks(needs, heads)
+        # A single worker computes the parts one by one.
+        size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
+        return _fewest(kv_heads, needs, lambda n: size // n)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
-        raise _refusal(topology, "chunks", _having(gathers=True), name)
+        raise _refusal(topology, "chunks", name, lambda traits: traits.gathers)
     if kv_heads % topology.chunks:
         raise ConfigError(
             f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads "
@@ -326,24 +320,22 @@ def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
     if topology.stages == "auto":
         return 1
     assert isinstance(topology.stages, int)
-    fitting = [
-        name
-        for name, traits in EXCHANGE_TRAITS.items()
-        if traits.by_mask and (topology.stages < 3 or traits.hierarchical)
-    ]
-    if topology.stages > 1 and name not in fitting:
-        raise _refusal(topology, "stages", fitting, name)
+    three = topology.stages > 2
+
+    def fits(traits: ExchangeTraits) -> bool:
+        return traits.by_mask and (traits.hierarchical or not three)
+
+    if topology.stages > 1 and not fits(EXCHANGE_TRAITS[name]):
+        raise _refusal(topology, "stages", name, fits)
     several = EXCHANGE_TRAITS[name].hierarchical and groups.several
     return min(topology.stages, 3 if several else 2 if groups.workers > 1 else 1)
 
 
-def _having(*, gathers: bool) -> list[str]:
-    return [name for name, traits in EXCHANGE_TRAITS.items() if traits.gathers is gathers]
-
-
-def _refusal(topology: TopologyConfig, key: str, fitting: Iterable[str], name: str) -> ConfigError:
+def _refusal(
+    topology: TopologyConfig, key: str, name: str, fits: Callable[[ExchangeTraits], bool]
+) -> ConfigError:
     """Return the error that a setting fits other exchanges than the one in use."""
-    *names, last = fitting
+    *names, last = (name for name, traits in EXCHANGE_TRAITS.items() if fits(traits))
     names_text = f"{', '.join(names)} and {last}" if names else last
     resolved = f" (here: {name})" if topology.exchange == "auto" else ""
     return ConfigError(
@@ -356,7 +348,7 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     rings = not EXCHANGE_TRAITS[name].gathers
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
-        raise _refusal(topology, "circulates", _having(gathers=False), name)
+        raise _refusal(topology, "circulates", name, lambda traits: not traits.gathers)
     if topology.circulates != "auto":
         return topology.circulates
     # With a block bitmap, queries from other workers would need those workers' rows of the bitmap.

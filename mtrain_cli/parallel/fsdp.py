@@ -6,9 +6,8 @@
     gradients   whole (ZeRO-2)         float32 shards      weights once + n x gradients
     optimizer   whole (ZeRO-1)         whole, float32      weights once + gradients once
 
-Even under ``full``, weights outside the layers are gathered once per micro-batch: FSDP2 keeps the
-root module whole from forward to backward. Optimizer states and float32 weights are always sharded,
-so all three modes write the same checkpoints.
+FSDP2 keeps the weights outside the layers whole from forward to backward, even under ``full``.
+Optimizer states and float32 weights are always sharded: all modes write the same checkpoints.
 """
 
 from __future__ import annotations

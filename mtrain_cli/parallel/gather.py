@@ -1,8 +1,8 @@
 """Exchanges that gather keys: all-gathers and group casts, in one kernel call or in stages.
 
-A group cast in stages computes a rank's own keys while the casts travel, then the received keys,
-and merges the outputs. Backward computes the received keys first: their gradients travel home while
-the rank computes its own keys (MagiAttention, section 4.3).
+A group cast in stages computes own keys while the casts travel, then received keys, and merges the
+outputs. Backward computes received keys first: their gradients travel home while the rank computes
+its own keys (MagiAttention, section 4.3).
 """
 
 from __future__ import annotations

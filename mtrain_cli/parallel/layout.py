@@ -1,9 +1,8 @@
 """Layouts: which worker of a context group holds which tokens of a sequence.
 
-A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a
-worker's slots hold ascending positions, so an interval of keys in the sequence is an interval of
-slots in any key shard (`mtrain_cli.attention.mask`). If a sequence cannot be split into equal
-shards, padding is added at its end.
+A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). A worker's slots hold
+ascending positions, so an interval of keys in the sequence is an interval of slots in any key shard
+(`mtrain_cli.attention.mask`). Padding at the end makes shards equal.
 """
 
 from __future__ import annotations

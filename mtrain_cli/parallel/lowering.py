@@ -1,11 +1,8 @@
 """Lower a schedule to the program of one rank in one pass (`program.Program`).
 
-Each kind of exchange has one function per pass, such as `ring.ring_forward`. The function emits the
-operations in order through a `ProgramBuilder`. Under Ulysses, `_trade_heads` adds one all-to-all
-before these operations and one after them.
-
-The simulator charges time for the bytes that an operation's `moves` gives. If one charge covers
-several copies, only the first copy carries the charge.
+Each kind of exchange has one function per pass, such as `ring.ring_forward`, which emits operations
+through a `ProgramBuilder`. `_trade_heads` puts them between the all-to-alls of Ulysses. If the
+bytes of an operation's `moves` cover several copies, only the first copy carries the charge.
 """
 
 from __future__ import annotations

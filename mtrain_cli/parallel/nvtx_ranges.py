@@ -1,7 +1,7 @@
 """NVTX ranges in the domain ``mtrain``, for Nsight Systems and other profilers.
 
-The step of the exchange is the payload of a range, not part of the range's name, so that
-`nsys stats` can aggregate by name. If no profiler listens, a range costs nothing.
+The step of the exchange is the payload of a range, so that `nsys stats` can aggregate by name. If
+no profiler listens, a range costs nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Pinned host memory for copies to and from a GPU.
 
-``torch.empty(..., pin_memory=True)`` pins page by page on one thread. On the host of an H200 it
-pins 1.6 to 2.7 GiB/s, so the 300 GiB that a long sequence offloads take at least two minutes. torch
-also rounds each allocation up to a power of two.
-
-This module maps large regions, in huge pages if available, writes to them from several
-threads, and registers them with CUDA. Eight threads pin 20 GiB/s (profiles/notes.md).
+torch pins page by page on one thread, 1.6 to 2.7 GiB/s on the host of an H200, and rounds each
+allocation up to a power of two. This module maps large regions, writes to them from several threads
+and registers them with CUDA: eight threads pin 20 GiB/s (profiles/notes.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Record where a rank's attention spends its time, as spans with a start and a length.
 
-On a GPU, a span is a pair of events on the compute stream. The span of a wait is the time during
-which the compute stream stands still. The end of a message is an event on a stream that does
-nothing else. Recording never blocks: only `Recorder.read` reads the events. If a profiler such as
-Nsight Systems listens, each span is also an NVTX range of the domain ``mtrain``.
+On a GPU, a span is a pair of events on the compute stream, and the end of a message is an event on
+a stream that does nothing else. Only `Recorder.read` reads the events, so recording never blocks.
+If a profiler listens, each span is also an NVTX range.
 """
 
 from __future__ import annotations

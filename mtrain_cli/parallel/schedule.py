@@ -2,13 +2,9 @@
 
 Shard s contains the queries, keys and values of rank s of the context group. Ranks are numbered
 node by node: rank = node * per_node + local. A step is one kernel call with the transfers around
-this call. Each rank runs the parts of a step in this order:
-
-    post -> wait -> compute -> collect -> send
-
-`lowering.lower` turns the steps of one rank into its operations (a `Program`), which the executor
-runs and whose time the simulator predicts. For example, step 1 of rank 0 in a ring of 3 ranks sends
-on shard 2, which transfer 0 brought from rank 2, receives shard 1 for step 2, and computes shard 2:
+it. A rank runs its parts in the order post -> wait -> compute -> collect -> send. For example, step
+1 of rank 0 in a ring of 3 ranks sends on shard 2, which transfer 0 brought from rank 2, receives
+shard 1 for step 2, and computes shard 2:
 
     ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
                  receives=(1,), to=1, source=2, after=0, ...),))

@@ -1,13 +1,9 @@
 """Traffic: the pairs that each rank computes, and the rows that ranks send to each other.
 
 A row holds the keys and values of one position, for all sequences of the batch. Rows travel in
-whole blocks. A rank needs a block if one of its queries sees a key of it, in any sequence. It
-receives the needed blocks that it does not hold. The counts are exact: no block is estimated from
-its neighbors.
-
-Layers of different kinds may have different masks. `LayerMasks` therefore holds the masks of each
-kind of layer. Sets of blocks are bits: an array ``uint64 [..., kinds, words]`` holds one set per
-kind, and `count_bits` counts the blocks.
+whole blocks: a rank receives each block that it does not hold and of which one of its queries sees
+a key, in any sequence. The counts are exact. Sets of blocks are bits, one set for each kind of
+layer (`LayerMasks`): ``uint64 [..., kinds, words]``.
 """
 
 from __future__ import annotations

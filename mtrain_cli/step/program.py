@@ -4,10 +4,8 @@ A program names weights and messages, and counts rows. Their sizes come with the
 that one program serves every model and cluster: of a message that no worker needs, the size is 0.
 
 `model.feed_forward` runs the program of a tile of the MLP, `model.expert_parallel` that of a part
-of the experts. Tests compare both. Every message of tensor parallelism gathers or adds up rows of
-the residual stream. With expert parallelism, each pair of a token and an expert has a row, which
-travels to the worker of the expert, and back. In the forward pass the score of the pair travels
-with it, and in the backward pass the gradient of the score.
+of the experts. Tests compare both. With expert parallelism, each pair of a token and an expert has
+a row, which travels to the worker of the expert, and back, with the pair's score or its gradient.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ import numpy as np
 
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.tiling import layers_with_products
+from mtrain_cli.parallel.layer_groups import staggered
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
-from mtrain_cli.parallel.tensor_group import staggered
 
 Program = Sequence["Operation"]
 
@@ -99,7 +97,7 @@ Operation = Compute | Post | Wait | Next | Repeat
 
 
 def in_turns(unit: Program, rows: Sequence[float]) -> list[Operation]:
-    """Return the program of a pass whose units run in the order of `tensor_group.staggered`.
+    """Return the program of a pass whose units run in the order of `layer_groups.staggered`.
 
     unit: program of a unit for one row. Each `Wait` is for its oldest message.
     """

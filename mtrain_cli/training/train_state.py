@@ -14,8 +14,8 @@ from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import parallelize
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.parallel import tensor_group
-from mtrain_cli.parallel.expert_group import make_expert_mesh
+from mtrain_cli.parallel import layer_groups
+from mtrain_cli.parallel.layer_groups import make_expert_mesh
 from mtrain_cli.parallel.mesh import make_parameter_mesh
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
@@ -52,7 +52,7 @@ class TrainState:
             expert_mesh=expert_mesh,
         )
         self.decoder.to_empty(device=worker.device)
-        copies = tensor_group.copies if stage is None else stage.copies(self.decoder)
+        copies = layer_groups.copies if stage is None else stage.copies(self.decoder)
         self.states = (
             OffloadedOptimizer(self.decoder, self._empty_decoder(), config.optim)
             if config.optim.offload

@@ -13,9 +13,8 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
-from mtrain_cli.parallel.expert_group import make_expert_group
+from mtrain_cli.parallel.layer_groups import make_expert_group, make_tensor_group
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.pipeline import make_stage

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention.mask_definitions import by_slices, predicate, question
-from parallel.ways import Way
+from parallel.ways import Way, group_of
 
 from mtrain_cli.attention.document_slices import causal_slices, cut_slices
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
@@ -18,12 +18,11 @@ from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import NAMED
-from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import _Attend, gather_rows, make_index_group
 from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange import ShardTiles, make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
@@ -281,10 +280,9 @@ def cells(
             continue
         shape = way.per_node, way.heads
         if shape not in groups:
-            groups[shape] = make_context_group(
+            groups[shape] = group_of(
                 rank,
-                ParallelDims.of(world, cp=world),
-                torch.device("cpu"),
+                world,
                 per_node=way.per_node,
                 heads=way.heads,
             )

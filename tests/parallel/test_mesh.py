@@ -8,7 +8,7 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.ways import make_attention
+from parallel.ways import group_of, make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -41,7 +41,7 @@ def test_consecutive_ranks_share_a_sequence():
 
 def timeouts(rank: int, world: int, seconds: float | None) -> list[timedelta]:
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"), timeout)
+    group = group_of(rank, world, timeout=timeout)
     return [g._get_backend(torch.device("cpu")).options._timeout for g in group.channels.values()]
 
 
@@ -51,7 +51,7 @@ def test_a_context_group_uses_the_given_timeout():
 
 def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
     """Return the communicators that carry messages in forward and in backward."""
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     seen: set[tuple[str, str]] = set()
     phase = "forward"
 

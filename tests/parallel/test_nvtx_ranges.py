@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from parallel.test_recording import HEAD_DIM, HEADS, KV_HEADS, SEQ
-from parallel.ways import make_attention
+from parallel.ways import make_attention, qkv
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -58,9 +58,7 @@ def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recordi
     if recording_too:
         exchange.set_recorder(recorder)
         recorder.start()
-    q, k, v = (
-        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = qkv(SEQ, HEADS, KV_HEADS, HEAD_DIM)
     for layer in range(3):
         attend(q, k, v, layer).sum().backward()
     depth = list(itertools.accumulate(1 if said else -1 for said in domain.said))
@@ -84,9 +82,7 @@ def test_layers_with_different_masks_have_a_range_of_their_kind(monkeypatch):
     setups = AttentionSetup(SdpaKernel(), mask).by_kind(3)
     make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=3)
     attend = make([Sample(*np.zeros((3, SEQ), np.int32))]).attention
-    q, k, v = (
-        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = qkv(SEQ, HEADS, KV_HEADS, HEAD_DIM)
     for layer in range(3):
         attend(q, k, v, layer).sum().backward()
     of_layers = [said for said in domain.said if said and " layer." in said[0]]

@@ -10,9 +10,11 @@ import torch
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import Pattern
 
@@ -64,3 +66,15 @@ def make_attention(
     request = None if pattern is None else pattern.request()
     plan = Plan.make(exchange, masks, request, keep=keep).to(device)
     return ContextAttention.of(exchange, kernel, plan, pattern, offload)
+
+
+def group_of(rank: int, world: int, **options: Any) -> ContextGroup:
+    """Return the context group of all processes on CPUs."""
+    dims = ParallelDims.of(world, cp=world)
+    return make_context_group(rank, dims, torch.device("cpu"), **options)
+
+
+def qkv(tokens: int, heads: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+    """Draw q, k and v, [1, tokens, heads, head_dim], which need gradients."""
+    shapes = ((1, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]

@@ -31,11 +31,10 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.expert_group import make_expert_group, make_expert_mesh
 from mtrain_cli.parallel.fsdp import begin_micro_batch
+from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
-from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.batch import MixedAttention

@@ -12,7 +12,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import expert_parallel
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
-from mtrain_cli.parallel.expert_group import ExpertGroup
+from mtrain_cli.parallel.layer_groups import ExpertGroup
 from mtrain_cli.simulation.expert_cost import travelling
 from mtrain_cli.step.program import (
     BACKWARD_CHUNK,

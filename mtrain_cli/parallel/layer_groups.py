@@ -1,10 +1,11 @@
-"""The workers that share each layer's heads and MLP, and the messages between them.
+"""The workers that share each layer's heads and MLP, or its experts, and their messages.
 
-Tensor parallelism (arXiv:1909.08053, section 3) cuts the matrices of a layer: q, k, v, gate and up
-by output features, o and down by input features. Sequence parallelism (arXiv:2205.05198, section
-4.2.2) cuts everything between them by tokens. Before q, k and v, and before gate and up, a worker
-gathers the tokens of its tensor group. After o and down, the workers add up their parts of every
-sum, and each keeps the sums of its own tokens.
+Tensor parallelism (arXiv:1909.08053, section 3) cuts q, k, v, gate and up by output features, o and
+down by input features. Sequence parallelism (arXiv:2205.05198, section 4.2.2) cuts everything
+between them by tokens: a worker gathers the tokens of its group before q, k and v, and before gate
+and up, and keeps the sums of its own tokens after o and down. With expert parallelism
+(arXiv:2006.16668, section 3.2) a token's row travels to the workers of its experts and back. All
+workers of a group start their messages in the same order, even if no row travels.
 
 Shape suffixes: R own rows, S rows of the whole group in rank order, W any width.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property, partial
 from itertools import islice
 from math import prod
 from typing import Any
@@ -23,14 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel import nvtx_ranges
-from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
-from mtrain_cli.parallel.mesh import connect_all, new_group
+from mtrain_cli.parallel import nvtx_ranges, profiler_labels
+from mtrain_cli.parallel.collectives import (
+    all_gather,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from mtrain_cli.parallel.mesh import STAGE, connect_all, new_group
 from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
 from mtrain_cli.parallel.schedule import HIDDEN, TENSOR, UNSCHEDULED
 from mtrain_cli.parallel.transport import explain_peer_loss
@@ -55,21 +63,27 @@ class MessageObserver:
         return UNSCHEDULED - _FAR - self._messages
 
 
-@dataclass(frozen=True)
 class Message:
-    """A message to this worker. Without ``group`` and ``work``, it has arrived."""
+    """A message to this worker. Without ``work``, it has arrived."""
 
-    received: Tensor
-    group: TensorGroup | None = None
-    work: Any = None
-    tag: MessageTag = NOTHING
+    def __init__(
+        self,
+        received: Tensor,
+        work: Any = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sent: Tensor | None = None,
+    ) -> None:
+        # A work drops its reference to what leaves when any stream waits for it, such as that of
+        # `Recorder.watch`. Without this one the allocator could reuse the memory too early.
+        self._received, self._work, self._waiting, self._sent = received, work, waiting, sent
 
     def wait(self) -> Tensor:
         """Return what arrived. On a GPU, the current stream waits."""
-        if self.group is not None:
-            with self.group.waits(self.tag):
-                self.work.wait()
-        return self.received
+        if self._work is not None:
+            with self._waiting():
+                self._work.wait()
+            self._work = self._sent = None
+        return self._received
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ class TensorGroup:
         with self._posting(own_RW.nbytes) as posted:
             gathered, work = start_all_gather(own_RW, self.size, self.process_group)
             tag = posted(work)
-        return Message(gathered.flatten(0, 1), self, work, tag)
+        return Message(gathered.flatten(0, 1), work, partial(self.waits, tag), own_RW)
 
     def start_scatter(self, parts_SW: Tensor) -> Message:
         """Start to add up the tensors of all workers. Each gets its own rows, ``[R, W]``."""
@@ -113,7 +127,7 @@ class TensorGroup:
         with self._posting(shards[0].nbytes) as posted:
             own, work = start_reduce_scatter(shards, self.process_group)
             tag = posted(work)
-        return Message(own, self, work, tag)
+        return Message(own, work, partial(self.waits, tag), shards)
 
     def sum(self, parts: Tensor) -> None:
         with self.peer_errors():
@@ -268,3 +282,93 @@ def sum_copied_gradients(parameters: Iterable[Tensor], tensor: TensorGroup) -> N
     tensor.sum(packed)
     for shard, summed in zip(shards, packed.split([s.numel() for s in shards]), strict=True):
         shard.copy_(summed.view_as(shard))
+
+
+EXPERTS = "experts"  # dimension of the mesh along which workers hold different experts
+SHARD_OF_EXPERTS = "shard_of_experts"  # the dimension along which they hold shards of the same ones
+_LINK = "expert"
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """The workers that share the experts, from the view of one worker.
+
+    Worker r holds the r-th of ``size`` equal, consecutive parts of the experts.
+    """
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup = field(repr=False)
+    received: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+    observer: MessageObserver = field(default_factory=MessageObserver, repr=False, compare=False)
+
+    def most(self, numbers: list[int], device: torch.device) -> list[int]:
+        """Return the largest of the workers' numbers at each place of a list."""
+        largest = torch.tensor(numbers, device=device)
+        with self.peer_errors():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
+        return list(map(int, largest.tolist()))
+
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """Return the numbers of rows that each worker has for each expert, ``[size, E]``."""
+        with self.peer_errors(), profiler_labels.label(profiler_labels.MESSAGE):
+            return all_gather(counts_E.contiguous(), self.size, self.process_group)
+
+    def start(
+        self, rows: Tensor, send: list[int], receive: list[int], into: Tensor | None = None
+    ) -> Message:
+        """Start to exchange rows, contiguous ``[sum(send), D]`` in the order of the workers.
+
+        send, receive: number of rows for and from each worker.
+        into: contiguous tensor that receives the rows; None for a new one.
+        """
+        width = rows.shape[1]
+        arriving = rows.new_empty(sum(receive), width) if into is None else into
+        self.received[0] += (len(arriving) - receive[self.rank]) * width * rows.itemsize
+        with self.peer_errors(), nvtx_ranges.span("post", "", _LINK, -1):
+            work = start_all_to_all(arriving, rows, receive, send, self.process_group)
+        return Message(arriving, work, self._waiting, rows)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        label = profiler_labels.label(profiler_labels.MESSAGE)
+        with self.peer_errors(), nvtx_ranges.span(WAIT, "", _LINK, -1), label:
+            yield
+
+    def peer_errors(self) -> AbstractContextManager[None]:
+        return explain_peer_loss("expert parallelism", *self._waits, progress_record.SEVERAL)
+
+    @cached_property
+    def _waits(self) -> tuple[str, str]:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        rows = f"rows from {other_ranks(ranks, self.rank)}"
+        return f"waits for {rows}", f"{rows} did not arrive"
+
+
+def make_expert_group(
+    rank: int,
+    dims: ParallelDims,
+    degree: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
+) -> ExpertGroup | None:
+    """Make the communicators of all expert groups, on all ranks. Return this rank's group.
+
+    A group has ``degree`` consecutive ranks of a stage.
+    """
+    if degree == 1:
+        return None
+    sets = (range(first, first + degree) for first in range(0, dims.workers, degree))
+    own = new_group(rank, sets, timeout)
+    assert own is not None
+    connect_all([own], device)
+    return ExpertGroup(rank % degree, degree, own)
+
+
+def make_expert_mesh(dims: ParallelDims, degree: int, device: str) -> DeviceMesh:
+    """Make the mesh over the ranks of a stage that holds the experts, ``[shards, degree]``."""
+    sizes = (dims.pp, dims.dp * dims.cp * dims.tp // degree, degree)
+    names = (STAGE, SHARD_OF_EXPERTS, EXPERTS)
+    cut = dims.pp == 1
+    mesh = init_device_mesh(device, sizes[cut:], mesh_dim_names=names[cut:])
+    return mesh if cut else mesh[names[1:]]
