@@ -49,7 +49,6 @@ from mtrain_cli.parallel.schedule import (
     DKV,
     DQ,
     GROUP_CAST,
-    HEADS,
     KV,
     SUM,
     UNSCHEDULED,
@@ -200,10 +199,6 @@ class ProgramBuilder:
         inside(self, steps)
         self._inside = slice(start, len(self._operations))
 
-    def without_trade(self, step: ScheduleStep) -> ScheduleStep:
-        post = tuple(t for t in step.post if t.payload != HEADS)
-        return replace(step, post=post, wait=tuple(n for n in step.wait if n >= self._first_number))
-
     def program(self, results: tuple[Buffer, ...], saved: tuple[Buffer, ...] = ()) -> Program:
         assert not self.in_flight, "every transfer is waited for"
         inputs: dict[Buffer, None] = {}
@@ -350,13 +345,14 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
     leaving, arriving = Buffer(Kind.HEADS_TO_TRADE), Buffer(Kind.TRADED_HEADS)
     b.begin(0, steps[0])
     b.emit(ops.ToHeads, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
-    b.trade(steps[0].post[0], leaving, arriving, given)
+    first, *between, last = steps
+    b.trade(first.post[0], leaving, arriving, given)
     b.emit(ops.FromTokens, (arriving,), there, 3 * given, scratch=given)
-    b.enclose(inside, tuple(b.without_trade(step) for step in steps[:-1]))
-    b.begin(len(steps) - 1, steps[-1])
+    b.enclose(inside, (replace(first, post=first.post[1:], wait=first.wait[1:]), *between))
+    b.begin(len(steps) - 1, last)
     leaving, arriving = Buffer(Kind.TOKENS_TO_TRADE), Buffer(Kind.TRADED_TOKENS)
     b.emit(ops.ToTokens, back, (leaving,), 3 * returned, scratch=returned)
-    b.trade(steps[-1].post[0], leaving, arriving, returned)
+    b.trade(last.post[0], leaving, arriving, returned)
     by_rank = [buffer.on(Side.BY_RANK) for buffer in back]
     b.emit(ops.FromHeads, (arriving,), by_rank, 3 * returned)
     copied = NOTHING
