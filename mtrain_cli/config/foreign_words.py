@@ -31,7 +31,9 @@ _HERE = {
     "use train.init_from=FOLDER, a Hugging Face folder": (
         "modelnameorpath modelname modelpath basemodel"
     ),
-    "use run.name=NAME, a folder in runs/, or run.dir=DIR": "out output outputdir loggingdir savedir",
+    "use run.name=NAME, a folder in runs/, or run.dir=DIR": (
+        "out output outputdir loggingdir savedir"
+    ),
     'write settings as key=value, or into DIR/recipe/mine.yaml below a line "# @package _global_", '
     "and give --config-dir DIR recipe=mine": "config configfile configname",
     "use train.memory=auto, which chooses what to recompute and offload": (

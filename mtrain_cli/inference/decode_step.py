@@ -21,8 +21,8 @@ from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.layer_groups import TensorGroup
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.tensor_group import TensorGroup
 
 _WARM_UP_STEPS = 3  # of a CUDA graph: compile kernels, and let libraries allocate their memory
 

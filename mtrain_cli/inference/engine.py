@@ -26,9 +26,9 @@ from mtrain_cli.inference.model_source import ModelSource, load_decoder
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.scorer import Scorer, attention_of, device_of
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.layer_groups import make_tensor_group
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import TENSOR, make_parameter_mesh
-from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.training.resolution import resolve_run
 
 END, LENGTH = "end", "length"

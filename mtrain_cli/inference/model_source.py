@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from mtrain_cli.model.decoder import Decoder
-    from mtrain_cli.parallel.tensor_group import TensorGroup
+    from mtrain_cli.parallel.layer_groups import TensorGroup
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")

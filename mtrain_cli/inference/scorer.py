@@ -23,9 +23,9 @@ from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import make_chosen_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.parallel.layer_groups import TensorGroup
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.training.batch import Batch, Batches, Layouts, attention_setups
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 

@@ -40,8 +40,7 @@ from mtrain_cli.model.expert_products import (
 from mtrain_cli.model.experts import Experts, expert_layers
 from mtrain_cli.model.routing import Decision, part_of
 from mtrain_cli.model.tiling import expert_parts, scored_row
-from mtrain_cli.parallel.expert_group import ExpertGroup, RowMessage
-from mtrain_cli.parallel.tensor_group import own_part, staggered
+from mtrain_cli.parallel.layer_groups import ExpertGroup, Message, own_part, staggered
 
 
 def fused(tensor: Tensor) -> bool:
@@ -250,21 +249,19 @@ class Journey:
         self._scores_TK = scores_TK[self._own]
         self._returned_SD: Tensor | None = None
 
-    def start_rows(self, rows_TC: Tensor, part: Part, *, scored: bool = False) -> RowMessage:
+    def start_rows(self, rows_TC: Tensor, part: Part, *, scored: bool = False) -> Message:
         """Start to send the row of the token of each pair that leaves. scored: with its score."""
         leaving_AD = _message(rows_TC, part.leave.stop - part.leave.start, scored)
         self._leave(rows_TC[self._own], part, leaving_AD, scored)
         return self._group.start(leaving_AD, part.send, part.receive)
 
     def arrived(
-        self, message: RowMessage, rows_TC: Tensor, part: Part, *, scored: bool = False
+        self, message: Message, rows_TC: Tensor, part: Part, *, scored: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return arrived and staying rows by expert, ``[R, C]``, and ``[R, 1]`` scores or None."""
         return self._merged(message.wait(), rows_TC[self._own], part, scored)
 
-    def start_back(
-        self, rows_RC: Tensor, part: Part, numbers_R: Tensor | None = None
-    ) -> RowMessage:
+    def start_back(self, rows_RC: Tensor, part: Part, numbers_R: Tensor | None = None) -> Message:
         """Start to send the rows of others' tokens back, and keep those of own tokens.
 
         numbers_R: a number of each row that travels with it.

@@ -21,8 +21,8 @@ from mtrain_cli.config.schema import SIGMOID, ModelConfig
 from mtrain_cli.model.expert_products import ChunkedExperts, ExpertExecution
 from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone, router_logits
 from mtrain_cli.parallel import profiler_labels
+from mtrain_cli.parallel.layer_groups import own_part
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE, Recorder
-from mtrain_cli.parallel.tensor_group import own_part
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import SwiGLU

@@ -29,7 +29,7 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.loss import add_matmul
-from mtrain_cli.parallel.tensor_group import Message, TensorGroup, staggered
+from mtrain_cli.parallel.layer_groups import Message, TensorGroup, staggered
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import DecoderLayer, SwiGLU

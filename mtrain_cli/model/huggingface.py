@@ -31,7 +31,7 @@ from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import reset_biases
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
-from mtrain_cli.parallel.tensor_group import own_region
+from mtrain_cli.parallel.layer_groups import own_region
 from mtrain_cli.printable import one_line
 
 INDEX = "model.safetensors.index.json"

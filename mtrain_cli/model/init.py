@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import reset_biases
-from mtrain_cli.parallel.tensor_group import own_region
+from mtrain_cli.parallel.layer_groups import own_region
 
 
 def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) -> None:

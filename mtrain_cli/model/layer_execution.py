@@ -24,7 +24,7 @@ from mtrain_cli.model.rope import Rotation
 from mtrain_cli.model.routing import Decision, Routing
 from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
-from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows, own_part, scatter_rows
+from mtrain_cli.parallel.layer_groups import TensorGroup, gather_rows, own_part, scatter_rows
 
 
 @dataclass(frozen=True)

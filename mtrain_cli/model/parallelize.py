@@ -22,10 +22,9 @@ from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import ActivationOffload
-from mtrain_cli.parallel.expert_group import EXPERTS, SHARD_OF_EXPERTS
 from mtrain_cli.parallel.fsdp import shard_parameters
+from mtrain_cli.parallel.layer_groups import EXPERTS, SHARD_OF_EXPERTS, TensorGroup
 from mtrain_cli.parallel.mesh import TENSOR
-from mtrain_cli.parallel.tensor_group import TensorGroup
 
 # Modules whose output or input features tensor parallelism cuts.
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

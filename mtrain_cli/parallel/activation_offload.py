@@ -1,10 +1,9 @@
 """Keep activations in host memory between the forward and the backward pass of their layer.
 
 Copies run on their own stream. A layer's tensors move to the host while the next layer runs
-forward, and return while that layer runs backward. At most two offloaded layers have tensors on the
-device. Streams wait for each other; the host never waits. Tensors reuse pinned host blocks: even if
-tensor sizes depend on the data, no block is allocated after the largest sizes have occurred. On a
-CPU the copies are plain copies.
+forward, and return while that layer runs backward: at most two offloaded layers have tensors on the
+device. Streams wait for each other; the host never waits. No pinned block is allocated after the
+largest tensors have occurred. On a CPU the copies are plain copies.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def block_sizes(size: int) -> list[int]:
 class OffloadedTensor:
     """One tensor that a layer keeps from its forward to its backward pass.
 
-    copied: event at the end of the tensor's last transfer; None on a CPU and before any transfer.
+    copied: event at the end of the tensor's last transfer, on a GPU.
     """
 
     # Not a dataclass, and neither is `ActivationOffload`: FSDP searches dataclass arguments of a
@@ -52,19 +51,14 @@ Kept = Tensor | OffloadedTensor
 
 
 def layers_on_host(offloaded: bool | int, layers: int) -> int:
-    """Return how many of a decoder's layers offload their activations, counted from the first.
-
-    offloaded: value of ``train.offload_activations``: True for as many layers as possible, False
-        for none, or the number of layers.
-    """
+    """Return how many layers, counted from the first, `train.offload_activations` offloads."""
     return min(layers if offloaded is True else int(offloaded), layers - 1)
 
 
 class ActivationOffload:
     """Host memory for the tensors that a decoder's layers keep for backward.
 
-    leaving: number of offloaded layers, counted from the first. The tensors of the other layers
-        stay on the device.
+    leaving: number of offloaded layers, counted from the first.
     """
 
     def __init__(self, layers: int, device: torch.device, offloaded: bool | int = True) -> None:

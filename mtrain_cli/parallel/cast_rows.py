@@ -1,11 +1,8 @@
 """The rows of keys and values that a group cast moves: those that the masks of a batch need.
 
-A rank needs the blocks of keys that its queries see under the masks. From the layout and the masks,
-each rank derives the rows that it sends and receives, on the host and without messages
-(MagiAttention, section 4.2). A dynamic index does not change these rows.
-
-A rank numbers its rows in the order in which it gets them: its own rows by slot, then the rows that
-each cast delivers, by peer. These rows are the rank's pool.
+From the layout and the masks, each rank derives the rows that it sends and receives, on the host
+and without messages (MagiAttention, section 4.2). A dynamic index does not change them. A rank's
+pool is its own rows by slot, then the rows that each cast delivers, by peer.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
-from mtrain_cli.parallel.traffic import ROW_BLOCK, MovedRows, blocks_needed, count_rows
+from mtrain_cli.parallel.traffic import ROW_BLOCK, blocks_needed, count_rows
 
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
@@ -39,8 +36,8 @@ _CASTS_OF_STAGES: dict[int, tuple[tuple[int, ...], ...]] = {
 class Cast:
     """The rows that one group cast sends and receives on one rank.
 
-    leaving: int64 [rows sent], number in the pool of each row that leaves, by peer. Over the rows
-        for one peer, the numbers ascend.
+    leaving: int64 [rows sent], number in the pool of each row that leaves, by peer and ascending.
+    sent, received: number of rows by peer.
     """
 
     leaving: Tensor
@@ -71,10 +68,9 @@ class Keys:
 class CastRows:
     """The rows that one rank holds while it computes, and the casts that bring them.
 
-    stages: received rows by stage; the first entry belongs to stage 1. () without stages.
-    casts: in the order in which they run. A hierarchical cast across nodes comes before the cast
-        inside the node, which forwards rows of the first. With three casts, the second moves rows
-        of the node, and the third forwards rows of the first.
+    stages: received rows of stage 1 and of stage 2, if there are stages.
+    casts: in the order in which they run. A cast across nodes comes before the cast inside the
+        node, which forwards rows of the first. With three casts, the second moves rows of the node.
     """
 
     keys: Keys
@@ -111,8 +107,7 @@ class CastRows:
     ) -> list[Tensor]:
         """Return k and v in order of position, each [batch, keys, kv_heads, head_dim].
 
-        own, arrived: as in `picked`. If ``stage`` is None, ``arrived`` has the rows of all casts.
-            Else it has the rows of the stage, and ``own`` is None.
+        own, arrived: as in `picked`, of all casts; of a stage, its rows only and no own rows.
         """
         of, keys = self.of_stage(stage), []
         for i in (0, 1):
@@ -155,9 +150,9 @@ class CastRows:
     def add_returned(self, at: int, rows: Tensor, returned: Tensor) -> None:
         """Add what other ranks returned for the rows that cast number ``at`` sent."""
         cast = self.casts[at]
-        for where, part in zip(
-            cast.leaving.split(cast.sent), returned.split(cast.sent), strict=True
-        ):
+        parts = zip(cast.leaving.split(cast.sent), returned.split(cast.sent), strict=True)
+        # A peer returns a row once, so no sum depends on the order in which a GPU adds.
+        for where, part in parts:
             rows.index_add_(0, where, part)
 
     @staticmethod
@@ -172,8 +167,8 @@ class CastRows:
     ) -> CastRows:
         """Plan the casts of a rank.
 
-        peers: the ranks among which each cast runs, by cast. If there are two or three, the
-            first are the counterparts in other nodes, and the others the ranks of this node.
+        peers: the ranks among which each cast runs: alone, or first the counterparts in other
+            nodes, then the ranks of this node.
         """
         return _RowPlanner(layout, masks, block).rows(rank, peers, staged=staged)
 
@@ -192,8 +187,7 @@ def largest_shares(
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest `CastRows.shares` of any rank, without making the rows of every rank.
 
-    Return (), if the exchange has no group cast. If counting would take too much memory, return
-    `whole_shares`.
+    If counting would take too much memory, return `whole_shares`.
     """
     peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers or too_many_to_count(layout):
@@ -205,8 +199,7 @@ def largest_shares(
         per_node=len(peers[-1]) if len(peers) > 1 else None,
         block=row_block(inside, block),
     )
-    inner = MovedRows(near.sent + relayed.sent, near.received + relayed.received)
-    moved = {1: [inner], 2: [outer, inner], 3: [outer, near, relayed]}[len(peers)]
+    moved = {1: [near + relayed], 2: [outer, near + relayed], 3: [outer, near, relayed]}[len(peers)]
     rows = inside.tokens_per_worker * len(masks)
     return tuple(
         (Fraction(int(of.sent.max()), rows), Fraction(int(of.received.max()), rows)) for of in moved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, IndexCounts, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
-from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 from mtrain_cli.parallel.collectives import all_gather
@@ -24,7 +23,16 @@ from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, WAIT, MessageTag, Recorder
+from mtrain_cli.parallel.recording import (
+    BACKWARD,
+    FORWARD,
+    INDEX,
+    WAIT,
+    MessageTag,
+    Moment,
+    Recorder,
+    elapsed,
+)
 from mtrain_cli.parallel.schedule import CONTEXT, UNSCHEDULED
 from mtrain_cli.parallel.transport import explain_peer_loss
 from mtrain_cli.sparsity.pattern import IndexGroup, MaskedPositions, Pattern, SingleWorkerGroup
@@ -37,17 +45,15 @@ _COUNTED_AT_ONCE = 1 << 21
 class IndexRecord:
     """One estimate of an index: the work that the index leaves and the time that the estimate took.
 
-    counts_or_index: the counts of the work. For a `VerticalSlash`, this field is the index itself
-        until `DynamicIndex.count` counts its work.
-    workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
-        all queries.
+    counts_or_index: a `VerticalSlash` until `DynamicIndex.count` counts its work.
+    workers: number of workers whose counts add up to all queries.
     """
 
     layer: int
     counts_or_index: IndexCounts | VerticalSlash
     workers: int
-    started: torch.cuda.Event | float
-    ended: torch.cuda.Event | float
+    started: Moment
+    ended: Moment
 
     @property
     def counts(self) -> IndexCounts:
@@ -58,21 +64,16 @@ class IndexRecord:
     @property
     def seconds(self) -> float:
         """Time of the estimate in seconds. On a GPU the estimate must have finished."""
-        if isinstance(self.started, float):
-            assert isinstance(self.ended, float)
-            return self.ended - self.started
-        assert not isinstance(self.ended, float)
-        return self.started.elapsed_time(self.ended) / 1e3
+        return elapsed(self.started, self.ended)
 
 
 @dataclass(frozen=True)
 class DynamicIndex:
     """A sparsity pattern applied to one batch.
 
-    foreign_queries: whether this worker also computes for other workers' queries. If True, block
+    foreign_queries: whether this worker also computes for other workers' queries, so that block
         bitmaps are gathered from all workers.
-    kept: the index of each layer, from the layer's forward to its backward pass. Recomputation
-        reuses this index.
+    kept: the index of each layer from its forward to its backward pass, for recomputation, too.
     """
 
     pattern: Pattern
@@ -86,9 +87,10 @@ class DynamicIndex:
         """Return the index of a layer. Only the first call for a layer estimates the index."""
         if layer not in self.kept:
             started = _now(q.device)
-            span = nvtx_ranges.span(INDEX, "", "", -1)
             if recorder is not None and recorder.recording:
                 span = recorder.span(INDEX, -1)
+            else:
+                span = nvtx_ranges.span(INDEX, "", "", -1)
             peer_errors = explain_peer_loss(
                 f"index, layer {layer}", "estimates", "a message of another worker did not arrive"
             )
@@ -113,10 +115,9 @@ class DynamicIndex:
         return self.kept[layer]
 
     def count(self) -> None:
-        """Replace each `VerticalSlash` in ``records`` by counts of the work that the index leaves.
+        """Replace each `VerticalSlash` in ``records`` by counts, once at the end of a step.
 
-        Call this once, at the end of a step: counting launches about fifty kernels, and no layer
-        should wait for a metric.
+        Counting launches about fifty kernels, and no layer should wait for a metric.
         """
         with profiler_labels.label(profiler_labels.INDEX):
             named = ((i, record.counts_or_index) for i, record in enumerate(self.records))
@@ -131,7 +132,7 @@ class DynamicIndex:
                     self.records[i] = replace(self.records[i], counts_or_index=of_layer)
 
 
-def _now(device: torch.device) -> torch.cuda.Event | float:
+def _now(device: torch.device) -> Moment:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -159,22 +160,6 @@ class ContextAttention:
         default_factory=dict, repr=False, compare=False
     )
     kind: str = ""
-
-    @staticmethod
-    def make(
-        exchange: Exchange,
-        kernel: Kernel,
-        masks: Sequence[SequenceMask],
-        device: torch.device | str,
-        pattern: Pattern | None = None,
-        *,
-        keep: float = 0.0,
-        offload: ActivationOffload | None = None,
-    ) -> ContextAttention:
-        """Plan a batch and make its attention."""
-        request = None if pattern is None else pattern.request()
-        plan = Plan.make(exchange, masks, request, keep=keep)
-        return ContextAttention.of(exchange, kernel, plan.to(device), pattern, offload)
 
     @staticmethod
     def of(
@@ -207,7 +192,7 @@ class ContextAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Compute attention of this rank's queries over the whole sequence."""
         # This call only joins kept tensors: no computation and no message to record.
-        again = self.exchange.recomputes(self.plan.early)
+        again = Recompute.of(self.plan.early, self.exchange.schedule.heads)
         quiet = layer in self.kept and again is Recompute.NOTHING
         with _recorded(self, layer, FORWARD, quiet=quiet):
             tiles, early_tiles = self.plan.tiles, self.plan.early_tiles

@@ -1,14 +1,12 @@
 """Dispatch: which rank holds which chunks of a batch, so that no rank works longer than the others.
 
-A static mask, such as packed documents or a sliding window, gives many keys to some queries and few
-to others. `balance` cuts the sequence into equal chunks and gives the same number of them to every
-rank. It minimizes the largest cost of a rank:
+A static mask, such as packed documents, gives many keys to some queries and few to others.
+`balance` gives the same number of equal chunks to every rank and minimizes the largest
 
     cost(rank) = pairs(rank) + price * rows(rank)
 
-``pairs`` is the number of query-key pairs that the rank computes. ``rows`` is the number of rows of
-keys and values that it receives: its queries see them, and another rank holds them (`traffic`).
-Over several nodes, a row enters a node once. Every rank finds the same dispatch without a message.
+``pairs`` are the query-key pairs that a rank computes, and ``rows`` the keys and values that it
+receives (`traffic`). Every rank finds the same dispatch without a message.
 """
 
 from __future__ import annotations
@@ -57,12 +55,9 @@ class RowPrices(NamedTuple):
 
     @staticmethod
     def on(cluster: Cluster | None, query_heads: int, kv_heads: int) -> RowPrices:
-        """Return the prices for forward and backward together on a cluster; None means H200s.
-
-        A pair takes 4 FLOP per query head and dimension forward, and 10 backward. A row has 16
-        bytes per KV head and dimension: keys and values in bfloat16 in both passes, and their
-        gradients in float32.
-        """
+        """Return the prices for forward and backward together on a cluster; None means H200s."""
+        # A pair takes 4 FLOP per query head and dimension forward, and 10 backward. A row has 16
+        # bytes per KV head and dimension: bfloat16 in both passes, and gradients in float32.
         rates = Rates.on(cluster)
         time_of_pair, size = 14 * query_heads / rates.flops, 16 * kv_heads
         return RowPrices(*(round(size / r / time_of_pair) for r in (rates.inner, rates.outer)))
@@ -118,13 +113,12 @@ class Assignment:
             np.flatnonzero(owner // nodes.per_node == node) for node in range(nodes.count)
         ]
         self._work_in_node = (
-            [work.of(mine) for mine in self._in_node] if nodes.count > 1 else [work]
+            [work.of(near) for near in self._in_node] if nodes.count > 1 else [work]
         )
         for rank in range(nodes.workers):
             self._update_needs(rank)
         for node, inside in enumerate(self._work_in_node):
-            seen = _union(inside.needs)
-            self._seen_by_node[node] = self._count(seen & work.holds)
+            self._seen_by_node[node] = self._count(_union(inside.needs) & work.holds)
         for rank in range(nodes.workers):
             self._update_cost(rank)
 
@@ -143,28 +137,23 @@ class Assignment:
         return np.stack([_union(self.work.holds[self.owner == rank]) for rank in ranks])
 
     def best_swap(self) -> tuple[int, int] | None:
-        """Return two chunks whose swap makes the most expensive rank cheaper.
+        """Return two chunks whose swap makes the most expensive rank cheaper; None without one.
 
-        Of all such swaps, take the one in which the most expensive of the ranks that change costs
-        least. Return None if no swap makes all of them cheaper than the most expensive rank is now.
+        Of all such swaps, take the one after which the most expensive rank that changes costs
+        least, and less than the most expensive rank now.
         """
         cost, per_node = self.cost, self.nodes.per_node
         top = int(np.argmax(cost))
         limit = int(cost[top] - cost[top] // _LEAST_GAIN)
+        promising = []
         # The chunks of `top`, and the chunks that it relays into its node.
-        alike = [
-            (mine, self._others(rank))
-            for rank in range(top % per_node, self.nodes.workers, per_node)
-            if len(mine := np.flatnonzero(self.owner == rank))
-        ]
-        bounds, outs, intos = [], [], []
-        for mine, others in alike:
+        for rank in range(top % per_node, self.nodes.workers, per_node):
+            near = self._in_node[rank // per_node]
+            mine, others = near[self.owner[near] == rank], near[self.owner[near] != rank]
             bound = self._bound(mine[:, None], others[None], cost)
             i, j = np.nonzero(bound < limit)
-            bounds.append(bound[i, j])
-            outs.append(mine[i])
-            intos.append(others[j])
-        bound, out, into = (np.concatenate(parts) for parts in (bounds, outs, intos))
+            promising.append((bound[i, j], mine[i], others[j]))
+        bound, out, into = map(np.concatenate, zip(*promising, strict=True))
         best, swap = limit, None
         # Count the most promising swap first. Few of the others promise more than it achieves.
         tried = np.array([np.argmin(bound)]) if len(bound) else np.array([], np.int64)
@@ -178,10 +167,6 @@ class Assignment:
             bound, out, into = bound[left], out[left], into[left]
             tried = np.argsort(bound, kind="stable")[:_COUNTED_TOGETHER]
         return swap
-
-    def _others(self, rank: int) -> IntArray:
-        chunks = self._in_node[rank // self.nodes.per_node]
-        return chunks[self.owner[chunks] != rank]
 
     def most_after(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
         """Return the largest cost of a rank that changes if two chunks swap, exactly."""
@@ -198,13 +183,9 @@ class Assignment:
         """Return a lower bound of `most_after`, [out, into]."""
         # One chunk leaves or the other joins, each alone. Both together can only cost more: the
         # chunk that joins may need blocks that the chunk that leaves needed or held.
-        return self._most(
-            out,
-            into,
-            self._if_left[out] + self._if_joined[self.owner[out], into],
-            self._if_left[into] + self._if_joined[self.owner[into], out],
-            cost,
-        )
+        more_a = self._if_left[out] + self._if_joined[self.owner[out], into]
+        more_b = self._if_left[into] + self._if_joined[self.owner[into], out]
+        return self._most(out, into, more_a, more_b, cost)
 
     def _most(
         self, out: IntArray, into: IntArray, more_a: IntArray, more_b: IntArray, cost: IntArray
@@ -225,13 +206,13 @@ class Assignment:
         return most
 
     def swap(self, out: int, into: int) -> None:
-        ranks = [int(self.owner[chunk]) for chunk in (out, into)]
-        self.owner[out], self.owner[into] = ranks[::-1]
+        ranks, per_node = self.owner[[out, into]].tolist(), self.nodes.per_node
+        self.owner[[out, into]] = ranks[::-1]
         self.swaps += 1
         for rank in ranks:
             self._update_needs(rank)
         for rank in ranks:
-            for alike in range(rank % self.nodes.per_node, self.nodes.workers, self.nodes.per_node):
+            for alike in range(rank % per_node, self.nodes.workers, per_node):
                 self._update_cost(alike)
 
     def _update_needs(self, rank: int) -> None:
@@ -249,15 +230,13 @@ class Assignment:
         needs, has = self.needs[rank], _union(work.holds[alike])
         self._has[rank] = has
         self.pairs[rank] = work.pairs[mine].sum()
-        self._relayed[rank] = self._seen_by_node[node, alike].sum() - (
-            self._seen_by_node[node, mine].sum()
-        )
+        seen = self._seen_by_node[node]
+        self._relayed[rank] = seen[alike].sum() - seen[mine].sum()
         received = self._received[rank] = self._count(needs & ~has)
         without = needs & ~(work.needs[mine] & self._once[rank])
         self._if_left[mine] = self._count(without & ~(has & ~work.holds[mine])) - received
-        within = near.needs | needs
-        within &= ~(near.holds | has)
-        self._if_joined[rank, self._in_node[node]] = self._count(within) - received
+        joined = self._count((near.needs | needs) & ~(near.holds | has))
+        self._if_joined[rank, self._in_node[node]] = joined - received
 
     def _count(self, bits: Bits) -> IntArray:
         return count_bits(bits, self.work.times)
@@ -326,11 +305,9 @@ def best_assignment(
 
 def _by_node(work: ChunkWork, nodes: Nodes, prices: RowPrices, most_swaps: int) -> IntArray:
     """Assign chunks to nodes. A block that enters a node costs one of its ranks."""
-    count, per_node = nodes.count, nodes.per_node
-    merged = work.merged(per_node)  # fewer, longer chunks make this level fast
-    price = RowPrices(prices.outer, 0)
-    found = best_assignment(merged, Nodes(count, count), price, most_swaps)
-    return np.repeat(found.owner, per_node)
+    merged = work.merged(nodes.per_node)  # fewer, longer chunks make this level fast
+    flat, price = Nodes(nodes.count, nodes.count), RowPrices(prices.outer, 0)
+    return np.repeat(best_assignment(merged, flat, price, most_swaps).owner, nodes.per_node)
 
 
 def _inside_nodes(
@@ -378,20 +355,12 @@ class Dispatch:
         """Pairs plus priced rows of each rank, int64 [workers]."""
         return self.traffic.cost(*self.prices)
 
-    def positions(self, worker: int) -> IntArray:
-        return self.layout().positions(worker)
-
-    def layout(self, seq: int | None = None) -> Balanced:
-        length = seq or len(self.owner) * self.chunk
-        return Balanced.of(self.owner, self.traffic.workers, length, self.chunk)
-
 
 def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
     """Return the number of tokens per chunk that `balance` should use.
 
-    A chunk has 512 tokens, or a 32nd of a worker's tokens if that is more. A short sequence has
-    shorter chunks, so that each worker holds 8. The chunk grows by less than a factor of two if a
-    longer chunk needs less padding. Pad the sequence to a multiple of ``workers * chunk``.
+    A chunk has 512 tokens, or a 32nd of a worker's tokens if that is more, but at most an eighth of
+    them. It grows by less than a factor of two if a longer chunk needs less padding.
 
     unit: number of tokens that divides a chunk, such as the index's block size. So do the 128 rows
         that travel together, unless the sequence is too short.
@@ -417,19 +386,15 @@ def balance(
     per_node: int | None = None,
     prices: RowPrices | None = None,
     layers: Sequence[int] | None = None,
-    block: int | None = None,
-    most_swaps: int | None = None,
 ) -> Dispatch:
     """Assign the chunks of a batch to ranks so that the most expensive rank costs little.
 
     The result never costs more than a contiguous, zigzag or striped assignment of the same chunks,
     or one that deals out the largest pieces first.
 
-    masks: the masks of each kind of layer, one per sequence of the batch, all padded to the
-        same multiple of ``workers * chunk``. If all layers have the same masks, give
-        ``[masks]``.
-    block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
-        largest power of two below that divides ``chunk``.
+    Rows travel in blocks of 128, or of the largest power of two below that divides ``chunk``.
+
+    masks: all padded to the same multiple of ``workers * chunk``.
     """
     nodes, padded = Nodes.of(workers, per_node), padded_length(masks)
     if padded == 0 or padded % (workers * chunk):
@@ -437,11 +402,8 @@ def balance(
             f"{padded} positions are not the same number of chunks of {chunk} tokens for each of "
             f"{workers} workers. Pad the masks to a multiple of {workers * chunk}."
         )
-    block = block or math.gcd(chunk, ROW_BLOCK)
-    if chunk % block:
-        raise ValueError(f"Blocks of {block} rows do not divide chunks of {chunk} tokens.")
     prices, times = prices or RowPrices(), times_of_rows(masks, layers)
-    chunks = padded // chunk
+    block, chunks = math.gcd(chunk, ROW_BLOCK), padded // chunk
     holds = to_bits(np.repeat(np.eye(chunks, dtype=bool), chunk // block, axis=1))
     work = ChunkWork(
         pairs_per_query(masks, layers).reshape(chunks, chunk).sum(1),
@@ -449,9 +411,8 @@ def balance(
         np.repeat(holds[:, None], len(masks), axis=1),
         times,
     )
-    most_swaps = max(100, 8 * workers) if most_swaps is None else most_swaps
     by_block = RowPrices(*(block * price for price in prices))
-    found = best_assignment(work, nodes, by_block, most_swaps)
+    found = best_assignment(work, nodes, by_block, max(100, 8 * workers))
     blocks = padded // block
     held = block * from_bits(found.held()[:, 0], blocks)
     traffic = Traffic(found.pairs, *rows_moved(from_bits(found.needs, blocks), held, nodes, times))
@@ -460,10 +421,7 @@ def balance(
 
 @dataclass(frozen=True)
 class Balancer:
-    """Makes the balanced layout of each batch of a run. All its layouts have the same shape.
-
-    heads: number of neighboring ranks that share heads. They count as one rank (Ulysses).
-    """
+    """Makes the balanced layout of each batch of a run. All its layouts have the same shape."""
 
     workers: int
     seq: int
@@ -476,6 +434,7 @@ class Balancer:
 
     @property
     def groups(self) -> int:
+        """Number of groups of neighboring ranks that share heads and count as one rank."""
         return self.workers // self.heads
 
     @property
@@ -493,9 +452,8 @@ class Balancer:
     def dispatch(self, masks: LayerMasks) -> Dispatch:
         """Assign the chunks of a batch to the groups of ranks that share heads."""
         padded = [[mask.repadded(self.padded_seq) for mask in kind] for kind in masks]
-        sizes = padded, self.groups, self.chunk
-        nodes = self.groups_per_node
-        return balance(*sizes, per_node=nodes, prices=self.prices, layers=self.layers)
+        sizes, per_node = (padded, self.groups, self.chunk), self.groups_per_node
+        return balance(*sizes, per_node=per_node, prices=self.prices, layers=self.layers)
 
     def layout(self, masks: LayerMasks) -> Balanced:
         return self.layout_of(self.dispatch(masks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +13,17 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.packed_columns import SharedColumns
-from mtrain_cli.attention.partials import Triple
+from mtrain_cli.attention.partials import Triple, accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.buffers import Side
+from mtrain_cli.parallel.buffers import Buffer, Side
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.executor import Executor
 from mtrain_cli.parallel.layout import Layout, Placement
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.program import Keys, Part, Program, Recompute, Shard, Whole
-from mtrain_cli.parallel.program_builder import Traits
+from mtrain_cli.parallel.operations import QueryMessage, RunningAttention
+from mtrain_cli.parallel.program import Keys, Operation, Part, Program, Recompute, Shard, Whole
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.transport import Buffers, Transport
@@ -62,6 +61,54 @@ class ShardTiles:
                 index = index.without_columns()
             narrowed = self._narrow[key] = self.tiles[queries, keys].with_index(index)
         return narrowed
+
+
+@dataclass(eq=False)
+class Executor:
+    """Runs the program of one pass of one layer's attention on this rank.
+
+    An operation must not keep a tensor, which would add to the next kernel's peak memory.
+
+    tensors: one per live buffer. Pooled buffers return to the pool when an operation frees them.
+    widths: heads of the tensors that Ulysses trades together.
+    """
+
+    exchange: Exchange
+    program: Program
+    transport: Transport
+    tiles: ShardTiles
+    columns: SharedColumns | None
+    kernel: Kernel
+    scale: float
+    tensors: dict[Buffer, Any]
+    message: QueryMessage | None = None
+    widths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buffers = self.exchange.buffers
+        self.high = accumulation_dtype(next(iter(self.tensors.values())).dtype)
+
+    def run(self, operations: Iterable[Operation]) -> None:
+        tensors, pooled = self.tensors, self.program.pooled
+        for op in operations:
+            op.run(self)
+            for buffer in op.frees:
+                # A step without pairs has no results.
+                tensor = tensors.pop(buffer, None)
+                if tensor is not None and buffer in pooled:
+                    self.buffers.release(tensor)
+                del tensor
+
+    @property
+    def rows(self) -> CastRows:
+        assert self.tiles.rows is not None, "a group cast needs a plan of its rows"
+        return self.tiles.rows
+
+    def total(self, buffer: Buffer) -> RunningAttention:
+        """Return the output so far. The first call begins it."""
+        if buffer not in self.tensors:
+            self.tensors[buffer] = RunningAttention(self.tensors[buffers.Q])
+        return self.tensors[buffer]
 
 
 class Exchange:
@@ -125,14 +172,6 @@ class Exchange:
         """Whether this rank also computes attention for other ranks' queries."""
         return self.schedule.heads > 1 or self.schedule.queries_travel
 
-    @property
-    def num_queries(self) -> int:
-        """Number of queries per sequence for which this rank computes attention."""
-        return self.inside.tokens_per_worker
-
-    def recomputes(self, early: int | None) -> Recompute:
-        return Recompute.of(early, self.schedule.heads)
-
     def cast_rows(
         self, masks: Sequence[SequenceMask], inside: Layout, block: int | None
     ) -> CastRows | None:
@@ -172,11 +211,7 @@ class Exchange:
         scale: float,
         label: str = "",
     ) -> tuple[Tensor, Tensor, Saved]:
-        """Compute attention of this rank's queries over the whole sequence.
-
-        Returns:
-            out, with the shape of q; lse [batch, heads, tokens]; the tensors that `backward` needs.
-        """
+        """Return out, lse [batch, heads, tokens], and the tensors that `backward` needs."""
         run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
         run.run(run.program.operations)
         run.transport.end()
@@ -238,26 +273,17 @@ class Exchange:
         return rank in self.schedule.keeps[rank]
 
     def recompute(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kept: Saved,
-        early: int,
-        shard_tiles: ShardTiles,
-        kernel: Kernel,
-        scale: float,
-        label: str = "",
+        self, q: Tensor, k: Tensor, v: Tensor, kept: Saved, early: int, *call: Any
     ) -> tuple[Tensor, Saved]:
         """Restore the results of `forward` from what `kept_for_recompute` kept.
 
         Compute attention for the first ``early`` queries only. If ``early`` is not 0, all ranks
-        exchange KV again as in forward.
+        exchange KV again as in forward. call: the other arguments of `forward`.
         """
-        what = self.recomputes(early)
+        what = Recompute.of(early, self.schedule.heads)
         if what is Recompute.NOTHING:
             return self._restored(q, k, v, kept)
-        run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
+        run = self._begin_forward(q, k, v, *call)
         program, tensors = run.program.recomputed(what), run.tensors
         operations, inside = program.operations, program.inside
         run.run(operations[: inside.start])

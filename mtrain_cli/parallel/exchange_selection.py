@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,9 +17,8 @@ from mtrain_cli.config.exchanges import (
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.buffers import Kind
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import Nodes
 
@@ -32,6 +31,8 @@ _ASSUMED_MEMORY = 80 << 30
 # From this size on, gather in parts of the heads, so that most of the gather overlaps computation.
 _CHUNK_BYTES = 64 << 20
 _ACCUMULATION_BYTES = 4
+# How a label gives the numbers of an exchange that exceed 1.
+_DETAILS = {"chunks": "parts of the heads", "stages": "stages", "prefetch": "hops ahead"}
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,12 @@ class ExchangeChoice:
 
     @property
     def label(self) -> str:
-        parts = []
-        if self.heads > 1:
-            parts.append(f"ulysses over {self.heads}")
-        if self.heads == 1 or self.channels:
-            parts.append(self.name)
-        more = []
-        if self.chunks > 1:
-            more.append(f"{self.chunks} parts of the heads")
-        if self.stages > 1:
-            more.append(f"{self.stages} stages")
-        if self.prefetch > 1:
-            more.append(f"{self.prefetch} hops ahead")
+        shares = [f"ulysses over {self.heads}"] if self.heads > 1 else []
+        moves = [self.name] if self.heads == 1 or self.channels else []
+        more = [f"{n} {words}" for key, words in _DETAILS.items() if (n := getattr(self, key)) > 1]
         if self.queries_travel:
             more.append("queries circulate in backward")
-        return ", then ".join(parts) + (f" ({', '.join(more)})" if more else "")
+        return ", then ".join(shares + moves) + (f" ({', '.join(more)})" if more else "")
 
 
 @dataclass(frozen=True)
@@ -122,6 +114,10 @@ class ExchangeNeeds:
         """Number of tokens of a worker, over all sequences of a micro-batch."""
         return self.tokens // self.workers
 
+    @property
+    def memory(self) -> int:
+        return self.device_memory or _ASSUMED_MEMORY
+
     def sizes(self, tokens: int) -> ShardSizes:
         return ShardSizes(tokens, self.heads, self.kv_heads, self.head_dim, self.dtype_bytes)
 
@@ -143,13 +139,15 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     if match["name"] is not None and match["name"] not in EXCHANGE_TRAITS:
         return None
     details = match["more"].split(", ") if match["more"] else []
-    ahead, parts, stages = (
-        next((int(words.split()[0]) for words in details if words.endswith(end)), 1)
-        for end in ("hops ahead", "parts of the heads", "stages")
-    )
+    numbers = {
+        key: int(detail.split()[0])
+        for key, words in _DETAILS.items()
+        for detail in details
+        if detail.endswith(words)
+    }
     circulates = QUERIES if any(words.startswith("queries") for words in details) else KV
     heads = int(match["heads"] or 1)
-    options = ScheduleOptions(workers, per_node, parts, ahead, circulates, heads, stages)
+    options = ScheduleOptions(workers, per_node, circulates=circulates, heads=heads, **numbers)
     return match["name"] or HEAD_SHARING[ULYSSES], options
 
 
@@ -161,8 +159,7 @@ def short_label(label: str) -> str:
 def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int:
     """Return how many bytes of gathered tensors all-gather holds in a layer's backward pass.
 
-    chunks: number of equal parts of the heads, gathered one after the other. With more than one
-        part, the KV of two parts is in memory at a time.
+    With more than one part of the heads (``chunks``), the KV of two parts is in memory at a time.
     """
     size = _gathered(needs.workers, heads, chunks).of(needs.sizes(tokens=1), heads)
     return int(size * needs.tokens // needs.workers)
@@ -179,12 +176,7 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
-    """Return how many bytes a worker of a ring sends per hop in a layer's backward pass.
-
-    If queries circulate, the worker sends q, dout, lse, float32 dq and delta. A kernel that needs
-    out gets out instead of delta (BurstEngine, section 3.1). If keys circulate, the worker sends
-    KV and their float32 gradients.
-    """
+    """Return how many bytes a worker of a ring sends per hop in a layer's backward pass."""
     return int(_backward_of_two(circulates, needs.needs_out).sent(needs.sizes(needs.shard)))
 
 
@@ -266,23 +258,18 @@ def _fastest(
     given = topology.chunks if isinstance(topology.chunks, int) else None
     chunks = given or _fewest_chunks(needs, heads)
     size = gathered_bytes(needs, heads, chunks)
-    memory = needs.device_memory or _ASSUMED_MEMORY
     across = groups.several
     nodes = f"; every shard crosses to each of {needs.nodes} nodes once" if across else ""
     calls = "one collective and one kernel call a layer"
     if chunks > 1:
         calls = f"one collective and one kernel call for each of {chunks} parts of the heads"
     # If the user sets the number of parts, use all_gather in these parts.
-    if size <= _GATHER_SHARE * memory or (given or 1) > 1:
-        return (
-            exchange_name(gathers=True, hierarchical=across),
-            f"{calls}; gathered KV and dKV take {_format_bytes(size)} at once{nodes}",
-        )
-    return (
-        exchange_name(gathers=False, hierarchical=across),
-        f"gathered KV and dKV would take {_format_bytes(size)} at once, over {_GATHER_SHARE:.0%} "
-        f"of {memory / 2**30:.0f} GiB{nodes}",
-    )
+    gathers = size <= _GATHER_SHARE * needs.memory or (given or 1) > 1
+    name, at_once = exchange_name(gathers=gathers, hierarchical=across), _format_bytes(size)
+    if gathers:
+        return name, f"{calls}; gathered KV and dKV take {at_once} at once{nodes}"
+    most = f"{_GATHER_SHARE:.0%} of {needs.memory / 2**30:.0f} GiB"
+    return name, f"gathered KV and dKV would take {at_once} at once, over {most}{nodes}"
 
 
 def _divisors(heads: int) -> list[int]:
@@ -295,21 +282,13 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     # more communication.
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
-    divisors = _divisors(kv_heads)
-    first = 2 if large and 2 in divisors else 1
-    most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
-    return next(
-        (n for n in divisors if n >= first and gathered_bytes(needs, heads, n) <= most),
-        divisors[-1],
-    )
+    least = 2 if large and kv_heads % 2 == 0 else 1
+    return _fewest(kv_heads, needs, lambda n: gathered_bytes(needs, heads, n), least)
 
 
-def _fewest_parts(needs: ExchangeNeeds) -> int:
-    """Return the number of equal parts of the heads that a single worker computes one by one."""
-    most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
-    size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
-    divisors = _divisors(needs.kv_heads)
-    return next((n for n in divisors if size // n <= most), divisors[-1])
+def _fewest(kv_heads: int, needs: ExchangeNeeds, size: Callable[[int], int], least: int = 1) -> int:
+    parts = [n for n in _divisors(kv_heads) if n >= least]
+    return next((n for n in parts if size(n) <= _PART_SHARE * needs.memory), parts[-1])
 
 
 def _chunks(
@@ -320,11 +299,14 @@ def _chunks(
     if topology.chunks == "auto":
         if not gathers or (groups == 1 and heads > 1):
             return 1
-        return _fewest_chunks(needs, heads) if groups > 1 else _fewest_parts(needs)
+        if groups > 1:
+            return _fewest_chunks(needs, heads)
+        # A single worker computes the parts one by one.
+        size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
+        return _fewest(kv_heads, needs, lambda n: size // n)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
-        gathering = (n for n, traits in EXCHANGE_TRAITS.items() if traits.gathers)
-        raise _refusal(topology, "chunks", gathering, name)
+        raise _refusal(topology, "chunks", name, lambda traits: traits.gathers)
     if kv_heads % topology.chunks:
         raise ConfigError(
             f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads "
@@ -338,18 +320,22 @@ def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
     if topology.stages == "auto":
         return 1
     assert isinstance(topology.stages, int)
-    traits = EXCHANGE_TRAITS[name]
-    casts = {n: t for n, t in EXCHANGE_TRAITS.items() if t.by_mask}
-    fitting = [n for n, t in casts.items() if topology.stages < 3 or t.hierarchical]
-    if topology.stages > 1 and name not in fitting:
-        raise _refusal(topology, "stages", fitting, name)
-    several = traits.hierarchical and groups.several
+    three = topology.stages > 2
+
+    def fits(traits: ExchangeTraits) -> bool:
+        return traits.by_mask and (traits.hierarchical or not three)
+
+    if topology.stages > 1 and not fits(EXCHANGE_TRAITS[name]):
+        raise _refusal(topology, "stages", name, fits)
+    several = EXCHANGE_TRAITS[name].hierarchical and groups.several
     return min(topology.stages, 3 if several else 2 if groups.workers > 1 else 1)
 
 
-def _refusal(topology: TopologyConfig, key: str, fitting: Iterable[str], name: str) -> ConfigError:
+def _refusal(
+    topology: TopologyConfig, key: str, name: str, fits: Callable[[ExchangeTraits], bool]
+) -> ConfigError:
     """Return the error that a setting fits other exchanges than the one in use."""
-    *names, last = fitting
+    *names, last = (name for name, traits in EXCHANGE_TRAITS.items() if fits(traits))
     names_text = f"{', '.join(names)} and {last}" if names else last
     resolved = f" (here: {name})" if topology.exchange == "auto" else ""
     return ConfigError(
@@ -362,15 +348,13 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     rings = not EXCHANGE_TRAITS[name].gathers
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
-        ring_names = (n for n, traits in EXCHANGE_TRAITS.items() if not traits.gathers)
-        raise _refusal(topology, "circulates", ring_names, name)
+        raise _refusal(topology, "circulates", name, lambda traits: not traits.gathers)
     if topology.circulates != "auto":
         return topology.circulates
     # With a block bitmap, queries from other workers would need those workers' rows of the bitmap.
     if not rings or bitmap or needs.workers == 1:
         return KV
-    fewer = ring_backward_bytes(needs, QUERIES) < ring_backward_bytes(needs, KV)
-    return QUERIES if fewer else KV
+    return min(KV, QUERIES, key=lambda circulates: ring_backward_bytes(needs, circulates))
 
 
 def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:

@@ -6,9 +6,8 @@
     gradients   whole (ZeRO-2)         float32 shards      weights once + n x gradients
     optimizer   whole (ZeRO-1)         whole, float32      weights once + gradients once
 
-Even under ``full``, weights outside the layers are gathered once per micro-batch: FSDP2 keeps the
-root module whole from forward to backward. Optimizer states and float32 weights are always sharded,
-so all three modes write the same checkpoints.
+FSDP2 keeps the weights outside the layers whole from forward to backward, even under ``full``.
+Optimizer states and float32 weights are always sharded: all modes write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ def shard_parameters(
 ) -> None:
     """Shard a decoder in place, layer by layer. Parameters keep their dtype.
 
-    Gradients are summed over workers, not averaged: the loss is already divided by the number of
-    valid tokens in the whole step. Over micro-batches a worker accumulates gradients in the
-    parameters' dtype, but in reduce_dtype under ``optimizer``.
+    Gradients are summed over workers: the loss is already divided by the tokens of the whole step.
+    Over micro-batches a worker accumulates gradients in the parameters' dtype, but in reduce_dtype
+    under ``optimizer``.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -79,11 +78,9 @@ def shard_parameters(
 
 
 def sharded_dimension(shape: Sequence[int], workers: int) -> int | None:
-    """Return the dimension along which the weight of experts is sharded; None if there is none.
+    """Return the dimension along which experts' weights, [experts, rows, columns], are sharded.
 
     FSDP2 shards dimensions other than the first only into equal parts.
-
-    shape: ``[experts, rows, columns]``.
     """
     return next((dim for dim in (1, 2) if shape[dim] % workers == 0), None)
 
@@ -99,9 +96,8 @@ def begin_micro_batch(
 ) -> None:
     """Set whether the next backward pass frees gathered weights and reduces gradients.
 
-    Under ``full`` every backward pass frees weights and reduces gradients. Under ``gradients``
-    every pass reduces gradients, but only the last micro-batch's pass frees weights. Under
-    ``optimizer`` only the last micro-batch's pass does either.
+    Under ``full`` every pass does both, under ``optimizer`` only the last micro-batch's pass. Under
+    ``gradients`` every pass reduces gradients, and the last one frees weights.
 
     layers: numbers of the layers to which this applies. None applies to the whole decoder, an empty
         iterable to the weights outside the layers.
@@ -144,17 +140,13 @@ def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
 def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]) -> None:
     """Call ``hook(unit, packed)`` after every reduction of gradients. Keep no ``grad``.
 
-    packed: the unit's reduced gradients, 1-D, in the dtype of the reduction. This tensor holds the
-        worker's shards one after the other, each padded with zeros to the size of rank 0's shard.
-        FSDP2 writes the tensor on its own stream, and the hook runs on that stream.
+    packed: the unit's reduced gradients, 1-D, in the dtype of the reduction: the worker's shards
+        one after the other, each padded with zeros to the size of rank 0's shard. FSDP2 writes the
+        tensor on its own stream, and the hook runs on that stream.
     """
     for number, module in enumerate(_units(decoder)):
         assert isinstance(module, FSDPModule)
-
-        def call(packed: Tensor, number: int = number) -> None:
-            hook(number, packed)
-
-        module.set_all_reduce_hook(call)
+        module.set_all_reduce_hook(partial(hook, number))
     for parameter in decoder.parameters():
         # FSDP2 would store a rounded copy of the gradient here.
         parameter.register_post_accumulate_grad_hook(_drop)

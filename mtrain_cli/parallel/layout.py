@@ -1,9 +1,8 @@
 """Layouts: which worker of a context group holds which tokens of a sequence.
 
-A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a
-worker's slots hold ascending positions, so an interval of keys in the sequence is an interval of
-slots in any key shard (`mtrain_cli.attention.mask`). If a sequence cannot be split into equal
-shards, padding is added at its end.
+A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). A worker's slots hold
+ascending positions, so an interval of keys in the sequence is an interval of slots in any key shard
+(`mtrain_cli.attention.mask`). Padding at the end makes shards equal.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Layout(ABC):
     """A distribution of a sequence's tokens over workers.
 
     block_size: number of tokens per block of a striped layout.
-    unit: number of tokens that divides the length of every contiguous piece of a shard. With a
-        dynamic index, ``unit`` is the index's block size.
+    unit: number of tokens that divides the length of every contiguous piece of a shard, such as the
+        block size of a dynamic index.
     """
 
     workers: int
@@ -59,11 +58,7 @@ class Layout(ABC):
         """Return the global position of each slot of a rank, ascending, [tokens_per_worker]."""
 
     def to_sequence(self, shards: Tensor) -> Tensor:
-        """Turn shards in rank order into the sequence, with one copy.
-
-        shards: [workers, batch, tokens_per_worker, ...].
-        Returns: [batch, padded_seq, ...].
-        """
+        """Turn shards [workers, batch, tokens_per_worker, ...] into [batch, padded_seq, ...]."""
         return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: Tensor) -> Tensor:
@@ -75,13 +70,13 @@ class Layout(ABC):
         """Write the result of `to_shards` into ``shards``, which may have another dtype."""
         copy(self.to_shards(sequence), shards)
 
-    @abstractmethod
-    def _to_sequence(self, shards: Tensor) -> Tensor:
-        """Do the work of `to_sequence`. ``shards`` may be a view with wider elements."""
+    # These do the work of `to_sequence` and `to_shards`, on views that may have wider elements.
 
     @abstractmethod
-    def _to_shards(self, sequence: Tensor) -> Tensor:
-        """Do the work of `to_shards`. ``sequence`` may be a view with wider elements."""
+    def _to_sequence(self, shards: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _to_shards(self, sequence: Tensor) -> Tensor: ...
 
 
 class Contiguous(Layout):
@@ -133,9 +128,9 @@ class Zigzag(Layout):
 class Striped(Layout):
     """Deal blocks to the ranks in turn: rank r holds blocks r, r + workers, r + 2 * workers, ...
 
-    In each ring step all ranks compute the same set of block diagonals: all diagonals whose number
-    has the same remainder modulo workers. The layout therefore also balances dynamic sparse
-    attention, which keeps whole diagonals (MTraining, section 4.1).
+    In each ring step all ranks compute the same block diagonals, those whose number has the same
+    remainder modulo workers. So the layout also balances dynamic sparse attention, which keeps
+    whole diagonals (MTraining, section 4.1).
     """
 
     name = "striped"
@@ -173,20 +168,15 @@ class _Permuted(Layout):
         """The number of tokens per piece."""
 
     @cached_property
-    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The index of each piece in the concatenated shards, and the inverse permutation."""
-        positions = np.concatenate([self.positions(r) for r in range(self.workers)])
-        order = positions[:: self._piece] // self._piece
-        return np.argsort(order), order
-
-    @cached_property
     def _moved(self) -> dict[torch.device, Pair]:
         return {}
 
     def _on(self, device: torch.device) -> Pair:
+        """Return the index of each piece in the concatenated shards, and the inverse."""
         if device not in self._moved:
-            order, back = (to_device(places, device) for places in self._places)
-            self._moved[device] = order, back
+            positions = np.concatenate([self.positions(r) for r in range(self.workers)])
+            order = positions[:: self._piece] // self._piece
+            self._moved[device] = to_device(np.argsort(order), device), to_device(order, device)
         return self._moved[device]
 
     def _to_sequence(self, shards: Tensor) -> Tensor:
@@ -205,10 +195,7 @@ class _Permuted(Layout):
 
 @dataclass(frozen=True)
 class Joined(_Permuted):
-    """A layout whose shards each combine the shards of neighboring ranks of another layout.
-
-    together: number of ranks of ``base`` per shard. The positions of a shard's tokens ascend.
-    """
+    """A layout whose shards each combine those of ``together`` neighboring ranks of ``base``."""
 
     base: Layout | None = None
     together: int = 1
@@ -216,9 +203,8 @@ class Joined(_Permuted):
 
     @staticmethod
     def of(base: Layout, together: int) -> Joined:
-        return Joined(
-            base.workers // together, base.seq, base.block_size, base.unit, base, together
-        )
+        sizes = base.workers // together, base.seq, base.block_size, base.unit
+        return Joined(*sizes, base, together)
 
     @property
     def _multiple(self) -> int:
@@ -266,7 +252,6 @@ _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigza
 
 
 def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 1) -> Layout:
-    """Make the layout called ``name``."""
     if name not in _LAYOUTS:
         raise ValueError(f"topology.layout={name}: no such layout; allowed: {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name](workers, seq, block_size, unit)
@@ -275,8 +260,7 @@ def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 
 def early_queries(queries: int, keep: float, block: int | None) -> int:
     """Return how many of a worker's queries recomputation computes again.
 
-    The number is rounded to whole blocks of the index. Without an index, it is rounded to whole
-    kernel tiles if the worker has at least 16 tiles.
+    These are whole blocks of the index, or whole kernel tiles if the worker has at least 16.
     """
     unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
     return min(queries, round((1 - keep) * queries / unit) * unit)
@@ -297,14 +281,12 @@ class Placement:
     def token_order(self, shard: int, device: torch.device) -> Pair:
         """Return the permutation that sorts the tokens after an all-to-all, and its inverse.
 
-        The all-to-all delivers the tokens of the ranks that share heads rank after rank. Both
-        results are int64 [tokens]. They are copied to the device once.
+        The all-to-all delivers the tokens of the ranks that share heads rank after rank.
         """
         key = shard, device
         if key not in self._orders:
             ranks = range(shard * self.heads, (shard + 1) * self.heads)
-            order = np.argsort(
-                np.concatenate([self.layout.positions(rank) for rank in ranks]), kind="stable"
-            )
+            positions = np.concatenate([self.layout.positions(rank) for rank in ranks])
+            order = np.argsort(positions, kind="stable")
             self._orders[key] = to_device(order, device), to_device(np.argsort(order), device)
         return self._orders[key]

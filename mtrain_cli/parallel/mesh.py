@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -22,10 +22,9 @@ class ContextGroup:
     """The workers that share one sequence, from the view of one worker.
 
     channels: communicators. Each channel of the exchange has one communicator for data and one for
-        gradients, so that neither queues behind the other. Empty for a group of one worker.
+        gradients, so that neither queues behind the other.
     heads: number of ranks that trade tokens for heads (Ulysses) before keys move.
-    exchange: the ranks that hold this rank's heads; keys move among these ranks. None if all ranks
-        of the group hold the same heads.
+    exchange: the ranks that hold this rank's heads; None if all ranks of the group do.
     """
 
     rank: int
@@ -72,12 +71,17 @@ def make_context_group(
 
     All ranks must call this: `dist.new_group` is collective over the whole job.
 
-    timeout: longest wait for one message. A peer that takes longer counts as hung. None for
-        torch's default.
+    timeout: longest wait for one message, after which a peer counts as hung.
     """
     cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
     per_node = min(per_node or cp, cp)
-    make = GroupMaker(rank, dims, timeout, "cp")
+
+    def make(sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        of_ranks = [[group[place] for place in s] for group in dims.groups("cp") for s in sets]
+        own_group = new_group(rank, of_ranks, timeout)
+        assert own_group is not None
+        return own_group
+
     whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
     if heads == 1:
         groups = _channels(make, [list(range(cp))], per_node, channels)
@@ -85,8 +89,7 @@ def make_context_group(
     else:
         # Rank p of every head group exchanges keys with rank p of the other head groups.
         counterparts = [list(range(p, cp, heads)) for p in range(heads)]
-        groups_per_node = max(1, per_node // heads)
-        groups_per_node = min(groups_per_node, cp // heads)
+        groups_per_node = min(max(1, per_node // heads), cp // heads)
         groups = _channels(make, counterparts, groups_per_node, channels)
         if cp > heads:
             groups[WHOLE] = make(counterparts)
@@ -94,8 +97,7 @@ def make_context_group(
         exchange = ContextGroup(place // heads, same_heads, groups_per_node, groups)
         head_groups = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
         group = ContextGroup(place, ranks, per_node, {**whole, **head_groups}, heads, exchange)
-    of_keys = group.exchange.channels.values() if group.exchange else ()
-    connect_all([*group.channels.values(), *of_keys], device)
+    connect_all([*group.channels.values(), *(groups.values() if heads > 1 else ())], device)
     return group
 
 
@@ -105,35 +107,23 @@ def connect_all(groups: Sequence[dist.ProcessGroup], device: torch.device) -> No
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-@dataclass(frozen=True)
-class GroupMaker:
-    """Make communicators.
-
-    A call makes a communicator for each given set of coordinates in every group along a dimension.
-    It returns the communicator to which this rank belongs.
-    """
-
-    rank: int
-    dims: ParallelDims
-    timeout: timedelta | None
-    dim: str
-
-    def __call__(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        own_group: dist.ProcessGroup | None = None
-        for group in self.dims.groups(self.dim):
-            for places in sets:
-                members = [group[place] for place in places]
-                # Every rank must call new_group for every group, in the same order.
-                made = dist.new_group(members, timeout=self.timeout)
-                if self.rank in members:
-                    assert own_group is None
-                    own_group = made
-        assert own_group is not None
-        return own_group
+def new_group(
+    rank: int, sets: Iterable[Sequence[int]], timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """Make a communicator for each set of ranks. Return the one to which this rank belongs."""
+    own_group: dist.ProcessGroup | None = None
+    for members in sets:
+        # Every rank must call new_group for every group, in the same order.
+        made = dist.new_group(list(members), timeout=timeout)
+        own_group = made if rank in members else own_group
+    return own_group
 
 
 def _channels(
-    make: GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]
+    make: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup],
+    sets: Sequence[list[int]],
+    per_node: int,
+    names: Sequence[str],
 ) -> dict[Channel, dist.ProcessGroup]:
     """Make the communicators of the named channels within each set of ranks."""
     size = len(sets[0])

@@ -1,13 +1,14 @@
 """NVTX ranges in the domain ``mtrain``, for Nsight Systems and other profilers.
 
-The step of the exchange is the payload of a range, not part of the range's name, so that
-`nsys stats` can aggregate by name. If no profiler listens, a range costs nothing.
+The step of the exchange is the payload of a range, so that `nsys stats` can aggregate by name. If
+no profiler listens, a range costs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 DOMAIN = "mtrain"
@@ -56,17 +57,9 @@ def span(kind: str, direction: str, link: str, step: int) -> AbstractContextMana
     return nullcontext() if ranges is None else ranges.span(name(kind, direction, link), kind, step)
 
 
-_LISTENER: list[NvtxRanges | None] = []
-
-
+@cache
 def listener() -> NvtxRanges | None:
     """Return the object that records ranges, or None if no profiler listens."""
-    if not _LISTENER:
-        _LISTENER.append(_make_ranges())
-    return _LISTENER[0]
-
-
-def _make_ranges() -> NvtxRanges | None:
     try:
         import nvtx
     except ImportError:

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mtrain_cli.attention.kernel import Saved
-from mtrain_cli.attention.partials import row_delta
+from mtrain_cli.attention.partials import Pair, accumulation_dtype, merge, row_delta
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer
-from mtrain_cli.parallel.executor import Executor, QueryMessage, RunningAttention
 from mtrain_cli.parallel.program import Compute, ComputeColumns, Copy, Part, Post
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE
 from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, SUM
@@ -30,6 +29,63 @@ from mtrain_cli.parallel.wide_copy import (
     split_heads,
     sum_repeated_heads,
 )
+
+if TYPE_CHECKING:
+    from mtrain_cli.parallel.exchange import Executor
+
+
+class QueryMessage:
+    """The format of a query message: q, dout, lse, and out if the kernel needs it, else delta."""
+
+    def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:
+        self._shapes, self._needs_out = shapes, needs_out
+        self._sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
+        # Align every part to 256 bytes, as torch's allocator does.
+        self._room = [-(-n // 256) * 256 for n in self._sizes]
+
+    @staticmethod
+    def pack(rows: tuple[Any, ...], *, needs_out: bool) -> tuple[QueryMessage, Tensor]:
+        """Pack q, dout, out, lse and delta. Return the format and the message, uint8 [bytes]."""
+        q, dout, out, lse, delta = rows
+        parts = [q, dout, lse, out if needs_out else delta]
+        message = QueryMessage([(t.shape, t.dtype) for t in parts], needs_out=needs_out)
+        packed = torch.empty(sum(message._room), dtype=torch.uint8, device=q.device)
+        for place, part in zip(packed.split(message._room), parts, strict=True):
+            flat = part.contiguous().view(-1).view(torch.uint8)
+            place[: len(flat)] = flat
+        return message, packed
+
+    def unpack(self, packed: Tensor) -> tuple[Any, ...]:
+        """Return q, dout, out, lse, delta. Only one of out and delta is sent; the other is None."""
+        places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
+        q, dout, lse, last = (
+            place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places
+        )
+        return (q, dout, last, lse, None) if self._needs_out else (q, dout, None, lse, last)
+
+
+class RunningAttention:
+    """Attention over the keys added so far. sums: out and lse; None before the first keys."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q, self._high = q, accumulation_dtype(q.dtype)
+        self.sums: Pair | None = None
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention over further keys. The first call takes over ``out`` and ``lse``."""
+        if self.sums is None:
+            self.sums = out, lse
+        else:
+            self.sums = self.sums[0].to(self._high), self.sums[1]
+            merge(*self.sums, out, lse)
+
+    def result(self) -> Pair:
+        """Return out in the dtype of q, and lse. If no key was added, out is 0 and lse -inf."""
+        q = self._q
+        if self.sums is not None:
+            return self.sums[0].to(q.dtype), self.sums[1]
+        shape = q.shape[0], q.shape[2], q.shape[1]
+        return torch.zeros_like(q), q.new_full(shape, float("-inf"), dtype=self._high)
 
 
 class PostHop(Post):
@@ -43,7 +99,7 @@ class PostHop(Post):
 
 
 class PostGather(Post):
-    """Gather a part of the heads. If a copy of the part leaves, the operation writes it, too."""
+    """Gather a part of the heads."""
 
     def run(self, state: Executor) -> None:
         arriving, *copy = self.writes
@@ -91,10 +147,7 @@ class PostCast(Post):
 
 
 class PostReturn(Post):
-    """Send gradients of rows to their owners.
-
-    The second buffer that the operation reads, if any, returned what the last cast forwarded.
-    """
+    """Send gradients of rows to their owners, with what the last cast forwarded and got back."""
 
     def run(self, state: Executor) -> None:
         gradients, *returned = self.read(state)
@@ -125,13 +178,12 @@ class ComputeForward(Compute):
     """Read q and keys, and write one buffer with out and lse."""
 
     def run(self, state: Executor) -> None:
-        if (tiles := self.tiles(state)) is None:
-            return
-        q, keys = self.read(state)
-        q = part_of_heads(q, self.piece, 2)
-        with state.transport.span(ATTENTION):
-            part = state.kernel.forward(q, keys[0], keys[1], tiles, state.scale)
-        state.tensors[self.writes[0]] = part
+        if (tiles := self.tiles(state)) is not None:
+            q, (k, v) = self.read(state)
+            q = part_of_heads(q, self.piece, 2)
+            with state.transport.span(ATTENTION):
+                part = state.kernel.forward(q, k, v, tiles, state.scale)
+            state.tensors[self.writes[0]] = part
 
 
 class ComputeBackward(Compute):
@@ -142,10 +194,9 @@ class ComputeBackward(Compute):
 
     def run(self, state: Executor) -> None:
         if (tiles := self.tiles(state)) is not None:
-            q, dout, out, lse, *delta, keys = self.read(state)
-            if self.piece[1] > 1:
-                q, dout, out = (part_of_heads(t, self.piece, 2) for t in (q, dout, out))
-            saved = Saved(q, keys[0], keys[1], out, lse, delta[0] if delta else None)
+            q, dout, out, lse, *delta, (k, v) = self.read(state)
+            q, dout, out = (part_of_heads(t, self.piece, 2) for t in (q, dout, out))
+            saved = Saved(q, k, v, out, lse, delta[0] if delta else None)
             self._call(state, dout, saved, tiles)
 
     def _call(self, state: Executor, dout: Tensor, saved: Saved, tiles: Tiles) -> None:
@@ -159,10 +210,10 @@ class ComputeMessage(ComputeBackward):
 
     def run(self, state: Executor) -> None:
         if (tiles := self.tiles(state)) is not None:
-            message, keys = self.read(state)
+            message, (k, v) = self.read(state)
             assert state.message is not None
-            q, dout, out, lse, delta = state.message.unpack(message)
-            self._call(state, dout, Saved(q, keys[0], keys[1], out, lse, delta), tiles)
+            q, dout, *rest = state.message.unpack(message)
+            self._call(state, dout, Saved(q, k, v, *rest), tiles)
 
 
 class ColumnsForward(ComputeColumns):
@@ -170,12 +221,10 @@ class ColumnsForward(ComputeColumns):
 
     def run(self, state: Executor) -> None:
         q, columns = (state.tensors[buffer] for buffer in self.reads[:2])
-        total = state.total(self.writes[0])
-        assert state.columns is not None
+        total, where = state.total(self.writes[0]), state.columns
+        assert where is not None
         with state.transport.span(COLUMNS):
-            total.sums = state.kernel.forward_columns(
-                q, columns, state.columns, state.scale, total.sums
-            )
+            total.sums = state.kernel.forward_columns(q, columns, where, state.scale, total.sums)
 
 
 class ColumnsBackward(ComputeColumns):
@@ -184,10 +233,9 @@ class ColumnsBackward(ComputeColumns):
     def run(self, state: Executor) -> None:
         q, dout, _, lse, delta, columns = self.read(state)
         assert state.columns is not None
+        call = dout, q, columns, lse, delta, state.columns, state.scale
         with state.transport.span(COLUMNS):
-            gradients = state.kernel.backward_columns(
-                dout, q, columns, lse, delta, state.columns, state.scale
-            )
+            gradients = state.kernel.backward_columns(*call)
         state.tensors.update(zip(self.writes, gradients, strict=True))
 
 
@@ -217,8 +265,7 @@ class MergeForward(Merge):
 class MergeBackward(Merge):
     """Add dq, and dk and dv, to their sums.
 
-    begins: the sums that this operation overwrites instead of adding to them. If the step has no
-        results, the operation sets these sums to 0.
+    begins: the sums that this operation overwrites, with 0 if the step has no results.
     """
 
     begins: tuple[Buffer, ...] = ()
@@ -249,8 +296,7 @@ class Reduce(Copy):
     """Add a received gradient to this rank's own part of that gradient."""
 
     def run(self, state: Executor) -> None:
-        total = state.tensors[self.writes[0]]
-        total += state.tensors[self.reads[0]]
+        state.tensors[self.writes[0]].add_(state.tensors[self.reads[0]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +312,7 @@ class ReduceRows(Reduce):
 class Arrange(Copy):
     """Copy tensors into another order, shape or dtype.
 
-    timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
+    timed: whether a profile shows the copy as a span, not as part of a gap.
     among: number of ranks per node if shards come from or go to a hierarchical collective, else 0.
     stage: copy only the rows of this stage of a group cast; None for all rows.
     """
@@ -292,8 +338,6 @@ class Pack(Arrange):
 
 
 class Pick(Arrange):
-    """Copy single columns out of this rank's keys."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         assert state.columns is not None
         (packed,) = self.read(state)
@@ -312,8 +356,6 @@ class Delta(Arrange):
 
 
 class Message(Arrange):
-    """Pack what others need to compute gradients of these queries."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         q, dout, out, lse, *delta = self.read(state)
         rows = q, dout, out, lse, delta[0] if delta else None
@@ -339,8 +381,6 @@ class TakeSum(Arrange):
 
 
 class Result(Arrange):
-    """Convert the output, or a part of its heads, to the compute dtype."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         q, total = state.tensors[self.reads[0]], state.tensors.get(self.reads[1])
         return (total or RunningAttention(part_of_heads(q, self.piece, 2))).result()
@@ -359,16 +399,12 @@ class Gradients(Arrange):
 
 
 class Take(Arrange):
-    """Copy one part of the heads from this rank's keys."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         (packed,) = self.read(state)
         return ([part_of_heads(packed[i], self.piece, 2).contiguous() for i in (0, 1)],)
 
 
 class Order(Arrange):
-    """Bring gathered keys into sequence order."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         shards = state.tensors.pop(self.reads[0])
         if self.among:
@@ -378,16 +414,12 @@ class Order(Arrange):
 
 
 class JoinOut(Arrange):
-    """Concatenate out and lse over all parts of the heads."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         outs, lses = zip(*self.read(state), strict=True)
         return concatenate(outs, 2), concatenate(lses, 1)
 
 
 class Cut(Arrange):
-    """Copy one part of the heads from lse."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         (lse,) = self.read(state)
         # With more than one sequence a part of the heads is not contiguous.
@@ -400,7 +432,7 @@ class Place(Arrange):
     def copy(self, state: Executor) -> Sequence[Any]:
         q, packed, dq, keys = self.read(state)
         # If one part is all, its dq is the whole tensor.
-        whole, whole_keys = (state.tensors.get(buffer) for buffer in self.writes)
+        whole, whole_keys = map(state.tensors.get, self.writes)
         whole = torch.empty_like(q) if whole is None else whole
         whole_keys = torch.empty_like(packed) if whole_keys is None else whole_keys
         if whole is not dq:
@@ -411,8 +443,6 @@ class Place(Arrange):
 
 
 class Shards(Arrange):
-    """Cut key gradients into the ranks' shards."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         ((dk, dv),) = self.read(state)
         layout = state.tiles.placement.inside
@@ -442,8 +472,6 @@ class MergeStage(Arrange):
 
 
 class ZeroRows(Arrange):
-    """Start the gradients of own rows and received rows."""
-
     def copy(self, state: Executor) -> Sequence[Any]:
         (own,) = self.read(state)
         return (state.rows.zeros(part_of_heads(own, self.piece, 3), state.high),)

@@ -1,11 +1,8 @@
 """Pinned host memory for copies to and from a GPU.
 
-``torch.empty(..., pin_memory=True)`` pins page by page on one thread. On the host of an H200 it
-pins 1.6 to 2.7 GiB/s, so the 300 GiB that a long sequence offloads take at least two minutes. torch
-also rounds each allocation up to a power of two.
-
-This module maps large regions, in huge pages if available, writes to them from several
-threads, and registers them with CUDA. Eight threads pin 20 GiB/s (profiles/notes.md).
+torch pins page by page on one thread, 1.6 to 2.7 GiB/s on the host of an H200, and rounds each
+allocation up to a power of two. This module maps large regions, writes to them from several threads
+and registers them with CUDA: eight threads pin 20 GiB/s (profiles/notes.md).
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ class PinnedMemory:
     Small tensors share a region of `ARENA` bytes; a large tensor has its own region. A region is
     freed when no tensor uses it. This object keeps the unused rest of at most two regions.
 
-    registers: whether this object pins memory by registering it with CUDA. It becomes False when
-        CUDA refuses. From that moment torch pins the memory.
+    registers: whether CUDA registers memory for this object. If CUDA refuses, torch pins it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,10 +107,7 @@ def touching_threads() -> int:
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
-    """Write to every page of new memory with several threads, so that the system provides it.
-
-    memory: uint8. The first byte of each page becomes 0.
-    """
+    """Write 0 to every page of new memory with several threads, so that the system provides it."""
 
     def write(part: np.ndarray) -> None:
         part[:: mmap.PAGESIZE] = 0

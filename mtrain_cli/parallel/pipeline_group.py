@@ -36,10 +36,9 @@ from mtrain_cli.parallel.transport import explain_peer_loss
 class PipelineGroup:
     """The workers that pass a micro-batch on, from the view of one worker.
 
-    channels: communicators of this worker's channels. Each payload has its own communicator in
-        each direction, so that no message queues behind another.
-    ends: communicator of the first and the last stage if they share the weight of tied embeddings;
-        None on other stages, or without a shared weight.
+    channels: communicators. Each payload has its own in each direction, so that no message queues
+        behind another.
+    ends: communicator of the first and the last stage if they share the weight of tied embeddings.
     """
 
     stage: int
@@ -57,12 +56,9 @@ class PipelineGroup:
         if self.ends is None:
             return
         other = self.ranks[self.size - 1 - self.stage]
-        with explain_peer_loss(
-            f"pipeline, stage {self.stage}, tied embedding",
-            f"waits for gradients from rank {other}",
-            f"gradients from rank {other} did not arrive",
-            other,
-        ):
+        where = f"pipeline, stage {self.stage}, tied embedding"
+        what = f"gradients from rank {other}"
+        with explain_peer_loss(where, f"waits for {what}", f"{what} did not arrive", other):
             dist.all_reduce(shared, group=self.ends)
 
 
@@ -75,10 +71,7 @@ def make_pipeline_group(
     *,
     tied: bool = False,
 ) -> PipelineGroup:
-    """Make the communicators of all pipelines and return this rank's group.
-
-    All ranks must call this.
-    """
+    """Make the communicators of all pipelines, on all ranks. Return this rank's group."""
     channels: dict[Channel, dist.ProcessGroup] = {}
     ends = None
     for ranks in dims.groups("pp"):
@@ -110,8 +103,7 @@ def _send_first(
     number = torch.zeros(1, device=device)
     for (_, sender, receiver), group in channels.items():
         sends = ranks[sender] == rank
-        operation = dist.isend if sends else dist.irecv
-        peer = ranks[receiver] if sends else ranks[sender]
+        operation, peer = (dist.isend, ranks[receiver]) if sends else (dist.irecv, ranks[sender])
         for work in dist.batch_isend_irecv([dist.P2POp(operation, number, peer, group)]):
             work.wait()
 
@@ -151,7 +143,6 @@ class PipelineExecutor:
         self._leaving: dict[Channel, deque[_Message]] = defaultdict(deque)
 
     def run(self, actions: Sequence[Action], passes: StagePasses) -> None:
-        """Run the actions of this stage."""
         try:
             for action in actions:
                 if action.kind == RECEIVE:

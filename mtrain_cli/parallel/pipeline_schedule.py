@@ -32,11 +32,7 @@ Channel = tuple[str, int, int]
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One action of a stage.
-
-    kind: FORWARD or BACKWARD of a micro-batch through a virtual stage, or SEND or RECEIVE of a
-        message.
-    """
+    """A pass of a micro-batch through a virtual stage, or the SEND or RECEIVE of a message."""
 
     kind: str
     virtual_stage: int
@@ -47,9 +43,8 @@ class Action:
     def peer(self) -> int:
         """The virtual stage at the other end of a message."""
         assert self.payload
-        return self.virtual_stage + (
-            1 if (self.kind == SEND) == (self.payload == ACTIVATIONS) else -1
-        )
+        ahead = (self.kind == SEND) == (self.payload == ACTIVATIONS)
+        return self.virtual_stage + (1 if ahead else -1)
 
     @property
     def message(self) -> tuple[str, int, int]:
@@ -62,9 +57,9 @@ class Action:
 class Pipeline:
     """The pipeline of a run.
 
-    virtual_stages: number of virtual stages on each stage (v). Only INTERLEAVED takes more than 1.
-    micro_batches: number of micro-batches of a context group in a step (m). A training step of
-        INTERLEAVED needs a multiple of ``stages``.
+    virtual_stages: number of virtual stages on each stage (v), more than 1 only for INTERLEAVED.
+    micro_batches: number of micro-batches of a context group in a step (m), a multiple of
+        ``stages`` if a step of INTERLEAVED trains.
     """
 
     schedule: str
@@ -148,14 +143,14 @@ class Pipeline:
     def received(self, action: Action) -> list[Action]:
         """Return the receive that a computation waits for, if any."""
         first, payload = (0, ACTIVATIONS) if action.kind == FORWARD else (self.last, GRADIENTS)
-        needed = action.virtual_stage != first
-        return [Action(RECEIVE, action.virtual_stage, action.micro_batch, payload)] * needed
+        of_pass = action.virtual_stage, action.micro_batch, payload
+        return [Action(RECEIVE, *of_pass)] if action.virtual_stage != first else []
 
     def sent(self, action: Action) -> list[Action]:
         """Return the send of a computation's result, if any."""
         end, payload = (self.last, ACTIVATIONS) if action.kind == FORWARD else (0, GRADIENTS)
-        needed = action.virtual_stage != end
-        return [Action(SEND, action.virtual_stage, action.micro_batch, payload)] * needed
+        of_pass = action.virtual_stage, action.micro_batch, payload
+        return [Action(SEND, *of_pass)] if action.virtual_stage != end else []
 
 
 def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Counter[int]:
@@ -174,8 +169,6 @@ def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Coun
 
 # Sends of a channel whose tensors the executor keeps. The next send waits for the oldest one.
 SENDS_IN_FLIGHT = 2
-
-
 _Messages = list[tuple[Action, float]]
 
 
@@ -246,9 +239,6 @@ def play(
     its channel have no receive yet.
 
     hop: duration of a message, from the time when both ends have posted it.
-
-    Raises:
-        ScheduleError: the stages wait for each other, or a channel's ends disagree on its messages.
     """
     stages = range(pipeline.stages)
     lists = [pipeline.actions(stage) for stage in stages] if actions is None else actions

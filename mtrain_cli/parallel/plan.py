@@ -1,9 +1,8 @@
 """The plan of one batch: which query-key pairs a rank computes, and at which step.
 
 A plan joins a layout (which rank holds which tokens), the masks of a batch (which pairs are
-allowed) and a schedule (which shards meet at which step) as plain data. The thread that loads data
-makes the plan of its rank on the host, without messages. `ContextAttention` runs a plan, and
-``print`` shows it.
+allowed) and a schedule (which shards meet at which step). The thread that loads data makes the plan
+of its rank, without messages. `ContextAttention` runs it, and ``print`` shows it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 class Plan:
     """What one rank computes for one batch, in every layer.
 
-    early: number of queries that recomputation computes again, counted from this rank's first. The
-        first forward pass keeps out and lse of the other queries. None if that pass keeps nothing
-        and recomputation computes all queries.
+    early: number of queries that recomputation computes again, counted from this rank's first; the
+        first forward pass keeps out and lse of the others. None if it keeps nothing.
     pairs: number of query-key pairs that this rank computes under the masks, before any index, per
-        head and layer. A pair that this rank computes for 1/n of the heads counts as 1/n.
+        head and layer. A pair for 1/n of the heads counts as 1/n.
     """
 
     placement: Placement
@@ -74,7 +72,8 @@ class Plan:
             shards = [outer.positions(worker) for worker in range(outer.workers)]
             masked = MaskedPositions.make(masks, block, shards, rank, bitmap=request.bitmap)
             tables = masked.tables
-        early = early_queries(exchange.num_queries, keep, block)
+        queries = placement.inside.tokens_per_worker
+        early = early_queries(queries, keep, block)
         moved = exchange.cast_rows(masks, placement.inside, block)
 
         def tiles(rows: int | None) -> ShardTiles:
@@ -90,7 +89,7 @@ class Plan:
             return ShardTiles(made, placement, moved)
 
         forward, whole = exchange.program(backward=False), tiles(None)
-        recomputes_all = early == exchange.num_queries
+        recomputes_all = early == queries
         return Plan(
             placement=placement,
             schedule=exchange.schedule,
@@ -126,26 +125,15 @@ class Plan:
         return {name: getattr(self, name) for name in ("tiles", "early_tiles", "masked")}
 
     def __repr__(self) -> str:
-        """Describe layout and masks, and give the number of pairs in each step of forward."""
-        layout, tables = self.placement.inside, self.masked and self.masked.tables
-        index = f"index of {tables.blocks:,} blocks of {tables.block} tokens" if tables else "dense"
+        """Name the layout, and count the pairs of each step of forward."""
+        layout, exchange = self.placement.inside, self.schedule.exchange
         lines = [
-            f"Plan of rank {self.rank} of {self.schedule.workers}: {self.schedule.exchange}, "
-            f"{layout.name}, {layout.tokens_per_worker:,} queries per sequence, {index}",
-            *(f"sequence of {mask.length:,} tokens: {mask.pairs:,} pairs" for mask in self.masks),
+            f"Plan of rank {self.rank} of {self.schedule.workers}: {exchange}, {layout.name}, "
+            f"{layout.tokens_per_worker:,} queries per sequence"
         ]
         for op in self.forward.computes:
-            keys, rows = "all keys", self.tiles.rows
-            if isinstance(op.keys, Shard):
-                keys = f"keys of shard {op.keys.number}"
-            elif rows is not None:
-                received = "received " if isinstance(op.keys, Stage) else ""
-                keys = f"{len(positions_of(layout, op.keys, rows)):,} {received}keys"
-            part, parts = op.part
-            heads = f", part {part + 1} of {parts} of the heads" if parts > 1 else ""
             pairs = self.tiles.tiles[op.queries, op.keys].pairs
-            queries = f"queries of shard {op.queries.number}"
-            lines.append(f"step {op.step}: {queries}, {keys}{heads}: {pairs:,} pairs")
+            lines.append(f"step {op.step}: {op.queries} x {op.keys}: {pairs:,} pairs")
         return "\n".join(lines)
 
 

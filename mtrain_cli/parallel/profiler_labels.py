@@ -1,9 +1,7 @@
 """Labels in `torch.profiler` records, with which `mtrain profile step` attributes time to parts.
 
-Kernel names are not enough: attention runs kernels from Triton, CuTe and CUDA C++, and the loss
-uses the same matrix products as the layers. A label is a range of a thread's work. A kernel belongs
-to the range in which the thread launches it. Labels are set outside compiled functions. A label
-costs nothing unless a profiler runs.
+A kernel belongs to the range in which a thread launches it: kernel names do not tell, because the
+loss uses the same matrix products as the layers. Labels are set outside compiled functions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The program of a pass: the operations of one rank in one pass of one layer's attention.
 
-`lowering.lower` makes a program from a schedule. The executor runs the program, the simulator
-predicts its time, and a run plan adds up the sizes of its buffers. A program is plain data: it
-needs neither torch nor a process group.
-
-An operation names the buffers that it reads and writes (`buffers.Buffer`). Every buffer is written
-before it is read. The last operation that uses a buffer frees it. The buffer that a transfer sends
-stays until the transfer's `Wait`.
+The executor runs a program, the simulator predicts its time, and a run plan adds up the sizes of
+its buffers. It is plain data. Every buffer is written before it is read. The last operation that
+uses a buffer frees it. The buffer that a transfer sends stays until the transfer's `Wait`.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from mtrain_cli.parallel.schedule import Transfer
 
 if TYPE_CHECKING:
     from mtrain_cli.attention.tiles import Tiles
-    from mtrain_cli.parallel.executor import Executor
+    from mtrain_cli.parallel.exchange import Executor
 
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
 
@@ -71,6 +67,7 @@ COLUMNS, WIDE_COLUMNS = Unit("columns"), Unit("wide_columns")
 SENT, RECEIVED = (tuple(Unit(kind, cast) for cast in range(3)) for kind in ("sent", "received"))
 Shape = tuple[tuple[Fraction, Unit, int], ...]  # (count, unit, bytes per element) of a buffer
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
+# `low`, `high` and `as_made` give the size of one unit.
 LOW, HIGH, MADE = "low", "high", "made"
 _SUM_BYTES = 4
 
@@ -104,8 +101,8 @@ class ShardSizes:
     def count(self, unit: Unit, sharing: int) -> int | Fraction:
         """Return the number of elements in a unit, such as KEYS, on one rank.
 
-        sharing: number of ranks that share heads (Ulysses). Such a rank holds 1 / sharing of the
-            heads for sharing times as many tokens, so most results do not depend on ``sharing``.
+        Of the ranks that share heads (Ulysses), each holds 1 / sharing of the heads for sharing
+        times as many tokens, so most results do not depend on ``sharing``.
         """
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
@@ -124,10 +121,7 @@ class ShardSizes:
 
 @dataclass(frozen=True)
 class Size:
-    """A formula for a number of bytes: a sum of terms (count, unit, precision).
-
-    A term is count * elements of the unit * bytes per element. `of` computes the sum.
-    """
+    """A number of bytes: a sum of terms count * elements of a unit * bytes per element."""
 
     terms: tuple[tuple[Fraction, Unit, str], ...] = ()
 
@@ -161,30 +155,29 @@ def total_size(sizes: Iterable[Size]) -> Size:
 
 
 def low(unit: Unit) -> Size:
-    """Return the size of one ``unit``, such as KEYS or QUERIES, in the compute dtype."""
     return Size(((Fraction(1), unit, LOW),))
 
 
 def high(unit: Unit) -> Size:
-    """Return the size of one ``unit``, such as QUERIES or STATS, in float32."""
     return Size(((Fraction(1), unit, HIGH),))
 
 
 def as_made(unit: Unit) -> Size:
-    """Return the size of one ``unit``, such as KEYS, in the dtype of a kernel's dk and dv."""
     return Size(((Fraction(1), unit, MADE),))
 
 
 NOTHING = Size()
+# Bytes that memory reads and writes. ADDED: reads a result and the sum, writes the sum. COPIED:
+# copies a result into the sum, or the sum into a result.
+ADDED, COPIED = 2 * high(QUERIES) + low(QUERIES), high(QUERIES) + low(QUERIES)
+KEYS_ADDED, KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One action of a rank.
+    """One action of a rank. Writing to an existing buffer changes it in place.
 
-    reads, writes: buffers. Writing to an existing buffer changes it in place.
-    scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
-        memory, which depends on the kernel.
+    scratch: size of the temporary memory, without that of a kernel's call.
     renames: whether the written buffers take over the memory of the buffers in `frees`.
     """
 
@@ -214,10 +207,9 @@ class Begin(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(Operation):
-    """Start a transfer. The `Wait` with the transfer's number waits for its end.
+    """Start a transfer. It reads the buffer to send, and writes the one that arrives.
 
-    The operation reads the buffer to send first, and writes the buffer that arrives first. If a
-    copy leaves, it writes the copy second.
+    If a copy leaves, the operation writes the copy second.
 
     payload: size of one shard, or of the whole tensor if the tensor does not consist of shards.
     """
@@ -229,14 +221,12 @@ class Post(Operation):
 
     @property
     def sends(self) -> Size:
-        """Number of bytes that this rank sends. The rank receives the same number of bytes."""
+        """Number of bytes that this rank sends, and receives."""
         return self.payload * (self.transfer.shards * self.transfer.share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Operation):
-    """Wait for the transfer with the number ``number``."""
-
     number: int
 
     def run(self, state: Executor) -> None:
@@ -277,7 +267,6 @@ class Copy(Operation):
 class Recompute(Enum):
     """The part of a forward program that activation checkpointing runs again in backward.
 
-    NOTHING: no operation, because nothing is recomputed or everything needed was kept.
     HEAD_TRADES: the two Ulysses all-to-alls, because out and lse were kept but q, k and v were not.
     EVERYTHING: all operations, for all queries of a rank or only for its early queries.
     """
@@ -324,10 +313,7 @@ class Program:
         return (op for op in self.operations if isinstance(op, Compute))
 
     def recomputed(self, what: Recompute) -> Program:
-        """Return the part of this forward program that backward runs again.
-
-        ``inside`` is empty in the result for `HEAD_TRADES`, because out and lse were kept.
-        """
+        """Return the part of this forward program that backward runs again."""
         if what is Recompute.EVERYTHING:
             return self
         start, stop = self.inside.start, self.inside.stop
@@ -364,7 +350,6 @@ class Program:
 
     @cached_property
     def _held(self) -> frozenset[tuple[type[Operation], Size]]:
-        """(class, size) of each operation."""
         apart = self.pooled | set(self.inputs)
         alive = self._alive(self.sizes.keys() - apart)
         return frozenset((type(op), total_size([op.scratch, *sizes])) for op, sizes in alive)
@@ -383,10 +368,7 @@ class Program:
         return frozenset(frozenset(Counter(sizes).items()) for _, sizes in self._alive(self.pooled))
 
     def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
-        """Return for each shape the largest number of pooled buffers that are live at one time.
-
-        Saved buffers do not count.
-        """
+        """Return by shape the most pooled buffers that live at one time, without saved ones."""
         saved = self.pooled & set(self.saved)
         kept = Counter(self.sizes[buffer].shape(sizes) for buffer in saved)
         most: Counter[Shape] = Counter()
@@ -401,11 +383,9 @@ class Program:
 def pool_bytes(programs: Iterable[Program], sizes: ShardSizes) -> int:
     """Return the size in bytes of the pool after these passes have run for many layers.
 
-    A buffer that a forward pass saves for backward never returns to the pool. If the compute dtype
-    is float32, shards and gradient sums have equal shapes and share buffers.
+    If the compute dtype is float32, shards and gradient sums have equal shapes and share buffers.
     """
-    most: Counter[Shape] = Counter()
-    sharing = 1
+    most, sharing = Counter[Shape](), 1
     for program in programs:
         most |= program.pooled_at_once(sizes)
         sharing = program.sharing

@@ -1,9 +1,8 @@
 """Record where a rank's attention spends its time, as spans with a start and a length.
 
-On a GPU, a span is a pair of events on the compute stream. The span of a wait is the time during
-which the compute stream stands still. The end of a message is an event on a stream that does
-nothing else. Recording never blocks: only `Recorder.read` reads the events. If a profiler such as
-Nsight Systems listens, each span is also an NVTX range of the domain ``mtrain``.
+On a GPU, a span is a pair of events on the compute stream, and the end of a message is an event on
+a stream that does nothing else. Only `Recorder.read` reads the events, so recording never blocks.
+If a profiler listens, each span is also an NVTX range.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class MessageTag:
     """The message that a span sends, receives or waits for.
 
     to, source: the ranks to which and from which this rank sends and receives; -1 for a collective.
-    size: number of bytes that this rank sends. It receives the same number of bytes.
+    size: number of bytes that this rank sends, and receives.
     number: the transfer's number in its pass; negative if no schedule contains the transfer.
     """
 
@@ -107,10 +106,7 @@ class Recorder:
         return self._zero is not None
 
     def start(self) -> float:
-        """Start recording.
-
-        Return the largest possible difference in seconds between device times and the host's clock.
-        """
+        """Start recording. Return how far device times may be from the host's clock, in seconds."""
         self._spans.clear()
         self._forwards.clear()
         self._micro, self._layer, self._direction = 0, -1, ""
@@ -138,10 +134,7 @@ class Recorder:
         return self._of_layer(kind, -1, direction, stage, message)
 
     def attention_pass(self, layer: int, direction: str) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one pass of a layer's attention.
-
-        A second forward pass of the same layer and micro-batch counts as recomputation.
-        """
+        """Record the ``with`` block as a pass of a layer; a second forward is recomputation."""
         if self.recording and direction == FORWARD:
             direction = RECOMPUTE if (self._micro, layer) in self._forwards else FORWARD
             self._forwards.add((self._micro, layer))
@@ -166,10 +159,7 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one span.
-
-        On a GPU the span covers the work that the block queues, on a CPU the block itself.
-        """
+        """Record the ``with`` block as one span: on a GPU, the work that the block queues."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
@@ -227,7 +217,7 @@ class Recorder:
         # An event's elapsed time is float32 milliseconds, too coarse for long times: measure the
         # spans of a pass from the start of that pass.
         anchors: dict[tuple[int, int, str], tuple[Moment, float]] = {
-            span.of_pass: (began, host + _between(zero, began))
+            span.of_pass: (began, host + elapsed(zero, began))
             for span, began, _ in self._spans
             if span.kind == PASS
         }
@@ -235,8 +225,8 @@ class Recorder:
         used: dict[int, torch.cuda.Event] = {}
         for span, began, ended in self._spans:
             anchor, at = anchors.get(span.of_pass, (zero, host))
-            start = at if anchor is began else at + _between(anchor, began)
-            spans.append(replace(span, start=start, seconds=_between(began, ended)))
+            start = at if anchor is began else at + elapsed(anchor, began)
+            spans.append(replace(span, start=start, seconds=elapsed(began, ended)))
             used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
         self._pool += used.values()
         self._spans.clear()
@@ -255,16 +245,15 @@ class Recorder:
         """Wait until both moments have passed, and return the time between them in seconds."""
         if self._cuda:
             torch.cuda.synchronize()
-        return _between(began, ended)
+        return elapsed(began, ended)
 
 
 def with_gaps(spans: list[Span]) -> list[Span]:
-    """Add a gap for every part of a pass that no span covers.
+    """Add a gap for every part of a pass that no span covers, in the step of the next span.
 
-    A gap belongs to the step of the next span, and the last gap to the step of the last span. Spans
-    of the kinds index and arrange may contain waits. Split them around these waits: workers that
-    estimate an index wait for each other, and with gloo the host waits for a collective before it
-    posts the next collective.
+    Spans of the kinds index and arrange may contain waits, around which they are split: workers
+    that estimate an index wait for each other, and with gloo the host waits for a collective before
+    it posts the next one.
     """
     waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
     starts = [s.start for s in waits]
@@ -300,5 +289,6 @@ def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
     return [*left, replace(span, start=at, seconds=end - at)]
 
 
-def _between(began: Any, ended: Any) -> float:
+def elapsed(began: Any, ended: Any) -> float:
+    """Return the seconds between two moments, which must have passed on a GPU."""
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3

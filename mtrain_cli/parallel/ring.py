@@ -6,27 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel import operations as ops
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.program import (
+    ADDED,
     COLUMNS,
+    COPIED,
     KEYS,
+    KEYS_ADDED,
+    KEYS_COPIED,
     NOTHING,
     QUERIES,
     WIDE_COLUMNS,
     Size,
     high,
     low,
-)
-from mtrain_cli.parallel.program_builder import (
-    ADDED,
-    COPIED,
-    KEYS_ADDED,
-    KEYS_COPIED,
-    ProgramBuilder,
 )
 from mtrain_cli.parallel.schedule import (
     _NONE,
@@ -47,19 +45,8 @@ from mtrain_cli.parallel.schedule import (
 )
 from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
 
-
-def ring(options: ScheduleOptions) -> Schedule:
-    return _rings("ring", options)
-
-
-def hierarchical_ring(options: ScheduleOptions) -> Schedule:
-    """Circulate shards in a ring inside every node, and in rings of counterparts across nodes.
-
-    Counterparts are ranks of different nodes with the same local rank. A rank posts an outer hop
-    one round of the inner ring before it needs the shard (MTraining, section 4.2 and algorithm 2,
-    whose formula for inner neighbors omits the first rank of the node).
-    """
-    return _rings("hierarchical_ring", options)
+if TYPE_CHECKING:
+    from mtrain_cli.parallel.lowering import ProgramBuilder
 
 
 def _rings(name: str, options: ScheduleOptions) -> Schedule:
@@ -74,6 +61,11 @@ def _rings(name: str, options: ScheduleOptions) -> Schedule:
     of_ranks = forward, backward, keeps
     return Schedule(name, traits, workers, options.per_node, *of_ranks, options.circulates)
 
+
+# Counterparts are ranks of different nodes with the same local rank. A rank posts an outer hop one
+# round of the inner ring before it needs the shard (MTraining, section 4.2 and algorithm 2, whose
+# formula for inner neighbors omits the first rank of the node).
+ring, hierarchical_ring = (partial(_rings, name) for name in ("ring", "hierarchical_ring"))
 
 Link = tuple[str, int, int]  # channel, rank to send to, rank to receive from
 
@@ -101,8 +93,9 @@ class _Rings:
         # owner has the sum of its node, adds the sum of the previous nodes, and sends the total to
         # the next node.
         node, local = divmod(rank, self.size)
-        steps = list(self._circulate(rank, KV, direction=-1, first=1))
-        inner, outer = self._gradient_hops(rank, DKV, -1, _numbers_after(steps))
+        circulating = self._circulate(rank, KV, direction=-1, first=1)
+        inner, outer = self._gradient_hops(rank, DKV, -1, circulating)
+        steps = list(circulating)
         from_inner = _NONE  # arrives here; the next step adds it
         from_outer = _NONE  # arrives here; the last step of a phase adds it
         for index, step in enumerate(steps):
@@ -126,16 +119,16 @@ class _Rings:
         # queries belong to a counterpart, so the node's sum travels from node to node until it
         # reaches their owner.
         node, local = divmod(rank, self.size)
-        steps = list(self._circulate(rank, QUERY_PAYLOAD, direction=1, first=0))
-        inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))
+        circulating = self._circulate(rank, QUERY_PAYLOAD, direction=1, first=0)
+        inner, outer = self._gradient_hops(rank, DQ, 1, circulating)
+        steps = list(circulating)
 
         def to_next_node(phase: int) -> tuple[Transfer, ...]:
             """Return the hop that sends a phase's gradient to the next node."""
             shards = self.rank(node - phase, local), self.rank(node - phase - 1, local)
             return (outer(*shards),) if phase else ()
 
-        from_inner = _NONE
-        from_outer = _NONE
+        from_inner = from_outer = _NONE
         for index, step in enumerate(steps):
             phase, turn = divmod(index, self.size)
             collect, from_inner = from_inner, _NONE
@@ -162,17 +155,16 @@ class _Rings:
         return (self.inner, *inner), (OUTER, *outer)
 
     def _gradient_hops(
-        self, rank: int, payload: str, direction: int, number: count[int]
-    ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
+        self, rank: int, payload: str, direction: int, steps: Steps
+    ) -> list[Callable[[int, int], Transfer]]:
         """Return two functions (sent shard, received shard) -> hop: inside and across nodes."""
-        inner, outer = self._links(rank, direction)
-        return partial(_hop, number, payload, inner), partial(_hop, number, payload, outer)
+        number = count(sum(len(step.transfers) for step in steps))
+        return [partial(_hop, number, payload, link) for link in self._links(rank, direction)]
 
     def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
         """Make the steps that compute shards and send them to the next rank, without gradients."""
         node, local = divmod(rank, self.size)
-        number, (inner, outer) = count(), self._links(rank, direction)
-        steps: list[ScheduleStep] = []
+        number, (inner, outer), steps = count(), self._links(rank, direction), list[ScheduleStep]()
         base: Transfer | None = None  # delivers the first shard of the next phase
         for phase in range(self.nodes):
             from_node = node - direction * (phase + first)
@@ -180,7 +172,7 @@ class _Rings:
                 self.rank(from_node, local - direction * (turn + first))
                 for turn in range(self.size)
             ]
-            arrived = base
+            before = arrived = base
             waits: list[list[int]] = [[] for _ in shards]
             posts: list[list[Transfer]] = [[] for _ in shards]
             if arrived is not None:
@@ -190,7 +182,6 @@ class _Rings:
                 following = self.rank(from_node - direction, local - direction * first)
                 base = _hop(number, payload, outer, shards[0], following, arrived)
                 posts[0].append(base)
-            before = arrived
             for turn in range(1, self.size):
                 before = _hop(number, payload, inner, shards[turn - 1], shards[turn], before)
                 posts[max(0, turn - self.prefetch)].append(before)
@@ -208,10 +199,6 @@ def _hop(
     after = None if before is None else before.number
     route = channel, (sent,), (received,), to, source
     return Transfer(next(number), "p2p", payload, *route, after=after)
-
-
-def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
-    return count(sum(len(step.transfers) for step in steps))
 
 
 _CIRCULATING = {KV: Kind.KV, QUERY_PAYLOAD: Kind.QUERIES}

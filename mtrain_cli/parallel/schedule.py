@@ -2,28 +2,12 @@
 
 Shard s contains the queries, keys and values of rank s of the context group. Ranks are numbered
 node by node: rank = node * per_node + local. A step is one kernel call with the transfers around
-this call. Each rank runs the parts of a step in this order:
-
-    post -> wait -> compute -> collect -> send
-
-`lowering.lower` turns the steps of one rank into its operations (a `Program`). `Executor` runs the
-operations, and the simulator predicts their time. As an example, take rank 0 in a ring of 3 ranks,
-in the forward pass. In step 1 this rank computes shard 2 and receives shard 1. The step is
+it. A rank runs its parts in the order post -> wait -> compute -> collect -> send. For example, step
+1 of rank 0 in a ring of 3 ranks sends on shard 2, which transfer 0 brought from rank 2, receives
+shard 1 for step 2, and computes shard 2:
 
     ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
                  receives=(1,), to=1, source=2, after=0, ...),))
-
-Transfer 0, posted in step 0, brings shard 2 from rank 2. `ring.ring_forward` emits:
-
-    operation       reads       writes   what the executor does
-    Begin           -           -        tags the spans and messages that follow with step 1
-    PostHop         kv 2        kv 1     starts: send shard 2 to rank 1, receive shard 1 from rank 2
-    Wait            -           -        waits for transfer 0, which brings shard 2
-    ComputeForward  q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
-    MergeForward    part 1      total    merges these into out and lse so far; frees kv 0 and part 1
-
-Transfer 1 forwards the shard that transfer 0 brings, so transfer 1 runs after transfer 0. Step 2
-waits for transfer 1 and computes shard 1.
 """
 
 from __future__ import annotations
@@ -60,15 +44,12 @@ class Transfer:
     """One message of one rank.
 
     number: index of the transfer among the rank's transfers in a pass. All ranks of a communicator
-        post the communicator's transfers in the order of their numbers. Each channel has one
-        communicator for data and one for gradients.
-    kind: ``p2p`` (send to one rank and receive the same payload from another), ``all_gather``,
-        ``reduce_scatter``, ``all_to_all``, ``group_cast`` or ``group_reduce``. The last two send
-        some rows of the shards to each peer. `cast_rows.CastRows` names these rows.
-    to, source: ranks, for p2p.
-    peers: ranks in order, for collectives.
-    after: number of the transfer that delivers the payload of this transfer and so must complete
-        first; None if this rank already holds the payload.
+        post its transfers in the order of their numbers. Each channel has one communicator for data
+        and one for gradients.
+    kind: ``p2p`` (send to rank ``to`` and receive the same payload from ``source``) or a collective
+        of ``peers``. Group casts and reduces move the rows that `cast_rows.CastRows` names.
+    after: number of the transfer that delivers the payload and so must complete first; None if this
+        rank already holds the payload.
     """
 
     number: int
@@ -92,12 +73,11 @@ class Transfer:
 
     @property
     def share(self) -> Fraction:
-        """Number of bytes that a rank sends, divided by the size of the tensor that it posts.
+        """Number of bytes that a rank sends, and receives, divided by the tensor that it posts.
 
-        A rank receives the same number of bytes. For a collective of n ranks the number is a lower
-        bound. A gather sends the tensor to n - 1 peers. A reduce-scatter and an all-to-all send one
-        n-th of the tensor to each peer. An all-reduce sends one n-th to each peer twice. The tensor
-        of a group cast has only rows for other ranks.
+        It is a lower bound for a collective of n ranks. A gather sends the tensor to n - 1 peers. A
+        reduce-scatter and an all-to-all send one n-th to each peer, an all-reduce does so twice.
+        The tensor of a group cast has only rows for other ranks.
         """
         if self.kind in ("p2p", GROUP_CAST, GROUP_REDUCE):
             return Fraction(1)
@@ -109,13 +89,12 @@ class Transfer:
 class ScheduleStep:
     """One kernel call of a rank and the transfers around it: post, wait, compute, collect, send.
 
-    queries, keys: numbers of the query shard and the key shard that the kernel call computes. Both
-        tuples are empty in a step that has only transfers.
+    queries, keys: numbers of the shards that the kernel call computes; both empty in a step that
+        has only transfers.
     stage: in a staged group cast, 0 for this rank's own keys, and 1 or 2 for received keys; else
         None.
-    collect: numbers of the gradient transfers that must complete after the computation. A completed
-        hop delivers a gradient, to which the rank adds its own part. A completed reduce-scatter
-        frees its send buffer before the next reduce-scatter allocates a buffer.
+    collect: numbers of the gradient transfers that must complete after the computation: hops whose
+        gradients the rank adds up, or reduce-scatters whose send buffers the next one reuses.
     """
 
     queries: tuple[int, ...]
@@ -154,17 +133,11 @@ class PerRank(Sequence[T]):
             value = self._cached[rank] = self._make(rank % len(self))
         return value
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PerRank) and tuple(self) == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 @dataclass(frozen=True)
 class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
-    traits: properties of the exchange. Callers read these properties and never compare the name.
     keeps: for each rank, the numbers of the key shards that it holds from forward to backward.
     """
 
@@ -201,7 +174,7 @@ class Schedule:
     def channels(self) -> tuple[str, ...]:
         """The channels of keys, queries and their gradients, without the channel of Ulysses."""
         steps = (*self.forward[0], *self.backward[0])
-        named = {t.channel for step in steps for t in (*step.post, *step.send)}
+        named = {t.channel for step in steps for t in step.transfers}
         return tuple(channel for channel in (CONTEXT, INNER, OUTER) if channel in named)
 
 
@@ -209,8 +182,8 @@ class Schedule:
 class ScheduleOptions:
     """The sizes and choices from which `make_schedule` makes a schedule.
 
-    chunks: number of equal parts of the heads. An all-gather moves one part while the previous part
-        is computed.
+    chunks: number of equal parts of the heads, of which one moves while another is computed.
+    heads: number of neighboring ranks that share heads (Ulysses).
     stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
         keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,
         then keys of other nodes. If all ranks share a node, 3 means 2.
@@ -231,31 +204,30 @@ def numbers_of(transfers: Sequence[Transfer]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)  # planning asks for few schedules, each many times
 def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
-    """Make the schedule of an exchange."""
     if exchange not in EXCHANGE_TRAITS:
         names = ", ".join(EXCHANGE_TRAITS)
         raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {names}")
-    workers, heads = options.workers, options.heads
+    workers, per_node, heads = options.workers, options.per_node, options.heads
+    if min(workers, per_node, options.chunks, options.prefetch, heads, options.stages) < 1:
+        raise ValueError(f"{options}: every number must be at least 1.")
     if workers % heads:
         raise ValueError(
             f"{workers} workers: not a multiple of the {heads} ranks that share heads."
         )
-    if min(workers, options.per_node, options.chunks, options.prefetch, heads, options.stages) < 1:
-        raise ValueError(f"{options}: every number must be at least 1.")
-    if workers > options.per_node and workers % options.per_node:
-        raise ValueError(f"{workers} workers: not a multiple of {options.per_node} ranks per node.")
+    if workers > per_node and workers % per_node:
+        raise ValueError(f"{workers} workers: not a multiple of {per_node} ranks per node.")
     module, _, function = EXCHANGE_TRAITS[exchange].schedule.partition(":")
     make: Callable[[ScheduleOptions], Schedule] = getattr(import_module(module), function)
     if heads == 1:
         return make(options)
     groups = workers // heads
-    if options.per_node % heads and heads % options.per_node:
+    if per_node % heads and heads % per_node:
         raise ValueError(
-            f"{heads} ranks that share heads do not fit nodes of {options.per_node} ranks: one "
-            "number must divide the other."
+            f"{heads} ranks that share heads do not fit nodes of {per_node} ranks: one number must "
+            "divide the other."
         )
-    # Neighboring ranks share heads. Keys move between these groups; a node holds per_node of them.
-    per_node = min(groups, max(1, options.per_node // heads))
+    # Neighboring ranks share heads. Keys move between these groups.
+    per_node = min(groups, max(1, per_node // heads))
     return _share_heads(make(replace(options, workers=groups, per_node=per_node, heads=1)), options)
 
 
@@ -264,24 +236,18 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     heads = options.heads
 
     def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
-        return PerRank(
-            options.workers,
-            lambda r: _trade_around(of_groups[r // heads], r // heads, r % heads, heads),
-        )
+        def of_rank(rank: int) -> Steps:
+            return _trade_around(of_groups[rank // heads], *divmod(rank, heads), heads)
 
-    return replace(
-        inner,
-        workers=options.workers,
-        per_node=options.per_node,
-        forward=spread(inner.forward),
-        backward=spread(inner.backward),
-        keeps=PerRank(options.workers, lambda r: _members(inner.keeps[r // heads], heads)),
-        heads=heads,
-    )
+        return PerRank(options.workers, of_rank)
+
+    keeps = PerRank(options.workers, lambda r: _members(inner.keeps[r // heads], heads))
+    forward, backward = spread(inner.forward), spread(inner.backward)
+    whole = replace(inner, workers=options.workers, per_node=options.per_node, heads=heads)
+    return replace(whole, forward=forward, backward=backward, keeps=keeps)
 
 
 def _members(groups: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """Return the ranks of these groups. heads: number of ranks per group."""
     return tuple(g * heads + m for g in groups for m in range(heads))
 
 
@@ -309,11 +275,11 @@ def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
         )
 
     result = [
-        ScheduleStep(
-            _members(s.queries, heads),
-            _members(s.keys, heads),
-            part(s.part),
-            s.stage,
+        replace(
+            s,
+            queries=_members(s.queries, heads),
+            keys=_members(s.keys, heads),
+            part=part(s.part),
             wait=tuple(n + 1 for n in s.wait),
             post=tuple(map(lift, s.post)),
             collect=tuple(n + 1 for n in s.collect),

@@ -1,13 +1,9 @@
 """Traffic: the pairs that each rank computes, and the rows that ranks send to each other.
 
 A row holds the keys and values of one position, for all sequences of the batch. Rows travel in
-whole blocks. A rank needs a block if one of its queries sees a key of it, in any sequence. It
-receives the needed blocks that it does not hold. The counts are exact: no block is estimated from
-its neighbors.
-
-Layers of different kinds may have different masks. `LayerMasks` therefore holds the masks of each
-kind of layer. Sets of blocks are bits: an array ``uint64 [..., kinds, words]`` holds one set per
-kind, and `count_bits` counts the blocks.
+whole blocks: a rank receives each block that it does not hold and of which one of its queries sees
+a key, in any sequence. The counts are exact. Sets of blocks are bits, one set for each kind of
+layer (`LayerMasks`): ``uint64 [..., kinds, words]``.
 """
 
 from __future__ import annotations
@@ -74,14 +70,16 @@ class MovedRows:
     sent: IntArray
     received: IntArray
 
+    def __add__(self, other: MovedRows) -> MovedRows:
+        return MovedRows(self.sent + other.sent, self.received + other.received)
+
 
 @dataclass(frozen=True)
 class Traffic:
     """What each rank computes, sends and receives, per head and layer.
 
     relayed: rows of other nodes that move between ranks of a node.
-    outer: rows that move between nodes, from a rank to the ranks with the same local number. A row
-        enters a node once.
+    outer: rows that move between ranks with the same local number, once to each node.
     """
 
     pairs: IntArray
@@ -91,8 +89,7 @@ class Traffic:
 
     @property
     def inner(self) -> MovedRows:
-        near, relayed = self.near, self.relayed
-        return MovedRows(near.sent + relayed.sent, near.received + relayed.received)
+        return self.near + self.relayed
 
     @property
     def workers(self) -> int:
@@ -126,8 +123,7 @@ def count_traffic(
 ) -> Traffic:
     """Count what each rank computes, sends and receives if it holds the positions of its shard.
 
-    per_node: number of ranks that share a node; None if all do. With None, every row goes
-        directly from the rank that holds it to each rank that needs it.
+    per_node: number of ranks that share a node; None if all do.
     block: number of rows that travel together, at most. Of a block that several ranks share,
         each rank sends its own rows.
     """
@@ -171,8 +167,6 @@ def rows_moved(
 
     A rank receives a row of another node through its relay: the rank of its node that has the
     local number of the row's holder.
-
-    needed: [workers, kinds, blocks], whether a rank needs each block.
     """
     n, g, kinds = nodes.count, nodes.per_node, needed.shape[1]
     needed = needed.reshape(n, g, kinds, -1)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -65,9 +66,7 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = defaultdict(
-            list
-        )
+        self._free = defaultdict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]](list)
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor, from the pool if it holds one of this shape and dtype."""
@@ -183,8 +182,7 @@ class Transport:
     def start_all_reduce(self, transfer: Transfer, tensor: Tensor) -> None:
         """Start to sum a tensor in place over all ranks that hold the same heads.
 
-        The all-reduce is not part of the schedule and has its own communicator. At most one may be
-        in flight.
+        The schedule does not contain it: it has its own communicator, with at most one in flight.
         """
         with self._posting(transfer, tensor.nbytes) as group:
             work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -262,7 +260,7 @@ class Transport:
             # record_stream. The allocator reuses their memory on the side stream only, and that
             # stream first waits here for all work that the compute stream has queued. So it waits
             # for every use of memory that the host has freed.
-            side = _side_stream()
+            side = _side_stream(torch.cuda.current_device())
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for work in works:
@@ -278,22 +276,19 @@ class Transport:
         assert t.to is not None
         peer = self.group.ranks[t.to]
         activity = f"waits for rank {peer} to take {t.payload}"
-        failure = f"rank {peer} did not take {t.payload}"
-        return explain_peer_loss(self._where, activity, failure, peer)
+        return explain_peer_loss(
+            self._where, activity, f"rank {peer} did not take {t.payload}", peer
+        )
 
     def _while_receiving(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
-        peer = progress_record.SEVERAL if t.source is None else self.group.ranks[t.source]
-        origin = f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}"
-        what = f"{t.payload} {origin}"
+        peer, what = progress_record.SEVERAL, f"{t.payload} among {len(t.peers)} ranks"
+        if t.source is not None:
+            peer = self.group.ranks[t.source]
+            what = f"{t.payload} from rank {peer}"
         return explain_peer_loss(self._where, f"waits for {what}", f"{what} did not arrive", peer)
 
 
-_SIDE_STREAMS: dict[int, torch.cuda.Stream] = {}
-
-
-def _side_stream() -> torch.cuda.Stream:
-    device = torch.cuda.current_device()
-    if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = torch.cuda.Stream()
-    return _SIDE_STREAMS[device]
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -18,9 +18,9 @@ _WIDE_DTYPES = (torch.complex128, torch.int64)
 
 
 def as_wide(tensor: Tensor) -> Tensor:
-    """Return a view of the same memory whose last dimension has fewer, wider elements.
+    """Return a view whose last dimension has fewer, wider elements, or the tensor itself.
 
-    Return the tensor itself if no such view exists, or if the tensor needs gradients.
+    The tensor itself is returned if no such view exists, or if it needs gradients.
     """
     if (
         not tensor.ndim
@@ -64,7 +64,7 @@ def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
 def split_heads(tensor: Tensor, ranks: int) -> Tensor:
     """Split [batch, tokens, heads, head_dim] into [ranks, batch, tokens, heads per rank, head_dim].
 
-    If the tensor has fewer heads than there are ranks, repeat each head.
+    If there are fewer heads than ranks, each head is repeated.
     """
     heads = tensor.shape[2]
     if heads < ranks:

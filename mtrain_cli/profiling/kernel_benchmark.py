@@ -25,10 +25,9 @@ from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.plan import positions_of
 from mtrain_cli.parallel.program import Compute, Whole
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.profiling.timing import median_ms
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE

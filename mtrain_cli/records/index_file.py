@@ -53,7 +53,7 @@ class RecordedSetup:
 
     seq: number of tokens of a sequence before padding.
     chunk: topology.balanced_chunk; None means auto.
-    needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
+    needs_out: whether the kernel's backward pass needs the output (`lowering.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
         the index.

@@ -19,7 +19,7 @@ from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.sizes import format_bytes
 from mtrain_cli.parallel.cast_rows import whole_shares
 from mtrain_cli.parallel.exchange_selection import parse_label
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import Arrange
 from mtrain_cli.parallel.program import (
     Begin,
@@ -33,7 +33,6 @@ from mtrain_cli.parallel.program import (
     Stage,
     Wait,
 )
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, COLUMNS
 from mtrain_cli.parallel.schedule import GRADIENTS, OUTER, ScheduleOptions, make_schedule
 from mtrain_cli.records.analysis import CaseAnalysis

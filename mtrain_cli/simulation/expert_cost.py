@@ -23,9 +23,16 @@ from mtrain_cli.records.expert_loads import LOAD_PARTS, LOADS, analyse_experts
 from mtrain_cli.records.record_files import open_records
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.step.interpreters import MessageCost, PassTime, time, work
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
-from mtrain_cli.step.program import Program
+from mtrain_cli.step.program import (
+    EXPERTS_IN,
+    EXPERTS_OUT,
+    Layer,
+    MessageCost,
+    PassTime,
+    Program,
+    time,
+    work,
+)
 from mtrain_cli.training.expert_traffic import (
     HOST_WAIT_US,
     chunks_and_parts,

@@ -24,9 +24,7 @@ from mtrain_cli.simulation.expert_cost import (
     dealt_over,
     layer_experts,
 )
-from mtrain_cli.step.interpreters import work
-from mtrain_cli.step.layer import layers
-from mtrain_cli.step.program import Message, Repeat
+from mtrain_cli.step.program import Message, Repeat, layers, work
 from mtrain_cli.training.flops import layer_kinds, layer_shapes, own_tiles
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.model_part import ModelPart

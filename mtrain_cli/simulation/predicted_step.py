@@ -24,9 +24,7 @@ from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import NOT_SLOW
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
-from mtrain_cli.step.interpreters import MessageCost, PassTime
-from mtrain_cli.step.layer import weight_messages
-from mtrain_cli.step.program import Message, Post
+from mtrain_cli.step.program import Message, MessageCost, PassTime, Post, weight_messages
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
     causal_pairs,

@@ -1,4 +1,4 @@
-"""Price the messages of tensor parallelism: how long a layer waits for them (`step.layer`)."""
+"""Price the messages of tensor parallelism: how long a layer waits for them (`step.program`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mtrain_cli.config.cluster import Cluster, Link
-from mtrain_cli.step.interpreters import MessageCost, PassTime, time
-from mtrain_cli.step.layer import Layer, layers
-from mtrain_cli.step.program import Message, Post, Program
+from mtrain_cli.step.program import (
+    Layer,
+    Message,
+    MessageCost,
+    PassTime,
+    Post,
+    Program,
+    layers,
+    time,
+)
 from mtrain_cli.training.flops import layer_shapes, own_tiles
 from mtrain_cli.training.received_bytes import message_bytes
 from mtrain_cli.training.run_plan import RunPlan

@@ -22,9 +22,8 @@ from mtrain_cli.parallel.cast_rows import largest_shares
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.records.imbalance import Imbalance, imbalance
 from mtrain_cli.records.index_file import RecordedIndices, RecordedSetup
@@ -108,7 +107,7 @@ class ReplayCase:
     )
 
     def program(self, *, backward: bool, columns: bool, copies_parts: bool = False) -> Program:
-        """Return rank 0's program. Options: see `program_builder.Traits`."""
+        """Return rank 0's program. Options: see `lowering.Traits`."""
         key = backward, Traits(self.needs_out, columns, copies_parts)
         if key not in self._programs:
             self._programs[key] = lower(self.schedule, 0, backward=backward, traits=key[1])

@@ -19,9 +19,17 @@ from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts, s
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.traffic import Rates
-from mtrain_cli.step.interpreters import MessageCost, time, traffic
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer, weight_messages
-from mtrain_cli.step.program import Message, Post
+from mtrain_cli.step.program import (
+    EXPERTS_IN,
+    EXPERTS_OUT,
+    Layer,
+    Message,
+    MessageCost,
+    Post,
+    time,
+    traffic,
+    weight_messages,
+)
 from mtrain_cli.training.flops import assumed_density, causal_pairs, own_tiles, training_flops
 from mtrain_cli.training.state_memory import BYTES
 
@@ -54,7 +62,7 @@ class ExpertTraffic:
 def expert_traffic(
     config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, degree: int
 ) -> ExpertTraffic:
-    """Return the bytes of an expert-parallel degree (see `step.layer`)."""
+    """Return the bytes of an expert-parallel degree (see `step.program`)."""
     model, train, moe = config.model, config.train, config.model.moe
     workers = _workers(dims)
     micro_batches = train.global_batch // (train.micro_batch * dims.dp)

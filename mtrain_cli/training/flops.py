@@ -22,9 +22,7 @@ from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.layout import Joined, Layout, early_queries
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import RECOMPUTE
-from mtrain_cli.step.interpreters import work
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, layers
-from mtrain_cli.step.program import Repeat
+from mtrain_cli.step.program import EXPERTS_IN, EXPERTS_OUT, Repeat, layers, work
 
 Shape = tuple[int, ...]
 # Share of causal pairs that a pattern is assumed to compute if the share depends on the data.

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from mtrain_cli.config.schema import Config, OptimConfig
 from mtrain_cli.grouping import grouped
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.parallel.tensor_group import copies
+from mtrain_cli.parallel.layer_groups import copies
 
 GIVEN_WEIGHTS_LR = 2e-5
 

@@ -48,7 +48,7 @@ _PARTS = {
     "model/loss.py": "LM head and loss",
     "torch/optim/": "optimizer",
     "model/feed_forward.py": "MLP",
-    "parallel/executor.py": "attention",
+    "parallel/exchange.py": "attention",
     "parallel/context_attention.py": "attention",
     "torch/distributed/fsdp": "weights gathered or gradients reduced",
     "training/checkpointer.py": "checkpoint",

@@ -17,10 +17,10 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Attend, Decoder, StageDecoder, VirtualStage, virtual_stages
 from mtrain_cli.parallel.fsdp import begin_micro_batch
+from mtrain_cli.parallel.layer_groups import copies
 from mtrain_cli.parallel.pipeline_group import PipelineExecutor, PipelineGroup, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline, play
 from mtrain_cli.parallel.recording import Recorder
-from mtrain_cli.parallel.tensor_group import copies
 from mtrain_cli.training.pipeline_plan import stage_layers
 
 if TYPE_CHECKING:

@@ -8,12 +8,9 @@ from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program_builder import Traits
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.schedule import make_schedule
-from mtrain_cli.step.interpreters import traffic
-from mtrain_cli.step.layer import layers
-from mtrain_cli.step.program import Message
+from mtrain_cli.step.program import Message, layers, traffic
 from mtrain_cli.training.attention_memory import shard_sizes
 from mtrain_cli.training.flops import own_tiles, recomputed_attention
 from mtrain_cli.training.state_memory import largest_states

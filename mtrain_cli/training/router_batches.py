@@ -27,9 +27,9 @@ from mtrain_cli.model.routing import (
     SharingGroup,
     Z,
 )
+from mtrain_cli.parallel.layer_groups import MessageObserver, TensorGroup
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.tensor_group import MessageObserver, TensorGroup
 from mtrain_cli.parallel.transport import explain_peer_loss
 
 _Contexts = Callable[[], AbstractContextManager[None]]

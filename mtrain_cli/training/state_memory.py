@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.step.interpreters import traffic
-from mtrain_cli.step.layer import weight_messages
-from mtrain_cli.step.program import Message
+from mtrain_cli.step.program import Message, traffic, weight_messages
 from mtrain_cli.training.flops import Shape, layer_kinds, layer_shapes
 from mtrain_cli.training.model_part import ModelPart, model_parts
 

@@ -15,7 +15,7 @@ from mtrain_cli.grouping import grouped
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.model.decoder import Attend
-from mtrain_cli.parallel import profiler_labels, tensor_group
+from mtrain_cli.parallel import layer_groups, profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import ContextAttention, IndexRecord
 from mtrain_cli.parallel.fsdp import begin_micro_batch
@@ -256,7 +256,7 @@ class Step:
         else:
             loss = worker.stage.forward_backward(decoder, batches, attends, valid, self.recorder)
         if worker.tensor is not None:
-            tensor_group.sum_copied_gradients(decoder.parameters(), worker.tensor)
+            layer_groups.sum_copied_gradients(decoder.parameters(), worker.tensor)
         return loss
 
     def _run_whole_model(

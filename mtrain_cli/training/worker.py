@@ -20,12 +20,11 @@ from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import parallelize
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.parallel import tensor_group
+from mtrain_cli.parallel import layer_groups
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
-from mtrain_cli.parallel.expert_group import make_expert_group, make_expert_mesh
+from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
-from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.flops import attention_kept
@@ -131,7 +130,7 @@ class TrainState:
             expert_mesh=expert_mesh,
         )
         self.decoder.to_empty(device=worker.device)
-        copies = tensor_group.copies if stage is None else stage.copies(self.decoder)
+        copies = layer_groups.copies if stage is None else stage.copies(self.decoder)
         self.states = (
             OffloadedOptimizer(self.decoder, self._empty_decoder(), config.optim)
             if config.optim.offload

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from parallel.ways import make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -17,7 +18,6 @@ from mtrain_cli.model.layer_execution import LayerExecution
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.activation_offload import ActivationOffload
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -80,7 +80,7 @@ class Steps:
         )
         masks = [SequenceMask.causal(seq, seq)]
         kernel = ReferenceKernel() if exact else SdpaKernel()
-        self.attend = ContextAttention.make(
+        self.attend = make_attention(
             exchange, kernel, masks, device, keep=keep, offload=self.offload
         )
         generator = torch.Generator().manual_seed(0)

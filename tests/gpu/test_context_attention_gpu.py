@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpu import through_host
-from parallel.ways import Way
+from parallel.ways import Way, make_attention
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest, Saved
@@ -25,7 +25,6 @@ from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
@@ -154,7 +153,7 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
                     circulates=way.circulates, shared_columns=way.shared_columns,
                 )  # fmt: skip
                 masks = [SequenceMask.from_documents(ids, layout.padded_seq)]
-                attend = ContextAttention.make(
+                attend = make_attention(
                     exchange, kernel, masks, device, None if given is None else Given(given)
                 )
                 mine = [t[:, place].clone().requires_grad_() for t in (q, k, v)]

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from parallel.ways import make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
@@ -43,7 +43,7 @@ def recorded(rank: int, world: int, folder: str, name: str) -> None:
     )
     layout = make_layout("zigzag", world, SEQ, 128)
     exchange = make_exchange(name, layout, group)
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], device
     )
     shapes = [(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS)]

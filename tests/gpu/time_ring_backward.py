@@ -32,6 +32,7 @@ from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.transport import Transport
 
 HEAD_DIM = 128
@@ -164,7 +165,8 @@ def main() -> int:
             first: tuple[torch.Tensor, ...] | None = None
             for variant, circulates, kernel in VARIANTS[name]:
                 exchange = make_exchange("ring", layout, group, circulates=circulates)
-                attend = ContextAttention.make(exchange, kernel(), masks, device)
+                plan = Plan.make(exchange, masks).to(device)
+                attend = ContextAttention.of(exchange, kernel(), plan)
                 times = []
                 for _ in range(2 + args.repeats):
                     out = attend(*mine, 0)

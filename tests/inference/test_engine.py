@@ -21,8 +21,8 @@ from mtrain_cli.inference.scorer import _Prompt
 from mtrain_cli.model.layer_execution import ExecutedLayer
 from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layer_groups import own_part
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.tensor_group import own_part
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.resolution import resolve_run
 

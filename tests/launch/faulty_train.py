@@ -51,8 +51,7 @@ def train(config, run_dir, environment, resume):
     import torch.distributed as dist
 
     from mtrain_cli.launch import progress_record
-    from mtrain_cli.parallel.expert_group import ExpertGroup
-    from mtrain_cli.parallel.tensor_group import TensorGroup
+    from mtrain_cli.parallel.layer_groups import ExpertGroup, TensorGroup
     from mtrain_cli.parallel.transport import Transport
     from mtrain_cli.training import loop
     from mtrain_cli.training.trainer import Trainer

@@ -16,7 +16,7 @@ from mtrain_cli.model import expert_parallel as expert_journey
 from mtrain_cli.model.expert_parallel import ExpertSharing, FusedJourney, Journey, Tile, start_plan
 from mtrain_cli.model.expert_products import ExpertExecution, WeightGradients
 from mtrain_cli.model.routing import Decision, decide_alone
-from mtrain_cli.parallel.expert_group import ExpertGroup
+from mtrain_cli.parallel.layer_groups import ExpertGroup
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -14,8 +14,8 @@ from mtrain_cli.model.decoder import Decoder, ProjectionWeights
 from mtrain_cli.model.feed_forward import FeedForwardWeights
 from mtrain_cli.model.parallelize import cut_layers, parallelize, set_execution
 from mtrain_cli.parallel.activation_offload import ActivationOffload
+from mtrain_cli.parallel.layer_groups import own_part
 from mtrain_cli.parallel.mesh import TENSOR, make_parameter_mesh
-from mtrain_cli.parallel.tensor_group import own_part
 
 
 def meta_decoder() -> Decoder:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import gloo
 import pytest
 import torch
+from parallel.ways import group_of, make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import make_context_group
 
 TINY = 2.0**-9  # bfloat16 rounds 1 + TINY to 1, but not 1 + 3 TINY
 
@@ -46,10 +44,10 @@ class OnePartEach:
 
 
 def gradients(rank: int, world: int, exchange: str) -> list[float]:
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     layout = make_layout("striped", world, 32 * world, 1)
     mask = SequenceMask.causal(layout.seq, layout.padded_seq)
-    attend = ContextAttention.make(
+    attend = make_attention(
         make_exchange(exchange, layout, group), OnePartEach(rank), [mask], "cpu"
     )
     q, k, v = (

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel.mask_samples import documents, local_mask, random_mask, sliding_window
@@ -23,6 +21,7 @@ from mtrain_cli.parallel.dispatch import (
     Assignment,
     Balancer,
     ChunkWork,
+    Dispatch,
     RowPrices,
     _by_node,
     balance,
@@ -30,7 +29,7 @@ from mtrain_cli.parallel.dispatch import (
     chunk_tokens,
     seeds,
 )
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.traffic import (
     Nodes,
     count_traffic,
@@ -41,6 +40,11 @@ from mtrain_cli.parallel.traffic import (
 )
 
 TESTS = Path(__file__).parents[1]
+
+
+def layout_of(dispatch: Dispatch) -> Balanced:
+    seq = len(dispatch.owner) * dispatch.chunk
+    return Balanced.of(dispatch.owner, dispatch.traffic.workers, seq, dispatch.chunk)
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,7 +59,7 @@ def test_a_dispatch_is_counted_as_its_shards_are(seed, workers, chunk):
     masks = [random_mask(rng, padded, 2), local_mask(rng, padded)]
     kinds = [masks, masks[:1]]
     dispatch = balance(kinds, workers, chunk, per_node=per_node, layers=[2, 1])
-    shards = [dispatch.positions(rank) for rank in range(workers)]
+    shards = [layout_of(dispatch).positions(rank) for rank in range(workers)]
     assert all(len(s) == padded // workers and (np.diff(s) > 0).all() for s in shards)
     assert sorted(np.concatenate(shards).tolist()) == list(range(padded))
     block = int(np.gcd(chunk, 128))
@@ -68,9 +72,7 @@ def test_a_dispatch_is_counted_as_its_shards_are(seed, workers, chunk):
     assert dispatch.cost.tolist() == counted.cost(250, 1500).tolist()
 
 
-@pytest.mark.parametrize("workers", [4, 8])
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("mean", [2048, 8192])
+@pytest.mark.parametrize(("workers", "seed", "mean"), [(4, 1, 8192), (8, 2, 2048), (8, 1, 8192)])
 def test_documents_are_balanced(workers, seed, mean):
     mask = documents(1 << 19, mean, seed)
     dispatch = balance([[mask]], workers, chunk_tokens(1 << 19, workers))
@@ -109,7 +111,7 @@ def test_short_sequences_balance_the_cost_and_the_pairs_if_rows_are_cheap(mask, 
 def test_over_nodes_few_rows_enter_a_node():
     mask, chunk = documents(1 << 17, 1024, 2), chunk_tokens(1 << 17, 8)
     aware = balance([[mask]], 8, chunk, per_node=4)
-    unaware = balance([[mask]], 8, chunk).positions
+    unaware = layout_of(balance([[mask]], 8, chunk)).positions
     counted = count_traffic([[mask]], [unaware(rank) for rank in range(8)], per_node=4)
     assert aware.cost.max() < counted.cost(250, 1500).max()
     assert aware.traffic.outer.sent.sum() < counted.outer.sent.sum() / 2
@@ -143,17 +145,6 @@ def test_two_layers_of_a_kind_equal_two_kinds():
     assert twice.cost.tolist() == listed.cost.tolist()
 
 
-def test_rows_travel_for_all_sequences_of_a_batch():
-    documents_only, window = documents(4096, 512, 1), sliding_window(4096, 700)
-    both = balance([[documents_only, window]], 4, 128)
-    shards = [both.positions(rank) for rank in range(4)]
-    alone = [count_traffic([[mask]], shards) for mask in (documents_only, window)]
-    assert both.traffic.pairs.tolist() == (alone[0].pairs + alone[1].pairs).tolist()
-    most = np.maximum(alone[0].received, alone[1].received)
-    assert (both.traffic.received >= 2 * most).all()
-    assert (both.traffic.received <= 2 * (alone[0].received + alone[1].received)).all()
-
-
 @pytest.mark.parametrize(("workers", "per_node"), [(4, 4), (8, 4), (6, 2)])
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, sequences):
@@ -170,7 +161,7 @@ def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, s
         peers = {"inner": range(node, node + per_node)}
         if per_node < workers:
             peers = {"outer": range(rank % per_node, workers, per_node)} | peers
-        rows = CastRows.make(dispatch.layout(), masks, rank, list(peers.values()))
+        rows = CastRows.make(layout_of(dispatch), masks, rank, list(peers.values()))
         for (level, among), cast in zip(peers.items(), rows.casts, strict=True):
             sent[level][rank, list(among)] = sequences * np.array(cast.sent)
     for level, moved in (("inner", dispatch.traffic.inner), ("outer", dispatch.traffic.outer)):
@@ -183,9 +174,6 @@ def test_padding_costs_nothing():
     mask = SequenceMask.causal(5000, 8192)
     dispatch = balance([[mask]], 4, 128)
     assert dispatch.traffic.pairs.sum() == 5000 * 5001 // 2
-    layout = dispatch.layout(8000)
-    assert (layout.seq, layout.padded_seq, layout.tokens_per_worker) == (8000, 8192, 2048)
-    assert layout.positions(3).tolist() == dispatch.positions(3).tolist()
 
 
 def test_every_process_finds_the_same_dispatch():
@@ -198,15 +186,6 @@ def test_every_process_finds_the_same_dispatch():
     answer = subprocess.run(run, cwd=TESTS, capture_output=True, text=True, check=True).stdout
     here = balance([[documents(1 << 15, 1024, 5)]], 8, 256, per_node=4)
     assert answer.split() == [str(rank) for rank in here.owner]
-
-
-def test_more_swaps_never_cost_more():
-    mask = documents(1 << 16, 4096, 4)
-    costs = [
-        int(balance([[mask]], 8, 512, most_swaps=swaps).cost.max()) for swaps in (0, 5, 20, 100)
-    ]
-    assert costs[0] > costs[3]
-    assert costs == sorted(costs, reverse=True)
 
 
 def test_the_script_counts_every_layout_for_eleven_masks():
@@ -224,25 +203,12 @@ def test_the_script_counts_every_layout_for_eleven_masks():
     assert "--seq 1000: must be a multiple of 1024 x --workers 8" in refused.stderr
 
 
-def test_the_script_deals_blocks_as_torch_does():
-    name = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
-    balancer = pytest.importorskip(name)._PTRRLoadBalancer
-    script = runpy.run_path(str(TESTS.parent / "profiles/dispatch_balance.py"))
-    for _, mask in script["masks"](1 << 15):
-        pairs = pairs_per_query([[mask]]).reshape(-1, 128).sum(1)
-        expected = balancer.ptrr_scheduling(torch.from_numpy(pairs), 8).tolist()
-        found = [(shard[::128] // 128).tolist() for shard in script["_ptrr"](mask, 8)]
-        assert sorted(found) == sorted(expected)
-
-
 def test_bad_sizes_are_refused():
     mask = sliding_window(1024, 10)
     with pytest.raises(ValueError, match="Pad the masks to a multiple of 384"):
         balance([[mask]], 3, 128)
     with pytest.raises(ValueError, match="gpus_per_node=3: does not divide 4 workers"):
         balance([[mask]], 4, 128, per_node=3)
-    with pytest.raises(ValueError, match="Blocks of 128 rows do not divide chunks of 64 tokens"):
-        balance([[mask]], 4, 64, block=128)
 
 
 @settings(deadline=None)
@@ -276,7 +242,7 @@ def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
         dispatch = balancer.dispatch([[mask]])
         for group in range(workers // heads):
             members = shards[group * heads : (group + 1) * heads]
-            assert np.array_equal(np.concatenate(members), dispatch.positions(group))
+            assert np.array_equal(np.concatenate(members), layout_of(dispatch).positions(group))
         found.append(layout)
     assert found[0] != found[1]
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from parallel.ways import make_attention
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.index import VerticalSlash
@@ -53,7 +54,7 @@ def attend() -> ContextAttention:
         SequenceMask.causal(SEQ, SEQ),
     ]
     layout = make_layout("striped", 1, SEQ, 1)
-    return ContextAttention.make(
+    return make_attention(
         make_exchange("all_gather", layout, ContextGroup.alone()),
         SdpaKernel(),
         masks,

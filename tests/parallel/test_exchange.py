@@ -8,15 +8,14 @@ import gloo
 import pytest
 import torch
 from parallel.free_buffers import free_tensors
+from parallel.ways import group_of, make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_chosen_exchange, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.parallel.transport import Buffers
 
@@ -32,10 +31,10 @@ class Counting(SdpaKernel):
 
 
 def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     layout = make_layout("contiguous", world, SEQ, 4)
     exchange = make_exchange("ring", layout, group, circulates=circulates)
-    attend = ContextAttention.make(exchange, Counting(), [SequenceMask.causal(SEQ, SEQ)], "cpu")
+    attend = make_attention(exchange, Counting(), [SequenceMask.causal(SEQ, SEQ)], "cpu")
     torch.manual_seed(rank)
     tensors = [torch.randn(1, SEQ // world, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     free, made, gradients = [], [], []
@@ -109,13 +108,13 @@ def gradients_of_padding(rank: int, world: int) -> list[list[bool]]:
 
     The last of four ranks holds only padding.
     """
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     layout = make_layout("contiguous", world, 40, 16, unit=16)
     found = []
     for name, options in (("all_gather", {}), ("all_gather", {"chunks": 2}), ("ring", {})):
         exchange = make_exchange(name, layout, group, **options)
         masks = [SequenceMask.causal(40, layout.padded_seq)]
-        attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu")
+        attend = make_attention(exchange, SdpaKernel(), masks, "cpu")
         tensors = [torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
         gradients = torch.autograd.grad(attend(*tensors, 0).sum(), tensors)
         found.append([bool((gradient == 0).all()) for gradient in gradients])

@@ -20,22 +20,13 @@ from mtrain_cli.parallel.exchange_selection import (
     parse_label,
     ring_backward_bytes,
 )
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import ShardSizes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import CONTEXT, Schedule, ScheduleOptions, make_schedule
 
 AUTO = compose([]).topology
-NEEDS = ExchangeNeeds(
-    workers=4,
-    per_node=4,
-    tokens=1 << 17,
-    heads=16,
-    kv_heads=2,
-    head_dim=128,
-    dtype_bytes=2,
-    device_memory=8 << 30,
-)
+SIZES = {"heads": 16, "kv_heads": 2, "head_dim": 128, "dtype_bytes": 2, "device_memory": 8 << 30}
+NEEDS = ExchangeNeeds(workers=4, per_node=4, tokens=1 << 17, **SIZES)
 
 
 def asked(**keys) -> TopologyConfig:
@@ -77,16 +68,10 @@ def test_a_large_gather_takes_two_parts_and_more_if_memory_is_short():
     ):
         chosen = choose_exchange(AUTO, replace(needs, tokens=tokens, device_memory=80 << 30))
         assert (chosen.name, chosen.chunks) == ("all_gather", chunks), tokens
-    odd = choose_exchange(
-        AUTO, replace(needs, kv_heads=3, heads=3, tokens=1 << 17, device_memory=80 << 30)
-    )
-    assert odd.chunks == 1, "nothing asks for three"
-    assert (
-        choose_exchange(
-            asked(chunks=2), replace(needs, tokens=1 << 21, device_memory=1 << 40)
-        ).chunks
-        == 2
-    )
+    odd = replace(needs, kv_heads=3, heads=3, tokens=1 << 17, device_memory=80 << 30)
+    assert choose_exchange(AUTO, odd).chunks == 1, "nothing asks for three"
+    large = replace(needs, tokens=1 << 21, device_memory=1 << 40)
+    assert choose_exchange(asked(chunks=2), large).chunks == 2
 
 
 def test_one_worker_takes_parts_if_its_float32_query_gradients_are_large():
@@ -97,19 +82,12 @@ def test_one_worker_takes_parts_if_its_float32_query_gradients_are_large():
     for tokens, parts in ((fits, 1), (fits + 1, 2), (2 * fits + 2, 4), (64 * fits, 8)):
         chosen = choose_exchange(AUTO, replace(alone, tokens=tokens))
         assert (chosen.name, chosen.chunks) == ("all_gather", parts)
-        assert chosen.reason.endswith(
-            "nothing moves"
-            if parts == 1
-            else f"nothing moves; one kernel call for each of {parts} parts of the heads"
-        )
+        calls = f"; one kernel call for each of {parts} parts of the heads" if parts > 1 else ""
+        assert chosen.reason.endswith(f"nothing moves{calls}")
     assert choose_exchange(asked(chunks=8), replace(alone, tokens=fits)).chunks == 8
     assert choose_exchange(asked(exchange="ring"), replace(alone, tokens=64 * fits)).chunks == 1
-    assert (
-        choose_exchange(
-            asked(exchange="ulysses"), replace(alone, workers=8, per_node=8, tokens=512 * fits)
-        ).chunks
-        == 1
-    )
+    eight = replace(alone, workers=8, per_node=8, tokens=512 * fits)
+    assert choose_exchange(asked(exchange="ulysses"), eight).chunks == 1
 
 
 def test_a_given_number_of_parts_is_used_in_the_choice():
@@ -121,12 +99,8 @@ def test_a_given_number_of_parts_is_used_in_the_choice():
     assert (one.name, f"would take {whole / 2**30:.1f} GiB at once" in one.reason) == ("ring", True)
     # Asking for two parts means asking for a gather.
     two = choose_exchange(asked(chunks=2), needs)
-    assert (
-        two.name,
-        two.chunks,
-        f"each of 2 parts of the heads; gathered KV and dKV take {of_two / 2**30:.1f} GiB"
-        in two.reason,
-    ) == ("all_gather", 2, True)
+    assert (two.name, two.chunks) == ("all_gather", 2)
+    assert f"2 parts of the heads; gathered KV and dKV take {of_two / 2**30:.1f} GiB" in two.reason
 
 
 def test_parts_divide_the_heads_that_a_rank_has_left():
@@ -150,15 +124,6 @@ def test_several_nodes_use_hierarchical_exchanges():
     )
 
 
-def test_auto_skips_the_choice_for_one_worker_and_for_configured_exchanges():
-    assert (
-        choose_exchange(AUTO, replace(NEEDS, workers=1, per_node=1, tokens=1 << 40)).name
-        == "all_gather"
-    )
-    chosen = choose_exchange(asked(exchange="ring"), NEEDS)
-    assert (chosen.name, chosen.reason) == ("ring", "as configured")
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "needs_out", "circulates"),
     [
@@ -175,6 +140,7 @@ def test_the_smaller_payload_circulates(heads, kv_heads, needs_out, circulates):
     assert choose_exchange(asked(exchange="ring"), needs).circulates == circulates
     queries, keys = (ring_backward_bytes(needs, what) for what in ("queries", "kv"))
     assert (queries < keys) == (circulates == "queries")
+    assert choose_exchange(asked(exchange="ring"), needs).reason == "as configured"
     assert choose_exchange(asked(exchange="all_gather"), needs).circulates == "kv"
     bitmap = replace(needs, index=IndexRequest(128, bitmap=True))
     assert choose_exchange(asked(exchange="ring"), bitmap).circulates == "kv", (
@@ -262,9 +228,10 @@ def test_columns_are_gathered_once_if_they_are_smaller_than_the_keys():
             "does not divide the 2 key-value heads of a worker; allowed: 1, 2",
         ),
         (
-            {"exchange": "all_gather", "circulates": "queries"},
+            {"exchange": "ulysses", "circulates": "queries"},
             {},
-            "works only with ring and hierarchical_ring",
+            r"^topology\.circulates=queries: works only with ring and hierarchical_ring, not with "
+            r"topology\.exchange=ulysses\. ",
         ),
         (
             {"exchange": "ring", "stages": 2},
@@ -318,23 +285,7 @@ def test_a_group_cast_has_the_stages_that_its_workers_allow(keys, needs, stages)
     ("exchange", "hops"), [("ring", 3), ("hierarchical_ring", 3), ("all_gather", 1), ("ulysses", 1)]
 )
 def test_only_rings_post_hops_ahead(exchange, hops):
-    needs = ExchangeNeeds(
-        workers=4, per_node=2, tokens=4096, heads=8, kv_heads=8, head_dim=64, dtype_bytes=2
-    )
+    needs = replace(NEEDS, per_node=2, kv_heads=16)
     found = choose_exchange(asked(exchange=exchange, prefetch=3), needs)
     assert found.prefetch == hops
     assert ("hops ahead" in found.label) == (hops > 1)
-
-
-@pytest.mark.parametrize(
-    ("exchange", "said"),
-    [
-        ("ulysses", "not with topology.exchange=ulysses. "),
-        ("auto", "not with topology.exchange=auto (here: all_gather). "),
-    ],
-)
-def test_circulating_queries_is_refused_under_the_exchange_that_the_user_set(exchange, said):
-    needs = replace(NEEDS, workers=2, per_node=2)
-    with pytest.raises(ConfigError, match=r"^topology\.circulates=queries: ") as found:
-        choose_exchange(asked(exchange=exchange, circulates="queries"), needs)
-    assert said in str(found.value)

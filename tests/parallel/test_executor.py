@@ -11,21 +11,17 @@ import gloo
 import pytest
 import torch
 from parallel.programs import ARRANGEMENTS
+from parallel.ways import group_of, make_attention, qkv
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.buffers import Kind
-from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Exchange, ShardTiles, make_exchange
-from mtrain_cli.parallel.executor import Executor, QueryMessage, RunningAttention
+from mtrain_cli.parallel.exchange import Exchange, Executor, ShardTiles, make_exchange
 from mtrain_cli.parallel.layout import Placement, make_layout
-from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.operations import Arrange, Order, Shards
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.operations import Arrange, Order, QueryMessage, RunningAttention, Shards
 from mtrain_cli.parallel.program import Operation, Post, Recompute, ShardSizes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
 
@@ -85,9 +81,7 @@ def watched(
                     assert nbytes(found) == size, (op, buffer)
         seen.append(len(operations))
 
-    group = make_context_group(
-        rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2, heads=heads
-    )
+    group = group_of(rank, world, per_node=2, heads=heads)
     layout = make_layout("zigzag", world, SEQ, 16, unit=16)
     exchange = make_exchange(name, layout, group, **options)
     pattern = FixedPattern(block=16, slashes=9, columns=COLUMNS, density=0.0, seed=0)
@@ -95,11 +89,8 @@ def watched(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "run", looking)
         for index in (None, pattern):
-            attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", index)
-            q, k, v = (
-                torch.randn(1, layout.tokens_per_worker, n, HEAD_DIM, requires_grad=True)
-                for n in (HEADS, kv_heads, kv_heads)
-            )
+            attend = make_attention(exchange, SdpaKernel(), masks, "cpu", index)
+            q, k, v = qkv(layout.tokens_per_worker, HEADS, kv_heads, HEAD_DIM)
             attend(q, k, v, 0).sum().backward()
     return seen
 
@@ -145,9 +136,7 @@ def posted(
         passes.append(0)
         return begin(*args)
 
-    group = make_context_group(
-        rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2, heads=heads
-    )
+    group = group_of(rank, world, per_node=2, heads=heads)
     layout = make_layout("zigzag", world, SEQ, 16, unit=16)
     exchange = make_exchange(name, layout, group, **options)
     masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
@@ -157,11 +146,8 @@ def posted(
         patch.setattr(Exchange, "_begin", beginning)
         for keep in KEPT:
             passes.clear()
-            attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", keep=keep or 0.0)
-            q, k, v = (
-                torch.randn(1, layout.tokens_per_worker, n, HEAD_DIM, requires_grad=True)
-                for n in (HEADS, KV_HEADS, KV_HEADS)
-            )
+            attend = make_attention(exchange, SdpaKernel(), masks, "cpu", keep=keep or 0.0)
+            q, k, v = qkv(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM)
             if keep is None:
                 out = attend(q, k, v, 0)
             else:

@@ -13,7 +13,7 @@ from training.allocations import LiveBytes
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.layout import Joined, make_layout
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import (
     AddDq,
     AddHeads,
@@ -27,7 +27,6 @@ from mtrain_cli.parallel.operations import (
     SplitRows,
 )
 from mtrain_cli.parallel.program import Compute, Post, Program, Shard, ShardSizes, Stage, Wait
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import DKV, KV, ScheduleOptions, make_schedule
 
 
@@ -64,12 +63,6 @@ def test_stages_divide_the_keys_of_a_part(stages, per_node, found):
                 assert sorted(key for step in of_part for key in step.keys) == list(range(4))
                 (own,) = (step for step in of_part if step.stage == 0)
                 assert (own.keys, own.wait, own.send) == ((rank,), (), ())
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_one_worker_has_one_stage(workers):
-    schedule = make_schedule("group_cast", ScheduleOptions(workers, 4, stages=2))
-    assert schedule.stages == min(workers, 2)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "hierarchical_all_gather"])
@@ -227,19 +220,6 @@ def order(program: Program, *kinds: type) -> list[str]:
         elif isinstance(op, Wait):
             names.append(f"wait {op.number}")
     return names
-
-
-def test_own_keys_are_computed_while_the_cast_travels():
-    schedule = make_schedule("group_cast", ScheduleOptions(4, 4, stages=2))
-    assert order(lower(schedule, 1), Post, Wait, Compute) == ["post 0", "own", "wait 0", "received"]
-
-
-def test_gradients_travel_home_while_own_keys_are_computed():
-    schedule = make_schedule("group_cast", ScheduleOptions(4, 4, stages=2))
-    program = lower(schedule, 1, backward=True)
-    assert order(program, Post, Wait, Compute) == [
-        *("post 0", "wait 0", "received", "post 1", "own", "wait 1")
-    ]
 
 
 def test_the_next_part_of_the_heads_is_cast_during_a_part():

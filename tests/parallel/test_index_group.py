@@ -8,15 +8,14 @@ import gloo
 import numpy as np
 import pytest
 import torch
-from attention.equal_indices import same_index
+from parallel.ways import group_of
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
-from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import DynamicIndex, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
@@ -113,7 +112,7 @@ def estimates(
         import mtrain_cli.sparsity.vertical_slash as module
 
         module.fused_probe_usable = lambda *_: True
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     found: dict[str, Any] = {}
     # The Triton interpreter takes seconds a cell.
     for heads, kv_heads in HEADS[1:2] if fused else HEADS:
@@ -232,7 +231,7 @@ def test_in_lower_precision_only_ties_differ(world, dtype, fused):
 
 def scattered(rank: int, world: int) -> list[bool]:
     """Whether each worker holds a probed row of each sequence, under a contiguous layout."""
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     layout = layout_of("contiguous", world)
     mine = masked(PATTERNS["plain"], masks(False, layout.padded_seq), layout, group)
     return [len(probe.local) > 0 for probe in vertical_slash().probes(mine)]
@@ -248,19 +247,3 @@ def test_shards_that_are_not_whole_blocks_are_refused():
         MaskedPositions.make(
             [SequenceMask.causal(72, 72)], BLOCK, [layout.positions(r) for r in range(2)]
         )
-
-
-def test_an_index_of_local_rows_equals_that_part_of_the_whole():
-    bits = torch.eye(4, dtype=torch.bool)[None, None]
-    rows, everything = torch.tensor([1, 3], dtype=torch.int32), torch.arange(4)
-    index = BlockBitmap(BLOCK, 4, bits[:, :, rows.long()], rows)
-    assert (
-        index.chosen(everything, everything)[0, 0].tolist()
-        == torch.diag(torch.tensor([False, True, False, True])).tolist()
-    )
-    assert index.chosen(rows.long(), everything).equal(
-        BlockBitmap.whole(BLOCK, bits).chosen(rows.long(), everything)
-    )
-    assert not same_index(
-        index, BlockBitmap(BLOCK, 4, index.bits, torch.tensor([1, 2], dtype=torch.int32))
-    )

@@ -11,10 +11,9 @@ from parallel.programs import SIZES, copies, play
 from parallel.test_schedule import cases
 
 from mtrain_cli.parallel.buffers import Buffer, Kind
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import AddHeads, MergeBackward
 from mtrain_cli.parallel.program import Compute, Operation, Post, Shard, Stage, Whole
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions, make_schedule
 
 

@@ -8,12 +8,12 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.ways import group_of, make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import transport
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
@@ -41,7 +41,7 @@ def test_consecutive_ranks_share_a_sequence():
 
 def timeouts(rank: int, world: int, seconds: float | None) -> list[timedelta]:
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"), timeout)
+    group = group_of(rank, world, timeout=timeout)
     return [g._get_backend(torch.device("cpu")).options._timeout for g in group.channels.values()]
 
 
@@ -51,7 +51,7 @@ def test_a_context_group_uses_the_given_timeout():
 
 def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
     """Return the communicators that carry messages in forward and in backward."""
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     seen: set[tuple[str, str]] = set()
     phase = "forward"
 
@@ -67,7 +67,7 @@ def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
     transport.start_reduce_scatter = spy(transport.start_reduce_scatter, lambda args: args[-1])
     dist.batch_isend_irecv = spy(dist.batch_isend_irecv, lambda args: args[0][0].group)
     layout = make_layout("striped", world, 24, 4)
-    attend = ContextAttention.make(
+    attend = make_attention(
         make_exchange(name, layout, group),
         ReferenceKernel(),
         [SequenceMask.causal(24, layout.padded_seq)],

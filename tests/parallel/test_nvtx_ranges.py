@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from parallel.test_recording import HEAD_DIM, HEADS, KV_HEADS, SEQ
+from parallel.ways import make_attention, qkv
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -16,7 +17,6 @@ from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.parallel import nvtx_ranges
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -47,19 +47,18 @@ class Domain:
 @pytest.mark.parametrize("recording_too", [False, True])
 def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recording_too):
     domain = Domain()
-    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
+    ranges = nvtx_ranges.NvtxRanges(domain)
+    monkeypatch.setattr(nvtx_ranges, "listener", lambda: ranges)
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
     )
     recorder = Recorder(torch.device("cpu"))
     if recording_too:
         exchange.set_recorder(recorder)
         recorder.start()
-    q, k, v = (
-        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = qkv(SEQ, HEADS, KV_HEADS, HEAD_DIM)
     for layer in range(3):
         attend(q, k, v, layer).sum().backward()
     depth = list(itertools.accumulate(1 if said else -1 for said in domain.said))
@@ -75,16 +74,15 @@ def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recordi
 
 def test_layers_with_different_masks_have_a_range_of_their_kind(monkeypatch):
     domain = Domain()
-    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
+    ranges = nvtx_ranges.NvtxRanges(domain)
+    monkeypatch.setattr(nvtx_ranges, "listener", lambda: ranges)
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     mask = MaskRule(False, SlidingWindow(3, full_every=2))
     setups = AttentionSetup(SdpaKernel(), mask).by_kind(3)
     make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=3)
     attend = make([Sample(*np.zeros((3, SEQ), np.int32))]).attention
-    q, k, v = (
-        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = qkv(SEQ, HEADS, KV_HEADS, HEAD_DIM)
     for layer in range(3):
         attend(q, k, v, layer).sum().backward()
     of_layers = [said for said in domain.said if said and " layer." in said[0]]

@@ -96,16 +96,6 @@ def test_a_receive_is_posted_one_computation_ahead_and_a_send_at_once():
     ]
 
 
-def test_both_ends_name_a_message_and_its_channel_alike():
-    pipeline = Pipeline("interleaved", 2, 2, 2)
-    send, receive = Action(SEND, 1, 0, ACTIVATIONS), Action(RECEIVE, 2, 0, ACTIVATIONS)
-    assert send.message == receive.message == (ACTIVATIONS, 1, 0)
-    assert pipeline.channel(send) == pipeline.channel(receive) == (ACTIVATIONS, 1, 0)
-    back = Action(SEND, 2, 0, GRADIENTS), Action(RECEIVE, 1, 0, GRADIENTS)
-    assert {action.message for action in back} == {(GRADIENTS, 2, 0)}
-    assert {pipeline.channel(action) for action in back} == {(GRADIENTS, 0, 1)}
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_every_message_has_a_channel(schedule):
     pipeline = Pipeline(schedule, 3, 2 if schedule == "interleaved" else 1, 6)

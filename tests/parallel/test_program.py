@@ -9,8 +9,7 @@ import pytest
 from parallel.programs import FEW, SIZES
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.buffers import Kind
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import Arrange, FromHeads, FromTokens, Rename, ToHeads, ToTokens
 from mtrain_cli.parallel.program import (
     HIGH,
@@ -22,7 +21,6 @@ from mtrain_cli.parallel.program import (
     ShardSizes,
     pool_bytes,
 )
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import UNSCHEDULED, ScheduleOptions, make_schedule
 
 
@@ -41,12 +39,13 @@ def test_the_pool_of_a_ring_of_keys_in_float32_by_hand():
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_an_all_reduce_of_columns_sends_its_payload_almost_twice(heads):
-    """A ring all-reduce of n ranks sends 2 (n - 1) / n of the payload."""
+    """A ring all-reduce of n ranks, which hold the same heads, sends 2 (n - 1) / n of it."""
     sizes = replace(SIZES, columns=6, column_width=128)
-    program = lower(
-        make_schedule("ring", ScheduleOptions(8, 8, heads=heads)), 0, traits=Traits(columns=True)
-    )
+    schedule = make_schedule("ring", ScheduleOptions(8, 8, heads=heads))
+    program = lower(schedule, 5, traits=Traits(columns=True))
     (post,) = (p for p in program.posts if p.transfer.number == UNSCHEDULED)
+    assert post.transfer.peers == ((1, 3, 5, 7) if heads == 2 else tuple(range(8)))
+    assert post.transfer.part == (heads - 1, heads)
     payload = 2 * (SIZES.heads // heads) * 128 * SIZES.head_dim * SIZES.dtype_bytes
     ranks = 8 // heads
     assert post.payload.of(sizes, heads) == payload
@@ -148,14 +147,6 @@ def test_a_renamed_buffer_is_not_held_twice():
     program = lower(make_schedule("all_gather", ScheduleOptions(1, 1)), 0, backward=True)
     (held,) = (set(live) for op, live in program.live() if isinstance(op, Rename))
     assert held == {buffers.DQ, buffers.DK, buffers.DV}
-
-
-def test_the_pool_leaves_out_what_forward_saves():
-    """Of the three shards that arrive at a rank, the last one stays for backward."""
-    forward = lower(make_schedule("ring", ScheduleOptions(4, 4)), 1)
-    assert forward.pooled == {Kind.KV.of(0), Kind.KV.of(3), Kind.KV.of(2)}
-    assert forward.saved[1] == Kind.KV.of(2)
-    assert list(forward.pooled_at_once(FEW).values()) == [2]
 
 
 def test_the_pool_of_ranks_that_share_heads_holds_repeated_heads():

@@ -9,19 +9,17 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.ways import group_of, make_attention, qkv
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.program import ShardSizes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import make_pattern
@@ -41,19 +39,14 @@ def recorded(
     rank: int, world: int, name: str, heads: int, sparse: bool
 ) -> tuple[list[Span], tuple[int, int]]:
     """Run layer 7 twice and record the second time. Also return the bytes of the schedule."""
-    group = make_context_group(
-        rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2, heads=heads
-    )
+    group = group_of(rank, world, per_node=2, heads=heads)
     layout = make_layout("zigzag", world, SEQ, 4, unit=4)
     exchange = make_exchange(name, layout, group)
     pattern = FixedPattern(block=4, slashes=4, columns=6, density=0.0, seed=0) if sparse else None
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern
     )
-    q, k, v = (
-        torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM, requires_grad=True)
-        for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = qkv(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM)
     recorder = Recorder(torch.device("cpu"))
     exchange.set_recorder(recorder)
     attend(q, k, v, 7).sum().backward()
@@ -131,13 +124,11 @@ def test_a_second_forward_pass_is_recorded_as_recompute():
     recorder = Recorder(torch.device("cpu"))
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, group)
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
     )
     exchange.set_recorder(recorder)
-    q, k, v = (
-        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = qkv(SEQ, HEADS, KV_HEADS, HEAD_DIM)
     recorder.start()
     for micro in range(2):
         recorder.micro_batch(micro)
@@ -149,13 +140,13 @@ def test_a_second_forward_pass_is_recorded_as_recompute():
 
 def estimated(rank: int, world: int) -> list[Span]:
     """Rank 1 starts to estimate a layer's index 0.3 s after rank 0."""
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     layout = make_layout("striped", world, SEQ, 16, unit=16)
     exchange = make_exchange("ring", layout, group)
     pattern = make_pattern(
         compose(["sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16"]).sparsity, 0
     )
-    attend = ContextAttention.make(
+    attend = make_attention(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern
     )
     q, k, v = (

@@ -8,19 +8,17 @@ import pytest
 from parallel.programs import FEW, SIZES, copies
 from parallel.test_schedule import crosses_nodes
 
-from mtrain_cli.parallel import buffers, schedule
+from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer, Kind
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import AddColumns, Delta, Merge, Reduce
 from mtrain_cli.parallel.program import Begin, Shard, pool_bytes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import (
     DKV,
     DQ,
     KV,
     QUERIES,
     ScheduleOptions,
-    Transfer,
     make_schedule,
 )
 
@@ -129,29 +127,6 @@ def test_a_ring_frees_the_shards_of_a_step_at_its_end(name, per_node, circulates
         assert len(found) >= 5
         # After the last step the pass casts its results.
         assert all(at in last or at > begins[-1] for at in found), found
-
-
-def test_the_ring_step_in_the_docstring_is_the_program():
-    schedule_ = make_schedule("ring", ScheduleOptions(3, 3))
-    step = schedule_.forward[0][1]
-    (hop,) = step.post
-    assert (step.queries, step.keys, step.wait) == ((0,), (2,), (0,))
-    assert hop == Transfer(
-        1, "p2p", "kv", "context", sends=(2,), receives=(1,), to=1, source=2, after=0
-    )
-    lines = (schedule.__doc__ or "").splitlines()
-    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation "))
-    table = [line[4:38] for line in lines[start + 1 : lines.index("", start)]]
-    shown = [(row[:16].strip(), row[16:28].strip(), row[28:].strip()) for row in table]
-    assert shown == [
-        (
-            type(op).__name__,
-            ", ".join(map(str, op.reads)) or "-",
-            ", ".join(map(str, op.writes)) or "-",
-        )
-        for op in lower(schedule_, 0).operations
-        if op.step == 1
-    ]
 
 
 def test_gradients_of_queries_come_home():

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import gloo
 import pytest
 import torch
+from parallel.ways import group_of
 
 from mtrain_cli.launch import progress_record
-from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import MessageTag
 from mtrain_cli.parallel.schedule import GROUP_CAST, Transfer
 from mtrain_cli.parallel.transport import ExchangeError, Transport, explain_peer_loss
@@ -92,7 +92,7 @@ def test_the_tensor_that_a_collective_sends_is_kept_until_the_wait():
 
 def rows_of_two(rank: int, world: int) -> tuple[bool, list[float], bool]:
     """Send one row to this rank and 1 + rank rows to the other rank, without keeping them."""
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    group = group_of(rank, world)
     transport = Transport(group, "group_cast", "layer 0", "forward", 1)
     sent = [1, 1 + rank] if rank == 0 else [1 + rank, 1]
     received = [1, 2] if rank == 0 else [1, 1]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from parallel.ways import make_attention
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
@@ -40,9 +40,7 @@ def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.
     layout = make_layout("striped", world, SEQ, 16)
     exchange = make_exchange(exchange_name, layout, group)
     masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
-    attend = ContextAttention.make(
-        exchange, Delayed() if rank == slow else SdpaKernel(), masks, "cpu"
-    )
+    attend = make_attention(exchange, Delayed() if rank == slow else SdpaKernel(), masks, "cpu")
     collector = RecordCollector(rank, world, torch.device("cpu"), dist.group.WORLD)
     q, k, v = (
         torch.randn(1, layout.tokens_per_worker, h, 16, requires_grad=True) for h in (HEADS, 2, 2)

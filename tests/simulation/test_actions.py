@@ -7,10 +7,9 @@ import pytest
 from simulation.free_prices import Prices
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import AddColumns, Arrange, Reduce
 from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Post, Wait
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation import timeline

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from mtrain_cli.config.cluster import Cluster, Constant, Link, load_cluster, shipped
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import ShardSizes
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import KV, UNSCHEDULED, ScheduleOptions, make_schedule
 from mtrain_cli.simulation.calibration import HIGH, VALUE, Curve, KernelCurves
 from mtrain_cli.simulation.costs import Costs, LayerPrices

@@ -12,7 +12,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.records import expert_loads, record_files
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.expert_cost import ComputeCost, ExpertLoads, LayerExperts, parse_loads
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT
+from mtrain_cli.step.program import EXPERTS_IN, EXPERTS_OUT
 from mtrain_cli.training.flops import layer_shapes
 
 QWEN = compose(["model=qwen3_30b_a3b"]).model

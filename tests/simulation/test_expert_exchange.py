@@ -22,7 +22,7 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     predict_training,
 )
-from mtrain_cli.step.interpreters import PassTime
+from mtrain_cli.step.program import PassTime
 from mtrain_cli.training.expert_traffic import expert_traffic
 from mtrain_cli.training.flops import layer_kinds
 

@@ -23,8 +23,7 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     with_step,
 )
-from mtrain_cli.step.interpreters import MessageCost
-from mtrain_cli.step.program import Message
+from mtrain_cli.step.program import Message, MessageCost
 from mtrain_cli.training.flops import causal_pairs, training_flops
 from mtrain_cli.training.state_memory import StateMemory
 

@@ -16,7 +16,7 @@ from mtrain_cli.simulation.scenario import (
     predict_training,
 )
 from mtrain_cli.simulation.tensor_cost import TensorMessages, cluster_of_groups
-from mtrain_cli.step.layer import Layer
+from mtrain_cli.step.program import Layer
 
 CLUSTER = load_cluster("h100_4x8", nodes=2)
 WORDS = ("model=qwen7b", "model.num_layers=3", "seq=32k", "topology.tensor_parallel=2")

@@ -10,12 +10,11 @@ import pytest
 from simulation.event_loop import EventLoop
 from simulation.free_prices import Prices
 
-from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.operations import (
     Merge,
 )
 from mtrain_cli.parallel.program import Operation
-from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import OUTER, SUM, Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.record_files import LINKS

@@ -11,18 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import feed_forward
-from mtrain_cli.parallel import tensor_group
+from mtrain_cli.parallel import layer_groups
+from mtrain_cli.parallel.layer_groups import TensorGroup
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.tensor_group import TensorGroup
-from mtrain_cli.step.layer import (
+from mtrain_cli.step.program import (
     BACKWARD_TILE,
     FORWARD_TILE,
     KEPT_BACKWARD_TILE,
     NEXT,
     SEND,
     WAIT,
+    Compute,
 )
-from mtrain_cli.step.program import Compute
 from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
     """Return the bytes that a rank receives in a step, the formula, and the number of calls."""
     trainer = Trainer(compose([*RUN, *overrides]), gloo.environment(rank, world, cp, tp=2))
     received, calls = 0, 0
-    gather, scatter = tensor_group.start_all_gather, tensor_group.start_reduce_scatter
+    gather, scatter = layer_groups.start_all_gather, layer_groups.start_reduce_scatter
 
     def counting_gather(own, workers, group):
         nonlocal received, calls
@@ -57,8 +57,8 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
         return scatter(shards, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_group, "start_all_gather", counting_gather)
-        patch.setattr(tensor_group, "start_reduce_scatter", counting_scatter)
+        patch.setattr(layer_groups, "start_all_gather", counting_gather)
+        patch.setattr(layer_groups, "start_reduce_scatter", counting_scatter)
         trainer.train_step(False)
     config, plan = trainer.config, trainer.plan
     message = message_bytes(config, plan.layout, plan.dtype_bytes)

@@ -11,6 +11,7 @@ import gloo
 import pytest
 import torch
 from parallel.free_buffers import free_tensors
+from parallel.ways import make_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -30,11 +31,10 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.expert_group import make_expert_group, make_expert_mesh
 from mtrain_cli.parallel.fsdp import begin_micro_batch
+from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
-from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.batch import MixedAttention
@@ -300,7 +300,7 @@ def attention_of(
 
     def of(name: str, pattern: Pattern | None) -> ContextAttention:
         keep = attention_kept(config.train)
-        return ContextAttention.make(
+        return make_attention(
             exchange, StandIn(name), masks, "cpu", pattern, keep=keep, offload=offload
         )
 

@@ -10,8 +10,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import Rates
-from mtrain_cli.step.interpreters import work
-from mtrain_cli.step.program import Compute, Message, Post
+from mtrain_cli.step.program import Compute, Message, Post, work
 from mtrain_cli.training import expert_traffic
 from mtrain_cli.training.expert_traffic import ExpertRun, chunks_and_parts
 

@@ -12,10 +12,9 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import expert_parallel
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
-from mtrain_cli.parallel.expert_group import ExpertGroup
+from mtrain_cli.parallel.layer_groups import ExpertGroup
 from mtrain_cli.simulation.expert_cost import travelling
-from mtrain_cli.step.interpreters import traffic
-from mtrain_cli.step.layer import (
+from mtrain_cli.step.program import (
     BACKWARD_CHUNK,
     EXPERTS_IN,
     EXPERTS_OUT,
@@ -27,9 +26,11 @@ from mtrain_cli.step.layer import (
     SCORED,
     SCORED_BACK,
     WAIT,
+    Compute,
     Layer,
+    Message,
+    traffic,
 )
-from mtrain_cli.step.program import Compute, Message
 from mtrain_cli.training.expert_traffic import message_bytes
 from mtrain_cli.training.trainer import Trainer
 

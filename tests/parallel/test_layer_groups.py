@@ -1,11 +1,13 @@
-"""Workers of a tensor group gather rows and add up parts of them."""
+"""Workers of a tensor group gather and add up rows, and those of an expert group trade rows."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import gloo
 import numpy as np
@@ -17,18 +19,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel import nvtx_ranges
-from mtrain_cli.parallel.mesh import SHARD, TENSOR, make_parameter_mesh
-from mtrain_cli.parallel.tensor_group import (
+from mtrain_cli.parallel import layer_groups, nvtx_ranges
+from mtrain_cli.parallel.layer_groups import (
     Message,
     TensorGroup,
     copies,
     gather_rows,
+    make_expert_group,
+    make_expert_mesh,
     make_tensor_group,
     own_region,
     staggered,
     sum_copied_gradients,
 )
+from mtrain_cli.parallel.mesh import SHARD, TENSOR, make_parameter_mesh
+from mtrain_cli.parallel.recording import NOTHING
 from mtrain_cli.parallel.transport import ExchangeError
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.records.record_files import WORDS
@@ -210,8 +215,34 @@ def test_a_wait_is_observed():
     group.observer.waiting = waiting
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TensorGroup, "_ranks", (0, 1))
-        Message(torch.ones(1), group, Work()).wait()
+        Message(torch.ones(1), Work(), lambda: group.waits(NOTHING)).wait()
     assert entered == ["begin", "wait", "end"]
+
+
+def leaving(rank: int, world: int) -> list[tuple[bool, bool]]:
+    """Whether what leaves is alive before and after each wait, if the work does not hold it."""
+    group, found = make(rank, world, 2), []
+    start_all_gather, start_reduce_scatter = (
+        lambda own, workers, _: (own.new_empty(workers, *own.shape), Mock()),
+        lambda shards, _: (torch.empty_like(shards[0]), Mock()),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_groups, "start_all_gather", start_all_gather)
+        patch.setattr(layer_groups, "start_reduce_scatter", start_reduce_scatter)
+        for start in (group.start_gather, group.start_scatter):
+            rows = torch.ones(4, 2)
+            storage = weakref.ref(rows.untyped_storage())
+            message = start(rows)
+            del rows
+            before = storage() is not None
+            message.wait()
+            found.append((before, storage() is None))
+    return found
+
+
+def test_what_leaves_lives_until_the_message_has_been_waited_for():
+    """A recorder's stream that waits for a work takes the work's reference away."""
+    assert gloo.run(2, leaving) == [[(True, True)] * 2] * 2
 
 
 SHAPES = {"by_output": (10, 3), "by_input": (5, 8), "copied": (7,)}
@@ -269,3 +300,51 @@ def test_only_gradients_of_copied_parameters_are_summed_over_the_tensor_group():
 
 def test_a_plain_parameter_has_no_other_copy():
     assert copies(nn.Parameter(torch.ones(3))) == 1
+
+
+def exchanged_by_experts(rank: int, world: int) -> tuple:
+    dims = ParallelDims.of(world, cp=2, tp=1)
+    group = make_expert_group(rank, dims, 2, torch.device("cpu"))
+    assert group is not None
+    assert make_expert_group(rank, dims, 1, torch.device("cpu")) is None
+    counts = group.gather_counts(torch.tensor([rank, 10 + rank]))
+    # Rank 0 of a group sends nothing, rank 1 sends one row to itself and two to rank 0.
+    send = [[0, 0], [2, 1]][group.rank]
+    receive = [[0, 2], [0, 1]][group.rank]
+    rows = 100.0 * rank + torch.arange(2.0 * sum(send)).view(-1, 2)
+    found = group.start(rows, send, receive).wait()
+    into = torch.zeros(4, 2)
+    group.start(rows, send, receive, into=into[1 : 1 + len(found)]).wait()
+    assert into[1 : 1 + len(found)].tolist() == found.tolist()
+    assert group.most([rank - group.rank, group.rank], rows.device) == [rank - group.rank, 1]
+    mesh = make_expert_mesh(dims, 2, "cpu")
+    return group.rank, counts.tolist(), found.tolist(), group.received[0], mesh.mesh.tolist()
+
+
+def test_consecutive_workers_exchange_rows_in_rank_order():
+    results = gloo.run(4, exchanged_by_experts)
+    for rank, (place, counts, found, received, mesh) in enumerate(results):
+        first = rank - place
+        assert place == rank % 2
+        assert counts == [[first, 10 + first], [first + 1, 11 + first]]
+        sent = 100.0 * (first + 1)
+        rows = [[sent + 2 * n, sent + 2 * n + 1] for n in range(3)]
+        assert found == (rows[:2] if place == 0 else rows[2:])
+        assert received == (2 * 2 * 2 * 4 if place == 0 else 0), "own rows do not count"
+        assert mesh == [[0, 1], [2, 3]]
+
+
+def test_the_loss_of_a_worker_names_the_group():
+    with pytest.raises(RuntimeError, match="rows from rank 1 did not arrive"):
+        raise gloo.run(2, lost_expert)[0]
+
+
+def lost_expert(rank: int, world: int) -> Exception | None:
+    group = make_expert_group(rank, ParallelDims.of(world, cp=2), 2, torch.device("cpu"))
+    assert group is not None
+    try:
+        with group.peer_errors():
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+    except RuntimeError as error:
+        return RuntimeError(str(error)) if rank == 0 else None
+    return None

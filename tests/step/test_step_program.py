@@ -1,4 +1,4 @@
-"""Programs by hand: bytes, work, the order of units, and clocks."""
+"""Programs by hand: bytes, work, the order of units, clocks, and the collectives of FSDP2."""
 
 from __future__ import annotations
 
@@ -7,9 +7,25 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
-from mtrain_cli.step.interpreters import MessageCost, PassTime, time, traffic, work
-from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer, layers
-from mtrain_cli.step.program import Compute, Message, Next, Post, Repeat, Wait, in_turns
+from mtrain_cli.step.program import (
+    EXPERTS_IN,
+    EXPERTS_OUT,
+    Compute,
+    Layer,
+    Message,
+    MessageCost,
+    Next,
+    PassTime,
+    Post,
+    Repeat,
+    Wait,
+    in_turns,
+    layers,
+    time,
+    traffic,
+    weight_messages,
+    work,
+)
 
 HIDDEN, ROWS, BACK = Message.HIDDEN, Message.ROWS, Message.ROWS_BACK
 # Two products and two messages on two links, then three times a product and a message.
@@ -140,3 +156,18 @@ def test_kinds_of_layers_add_up_to_a_model():
     ]  # fmt: skip
     plain = layers(model, checkpointed=False, tiled=False, keep_mlp=False)
     assert [(n, layer.keeps) for n, layer in plain] == [(3, True), (2, False)]
+
+
+@pytest.mark.parametrize("shard", ["full", "gradients", "optimizer"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_groups_cover_a_step_and_reduce_what_the_shards_need(shard, micro_batches):
+    """`full` gathers weights in every pass; else the first micro-batch gathers them once."""
+    found = weight_messages(shard, micro_batches)
+    assert sum(group.times for group in found) == micro_batches
+    assert all(group.times for group in found)
+    full = shard == "full"
+    assert traffic(found, {Message.GATHER: 1}) == (micro_batches if full else 1)
+    assert traffic(found, {Message.GATHER_AGAIN: 1}) == (micro_batches if full else 0)
+    assert traffic(found, {Message.REDUCE: 1}) == (1 if shard == "optimizer" else micro_batches)
+    assert Post(Message.GATHER) in found[0].body
+    assert Post(Message.REDUCE) in found[-1].body
