@@ -161,15 +161,15 @@ def calibrating(
     times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")
 
-    def show(cells: Sequence[str], more: str = "") -> None:
+    def show(cells: Sequence[str]) -> None:
         texts = [
             f"{cell:{'<' if column.words else '>'}{max(8, len(column.name))}}"
             for cell, column in zip(cells, columns, strict=True)
         ]
-        console.print(" ".join([*texts, more]).rstrip())
+        console.print(" ".join(texts).rstrip())
 
-    def add(time: Any, more: str = "") -> None:
-        show([column.cell(time) for column in columns], more)
+    def add(time: Any) -> None:
+        show([column.cell(time) for column in columns])
         times.append(time)
         if draft is not None:
             with writing(draft):

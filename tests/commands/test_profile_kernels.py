@@ -165,8 +165,7 @@ def test_all_masks_are_described():
         ("--mask causal --compare torch", "--compare torch: no such"),
         ("--compare flex", "--compare: needs --mask, such as --mask causal,documents"),
         ("--mask causal --density 5%", "--density: --mask times dense attention"),
-        ("--mask causal --columns 8 --workers 2", "--columns, --workers: --mask times dense"),
-        ("--mask causal --block 16", "--block: --mask times dense"),
+        ("--mask causal --columns 8 --block 16", "--columns, --block: --mask times dense"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(words, message, monkeypatch):
