@@ -147,13 +147,10 @@ class ResultsFolder:
 
     def drop_training(self, after: int) -> None:
         """Drop what a run measured during training after step ``after``: it trains these again."""
-
-        def trains_again(row: dict[str, Any]) -> bool:
-            step = row.get("step")
-            return bool(row.get(IN_TRAINING)) and not (isinstance(step, int) and step <= after)
-
-        for key in [k for k, rows in self.samples.items() if any(map(trains_again, rows.values()))]:
-            self.drop_samples(key)
+        for key, rows in list(self.samples.items()):
+            steps = [row.get("step") for row in rows.values() if row.get(IN_TRAINING)]
+            if not all(isinstance(step, int) and step <= after for step in steps):
+                self.drop_samples(key)
 
     def drop_samples(self, key: str) -> None:
         """Drop the samples of a result, and the result: a crash must not leave it without them."""

@@ -114,14 +114,13 @@ class Evaluation:
         self.codec = open_codec(self.source, given) if codec is None else codec
 
     def open_folder(self) -> ResultsFolder:
-        """Open the results on the first worker."""
         folder = ResultsFolder.open(Path(self.request.out), self.request.model)
         for line in folder.damage:
             warn(line)
         return folder
 
     def load(self, setting: Setting, *, generates: bool) -> Engine:
-        """Load a model, and show it. generates: whether it generates tokens."""
+        """Load a model, and show it."""
         engine = Engine(setting.source(), self.environment, warn if self.first else None)
         if self.first:
             lines = describe(engine, generates=generates)
@@ -195,9 +194,8 @@ class Runner(Evaluation):
         self._progress = progress = EvaluationProgress(*self._work(), enabled=shown)
         try:
             if self.first:
-                progress.say(self._outlook(progress.remaining))
-                if self.codec.starts:
-                    progress.say(self.codec.starts)
+                for line in filter(None, (self._outlook(progress.remaining), self.codec.starts)):
+                    progress.say(line)
             for setting in self.settings:
                 rows = self._measure_setting(setting)
                 if folder is not None:
@@ -208,24 +206,22 @@ class Runner(Evaluation):
     def _measure_setting(self, setting: Setting) -> list[Row]:
         """Measure all cells. Return the first worker's rows."""
         scorer: Scorer | None = None if self._training is None else self._training.scorer
-        generates = self.request.kind == RULER
         rows: list[Row] = []
         for cell in self._measurement.cells():
             key = self._key(setting, cell, self._measurement)
-            started, measured = time.perf_counter(), False
+            started, measured = time.perf_counter(), list[Row]()
             for group in self._shared(self._missing(key, cell)):
-                scorer = scorer or self.load(setting, generates=generates)
-                found = self._measure(scorer, cell, [item for _, item in group])
-                measured = True
+                scorer = scorer or self.load(setting, generates=self.request.kind == RULER)
+                measured = self._measure(scorer, cell, [item for _, item in group])
                 if self._folder is not None:
-                    self._keep(key, setting, cell, [index for index, _ in group], found)
+                    self._keep(key, setting, cell, [index for index, _ in group], measured)
                     work = self._cost(setting, cell, self._measurement) * len(group)
                     self._progress.advance(work, f"{cell} {setting.label}")
             if self._folder is not None:
-                whole = self._whole_rows(key, cell)
-                rows += whole.values()
+                whole = list(self._whole_rows(key, cell).values())
+                rows += whole
                 seconds = time.perf_counter() - started if measured else 0.0
-                self._finish(key, setting, cell, [whole[n] for n in sorted(whole)], seconds)
+                self._finish(key, setting, cell, whole, seconds)
         return rows
 
     def _outlook(self, flop: float) -> str:
