@@ -38,20 +38,19 @@ def format_flop(flop: float) -> str:
 class EvaluationProgress:
     """Progress on stderr: a bar in a terminal, plain lines elsewhere, both with the time left.
 
-    total, done: work of all samples, and of those that earlier evaluations left, in FLOP.
+    total: work to do, in FLOP.
     enabled: whether to show anything. True only on the first worker.
     """
 
     def __init__(
         self,
         total: float,
-        done: float = 0.0,
         *,
         enabled: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._before, self._done, self._enabled = total, done, done, enabled
+        self._total, self._done, self._enabled = total, 0.0, enabled
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._clock = clock
         self._started = self._said = clock()
@@ -60,7 +59,7 @@ class EvaluationProgress:
         self._bar = Progress(
             *columns, console=self._console, transient=True, disable=not (enabled and self._is_bar)
         )
-        self._task = self._bar.add_task("", total=max(total, 1.0), completed=done)
+        self._task = self._bar.add_task("", total=max(total, 1.0))
         self._bar.start()
 
     def advance(self, work: float, label: str) -> None:
@@ -72,17 +71,12 @@ class EvaluationProgress:
             self._said = self._clock()
             self.say(f"{self._done / max(self._total, 1.0):.0%} {text}")
 
-    @property
-    def remaining(self) -> float:
-        """The work that is left, in FLOP."""
-        return max(0.0, self._total - self._done)
-
     def left(self) -> str:
         """Return the time left, from the pace so far."""
-        if (worked := self._done - self._before) <= 0:
+        if not self._done:
             return "time left unknown"
-        seconds = self.remaining * (self._clock() - self._started) / worked
-        return f"{format_duration(max(0.0, seconds))} left"
+        remaining = max(0.0, self._total - self._done)
+        return f"{format_duration(remaining * (self._clock() - self._started) / self._done)} left"
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

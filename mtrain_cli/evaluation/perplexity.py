@@ -278,17 +278,6 @@ class Perplexity(Measurement):
             self.keys = {row["text"]: row["keys"] for row in rows if "text" in row}
             self.key_origin, self.key_label = origin, label
 
-    def after(self, origin: str) -> Measurement:
-        if self.short is None or self.keys is not None:
-            return self
-        return replace(self, keys={}, key_origin=origin)
-
-    def tokens(self, cell: Cell) -> int:
-        again = 0
-        if self.short is not None and self.keys is None and cell.length > self.short:
-            again = (cell.length - self.short) * (STRIDES + 1)
-        return cell.length + again
-
     def result(self, rows: Sequence[Row], result: Result) -> Result:
         score, error = weighted_mean_and_error(
             [_number(row["score"]) for row in rows], [row["tokens"] for row in rows]

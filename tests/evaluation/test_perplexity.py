@@ -162,11 +162,3 @@ def test_damaged_key_tokens_are_refused(places):
     with pytest.raises(ValueError, match="outside its text"):
         own.result([row], RESULT)
     assert own.result([{**row, "keys": [0, 298]}], RESULT).key_tokens is not None
-
-
-def test_short_contexts_count_as_work_until_the_keys_are_known():
-    own = Perplexity({}, "text", short=64)
-    cell = Cell("perplexity", 1024)
-    assert own.tokens(cell) == 1024 + 960 * 5
-    own.keys = {}
-    assert own.tokens(cell) == 1024
