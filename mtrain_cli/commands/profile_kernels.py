@@ -170,15 +170,13 @@ def _parse_cases(
     densities = parse_items("--density", density, parse_share, "0.05 or 5%")
     if any(not 0 < share <= 1 for share in densities):
         raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
-    if block is None:
-        block = 128 if gpu else 16
+    block = (128 if gpu else 16) if block is None else block
     if block not in _BLOCKS:
         raise ConfigError(f"--block {block}: must be 16, 32, 64 or 128")
     shapes = [_parse_heads(heads, pair) for pair in heads.split(",")]
 
     def columns_at(length: int) -> int:
-        usual_columns = 2048 if gpu else length // 64
-        return min(usual_columns if columns is None else columns, length)
+        return min(length, columns if columns is not None else 2048 if gpu else length // 64)
 
     return [
         KernelCase(

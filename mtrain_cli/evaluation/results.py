@@ -209,17 +209,6 @@ def require_own(path: Path, model: str) -> None:
         )
 
 
-def remove_unused(created: Sequence[Path]) -> None:
-    """Remove a folder without samples, the first of these new folders, and its parents."""
-    if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
-        return
-    for name in (ABOUT, LOCK):
-        (created[0] / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it holds something else
-        for place in created:
-            place.rmdir()
-
-
 def read_results(folder: Path) -> list[Result]:
     """Return the results in a folder, or in the folder of a run; an empty list if it has none."""
     return read_whole_results(folder)[0]
