@@ -22,8 +22,8 @@ IMPORTED = {
         parallel.collectives
     """,
     "mtrain_studies/attention": """
-        attention.index attention.mask attention.partials commands.options config
-        config.atomic_files config.schema config.sizes console evaluation.cost launch.environment
+        attention.mask attention.partials commands.options config
+        config.atomic_files config.schema config.sizes console evaluation.cost
         model.rope profiling.pattern_quality reporting reporting.plots reporting.tables
         reporting.terminal_width sparsity.pattern sparsity.recall
     """,

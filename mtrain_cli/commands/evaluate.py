@@ -437,15 +437,13 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Keep other evaluations out of a folder of results. An unused new folder does not stay."""
-    from mtrain_cli.evaluation.results import remove_unused
+    """Keep other evaluations out of a folder of results."""
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.run_dir import RunLock
 
     if job_rank():
         yield
         return
-    created = [place for place in (out, *out.parents) if not place.exists()]
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
     try:
@@ -458,7 +456,6 @@ def _locked(out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        remove_unused(created)
 
 
 def _evaluate(

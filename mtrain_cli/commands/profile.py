@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mtrain_cli.commands.options import writing
+from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -57,50 +57,35 @@ def keys_for(pattern: str, words: Sequence[str]) -> list[str]:
     return [word for word in words if key_of(word) in pattern_keys(pattern)]
 
 
-def is_calibration(out: Path, kind: str) -> bool:
-    """Return whether a file is a calibration of this kind."""
-    try:
-        document = json.loads(out.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(document, dict) and document.get("kind") == kind and "schema" in document
-
-
 def check_output(
     out: Path | None, is_own: Callable[[Path], bool], description: str, option: str = "--out"
-) -> str:
+) -> None:
     """Check before a measurement that ``out`` can be written, and create its folders.
 
-    Return a remark if an earlier ``description`` will be replaced, else "". Anything else that
-    exists, or cannot be written, raises ConfigError.
+    Raises ConfigError for anything but a new file, an empty one, or an earlier ``description``.
+    is_own: whether a file is one.
     """
     if out is None:
-        return ""
+        return
+    if out.is_dir():
+        raise ConfigError(f"{option} {out}: is a folder; give a file")
     try:
-        if out.is_dir():
-            raise ConfigError(f"{option} {out}: is a folder; give a file")
-        if out.exists():
-            with out.open("r+b"):
-                pass
-            if not out.is_file() or not out.stat().st_size:
-                return ""
-            if not is_own(out):
-                raise ConfigError(
-                    f"{option} {out}: exists and is not a {description} of mtrain; "
-                    "give another name, or remove it"
-                )
-            return f", replacing an earlier {description}"
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("xb"):
+        is_new = not out.exists()
+        with out.open("ab"):
             pass
-        out.unlink()
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"{option} {out}: a part of the path is a file, not a folder") from error
+        if is_new:
+            out.unlink()
+        is_foreign = not is_new and out.stat().st_size > 0 and not is_own(out)
     except OSError as error:
         raise ConfigError(
             f"{option} {out}: cannot be written: {error.strerror or error}"
         ) from error
-    return ""
+    if is_foreign:
+        raise ConfigError(
+            f"{option} {out}: exists and is not a {description} of mtrain; give another name, or "
+            "remove it"
+        )
 
 
 @contextlib.contextmanager
@@ -112,7 +97,7 @@ def reporting_out_of_memory() -> Iterator[None]:
 
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         kinds = torch.OutOfMemoryError, MemoryError
         if not isinstance(error, kinds) and "allocate memory" not in str(error):
             raise
@@ -157,19 +142,23 @@ def calibrating(
     """
     from mtrain_cli.profiling.timing import save_times
 
-    replaced = check_output(out, lambda path: is_calibration(path, about["kind"]), "calibration")
+    def is_own(file: Path) -> bool:
+        document = json_object(file.read_text(encoding="utf-8", errors="replace")) or {}
+        return document.get("kind") == about["kind"] and "schema" in document
+
+    check_output(out, is_own, "calibration")
     times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")
 
-    def show(cells: Sequence[str], more: str = "") -> None:
+    def show(cells: Sequence[str]) -> None:
         texts = [
             f"{cell:{'<' if column.words else '>'}{max(8, len(column.name))}}"
             for cell, column in zip(cells, columns, strict=True)
         ]
-        console.print(" ".join([*texts, more]).rstrip())
+        console.print(" ".join(texts).rstrip())
 
-    def add(time: Any, more: str = "") -> None:
-        show([column.cell(time) for column in columns], more)
+    def add(time: Any) -> None:
+        show([column.cell(time) for column in columns])
         times.append(time)
         if draft is not None:
             with writing(draft):
@@ -186,4 +175,4 @@ def calibrating(
     if draft is not None and out is not None:
         with writing(out):
             draft.replace(out)
-        console.print(f"{len(times)} measured times in {out}{replaced}")
+        console.print(f"{len(times)} measured times in {out}")

@@ -13,7 +13,6 @@ from mtrain_cli.commands.options import (
     MOST_HEADS,
     MOST_SAMPLES,
     MOST_TOKENS,
-    MOST_WORKERS,
     CalibrationOut,
     bounded,
     name_list,
@@ -49,7 +48,6 @@ def kernels(
     kernel: Annotated[str, name_list(complete_kernels)] = "",
     mask: Annotated[str, name_list()] = "",
     compare: Annotated[str, name_list()] = "",
-    workers: Annotated[str, option("N,...")] = "",
     repeats: Annotated[int, bounded(1, MOST_SAMPLES)] = 7,
     out: CalibrationOut = None,
 ) -> None:
@@ -63,8 +61,6 @@ def kernels(
           Try the command on a CPU, in seconds; CPU kernels skip no pairs
       [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
           Write a calibration for the simulator
-      [cyan]mtrain profile kernels --seq 128k --density 5% --workers 8 --out mine.json[/cyan]
-          Include the smaller calls of ring workers
       [cyan]mtrain profile kernels --mask all --compare flex --out masks.json[/cyan]
           Time dense attention under masks, and FlexAttention in the same run
 
@@ -81,26 +77,18 @@ def kernels(
         mask: Time dense attention under these masks instead of indices: full, causal, documents,
             documents_full, documents_block_causal, window, video, shared_question; or all.
         compare: Also time flex, which is PyTorch's FlexAttention, under the same masks.
-        workers: Also time the kernel calls of one worker when N workers share the sequence, in a
-            ring and in an all-gather; such as 8,32.
         repeats: Samples per measured time.
     """
     import torch
 
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import (
-        KernelBench,
-        profile_kernels,
-        profile_worker_calls,
-    )
+    from mtrain_cli.profiling.kernel_benchmark import KernelBench, profile_kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if compare and not mask:
         raise ConfigError("--compare: needs --mask, such as --mask causal,documents")
-    given = {
-        "--density": density != _DENSITIES, "--columns": columns is not None,
-        "--block": block is not None, "--workers": workers,
-    }  # fmt: skip
+    given = {"--density": density != _DENSITIES, "--columns": columns is not None}
+    given["--block"] = block is not None
     if mask and (wrong := [name for name, is_given in given.items() if is_given]):
         raise ConfigError(
             f"{', '.join(wrong)}: --mask times dense attention over whole sequences; give either"
@@ -109,7 +97,6 @@ def kernels(
     cases = _parse_cases(
         device, usual if seq == "auto" else seq, density, columns, heads, head_dim, block
     )
-    counts = _parse_workers(workers, seq, cases)
     names = parse_names("--kernel", kernel, [k for k in KERNELS if k != "auto"]) if kernel else []
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     bench = KernelBench(names, dtype, device, repeats)
@@ -126,8 +113,6 @@ def kernels(
     ) as add:
         for time in profile_kernels(bench, cases):
             add(time)
-        for time in profile_worker_calls(bench, cases, counts):
-            add(time, f" 1/{time.workers} {time.what}")
         console.print(
             "slashes: requested share of the causal blocks; columns: per head; pairs: share of the "
             "causal pairs that is computed; ratio: to dense attention."
@@ -185,15 +170,13 @@ def _parse_cases(
     densities = parse_items("--density", density, parse_share, "0.05 or 5%")
     if any(not 0 < share <= 1 for share in densities):
         raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
-    if block is None:
-        block = 128 if gpu else 16
+    block = (128 if gpu else 16) if block is None else block
     if block not in _BLOCKS:
         raise ConfigError(f"--block {block}: must be 16, 32, 64 or 128")
     shapes = [_parse_heads(heads, pair) for pair in heads.split(",")]
 
     def columns_at(length: int) -> int:
-        usual_columns = 2048 if gpu else length // 64
-        return min(usual_columns if columns is None else columns, length)
+        return min(length, columns if columns is not None else 2048 if gpu else length // 64)
 
     return [
         KernelCase(
@@ -222,21 +205,6 @@ def _parse_heads(heads: str, pair: str) -> tuple[int, int]:
             f"at most {MOST_HEADS:,}"
         )
     return query, kv
-
-
-def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]:
-    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
-    for count in counts:
-        if not 2 <= count <= MOST_WORKERS:
-            raise ConfigError(
-                f"--workers {workers}: each must be at least 2 workers and at most {MOST_WORKERS:,}"
-            )
-        if not any(case.seq % (2 * count * case.block) == 0 for case in cases):
-            raise ConfigError(
-                f"--workers {count}: none of --seq {seq} divides into whole blocks for {count} "
-                f"workers; give a multiple of {2 * count * cases[0].block}"
-            )
-    return counts
 
 
 def _shape_columns() -> list[Column]:

@@ -97,8 +97,7 @@ def links(
     )
 
     name = f"measured_{environment.nodes}x{environment.workers_per_node}"
-    if cluster_out is not None:
-        name = cluster_out.stem
+    name = name if cluster_out is None else cluster_out.stem
     run = run_dir.create(config, words)
     LinkBenchmarkPlan(message_sizes, repeats, name, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)
@@ -138,7 +137,7 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
     console = Console(highlight=False, soft_wrap=True)
     print_table(console, _table(document))
     machine = document["machine"]
-    lines = [
+    for line in (
         f"device  {machine['gpu']}: copy {machine['copy_gbps']:.4g} GB/s, "
         f"addition {machine['added_gbps']:.4g} GB/s, launch {machine['launch_us'][1]:.1f} us",
         *(
@@ -147,8 +146,7 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
             for link, fits in document["fits"].items()
             for operation, fit in fits.items()
         ),
-    ]
-    for line in lines:
+    ):
         say(console, line, _LABEL)
     if document["virtual_nodes"]:
         console.print(

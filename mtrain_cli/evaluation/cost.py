@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.console import Console
@@ -36,64 +36,52 @@ def format_flop(flop: float) -> str:
 
 
 class EvaluationProgress:
-    """Progress on stderr: a bar with the time left in a terminal, plain lines elsewhere.
+    """Progress on stderr: a bar in a terminal, plain lines elsewhere, both with the time left.
 
-    total, done: work of all samples, and of those that earlier evaluations left, in FLOP.
+    total: work to do, in FLOP.
     enabled: whether to show anything. True only on the first worker.
     """
 
     def __init__(
         self,
         total: float,
-        done: float = 0.0,
         *,
         enabled: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._before, self._done, self._enabled = total, done, done, enabled
+        self._total, self._done, self._enabled = total, 0.0, enabled
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._clock = clock
         self._started = self._said = clock()
-        self._bar: Progress | None = None
-        if enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            share = TextColumn("{task.percentage:.0f}%")
-            columns = (TextColumn("{task.description}"), BarColumn(), share)
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("", total=max(total, 1.0))
-            self._bar.update(self._task, completed=done)
-            self._bar.start()
+        self._is_bar = self._console.is_terminal and not self._console.is_dumb_terminal
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        self._bar = Progress(
+            *columns, console=self._console, transient=True, disable=not (enabled and self._is_bar)
+        )
+        self._task = self._bar.add_task("", total=max(total, 1.0))
+        self._bar.start()
 
     def advance(self, work: float, label: str) -> None:
         """Count work that is done. label: the cell, such as ``niah 64k dense``."""
         self._done += work
-        if not self._enabled:
-            return
         text = f"{label}, {self.left()}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, description=text)
-        elif self._clock() - self._said >= EVERY_S:
+        self._bar.update(self._task, completed=self._done, description=text)
+        if not self._is_bar and self._clock() - self._said >= EVERY_S:
             self._said = self._clock()
             self.say(f"{self._done / max(self._total, 1.0):.0%} {text}")
 
-    @property
-    def remaining(self) -> float:
-        """The work that is left, in FLOP."""
-        return max(0.0, self._total - self._done)
-
     def left(self) -> str:
         """Return the time left, from the pace so far."""
-        worked = self._done - self._before
-        if worked <= 0:
+        if not self._done:
             return "time left unknown"
-        seconds = self.remaining * (self._clock() - self._started) / worked
-        return f"{format_duration(max(0.0, seconds))} left"
+        remaining = max(0.0, self._total - self._done)
+        return f"{format_duration(remaining * (self._clock() - self._started) / self._done)} left"
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self._enabled:
-            (self._bar.console if self._bar is not None else self._console).print(line)
+            self._console.print(line)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()

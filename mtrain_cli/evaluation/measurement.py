@@ -75,11 +75,3 @@ class Measurement(ABC):
 
         origin, label: their hash, and their name for the user.
         """
-
-    def after(self, origin: str) -> Measurement:  # noqa: ARG002 - most learn nothing
-        """Return the measurement as it will be after `learn`, to find keys and costs."""
-        return self
-
-    def tokens(self, cell: Cell) -> int:
-        """Return about how many tokens a sample computes in sequences of the cell's length."""
-        return cell.length

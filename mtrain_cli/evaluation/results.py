@@ -147,13 +147,10 @@ class ResultsFolder:
 
     def drop_training(self, after: int) -> None:
         """Drop what a run measured during training after step ``after``: it trains these again."""
-
-        def trains_again(row: dict[str, Any]) -> bool:
-            step = row.get("step")
-            return bool(row.get(IN_TRAINING)) and not (isinstance(step, int) and step <= after)
-
-        for key in [k for k, rows in self.samples.items() if any(map(trains_again, rows.values()))]:
-            self.drop_samples(key)
+        for key, rows in list(self.samples.items()):
+            steps = [row.get("step") for row in rows.values() if row.get(IN_TRAINING)]
+            if not all(isinstance(step, int) and step <= after for step in steps):
+                self.drop_samples(key)
 
     def drop_samples(self, key: str) -> None:
         """Drop the samples of a result, and the result: a crash must not leave it without them."""
@@ -210,17 +207,6 @@ def require_own(path: Path, model: str) -> None:
         raise ConfigError(
             f"--out {path}: holds results of another model, {held}; give another folder"
         )
-
-
-def remove_unused(created: Sequence[Path]) -> None:
-    """Remove a folder without samples, the first of these new folders, and its parents."""
-    if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
-        return
-    for name in (ABOUT, LOCK):
-        (created[0] / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it holds something else
-        for place in created:
-            place.rmdir()
 
 
 def read_results(folder: Path) -> list[Result]:

@@ -20,7 +20,7 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
-from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
+from mtrain_cli.evaluation.measurement import Cell, Item, Row
 from mtrain_cli.evaluation.other_kinds import find
 from mtrain_cli.evaluation.request import RULER, EvaluationRequest, Weights, open_measurement
 from mtrain_cli.evaluation.results import (
@@ -114,14 +114,13 @@ class Evaluation:
         self.codec = open_codec(self.source, given) if codec is None else codec
 
     def open_folder(self) -> ResultsFolder:
-        """Open the results on the first worker."""
         folder = ResultsFolder.open(Path(self.request.out), self.request.model)
         for line in folder.damage:
             warn(line)
         return folder
 
     def load(self, setting: Setting, *, generates: bool) -> Engine:
-        """Load a model, and show it. generates: whether it generates tokens."""
+        """Load a model, and show it."""
         engine = Engine(setting.source(), self.environment, warn if self.first else None)
         if self.first:
             lines = describe(engine, generates=generates)
@@ -192,12 +191,12 @@ class Runner(Evaluation):
         """Do as `run`, with an open folder. Workers other than the first have none."""
         self._folder = folder
         shown = self.first and self._training is None
-        self._progress = progress = EvaluationProgress(*self._work(), enabled=shown)
+        work = self._work() if self.first else 0.0
+        self._progress = progress = EvaluationProgress(work, enabled=shown)
         try:
             if self.first:
-                progress.say(self._outlook(progress.remaining))
-                if self.codec.starts:
-                    progress.say(self.codec.starts)
+                for line in filter(None, (self._outlook(work), self.codec.starts)):
+                    progress.say(line)
             for setting in self.settings:
                 rows = self._measure_setting(setting)
                 if folder is not None:
@@ -208,24 +207,22 @@ class Runner(Evaluation):
     def _measure_setting(self, setting: Setting) -> list[Row]:
         """Measure all cells. Return the first worker's rows."""
         scorer: Scorer | None = None if self._training is None else self._training.scorer
-        generates = self.request.kind == RULER
         rows: list[Row] = []
         for cell in self._measurement.cells():
-            key = self._key(setting, cell, self._measurement)
-            started, measured = time.perf_counter(), False
+            key = self._key(setting, cell)
+            started, measured = time.perf_counter(), list[Row]()
             for group in self._shared(self._missing(key, cell)):
-                scorer = scorer or self.load(setting, generates=generates)
-                found = self._measure(scorer, cell, [item for _, item in group])
-                measured = True
+                scorer = scorer or self.load(setting, generates=self.request.kind == RULER)
+                measured = self._measure(scorer, cell, [item for _, item in group])
                 if self._folder is not None:
-                    self._keep(key, setting, cell, [index for index, _ in group], found)
-                    work = self._cost(setting, cell, self._measurement) * len(group)
+                    self._keep(key, setting, cell, [index for index, _ in group], measured)
+                    work = self._cost(setting, cell) * len(group)
                     self._progress.advance(work, f"{cell} {setting.label}")
             if self._folder is not None:
-                whole = self._whole_rows(key, cell)
-                rows += whole.values()
+                whole = list(self._whole_rows(key, cell).values())
+                rows += whole
                 seconds = time.perf_counter() - started if measured else 0.0
-                self._finish(key, setting, cell, [whole[n] for n in sorted(whole)], seconds)
+                self._finish(key, setting, cell, whole, seconds)
         return rows
 
     def _outlook(self, flop: float) -> str:
@@ -336,11 +333,11 @@ class Runner(Evaluation):
         say = self._progress.say if self._training is None else self._training.say
         say(f"{cell} {setting.label}: {score_text(result)}")
 
-    def _key(self, setting: Setting, cell: Cell, measurement: Measurement) -> str:
+    def _key(self, setting: Setting, cell: Cell) -> str:
         """Return the key of a result: that from training if the run measured it then."""
         if self._folder is None:
             return ""
-        own = {"task": cell.task, "length": cell.length, **measurement.settings(cell)}
+        own = {"task": cell.task, "length": cell.length, **self._measurement.settings(cell)}
         step = setting.weights.step
         if step is not None and self.request.model == "..":
             weights = Weights.in_training(Path(setting.weights.path), step)
@@ -349,23 +346,21 @@ class Runner(Evaluation):
                 return trained
         return key_of({**own, "model": setting.origin})
 
-    def _cost(self, setting: Setting, cell: Cell, measurement: Measurement) -> float:
-        if not cell.length:
-            return 1.0
-        share_of = measurement.tokens(cell) / cell.length
-        return forward_flop(setting.config, cell.length) * share_of
+    def _cost(self, setting: Setting, cell: Cell) -> float:
+        """Return the FLOP of a sample. That of a file is not known."""
+        return forward_flop(setting.config, cell.length) if cell.length else 1.0
 
-    def _work(self) -> tuple[float, float]:
-        """Return the FLOP of all samples, and of those that the folder holds."""
-        total = done = 0.0
-        measurement = self._measurement
-        for setting in self.settings if self._folder is not None else ():
-            for cell in measurement.cells():
-                cost = self._cost(setting, cell, measurement)
-                total += cost * measurement.count(cell, self.request.samples)
-                done += cost * len(self._whole_rows(self._key(setting, cell, measurement), cell))
-            measurement = measurement.after(setting.origin)
-        return total, done
+    def _work(self) -> float:
+        """Return the FLOP of the samples that the folder lacks, without short contexts."""
+        return sum(
+            self._cost(setting, cell)
+            * (
+                self._measurement.count(cell, self.request.samples)
+                - len(self._whole_rows(self._key(setting, cell), cell))
+            )
+            for setting in self.settings
+            for cell in self._measurement.cells()
+        )
 
 
 def tokenizer_text(request: EvaluationRequest, source: ModelSource) -> str:

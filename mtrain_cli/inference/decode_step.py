@@ -31,8 +31,7 @@ class KvCache:
     """Keys and values of all layers on one worker.
 
     A worker holds the keys of the tokens that the layout gives it, and of every n-th generated
-    token on n workers. Their order does not matter: a new token sees all of them, and rotary
-    positions are already part of the keys.
+    token on n workers. Their order does not matter: a new token sees all, and keys are rotated.
 
     keys, values: for each layer [batch, capacity + 1, kv_heads, head_dim]. All workers write each
         token to their first free slot, so that all run the same operations, but only the worker
@@ -69,7 +68,7 @@ class KvCache:
     def take_token(self, is_held: Tensor) -> Tensor:
         """Count one more token in each sequence, and return its slots for `append`, int64 [batch].
 
-        is_held: whether this worker holds the token, a bool tensor on the device.
+        is_held: bool tensor on the device, whether this worker holds the token.
         """
         slots = self.used.long()
         self.used += is_held
@@ -86,7 +85,7 @@ class DecodeStep:
 
     tokens: the last token of each sequence, int64 [batch, 1]. A step replaces it by the next token.
     positions: the position of that token, int64 [batch, 1].
-    logits: the logits of the last step, [batch, vocabulary]; None before the first step.
+    logits: those of the last step, [batch, vocabulary]; None before the first step.
     """
 
     def __init__(
@@ -101,10 +100,8 @@ class DecodeStep:
     ) -> None:
         """Allocate the tensors of a step.
 
-        Args:
-            group: the workers that share the cache. All workers run all steps.
-            max_new: most tokens to generate for a prompt.
-            tensor: the workers that share each layer; None if this worker computes whole layers.
+        group: the workers that share the cache. All workers run all steps.
+        tensor: the workers that share each layer; None if this worker computes whole layers.
         """
         self._tensor = tensor
         self._decoder, self._cache, self._kernel = decoder, cache, kernel
@@ -121,13 +118,10 @@ class DecodeStep:
         self._graph: Any = None
 
     def begin(self, logits_BV: Tensor, positions: list[int], uniforms: list[np.ndarray]) -> None:
-        """Choose the first token of each sequence of a new batch.
+        """Choose the first token of each sequence of a new batch, by the logits after its prompt.
 
-        Args:
-            logits_BV: the logits after each prompt. Rows of the cache without a prompt are left
-                out.
-            positions: number of tokens of each prompt.
-            uniforms: the random numbers of each prompt (`Sampling.uniforms`).
+        positions, uniforms: of each prompt, its tokens and its random numbers. The last rows of the
+            cache may have no prompt.
         """
         rows = len(positions)
         numbers = torch.from_numpy(np.stack(uniforms, axis=1))
@@ -142,7 +136,6 @@ class DecodeStep:
         self._number.fill_(1)
 
     def run(self) -> None:
-        """Compute the next tokens."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -189,7 +182,6 @@ class DecodeStep:
         return self._tensor.start_gather(own_1RC[0]).wait()[: self._cache.batch, None]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Attend to all earlier tokens and the token itself, on all workers."""
         cache = self._cache
         cache.append(layer, k, v, self._slots)
         scale = ContextAttention.scale(q.shape[-1])

@@ -87,10 +87,9 @@ class Engine(Scorer):
         environment: Environment,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Load the model. With several workers, the process group must exist.
+        """Load the model, or raise ConfigError. With several workers, the process group must exist.
 
-        report: called with the reason why a damaged checkpoint is skipped. Raises ConfigError if
-        the weights cannot be loaded, or no kernel supports the settings.
+        report: called with the reason why a damaged checkpoint is skipped.
         """
         timeout = timedelta(seconds=source.config.topology.timeout_s)
         tensor = make_tensor_group(
@@ -205,9 +204,9 @@ class Engine(Scorer):
 
     def _most_together(self, longest: int, max_new: int) -> int:
         """Return how many prompts can generate together, the least of workers of unequal memory."""
-        need = MemoryNeed.of(self.config, self.environment, self.choices)
         own, problem = 0, None
         try:
+            need = MemoryNeed.of(self.config, self.environment, self.choices)
             own = need.require_fit(longest, max_new, self.device.type)
         except ConfigError as error:
             problem = error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.sdpa import CACHED_MASK_BYTES, MASK_BYTES, ROWS_PER_CALL, SdpaKernel
 from mtrain_cli.config.mask_settings import MASKS, MaskSettings
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.problem import cli_option
@@ -17,15 +19,22 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_bytes, with_count
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.environment import Environment, host_memory
-
-if TYPE_CHECKING:
-    from mtrain_cli.inference.attention_need import AttentionNeed
-    from mtrain_cli.training.resolution import ResolvedRun
+from mtrain_cli.model.huggingface import parameter_shapes
+from mtrain_cli.parallel.layout import Contiguous
+from mtrain_cli.training.attention_memory import IndexShape
+from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 GIB = 2**30
 MOST_TOGETHER = 8  # prompts whose tokens are generated together
 _USABLE = 0.92  # share of the memory that tensors may take; the rest is for libraries
 _SCORE_BYTES = 8  # of a logit, in float64
+# Temporary tensors of a CPU call, in bytes of its mask: the mask, comparisons, and what the index
+# allows. Measured under every pattern: at most 5.4, and 1.8 without one.
+_BY_INDEX, _DENSE_CALL = 6, 2
+_LEAST_ROWS = 16  # of a CPU call
+_MOST_OF_16_BITS = 32767
+
+Bytes = tuple[int, int]  # kept from layer to layer; temporary, while a layer computes attention
 
 
 def require_prompts(
@@ -135,6 +144,74 @@ def require_hidden_labels(config: Config, what: str) -> None:
 
 
 @dataclass(frozen=True)
+class AttentionNeed:
+    """The memory of attention on one of the workers that share a prompt, by arithmetic.
+
+    It comes on top of queries, keys, values and the result. device: ``cpu`` or ``cuda``.
+    """
+
+    config: Config
+    choices: ResolvedRun
+    device: str
+    workers: int
+
+    def of(self, prompt: int) -> Bytes:
+        """Return the bytes for a prompt of this many tokens."""
+        if not prompt:
+            return 0, 0
+        index, kernel = self.index(prompt), self.kernel(-(-prompt // self.workers), prompt)
+        return index[0] + kernel[0], index[1] + kernel[1]
+
+    def index(self, prompt: int) -> Bytes:
+        """Return the bytes of the index, and of what the kernel derives from it."""
+        pattern, kernel = self.choices.pattern, self.choices.kernel.name
+        if pattern is None:
+            return 0, 0
+        train = replace(self.config.train, micro_batch=1)
+        config = replace(self.config, seq=prompt, train=train)
+        block = pattern.request().block
+        layout = Contiguous(self.workers, prompt, block, unit=block)
+        index = IndexShape.make(config, pattern, layout, self.choices.exchange)
+        derived = index.derived(kernel) + index.counted
+        if not index.bitmap:
+            # The slashes and columns of all sparse layers stay: training counts their pairs at the
+            # end.
+            layers = config.model.num_layers - (config.sparsity.dense_layers or 0)
+            return index.kept * layers, derived
+        if kernel == "triton":
+            number = 2 if index.blocks <= _MOST_OF_16_BITS else 4
+            derived += number * index.pairs_of_blocks(layout.tokens_per_worker, layout.padded_seq)
+        return 0, index.kept + derived
+
+    def kernel(self, queries: int, keys: int) -> Bytes:
+        """Return the bytes of masks and scores, the most of any kind of layers."""
+        choices = self.choices
+        own = self._call(choices.kernel.name, queries, keys, choices.pattern is None)
+        if not self.config.sparsity.dense_layers or choices.dense_kernel is None:
+            return own
+        dense = self._call(choices.dense_kernel[0].name, queries, keys, is_dense=True)
+        return max(own[0], dense[0]), max(own[1], dense[1])
+
+    def _call(self, kernel: str, queries: int, keys: int, is_dense: bool) -> Bytes:
+        """Return the bytes of masks and scores. GPU kernels have none in a forward pass."""
+        heads = self.config.model.num_heads
+        if kernel == ReferenceKernel.name:
+            # Scores, probabilities and a temporary in float64, and which keys each query sees.
+            return 0, (3 * 8 * heads + 2) * queries * keys
+        if kernel != SdpaKernel.name or self.device != "cpu":
+            return 0, 0
+        if not is_dense:
+            row = 4 * keys * heads
+            return 0, _BY_INDEX * min(max(MASK_BYTES, _LEAST_ROWS * row), queries * row)
+        # Under a causal mask, a group of rows has a mask up to its last key. Other layers reuse the
+        # masks if they are small together.
+        later = self.config.mask.shows_later_keys
+        whole = queries * 4 * (2 * keys if later else keys + ROWS_PER_CALL) // 2
+        call = min(max(MASK_BYTES, _LEAST_ROWS * 4 * keys), whole)
+        return min(CACHED_MASK_BYTES, whole), _DENSE_CALL * call
+
+
+@dataclass(frozen=True)
 class MemoryNeed:
     """The memory of one worker, by arithmetic, in bytes."""
 
@@ -153,10 +230,6 @@ class MemoryNeed:
         config: Config, environment: Environment, choices: ResolvedRun | None = None
     ) -> MemoryNeed:
         """Return the needs on a context group. ``choices``: by default as in a run."""
-        from mtrain_cli.inference.attention_need import AttentionNeed
-        from mtrain_cli.model.huggingface import parameter_shapes
-        from mtrain_cli.training.resolution import resolve_run
-
         choices = choices or resolve_run(config, environment)
         config = config.of_worker  # the weights and the keys of its heads
         model, workers = config.model, environment.dims.cp
@@ -197,11 +270,8 @@ class MemoryNeed:
 
     def longest(self, max_new: int) -> int:
         """Return the length of the longest prompt that fits; 0 if none fits."""
-        return _largest(lambda prompt: self.fits(prompt, max_new))
-
-    def most_new(self, prompt: int) -> int:
-        """Return the largest ``max_new`` with which a prompt fits; 0 if it does not fit at all."""
-        return _largest(lambda max_new: self.fits(prompt, max_new))
+        lengths = range(1, MOST_TOKENS + 1)
+        return bisect.bisect(lengths, False, key=lambda prompt: not self.fits(prompt, max_new))
 
     def require_fit(self, prompt: int, max_new: int, device: str) -> int:
         """Return how many prompts can generate together. Raises ConfigError if none fits."""
@@ -213,16 +283,11 @@ class MemoryNeed:
                 f", and the longest that fits has {with_count(longest, 'token')}. Give a shorter "
                 f"prompt, a smaller {given} or more topology.workers"
             )
-        elif most_new := self.most_new(prompt):
-            advice = (
-                f", so no prompt fits with this {given}. Give {cli_option('max_new', most_new)} or "
-                "less, or more topology.workers"
-            )
         else:
             advice = (
-                f", and weights and logits alone take {format_bytes(self.fixed)}. Give "
-                "topology.tensor_parallel=N, by which N workers share the weights, or a shorter "
-                f"prompt and a smaller {given}"
+                f", and weights and logits alone take {format_bytes(self.fixed)}. Give a smaller "
+                f"{given}, more topology.workers, or topology.tensor_parallel=N, by which N "
+                "workers share the weights"
             )
         raise ConfigError(
             f"a prompt of {with_count(prompt, 'token')} with {cli_option('max_new', max_new)} "
@@ -230,11 +295,6 @@ class MemoryNeed:
             f"values; a worker has {format_bytes(_USABLE * self.capacity)} of "
             f"{'GPU memory' if device == 'cuda' else 'memory'}{advice}"
         )
-
-
-def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number of tokens that fits, if all smaller ones fit; 0 if none fits."""
-    return bisect.bisect(range(1, MOST_TOKENS + 1), False, key=lambda tokens: not fits(tokens))
 
 
 def _worker_memory(config: Config, environment: Environment) -> int:
@@ -246,6 +306,4 @@ def _worker_memory(config: Config, environment: Environment) -> int:
     given = config.topology.gpu_memory_gib
     if not isinstance(given, str):
         return round(given * GIB)
-    import torch
-
     return torch.cuda.get_device_properties(0).total_memory

@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
-_OF_TRAINING = dict.fromkeys(
-    ("topology.expert_parallel", "topology.expert_chunks"), "each worker holds all experts"
-) | dict.fromkeys(
-    (f"topology.{key}" for key in ("pipeline_parallel", "schedule", "virtual_stages",
-                                   "stage_layers")),
-    "`mtrain generate` and `mtrain eval` compute no pipeline: each worker holds all layers",
-) | {"topology.context_parallel": "all workers share each prompt"}  # fmt: skip
+_OF_TRAINING = tuple(
+    f"topology.{key}"
+    for key in ("context_parallel", "expert_parallel", "expert_chunks", "pipeline_parallel",
+                "schedule", "virtual_stages", "stage_layers")
+)  # fmt: skip
 _GIVEN_BY_MODEL = Names(lacks=("seq",))
 
 
@@ -79,7 +77,10 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     for word in overrides:
         key, _, value = word.partition("=")
         if key in _OF_TRAINING and word != "topology.pipeline_parallel=1":
-            raise ConfigError(f"{word}: {_OF_TRAINING[key]}; leave this setting out")
+            raise ConfigError(
+                f"{word}: in `mtrain generate` and `mtrain eval`, all workers share each prompt, "
+                "and each holds all layers and experts; leave this setting out"
+            )
         if key in ("sparsity", "sparsity.pattern") and value not in PATTERNS:
             raise ConfigError(f"{word}: {no_such('sparsity', value, servable_patterns())}")
         if not is_settable(key):

@@ -7,16 +7,16 @@ sparse pattern the rows of the answer are sparse, too; when a model generates, t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
+from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.model.decoder import Attend, Decoder
@@ -34,25 +34,12 @@ Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its contin
 Score = tuple[float, bool]
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt as `Batches` takes it. See `batch.PackedSample`."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    documents: np.ndarray
-    slices: IntArray | None = None
-    positions: np.ndarray | None = None
-    real: int | None = None
-
-
 class Scorer:
     """A decoder that scores texts. All workers call each method together.
 
-    decoder: set it before the first call. Only `Decoder.token_losses` of it is used here.
+    decoder: set it before the first call.
     tensor: the workers that share each layer; None if this worker computes whole layers.
-    choices: kernel, layout, exchange and pattern for a text of the model's training length; a text
-        of another length has its own.
+    choices: those for a text of the model's training length; another length has its own.
     """
 
     decoder: Decoder
@@ -114,20 +101,16 @@ class Scorer:
             labels = np.full_like(tokens, IGNORED)
         if documents is None:
             documents = np.zeros_like(tokens)
-        host = make.on_host([_Prompt(tokens, labels, documents)])
+        host = make.on_host([Sample(tokens, labels, documents)])
         return make.to_device(host), host.layout
 
     def _of_place(self, own_1RW: Tensor, layout: Layout) -> Tensor:
-        """Return the rows of all tokens of this worker's place in the layout, [1, tokens, W].
-
-        own_1RW: this worker's part of them. With whole layers, the part is all of them.
-        """
+        """Gather the rows of this worker's place in the layout, [1, tokens, W], from its part."""
         if self.tensor is None:
             return own_1RW
         return self.tensor.start_gather(own_1RW[0]).wait()[None, : layout.tokens_per_worker]
 
     def token_losses(self, ids: Sequence[int], documents: np.ndarray | None = None) -> Tensor:
-        """Return the losses of `token_scores`."""
         return self.token_scores(ids, documents)[0]
 
     @torch.no_grad()

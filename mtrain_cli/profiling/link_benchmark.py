@@ -64,7 +64,7 @@ class LinkBenchmarkPlan(BenchmarkPlan):
 def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     """Measure all operations on this worker. Return whether a stop was requested."""
     per_node = bench.environment.workers_per_node
-    # A ring passes through all workers. Tensor groups and stages are measured besides.
+    # A ring passes through all workers.
     group = bench.context_group(
         ParallelDims(cp=bench.environment.dims.workers),
         per_node=per_node,

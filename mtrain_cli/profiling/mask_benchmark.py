@@ -35,28 +35,21 @@ Seen = Callable[[Any, Any], Any]
 Predicate = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class FlexAttention:
-    """PyTorch's FlexAttention, compiled, under one mask, whose block lists are not timed."""
+def flex_attention(predicate: Predicate, seq: int, device: str) -> Callable[..., torch.Tensor]:
+    """Return PyTorch's FlexAttention, compiled, under a mask, whose block lists are not timed.
 
-    attend: Callable[..., torch.Tensor]
-    block_mask: Any
+    The call takes q [1, heads, tokens, head_dim], and k and v with kv_heads.
+    """
+    from torch.nn.attention import flex_attention as flex
 
-    @staticmethod
-    def make(predicate: Predicate, seq: int, device: str) -> FlexAttention:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        # Every mask and length compiles anew. Past a limit, Dynamo would stop to compile and
-        # compute all pairs.
-        torch._dynamo.reset()
-        # Uncompiled, the lists of blocks take memory for every pair.
-        make_lists = compiled(create_block_mask, False) if device == "cuda" else None
-        block_mask = (make_lists or create_block_mask)(predicate, None, None, seq, seq, device)
-        return FlexAttention(compiled(flex_attention, False), block_mask)
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return the output for q [1, heads, tokens, head_dim], and k and v with kv_heads."""
-        return self.attend(q, k, v, block_mask=self.block_mask, enable_gqa=True)
+    # Every mask and length compiles anew. Past a limit, Dynamo would stop to compile and compute
+    # all pairs.
+    torch._dynamo.reset()
+    # Uncompiled, the lists of blocks take memory for every pair.
+    compiled_lists = compiled(flex.create_block_mask, False) if device == "cuda" else None
+    make_lists = compiled_lists or flex.create_block_mask
+    block_mask = make_lists(predicate, None, None, seq, seq, device)
+    return partial(compiled(flex.flex_attention, False), block_mask=block_mask, enable_gqa=True)
 
 
 @dataclass(frozen=True)
@@ -91,11 +84,6 @@ def documents(seq: int) -> IntArray:
         drawn = rng.lognormal(math.log(mean) - 0.5)
         lengths.append(min(max(1, round(drawn)), longest))
     return np.repeat(np.arange(len(lengths)), lengths)[:seq]
-
-
-def make_mask(name: str, seq: int) -> TimedMask:
-    """Return the mask called ``name``, one of `MASKS`, over ``seq`` tokens."""
-    return MASKS[name](seq)
 
 
 def _everywhere(seq: int, mask: MaskSettings, seen: Seen) -> TimedMask:
@@ -204,7 +192,7 @@ def profile_masks(
 ) -> Iterator[MaskTime]:
     """Yield the time of each kernel under each mask, FlexAttention's first. cases: dense."""
     for name, case in itertools.product(names, cases):
-        timed = make_mask(name, case.seq)
+        timed = MASKS[name](case.seq)
         time = partial(
             MaskTime, mask=name, case=case, pairs=timed.mask.pairs * case.heads,
             intervals=timed.mask.intervals, sizes=timed.sizes,
@@ -223,7 +211,7 @@ def profile_masks(
 def _time_flex(bench: KernelBench, timed: TimedMask, case: KernelCase) -> dict[str, Any]:
     """Return forward_ms and backward_ms of FlexAttention, which has no backward on a CPU."""
     q, k, v, dout = (t.transpose(1, 2).contiguous() for t in bench.inputs(case, case.seq, case.seq))
-    call = FlexAttention.make(timed.predicate(bench.device), case.seq, bench.device)
+    call = flex_attention(timed.predicate(bench.device), case.seq, bench.device)
     if bench.device == "cpu":
         return bench.time_calls(lambda: call(q, k, v), None)
     inputs = [t.requires_grad_() for t in (q, k, v)]

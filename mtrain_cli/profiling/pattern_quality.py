@@ -1,4 +1,4 @@
-"""`mtrain profile sparsity`: density and recall of patterns in training steps and checkpoints."""
+"""`mtrain profile sparsity`: density and recall of patterns in training steps."""
 
 from __future__ import annotations
 
@@ -7,34 +7,29 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.data.dataset import Sample
 from mtrain_cli.launch.environment import loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
-from mtrain_cli.parallel.fsdp import reshard
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback
-from mtrain_cli.training.checkpointer import load_model_state
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a measurement is from: step of training or of the checkpoint, sample, and layer."""
+    """Where a measurement is from. sample: 0, the first sequence; records of 0.1 have others."""
 
     step: int
     sample: int
@@ -65,16 +60,7 @@ class LayerAttention:
 
 
 class Analyzer(Protocol):
-    """Analyzes the layers that a sparsity profile measures. Other packages bring one.
-
-    needs_gradients: whether measuring checkpoints also runs backward.
-    """
-
-    @property
-    def needs_gradients(self) -> bool: ...
-
-    def require_memory(self, config: Config, inputs: int, rows: int) -> None:
-        """Raise ConfigError if what it keeps of this number of inputs exceeds the host memory."""
+    """Analyzes the layers that a sparsity profile measures. Other packages bring one."""
 
     def on_layer(self, layer: LayerAttention) -> None:
         """Analyze a layer before its attention runs."""
@@ -131,10 +117,7 @@ def profile_sparsity(
         measurement = Measurement(trainer, patterns, rows, analyzer)
         trainer.callbacks.append(measurement)
         for step in range(1, max(steps) + 1):
-            if step in steps:
-                measurement.start(step)
-            else:
-                measurement.pause()
+            measurement.start(step if step in steps else None)
             progress(step, trainer.train_step(False).loss)
     return measurement.records
 
@@ -174,18 +157,13 @@ class Measurement(Callback):
         self._analyzer = analyzer
         self._decoder = trainer.decoder
         self._step: int | None = None
-        self._sample, self._seed = 0, 0
         self._masked: dict[IndexRequest, MaskedPositions] = {}
 
-    def start(self, step: int, sample: int = 0, seed: int | None = None) -> None:
-        """Measure the next step; density and recall for sample 0 only. seed: default the step."""
-        self._step, self._sample, self._seed = step, sample, step if seed is None else seed
+    def start(self, step: int | None) -> None:
+        """Measure the next step, whose number seeds the sampled queries; None measures nothing."""
+        self._step = step
         self._measured.clear()
         self._masked.clear()
-
-    def pause(self) -> None:
-        """Measure nothing in the next step."""
-        self._step = None
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
         if self._step is None:
@@ -208,7 +186,7 @@ class Measurement(Callback):
 
     def _place(self, layer: int) -> Place:
         assert self._step is not None
-        return Place(self._step, self._sample, layer)
+        return Place(self._step, 0, layer)
 
     def _masked_of(self, pattern: Pattern, batch: Batch, device: torch.device) -> MaskedPositions:
         request = pattern.request()
@@ -220,13 +198,11 @@ class Measurement(Callback):
     @torch.no_grad()
     def _measure(self, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int) -> None:
         place, indices = self._place(layer), dict[str, Index]()
-        sampled = sampled_rows(self._patterns, batch.masks[0].length, self._seed, self._rows)
+        sampled = sampled_rows(self._patterns, batch.masks[0].length, place.step, self._rows)
         for pattern in self._patterns:
             masked = self._masked_of(pattern, batch, q.device)
             index = indices[pattern.name] = pattern.estimate(q, k, masked, layer)
-            if self._sample == 0:
-                name = pattern.name
-                self.records += _heads(name, index, q, k, masked, place, sampled, self._seq)
+            self.records += _heads(pattern.name, index, q, k, masked, place, sampled, self._seq)
         if self._analyzer is not None:
             masked, decoder = self._masked_of(self._patterns[0], batch, q.device), self._decoder
             self._analyzer.on_layer(
@@ -235,78 +211,6 @@ class Measurement(Callback):
                     decoder.inverse_frequencies_F, decoder.attention_factor,
                 )
             )  # fmt: skip
-
-
-def profile_checkpoints(
-    config: Config,
-    checkpoints: Sequence[Path],
-    patterns: Sequence[Pattern],
-    samples: int,
-    rows: int,
-    progress: Callable[[int, float | None], None],
-    analyzer: Analyzer | None = None,
-) -> list[HeadRecord]:
-    """Measure every checkpoint on the same held-out sequences, or the first of the corpus.
-
-    Args:
-        checkpoints: folders ``step-N`` of the run, in ascending order.
-        samples: number of sequences. Density and recall are measured on the first.
-        rows: queries to sample per layer, the same for every checkpoint.
-        progress: called with step and mean loss after each checkpoint.
-
-    Raises:
-        ConfigError: there are too few sequences, a checkpoint is damaged, or what the analyzer
-            keeps does not fit the memory of the host.
-    """
-    sampled_rows(patterns, config.seq, 0, rows)
-    if analyzer is not None:
-        analyzer.require_memory(config, len(checkpoints) * samples, rows)
-    gradients = analyzer is not None and analyzer.needs_gradients
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=None))
-    with worker_alone(config) as trainer:
-        inputs = trainer.held_out or trainer.dataset
-        if samples > len(inputs):
-            whose = "holds out" if trainer.held_out else "has"
-            raise ConfigError(
-                f"--samples {samples}: the data of the run {whose} {len(inputs)} sequences"
-            )
-        measurement = Measurement(trainer, patterns, rows, analyzer)
-        trainer.callbacks.append(measurement)
-        for folder in checkpoints:
-            step, weights = load_model_state(folder)
-            _load(trainer, step, weights)
-            losses = []
-            for number, sample in enumerate(inputs[n] for n in range(samples)):
-                measurement.start(step, number, seed=number)
-                losses.append(_run(trainer, sample, gradients=gradients))
-            known = [loss for loss in losses if loss is not None]
-            progress(step, sum(known) / len(known) if known else None)
-    return measurement.records
-
-
-def _load(trainer: Trainer, step: int, weights: dict[str, Any]) -> None:
-    options = state_dict.StateDictOptions(full_state_dict=True)
-    try:
-        state_dict.set_model_state_dict(trainer.states.masters, weights, options=options)
-    except RuntimeError as error:
-        line = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(f"step-{step}: the checkpoint is of another model ({line})") from None
-    trainer.states.send()
-    trainer.train_state.step = step  # decides whether the run's first steps are dense
-
-
-def _run(trainer: Trainer, sample: Sample, *, gradients: bool) -> float | None:
-    make = trainer.next_batch_maker()
-    batch = make.to_device(make.on_host([sample]))
-    attend = trainer.attention_of(batch)
-    if gradients:
-        loss = trainer.run_step.forward_backward([batch], [attend], batch.valid)
-        trainer.states.drop_gradients()
-        return float(loss) if batch.valid else None
-    with torch.no_grad():
-        losses = trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
-    reshard(trainer.decoder)
-    return float(losses.double().sum()) / batch.valid if batch.valid else None
 
 
 def sampled_rows(patterns: Sequence[Pattern], length: int, seed: int, rows: int) -> IntArray:

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.config.schema import Config
 from mtrain_cli.console import Console
 from mtrain_cli.profiling.pattern_quality import LayerAttention, Place
 from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_studies.attention.attention_map import attention_map
-from mtrain_studies.attention.choices import Choices, require_memory
 from mtrain_studies.attention.files import AttentionFiles, HeadMap, RopeRow, TopKeyRow
 from mtrain_studies.attention.request import AttentionRequest
 from mtrain_studies.attention.rope_analysis import RopeAnalysis, RotaryFrequencies, analyze_rope
@@ -34,19 +32,9 @@ class AttentionAnalyzer:
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
         self.files = AttentionFiles()
-        self._choices = Choices()
-        self._device = torch.device("cpu")
-
-    @property
-    def needs_gradients(self) -> bool:
-        """Whether maps show gradients."""
-        return bool(self.request.maps)
-
-    def require_memory(self, config: Config, inputs: int, rows: int) -> None:
-        require_memory(config, inputs, rows, self.request.top_k)
 
     def on_layer(self, layer: LayerAttention) -> None:
-        largest = self.scores(
+        self.scores(
             layer.q,
             layer.k,
             layer.positions,
@@ -55,13 +43,9 @@ class AttentionAnalyzer:
             layer.place,
             RotaryFrequencies(layer.per_position, layer.factor),
         )
-        if self.request.compares:
-            self._choices.keep(layer.place, largest, layer.indices)
-            self._device = layer.q.device
 
     def finish(self) -> None:
-        """Compare the checkpoints, and put the results into order."""
-        self.files.overlap += self._choices.overlap(self.request.top_k, self._device)
+        """Put the results into order."""
         self.files.sort()
 
     def write(self, folder: Path) -> None:
@@ -83,8 +67,8 @@ class AttentionAnalyzer:
         rows: IntArray,
         place: Place,
         frequencies: RotaryFrequencies,
-    ) -> TopKeys | None:
-        """Analyze the queries and keys of a layer. Return the largest keys if they are wanted.
+    ) -> None:
+        """Analyze the queries and keys of a layer.
 
         Args:
             q, k: [1, seq, heads, head_dim] and [1, seq, kv_heads, head_dim], rotated.
@@ -103,11 +87,9 @@ class AttentionAnalyzer:
                 frequencies,
             )
             self.files.rope += _rope_rows(analysis, place)
-        if not self.request.top_k:
-            return None
-        found = top_keys(q, k, masked, torch.from_numpy(rows).to(q.device), self.request.top_k)
-        self.files.top_keys += _top_key_rows(found, rows, self.request.top_k, place)
-        return found
+        if self.request.top_k:
+            found = top_keys(q, k, masked, torch.from_numpy(rows).to(q.device), self.request.top_k)
+            self.files.top_keys += _top_key_rows(found, rows, self.request.top_k, place)
 
     def on_output(
         self,

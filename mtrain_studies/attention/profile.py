@@ -20,8 +20,7 @@ class Options:
     """Options on attention.
 
     top_k: Measure the share of attention that the K largest keys of each sampled query hold, per
-        layer and head. With --checkpoints, 64,256,1k,4k by default, as far as the sequence has more
-        tokens.
+        layer and head.
     maps: Draw the whole attention matrix of some heads, and its gradient.
     cells: Largest number of cells along a side of a map, 512 by default.
     rope: Compare the mean score at each distance with the prediction of rotary embedding, and

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mtrain_cli.config.schema import Config, ConfigError
 
-COUNTS = (64, 256, 1024, 4096)  # of keys, if checkpoints are compared and the user gives none
 CELLS = 512  # of a map, if the user gives no number
 
 
@@ -19,22 +18,15 @@ class AttentionRequest:
     maps: (layer, head) of each map.
     cells: largest number of cells along a side of a map.
     rope: whether to compare scores with the prediction of rotary embedding.
-    compares: whether to compare the choices of several checkpoints.
     """
 
     top_k: tuple[int, ...] = ()
     maps: tuple[tuple[int, int], ...] = ()
     cells: int = CELLS
     rope: bool = False
-    compares: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.top_k or self.maps or self.rope)
-
-    def with_counts(self, seq: int) -> AttentionRequest:
-        """Return the request with default numbers of keys, below ``seq``, if it has none."""
-        counts = self.top_k or tuple(k for k in COUNTS if k < seq)
-        return replace(self, top_k=counts, compares=True)
 
     def flop(self, config: Config, rows: int) -> float:
         """Return about how many FLOP the analysis of one sequence takes, with causal attention.

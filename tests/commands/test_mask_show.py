@@ -90,7 +90,7 @@ def test_it_shows_both_kinds_of_layers(tmp_path):
         (["seq=1k", "--plot", "folder"], "--plot folder: is a folder; give a file"),
         (["seq=1k", "--plot", "notes.html"], "--plot notes.html: exists and is not a picture"),
         (["seq=1k", "--plot", "new.png"], "--plot new.png: give a file that ends in .html or .svg"),
-        (["seq=1k", "--plot", "notes.html/x.html"], "a part of the path is a file, not a folder"),
+        (["seq=1k", "--plot", "notes.html/x.html"], "x.html: cannot be written: "),
     ],
 )
 def test_mistakes_are_one_line_before_the_work(tmp_path, monkeypatch, words, line):

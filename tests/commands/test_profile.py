@@ -20,15 +20,6 @@ def _nothing_is_measured(*_):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["kernels --seq 1k --workers 1"], "--workers 1: each must be at least 2 workers"),
-        (
-            ["kernels --seq 1k --workers some"],
-            "--workers some: some is not a number; give items such as 8,32",
-        ),
-        (
-            ["kernels --seq 1k --block 16 --workers 7"],
-            "--workers 7: none of --seq 1k divides into whole blocks for 7 workers",
-        ),
         (
             ["sparsity --pattern mobb"],
             "--pattern mobb: no such pattern (did you mean moba?); allowed: ",
@@ -62,7 +53,7 @@ def _nothing_is_measured(*_):
         (["kernels --out folder"], "--out folder: is a folder; give a file"),
         (
             ["kernels --out file/x.json"],
-            "--out file/x.json: a part of the path is a file, not a folder",
+            "--out file/x.json: cannot be written: ",
         ),
         (
             ["kernels --out file"],

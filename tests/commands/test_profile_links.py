@@ -94,7 +94,7 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
         (["topology.context_parallel=1", "train.global_batch=2"], "topology.context_parallel=1:"),
         (["--cluster-out", "mine.txt"], "--cluster-out mine.txt: give a file that ends in .yaml"),
         (["--cluster-out", "notes.yaml"], "--cluster-out notes.yaml: exists and is not a"),
-        (["--cluster-out", "notes.yaml/my.yaml"], "--cluster-out notes.yaml/my.yaml: a part of"),
+        (["--cluster-out", "notes.yaml/my.yaml"], "--cluster-out notes.yaml/my.yaml: cannot be"),
     ],
 )
 def test_mistakes_are_one_line_and_keep_existing_files(tmp_path: Path, monkeypatch, words, message):

@@ -84,9 +84,6 @@ def test_a_key_goes_to_every_pattern_that_has_it():
         ("--maps 0:4", "--maps 0:4: model=tiny has layers 0 to 1 and heads 0 to 3"),
         ("--maps 0", "--maps 0: give LAYER:HEAD,..., such as 0:3,11:0"),
         ("--cells 64", "--cells 64: only with --maps LAYER:HEAD,..."),
-        ("--samples 2", "--samples 2: only with --checkpoints RUN"),
-        ("--checkpoints none", "--checkpoints none: not a run or a run's checkpoint"),
-        ("--checkpoints weights", "--checkpoints weights: is a Hugging Face folder, not a run;"),
         ("train.init_from=missing", "train.init_from=missing: no such folder;"),
         ("train.init_from=folder", "train.init_from=folder: has no config.json;"),
         ("data=text data.path=empty.txt", "empty.txt: holds no text"),
@@ -97,8 +94,6 @@ def test_a_key_goes_to_every_pattern_that_has_it():
 def test_wrong_input_is_one_line_and_exit_code_2(words, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights/config.json").write_text("{}")
     (tmp_path / "empty.txt").touch()
     np.save(tmp_path / "big.npy", np.full(4096, 300_000, np.int32))
     np.save(tmp_path / "short.npy", np.zeros(100, np.int32))

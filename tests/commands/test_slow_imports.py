@@ -31,7 +31,6 @@ MORE = [  # other commands and options whose checks the same functions make
     ("simulate recommend --index nope model=tiny", "index=nope: no such index"),
     ("simulate --calibration nope.json", "--calibration nope.json: no such calibration"),
     ("simulate sweep modl=x seq=4k,8k", "modl=x: no key or group is called modl"),
-    ("profile sparsity --out x.csv", "--out x.csv: give a file that ends in .parquet"),
     ("checkpoint export nope out", "nope: not a run or a run's checkpoint"),
     ("checkpoint export nope .", ".: already exists"),
     ("generate nope --prompt-file nope.txt", "--prompt-file nope.txt: no such file"),

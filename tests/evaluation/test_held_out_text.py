@@ -14,8 +14,8 @@ from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.tokenizers import NO_BEGIN, ByteTokenizer, open_tokenizer
-from mtrain_cli.evaluation.held_out_text import (
-    Sequence,
+from mtrain_cli.evaluation.perplexity import (
+    TextSequence,
     _joined,
     left_out_of_files,
     sequences_of_files,
@@ -43,8 +43,8 @@ def test_each_document_gives_one_sequence_before_any_gives_two(tmp_path):
 
 def test_context_counts_within_documents():
     documents = np.array([0, 0, 1, 1, 1, 2], np.int32)
-    assert Sequence(np.zeros(6, np.int32), documents).earlier.tolist() == [0, 1, 0, 1, 2, 0]
-    assert Sequence(np.zeros(3, np.int32)).earlier.tolist() == [0, 1, 2]
+    assert TextSequence(np.zeros(6, np.int32), documents).earlier.tolist() == [0, 1, 0, 1, 2, 0]
+    assert TextSequence(np.zeros(3, np.int32)).earlier.tolist() == [0, 1, 2]
 
 
 @pytest.fixture(scope="module")

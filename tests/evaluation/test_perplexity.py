@@ -9,11 +9,11 @@ from inference.small_models import engine, tokens
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation import perplexity
-from mtrain_cli.evaluation.held_out_text import Sequence
 from mtrain_cli.evaluation.measurement import Cell
 from mtrain_cli.evaluation.perplexity import (
     HELD_OUT,
     Perplexity,
+    TextSequence,
     key_places,
     short_losses,
     text_hash,
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
     return engine(small_run(tmp_path_factory.mktemp("perplexity")))
 
 
-def measured(model, sequence: Sequence, **options) -> tuple[dict, Perplexity]:
+def measured(model, sequence: TextSequence, **options) -> tuple[dict, Perplexity]:
     own = Perplexity({len(sequence.ids): [sequence]}, "text", **options)
     (cell,) = own.cells()
     (row,) = own.measure(model, cell, list(own.items(cell)))
@@ -36,7 +36,7 @@ def measured(model, sequence: Sequence, **options) -> tuple[dict, Perplexity]:
 
 
 def test_buckets_add_up_to_the_loss(model):
-    sequence = Sequence(np.array(tokens(300), np.int32))
+    sequence = TextSequence(np.array(tokens(300), np.int32))
     row, own = measured(model, sequence)
     losses = model.token_losses(tokens(300)).double().numpy()
     assert row["score"] == pytest.approx(losses.mean())
@@ -49,7 +49,7 @@ def test_buckets_add_up_to_the_loss(model):
 
 
 def test_settings_name_the_text_and_details_where_it_is():
-    sequences = {n: [Sequence(np.array(tokens(128)[:n], np.int32))] for n in (64, 128)}
+    sequences = {n: [TextSequence(np.array(tokens(128)[:n], np.int32))] for n in (64, 128)}
     own, other = Perplexity(sequences, "/x/a/book.txt"), Perplexity(sequences, HELD_OUT)
     short, long = own.cells()
     assert (own.labels(short), other.labels(short)) == (("text book.txt",), ("held-out text",))
@@ -62,7 +62,7 @@ def test_settings_name_the_text_and_details_where_it_is():
 
 def test_one_text_has_one_key_however_its_path_is_spelled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sequences = {64: [Sequence(np.array(tokens(64), np.int32))]}
+    sequences = {64: [TextSequence(np.array(tokens(64), np.int32))]}
     cell = Perplexity(sequences, "x").cells()[0]
     spelled = ("book.txt", "./book.txt", str(tmp_path / "book.txt"), "a/../book.txt")
     settings = [Perplexity(sequences, each).settings(cell) for each in spelled]
@@ -73,14 +73,16 @@ def test_one_text_has_one_key_however_its_path_is_spelled(tmp_path, monkeypatch)
 
 def test_borders_of_documents_do_not_count_and_context_starts_again(model):
     documents = np.repeat([0, 1], [140, 160]).astype(np.int32)
-    row, _ = measured(model, Sequence(np.array(tokens(300), np.int32), documents))
+    row, _ = measured(model, TextSequence(np.array(tokens(300), np.int32), documents))
     assert row["tokens"] == 298
     assert [bucket[:3] for bucket in row["buckets"]] == [[0, 128, 256], [128, 256, 42]]
 
 
 def test_means_are_those_of_all_tokens(model):
     sequences = [
-        Sequence(np.array(tokens(300, seed), np.int32), np.repeat([0, 1], sizes).astype(np.int32))
+        TextSequence(
+            np.array(tokens(300, seed), np.int32), np.repeat([0, 1], sizes).astype(np.int32)
+        )
         for seed, sizes in enumerate(([140, 160], [2, 298]))
     ]
     rows = [measured(model, one, short=64, keys={text_hash(one.ids): keys}, key_label="o")[0]
@@ -132,13 +134,13 @@ def test_tokens_with_less_context_than_the_short_one_are_not_key(model, monkeypa
     monkeypatch.setattr(perplexity, "LEAST_GAIN", -100.0)
     monkeypatch.setattr(perplexity, "LEAST_LOG_P", -100.0)
     documents = np.repeat([0, 1], [140, 160]).astype(np.int32)
-    row, _ = measured(model, Sequence(np.array(tokens(300), np.int32), documents), short=64)
+    row, _ = measured(model, TextSequence(np.array(tokens(300), np.int32), documents), short=64)
     assert row["keys"] == [*range(64, 139), *range(140 + 64, 299)]
     assert row["short"] == 64
 
 
 def test_given_key_tokens_are_used_and_missing_ones_refused(model):
-    sequence = Sequence(np.array(tokens(300), np.int32))
+    sequence = TextSequence(np.array(tokens(300), np.int32))
     keys = {text_hash(sequence.ids): [100, 200]}
     row, own = measured(model, sequence, short=64, keys=keys, key_label="other")
     losses = model.token_losses(tokens(300)).double().numpy()
@@ -152,7 +154,7 @@ def test_given_key_tokens_are_used_and_missing_ones_refused(model):
 
 @pytest.mark.parametrize("places", [["x"], [1.5], [True], [-1], [299], {"1": 2}, 7])
 def test_damaged_key_tokens_are_refused(places):
-    sequence = Sequence(np.array(tokens(300), np.int32))
+    sequence = TextSequence(np.array(tokens(300), np.int32))
     own = Perplexity({300: [sequence]}, "text", short=64, keys={text_hash(sequence.ids): places})
     with pytest.raises(ConfigError, match="holds no whole key tokens"):
         next(own.items(Cell("perplexity", 300)))
@@ -160,11 +162,3 @@ def test_damaged_key_tokens_are_refused(places):
     with pytest.raises(ValueError, match="outside its text"):
         own.result([row], RESULT)
     assert own.result([{**row, "keys": [0, 298]}], RESULT).key_tokens is not None
-
-
-def test_short_contexts_count_as_work_until_the_keys_are_known():
-    own = Perplexity({}, "text", short=64)
-    cell = Cell("perplexity", 1024)
-    assert own.tokens(cell) == 1024 + 960 * 5
-    own.keys = {}
-    assert own.tokens(cell) == 1024

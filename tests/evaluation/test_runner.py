@@ -14,7 +14,6 @@ from inference.small_models import source
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
-from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell
 from mtrain_cli.evaluation.request import NeedleOptions, PerplexityOptions
 from mtrain_cli.evaluation.results import Result, read_results
@@ -118,21 +117,6 @@ def test_changed_text_is_measured_again(run):
     ((_, score),) = scores(run).items()
     assert score == pytest.approx(sum(last.values()) / 3)
     assert score not in before.values()
-
-
-def test_a_complete_evaluation_with_a_short_context_has_nothing_left(run, capsys):
-    request = request_of(run, PERPLEXITY, attentions=BOTH, perplexity=texts(run, short=64))
-    runner_of(run, request).run()
-    assert "FLOP" in capsys.readouterr().err
-    runner_of(run, request).run()
-    assert "holds all samples; nothing to compute" in capsys.readouterr().err
-    file = run / "evaluation/samples.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    again = runner_of(run, request)
-    (cell,), (_, sparse) = again._measurement.cells(), again.settings
-    again.run()
-    one = forward_flop(sparse.config, cell.length)  # the dense attention has found the key tokens
-    assert f"up to {format_flop(one)} to compute" in capsys.readouterr().err
 
 
 def test_a_damaged_result_is_named_and_written_again(run, capsys):

@@ -9,8 +9,7 @@ import pytest
 from inference.small_models import engine, tokens, write_run
 from training.allocations import LiveBytes
 
-from mtrain_cli.inference.attention_need import AttentionNeed
-from mtrain_cli.inference.limits import MemoryNeed
+from mtrain_cli.inference.limits import AttentionNeed, MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
 
 NEW = 8

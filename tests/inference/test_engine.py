@@ -13,11 +13,11 @@ import torch.nn.functional as functional
 from inference.small_models import engine, source, tokens, write_hf, write_run
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.dataset import Sample
 from mtrain_cli.inference.decode_step import DecodeStep, KvCache
 from mtrain_cli.inference.engine import END, LENGTH, Engine
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_cli.inference.scorer import _Prompt
 from mtrain_cli.model.layer_execution import ExecutedLayer
 from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.parallel.exchange import make_exchange
@@ -323,7 +323,7 @@ def training_hidden(found: Engine, ids: list[int], words: tuple[str, ...]) -> to
     exchange = make_exchange(choices.exchange.name, choices.layout, ContextGroup.alone())
     make = Batches(Layouts(exchange), attention_setups(config, choices), found.device)
     arrays = np.array(ids, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.int32)
-    batch = make([_Prompt(*arrays)])
+    batch = make([Sample(*arrays)])
     set_execution(found.decoder, config.train)
     return found.decoder.hidden(batch.tokens, batch.positions, batch.attention)
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.profiling import timing
 from mtrain_cli.profiling.kernel_benchmark import (
@@ -20,18 +19,13 @@ from mtrain_cli.profiling.kernel_benchmark import (
     KernelCase,
     KernelTime,
     profile_kernels,
-    profile_worker_calls,
 )
 from mtrain_cli.profiling.timing import median_ms, save_times
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
-    ALONE_COLUMNS,
     DENSE,
-    DIAGONALS,
-    LISTS,
     SPARSE,
-    kernels_for,
     load_calibration,
 )
 from mtrain_cli.simulation.families import IndexFamily
@@ -102,85 +96,19 @@ def test_dense_attention_is_timed_once_and_sparse_calls_get_the_index(monkeypatc
     assert pairs == [t.pairs for t in times]
 
 
-@pytest.mark.parametrize(
-    ("needs_out", "with_delta", "given"),
-    [(False, True, True), (False, False, False), (True, True, False), (True, False, False)],
-)
-def test_delta_is_computed_before_the_timed_calls_unless_the_kernel_derives_it(
-    needs_out, with_delta, given
-):
-    kernel = Watching(needs_out=needs_out, tiles=[], delta=[])
-    bench, whole = KernelBench([], torch.float32, "cpu", 1), np.arange(CASE.seq)
-    tiles = bench.tiles(SequenceMask.causal(CASE.seq, CASE.seq), whole, whole, CASE.dense)
-    bench.time_passes(kernel, CASE, tiles, with_delta=with_delta)  # type: ignore[arg-type]
-    assert {delta is not None for delta in kernel.delta} == {given}
-
-
-SMALL_CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, columns=8)
 ABOUT = {"kind": "kernels", "device": "cpu", "dtype": torch.float32}
 
 
-@pytest.fixture(scope="module")
-def timed() -> list[tuple[KernelTime, int]]:
-    """Return the times, and the pairs in the tiles of each call."""
-    seen = [-1]
-
-    class CountingBench(KernelBench):
-        def time_passes(self, kernel, case, tiles: Tiles, *rest, **options):
-            seen[0] = int(tiles.seen().expand(1, case.heads, -1, -1).sum())
-            return super().time_passes(kernel, case, tiles, *rest, **options)
-
-    found = []
-    bench = CountingBench(["sdpa"], torch.float32, "cpu", 1)
-    for time in profile_worker_calls(bench, [SMALL_CASE], [2, 4, 7]):
-        found.append((time, seen[0]))
-        seen[0] = -1
-    return found
-
-
-def test_counts_match_the_tiles(timed):
-    assert {found.workers for found, _ in timed} == {2, 4}, "7 do not divide 128 tokens"
-    assert len({(found.workers, found.what, found.form) for found, _ in timed}) == len(timed) > 24
-    for found, seen in timed:
-        if found.form == ALONE_COLUMNS:
-            assert found.pairs == found.column_pairs > 0
-        else:
-            assert found.pairs == seen
-        if found.form in (DENSE, LISTS):
-            assert found.mask_pairs == found.pairs
-        assert not found.skips
-        assert found.forward_ms > 0 < found.backward_ms
-    mask = SequenceMask.causal(128, 128)
-    whole = {
-        f.pairs for f, _ in timed if f.workers == 4 and f.form == LISTS and "all_gather" in f.what
-    }
-    last = np.concatenate([np.arange(b * 16, (b + 1) * 16) for b in (3, 7)])
-    assert whole == {4 * mask.spans(last, np.arange(128)).pairs}
-
-
-def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
-    path = tmp_path / "mine.json"
-    save_times(path, [found for found, _ in timed], "test", **ABOUT)
-    calibration = load_calibration(path)
-    forms = {curve.form for curve in calibration.curves}
-    assert forms == {DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS}
-    assert not any(curve.skips for curve in calibration.curves), (
-        "sdpa hides what an index leaves out"
-    )
-    kernels = kernels_for(calibration.device, 1e12, "sdpa", SPARSE, calibration)
-    for direction in ("forward", "backward"):
-        assert kernels.part(direction, DIAGONALS).form == DIAGONALS
-        assert kernels.part(direction, ALONE_COLUMNS).form == ALONE_COLUMNS
-        assert kernels.part(direction, DIAGONALS).fixed_bounds is None, "it was measured"
-        work = {f.mask_pairs for f, _ in timed if f.form == DIAGONALS}
-        assert len(work) > 3, "of what is hidden, all is counted"
-
-
-def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(timed, tmp_path):
+def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(tmp_path):
     """sdpa computes all pairs of the mask at any density, but only the gathered columns."""
     path = tmp_path / "mine.json"
-    save_times(path, [found for found, _ in timed], "test", **ABOUT)
+    bench = KernelBench(["sdpa"], torch.float32, "cpu", 3)
+    cases = [replace(CASE, seq=seq, density=0.3, columns=8) for seq in (64, 128, 256, 512)]
+    save_times(path, list(profile_kernels(bench, cases)), "test", **ABOUT)
     calibration = load_calibration(path)
+    assert {(curve.form, curve.skips) for curve in calibration.curves} == {
+        (DENSE, False), (SPARSE, False)
+    }  # fmt: skip
     made = RecordedSetup(
         seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4,
         layout="striped", exchange="ring", block_size=16,

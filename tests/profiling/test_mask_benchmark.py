@@ -11,9 +11,7 @@ from mtrain_cli.profiling import kernel_benchmark, mask_benchmark
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
 from mtrain_cli.profiling.mask_benchmark import (
     MASKS,
-    FlexAttention,
     documents,
-    make_mask,
     profile_masks,
 )
 
@@ -23,7 +21,7 @@ CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("seq", [2, 7, 64, 96])
 def test_the_predicate_of_a_mask_allows_the_same_pairs(name, seq):
-    timed, everywhere = make_mask(name, seq), torch.arange(seq)
+    timed, everywhere = MASKS[name](seq), torch.arange(seq)
     seen = timed.predicate("cpu")(0, 0, everywhere[:, None], everywhere[None])
     spans = timed.mask.spans(everywhere.numpy(), everywhere.numpy())
     assert np.array_equal(np.broadcast_to(seen.numpy(), (seq, seq)), spans.seen())
@@ -42,17 +40,17 @@ def test_masks_are_those_of_their_names():
         "documents_block_causal": same & definition("block_causal", 96, block=12),
     }
     for name, seen in expected.items():
-        mask = make_mask(name, 96).mask
+        mask = MASKS[name](96).mask
         assert np.array_equal(mask.spans(np.arange(96), np.arange(96)).seen(), seen), name
 
 
 @pytest.mark.parametrize(("seq", "intervals"), [(4096, 9), (32768, 9), (131072, 9), (7, 1)])
 def test_a_video_has_nine_intervals_at_usual_lengths(seq, intervals):
-    assert make_mask("video", seq).mask.intervals == intervals
+    assert MASKS["video"](seq).mask.intervals == intervals
 
 
 def test_answers_see_the_question_but_not_each_other():
-    mask = make_mask("shared_question", 100).mask  # a question of 20 tokens, answers of 10
+    mask = MASKS["shared_question"](100).mask  # a question of 20 tokens, answers of 10
     assert mask.intervals == 2
     assert (mask.low[:, 35].tolist(), mask.high[:, 35].tolist()) == ([0, 30], [20, 36])
 
@@ -68,14 +66,12 @@ def test_documents_ascend_and_are_not_longer_than_a_quarter(seq):
 
 
 def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch):
-    class Flex:
-        @staticmethod
-        def make(predicate, seq, device):
-            assert (seq, device) == (64, "cpu")
-            assert predicate(0, 0, torch.tensor(3), torch.tensor(3))
-            return lambda q, k, v: q * 2 + k[:, :1] + v[:, :1]
+    def make(predicate, seq, device):
+        assert (seq, device) == (64, "cpu")
+        assert predicate(0, 0, torch.tensor(3), torch.tensor(3))
+        return lambda q, k, v: q * 2 + k[:, :1] + v[:, :1]
 
-    monkeypatch.setattr(mask_benchmark, "FlexAttention", Flex)
+    monkeypatch.setattr(mask_benchmark, "flex_attention", make)
     ticks = iter(range(1, 100))
     monkeypatch.setattr(
         kernel_benchmark, "median_ms", lambda call, *_: (call(), float(next(ticks)))[1]
@@ -87,7 +83,7 @@ def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch
     assert (flex.forward_ms, flex.backward_ms, flex.forward_ratio) == (1.0, None, None)
     assert (sdpa.forward_ms, sdpa.backward_ms) == (2.0, 3.0)
     assert (sdpa.forward_ratio, sdpa.backward_ratio) == (0.5, None)
-    pairs = 4 * make_mask("documents", 64).mask.pairs
+    pairs = 4 * MASKS["documents"](64).mask.pairs
     assert (sdpa.pairs, sdpa.intervals) == (pairs, 1)
     assert sdpa.forward_tflops == pytest.approx(4 * 16 * pairs / 2.0 / 1e9)
     assert sdpa.backward_tflops == pytest.approx(10 * 16 * pairs / 3.0 / 1e9)
@@ -97,7 +93,7 @@ def test_flex_comes_first_and_the_ratio_is_its_time_over_the_kernels(monkeypatch
 def test_flex_attention_computes_the_pairs_of_its_predicate(monkeypatch):
     compiled: list = []
     monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call) or call)
-    attend = FlexAttention.make(lambda b, h, q, k: q - k == 1, 5, "cpu")  # noqa: ARG005
+    attend = mask_benchmark.flex_attention(lambda b, h, q, k: q - k == 1, 5, "cpu")  # noqa: ARG005
     assert [call.__name__ for call in compiled] == ["flex_attention"]
     q, k, v = (torch.randn(1, heads, 5, 16) for heads in (6, 2, 2))
     values = v.repeat_interleave(3, 1)

@@ -53,18 +53,17 @@ def analyzed():
         make = trainer.next_batch_maker()
         batch = make.to_device(make.on_host([trainer.dataset[3]]))
         recorded = Recorded(batch)
-        measurement.start(7, sample=2, seed=5)
+        measurement.start(7)
         attend = measurement.wrap_attention(batch, recorded)
         trainer.run_step.forward_backward([batch], [attend], batch.valid)
         decoder = trainer.decoder
         frequencies = decoder.inverse_frequencies_F.double(), decoder.attention_factor
-    assert measurement.records == []  # only sample 0 has them
     return analyzer.files, recorded, frequencies, batch.positions[0]
 
 
 def test_maps_are_of_the_real_gradient(analyzed):
     files, recorded, *_ = analyzed
-    assert {(m.step, m.sample, m.layer, m.head) for m in files.maps} == {(7, 2, 0, 1), (7, 2, 1, 3)}
+    assert {(m.step, m.sample, m.layer, m.head) for m in files.maps} == {(7, 0, 0, 1), (7, 0, 1, 3)}
     for each in files.maps:
         _, _, scores, p, seen = recorded.inputs[each.layer]
         gradient = scores.grad[0, each.head].abs()

@@ -29,9 +29,7 @@ def test_what_does_not_fit_is_refused():
     )
 
 
-def test_default_counts_are_below_the_sequence():
-    assert AttentionRequest().with_counts(1024).top_k == (64, 256)
-    assert AttentionRequest(top_k=(7,)).with_counts(1024).top_k == (7,)
+def test_a_request_of_nothing_is_false():
     assert not AttentionRequest()
     assert AttentionRequest(rope=True)
 
