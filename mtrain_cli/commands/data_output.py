@@ -159,6 +159,10 @@ def show_shards(shown: Inspection) -> None:
     """Print columns, sample counts, and tokens by domain and length of MDS folders."""
     console, document = shown.console, shown.document
     folders = list(open_mds_folders(shown.path.expanduser(), f"PATH={shown.path}"))
+    first = folders[0][1]
+    if document >= first.num_samples:
+        held = with_count(first.num_samples, "sample")
+        raise ConfigError(f"--document {document}: {first.folder} has {held}, numbered from 0")
     parts: dict[str, list[np.ndarray]] = {}
     for name, shards in folders:
         lengths = sample_lengths(shards)
@@ -181,11 +185,6 @@ def show_shards(shown: Inspection) -> None:
     if shown.check:
         console.print("  every sample was read; sizes and available checksums match")
     _print_lengths(console, {name: np.concatenate(lengths) for name, lengths in parts.items()})
-    first = folders[0][1]
-    if not 0 <= document < first.num_samples:
-        raise ConfigError(
-            f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}"
-        )
     _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, shown.tokenizer)
 
 

@@ -98,7 +98,12 @@ def _document_offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndar
     else:
         offsets = np.fromfile(file, "<i8")
     is_list = offsets.ndim == 1 and offsets.size >= 2
-    if not is_list or (offsets[0], offsets[-1]) != (0, num_tokens) or np.diff(offsets).min() <= 0:
+    # `np.diff` of unsigned integers would wrap around.
+    if (
+        not is_list
+        or (offsets[0], offsets[-1]) != (0, num_tokens)
+        or np.any(offsets[1:] <= offsets[:-1])
+    ):
         raise ConfigError(
             f"{origin}: the offsets in {file.name} must rise from 0 to {num_tokens:,}, the number "
             "of tokens"

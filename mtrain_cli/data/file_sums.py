@@ -77,7 +77,7 @@ def check_all(
     """
     chunks = [(n, i) for n, sums in files.items() for i in range(len(sums.chunks))][part::parts]
     sizes = [min(_CHUNK, files[name].bytes - i * _CHUNK) for name, i in chunks]
-    done = 0
+    done, total = 0, sum(sizes)
     with ThreadPoolExecutor(_threads(parts)) as pool:
         try:
             digests = pool.map(lambda chunk: _hash(folder / chunk[0], chunk[1] * _CHUNK), chunks)
@@ -88,7 +88,7 @@ def check_all(
                     start = i * _CHUNK
                     how = f"bytes {start:,} to {start + size:,} have another checksum"
                     raise changed(origin, name, how, advice)
-                report(done := done + size, sum(sizes))
+                report(done := done + size, total)
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -262,8 +262,8 @@ class MdsFolder:
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
         if heads.size and heads.max() >= raw.size:
             raise self._error("a shard is corrupt: a sample is shorter than its columns")
-        sizes = raw[heads].view("<u4").astype(np.int64).reshape(len(offsets) - 1, -1)
-        sizes_by_name = dict(zip(self._variable, sizes.T, strict=True)) if self._variable else {}
+        sizes = raw[heads].view("<u4").astype(np.int64)
+        sizes_by_name = dict(zip(self._variable, sizes.T, strict=True))
         bounds, position = {}, offsets[:-1] + 4 * len(self._variable)
         for name, encoding in self.columns.items():
             end = position + (sizes_by_name[name] if encoding.size is None else encoding.size)

@@ -56,10 +56,11 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
         except (TypeError, ValueError, OverflowError):
             weights[str(name)] = math.nan
     total = sum(weights.values())
-    for name, weight in weights.items():
+    for name, given in content.items():
+        weight = weights[str(name)]
         if not 0 < weight < math.inf or weight < 1e-5 * total:
             raise ConfigError(
-                f"{origin}: the weight of {name} is {content.get(name)}. It must be above 0, "
+                f"{origin}: the weight of {name} is {given}. It must be above 0, "
                 "and at least 1e-5 of the total. Leave out corpora that you do not want."
             )
     return {name: weight / total for name, weight in weights.items()}

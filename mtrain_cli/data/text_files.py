@@ -403,8 +403,8 @@ def _read_json(
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):  # JSON lines often have this suffix, too
-        lines = filter(str.strip, text.splitlines())
-        values = [_parse(line.encode(), f"{label} line {n}") for n, line in enumerate(lines, 1)]
+        lines = enumerate(text.split("\n"), 1)  # a text may hold what else `splitlines` cuts at
+        values = [_parse(line.encode(), f"{label} line {n}") for n, line in lines if line.strip()]
     values = values if isinstance(values, list) else [values]
     for number, value in enumerate(values, 1):
         try:
@@ -474,10 +474,13 @@ def _parquet_documents(
         if row + group.num_rows <= skip:
             row += group.num_rows
             continue
-        if group.total_byte_size > host_memory() // 2:
+        chunks = map(group.column, range(group.num_columns))
+        read = (chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns)
+        size_of_group = sum(chunk.total_uncompressed_size for chunk in read)
+        if size_of_group > host_memory() // 2:
             raise ConfigError(
-                f"{label}: row group {number} unpacks to {group.total_byte_size / 2**30:,.1f} GiB, "
-                "more than half of this machine's memory. Write smaller row groups."
+                f"{label}: row group {number} unpacks to {size_of_group / 2**30:,.1f} GiB, more "
+                "than half of this machine's memory. Write smaller row groups."
             )
         for batch in file.iter_batches(_MAX_ROWS, row_groups=[number], columns=columns):
             values = [_values(batch.column(name)) for name in columns]

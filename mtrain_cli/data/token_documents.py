@@ -151,8 +151,10 @@ def _slice(row: Any) -> list[int] | None:
         return None
     *numbers, kind = row
     numbers.append(KINDS.get(kind) if isinstance(kind, str) else kind)
-    are_whole = (isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers)
-    return [int(n) for n in numbers] if all(are_whole) and max(map(abs, numbers)) < 2**62 else None
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers):
+        return None
+    whole = list(map(int, numbers))  # an int64 has no absolute value of -2^63
+    return whole if max(map(abs, whole)) < 2**62 else None
 
 
 def _shown(value: Any) -> str:

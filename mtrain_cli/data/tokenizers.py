@@ -129,6 +129,8 @@ class FileTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"{place}: its vocabulary is empty; use another tokenizer")
         self._tokenizer, self._place = tokenizer, place
         self.name = path.parent.absolute().name if path.stem == "tokenizer" else path.stem
         self.vocab_size = max(vocabulary.values()) + 1

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain_cli.commands.data import show
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.open_dataset import open_dataset
@@ -325,6 +326,27 @@ def test_a_sample_whose_size_contradicts_its_columns_is_refused(tmp_path: Path) 
         match=r"^mine: a shard is corrupt: its samples and columns differ in size$",
     ):
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
+
+
+def test_a_shard_without_samples_holds_nothing(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "s", RAW, raw_samples()[:2])
+    _unchecked(folder, lambda b: bytes(4) + len(b).to_bytes(4, "little") + b[8:])
+    _first(folder, samples=0)
+    assert MdsFolder(folder).array_lengths("input_ids", 0).tolist() == []
+    with pytest.raises(ConfigError, match=r"--document 0: .* has 0 samples, numbered from 0"):
+        show(folder)
+
+
+def test_shards_are_shown_with_their_domains(capsys: pytest.CaptureFixture[str]) -> None:
+    show(REAL / "raw_zstd", document=1, check=True)
+    text = capsys.readouterr().out
+    assert "7 samples, 98 tokens in 5 MDS shards (0.0 MiB, zstd)" in text
+    assert "columns domain (str), input_ids (ndarray:uint32), length (int)" in text
+    assert "every sample was read; sizes and available checksums match" in text
+    assert [line.split()[:3] for line in text.splitlines() if " code " in line] == [
+        ["code", "4", "56"]
+    ]
+    assert "document 1 (8 tokens) begins with ids 100, 101, 102" in text
 
 
 ONLY_IDS = {"input_ids": "ndarray:uint32"}

@@ -193,6 +193,17 @@ def test_corrupt_parquet_is_one_clear_line(tmp_path: Path, keep: int) -> None:
     assert f"data.path={path}: not a readable parquet file" in _error(path)
 
 
+def test_only_columns_that_are_read_count_in_the_size_of_a_row_group(tmp_path, monkeypatch):
+    large = [bytes([n]) * 10_000 for n in range(9)]
+    table = pyarrow.table({"text": ["a"] * 9, "image": large, "other": [x.hex() for x in large]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    monkeypatch.setattr(text_files, "host_memory", lambda: 20_000)
+    assert _texts(text_corpus(str(tmp_path / "a.parquet"), "text")) == ["a"] * 9
+    assert "row group 0 unpacks to 0.0 GiB, more than half" in _error(
+        tmp_path / "a.parquet", "other"
+    )
+
+
 def test_parquet_text_that_is_not_utf8_is_one_clear_line(tmp_path: Path) -> None:
     strings = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "a.parquet")
@@ -285,13 +296,14 @@ def test_compressed_files_give_the_same_documents(tmp_path: Path, packing: str) 
     [
         json.dumps,
         lambda rows: "\ufeff" + json.dumps(rows, indent=1),
-        lambda rows: "\n".join(map(json.dumps, rows)),
+        lambda rows: "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
     ],
 )
 def test_json_is_one_document_per_record(tmp_path, form, skip):
-    (tmp_path / "a.json").write_text(form([{"text": t} for t in ("[a", "", None, "ü]")]))
+    texts = ["[a\u2028\x85b", "", None, "ü]"]  # `str.splitlines` would cut the first one
+    (tmp_path / "a.json").write_text(form([{"text": text} for text in texts]))
     corpus = text_corpus(str(tmp_path / "a.json"), "text")
-    assert _texts(corpus, skip) == ["[a", "", "", "ü]"][skip:]
+    assert _texts(corpus, skip) == [text or "" for text in texts][skip:]
 
 
 @pytest.mark.parametrize(
