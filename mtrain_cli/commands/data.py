@@ -165,7 +165,7 @@ def _corpus(
     fields: fields of documents of token ids; None for text.
     """
     from mtrain_cli.data.corpora import stdlib_corpus
-    from mtrain_cli.data.mds_source import mds_corpus, mds_folders
+    from mtrain_cli.data.mds import mds_corpus, mds_folders
     from mtrain_cli.data.text_files import refuse_unread_key, text_corpus, token_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
@@ -241,7 +241,7 @@ def show(
     from mtrain_cli.commands.data_output import Inspection, show_array, show_shards, show_store
     from mtrain_cli.console import Console
     from mtrain_cli.data.arrays import SUFFIXES, open_array
-    from mtrain_cli.data.mds_source import mds_folders
+    from mtrain_cli.data.mds import mds_folders
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import open_tokenizer
 

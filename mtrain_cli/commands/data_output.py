@@ -27,12 +27,12 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.console import Console
 from mtrain_cli.data.file_sums import lines
 from mtrain_cli.data.filters import describe_left_out
-from mtrain_cli.data.mds import MdsFolder
-from mtrain_cli.data.mds_source import (
+from mtrain_cli.data.mds import (
     DOMAIN,
     SPANS,
     TARGETS,
     TOKENS,
+    MdsFolder,
     open_mds_folders,
     sample_lengths,
 )

@@ -8,7 +8,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.dataset import Dataset, Sample
+from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.mixture import Dataset
 from mtrain_cli.data.sampler import Sampler
 
 Batch = TypeVar("Batch")

@@ -185,3 +185,7 @@ class MixedDataset:
             f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; weight and number "
             f"of sequences of {seq:,}: {shares}"
         )
+
+
+# Numbered sequences for training, their order, and held-out sequences.
+Dataset = PackedDataset | MixedDataset

@@ -14,13 +14,14 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.checked_files import require_folder
 from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.dataset import Dataset, PackedDataset, Sample, TokenSource
+from mtrain_cli.data.dataset import PackedDataset, Sample, TokenSource
 from mtrain_cli.data.filters import describe_left_out
-from mtrain_cli.data.mixture import MixedDataset, parse_mix
+from mtrain_cli.data.mds import MdsSource
+from mtrain_cli.data.mixture import Dataset, MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
-from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, choose_begin, open_tokenizer
+from mtrain_cli.data.tokenizers import FileTokenizer, Tokenizer, choose_begin, open_tokenizer
 from mtrain_cli.printable import one_line
 
 _SHOWN = 60  # characters, or tokens if there is no tokenizer, of the first document
@@ -105,7 +106,7 @@ def corpora_of(data: DataConfig) -> list[tuple[str, DataConfig]]:
     return parts
 
 
-def open_text(config: Config, data: DataConfig) -> tuple[Corpus, ByteTokenizer | FileTokenizer]:
+def open_text(config: Config, data: DataConfig) -> tuple[Corpus, Tokenizer]:
     """Open a corpus of text, and the tokenizer for it."""
     tokenizer = open_tokenizer(data.tokenizer)
     choose_begin(tokenizer, data.bos)
@@ -159,8 +160,6 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
         raise ConfigError(f"data.path is not set: data={data.kind} needs it, or data.mix")
     location = f"mapped from {data.path}"
     if data.kind == "mds":
-        from mtrain_cli.data.mds_source import MdsSource
-
         return MdsSource(data.path or "", origin), location
     if data.kind == "tokens":
         path = Path(data.path or "").expanduser()

@@ -23,7 +23,6 @@ import numpy as np
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
-from mtrain_cli.data.document_columns import ColumnWriter, column_sizes
 from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters
 from mtrain_cli.data.sampler import mix64
 from mtrain_cli.data.store import (
@@ -357,23 +356,11 @@ def _write_arrays(
     report: Reporter,
 ) -> None:
     """Write the documents after the journal's position to the arrays, then write the metadata."""
-    written, columns = journal.written, journal.written.columns
+    written = journal.written
+    sizes = written.file_sizes(tokenizer, corpus.fields)
     with ExitStack() as stack:
-        tokens, offsets, labels = (
-            stack.enter_context(_open_array(partial / name, size))
-            for name, size in written.file_sizes(tokenizer).items()
-        )
-        sizes = column_sizes(corpus.fields, columns, written.tokens, written.documents)
         files = {n: stack.enter_context(_open_array(partial / n, s)) for n, s in sizes.items()}
-        writer = StoreWriter(
-            tokens,
-            offsets,
-            tokenizer,
-            written,
-            labels=labels,
-            filters=filters,
-            columns=ColumnWriter(files, columns, first=not written.documents) if files else None,
-        )
+        writer = StoreWriter(files, tokenizer, written, filters)
 
         def show(stage: str, read: int) -> None:
             counts = written.tokens, written.documents

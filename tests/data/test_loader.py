@@ -1,6 +1,5 @@
 """Micro-batches of each data-parallel rank."""
 
-import io
 import threading
 
 import numpy as np
@@ -19,14 +18,12 @@ from mtrain_cli.data.tokenizers import ByteTokenizer
 
 def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
     """Sequence i begins with token i, so that a sample tells which one it is."""
-    tokens, offsets = io.BytesIO(), io.BytesIO()
-    writer = StoreWriter(tokens, offsets, ByteTokenizer())
+    writer = StoreWriter.in_memory(ByteTokenizer())
     for number in range(sequences):
         writer.append(np.full(seq - 1, number))
         writer.end_document()
-    writer.flush()
     return PackedDataset(
-        writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), Corpus("", "", "", ())),
+        writer.memory_store(Corpus("", "", "", ())),
         seq,
         shuffle=False,
     )

@@ -1,7 +1,6 @@
 """The token store on disk."""
 
 import errno
-import io
 import json
 import os
 from collections.abc import Callable
@@ -31,7 +30,8 @@ def _write(folder: Path, documents: list[bytes] = DOCUMENTS) -> Path:
         (folder / "tokens.bin").open("wb") as tokens,
         (folder / "documents.bin").open("wb") as offsets,
     ):
-        writer = StoreWriter(tokens, offsets, ByteTokenizer())
+        files = {"tokens.bin": tokens, "documents.bin": offsets}
+        writer = StoreWriter(files, ByteTokenizer())
         for document in documents:
             for part in (document[:2], document[2:]):
                 writer.append(np.frombuffer(part, np.uint8))
@@ -59,27 +59,23 @@ def test_documents_are_read_back_with_boundaries_and_end_tokens(tmp_path: Path) 
 def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
     tokenizer = open_tokenizer(str(bpe_file))
     tokenizer.vocab_size = 70_000
-    tokens, offsets = io.BytesIO(), io.BytesIO()
-    writer = StoreWriter(tokens, offsets, tokenizer)
+    writer = StoreWriter.in_memory(tokenizer)
     writer.append(np.array([3, 69_999]))
     writer.end_document()
-    writer.flush()
-    store = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
+    store = writer.memory_store(CORPUS)
     assert store.meta.dtype == "uint32"
     assert store.tokens.tolist() == [3, 69_999, 0]
 
 
 def test_the_fingerprint_depends_on_boundaries_not_only_on_tokens(tmp_path: Path) -> None:
     one = TokenStore.open(_write(tmp_path / "a", [b"ab"]))
-    tokens, offsets = io.BytesIO(), io.BytesIO()
     endless = ByteTokenizer()
     endless.eos = None
-    writer = StoreWriter(tokens, offsets, endless)
+    writer = StoreWriter.in_memory(endless)
     for part in ([97], [98, 257]):
         writer.append(np.array(part))
         writer.end_document()
-    writer.flush()
-    other = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
+    other = writer.memory_store(CORPUS)
     assert np.array_equal(one.tokens, other.tokens)
     assert one.meta.sha256 != other.meta.sha256
 
@@ -247,13 +243,11 @@ def test_wrong_entries_of_meta_json_are_one_line(tmp_path, meta):
 
 def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
     on_disk = TokenStore.open(_write(tmp_path / "s"))
-    tokens, offsets = io.BytesIO(), io.BytesIO()
-    writer = StoreWriter(tokens, offsets, ByteTokenizer())
+    writer = StoreWriter.in_memory(ByteTokenizer())
     for document in DOCUMENTS:
         writer.append(np.frombuffer(document, np.uint8))
         writer.end_document()
-    writer.flush()
-    in_memory = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
+    in_memory = writer.memory_store(CORPUS)
     assert in_memory.meta.sha256 == on_disk.meta.sha256
     assert np.array_equal(in_memory.tokens, on_disk.tokens)
     assert np.array_equal(in_memory.offsets, on_disk.offsets)
