@@ -107,7 +107,7 @@ def prepare(
     """
     from mtrain_cli.commands.data_output import describe_store, progress_bar
     from mtrain_cli.console import Console
-    from mtrain_cli.data.filters import Filters
+    from mtrain_cli.data.corpora import Filters
     from mtrain_cli.data.prepare import prepare_store
 
     if threads is not None:

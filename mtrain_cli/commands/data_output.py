@@ -25,8 +25,8 @@ from rich.progress import (
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.console import Console
-from mtrain_cli.data.file_sums import lines
-from mtrain_cli.data.filters import describe_left_out
+from mtrain_cli.data.checked_files import lines
+from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.mds import (
     DOMAIN,
     SPANS,

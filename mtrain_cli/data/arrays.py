@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.file_sums import sample_of
+from mtrain_cli.data.checked_files import explain_read_errors, sample_of
 from mtrain_cli.data.store import StoreMeta, TokenStore
 
 SUFFIXES = (".npy", ".bin")

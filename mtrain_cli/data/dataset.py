@@ -17,7 +17,7 @@ from mtrain_cli.attention.document_slices import (
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.data.filters import describe_left_out
+from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.mds import MdsSource
 from mtrain_cli.data.sampler import Sampler, shuffled_order

@@ -31,9 +31,14 @@ import numpy as np
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
+from mtrain_cli.data.checked_files import (
+    Report,
+    explain_read_errors,
+    read_metadata,
+    require_folder,
+    sample_of,
+)
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
-from mtrain_cli.data.file_sums import Report, sample_of
 from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.text_files import Unpacked
 from mtrain_cli.data.token_cache import cached_array

@@ -23,8 +23,8 @@ import numpy as np
 
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.checked_files import Report
 from mtrain_cli.data.dataset import PackedDataset, Sample
-from mtrain_cli.data.file_sums import Report
 from mtrain_cli.data.sampler import Permutation, Sampler, cached_permutation, mix64
 
 _SCALE = 40  # weights are multiples of 2^-40

@@ -13,9 +13,8 @@ from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.checked_files import require_folder
-from mtrain_cli.data.corpora import Corpus
+from mtrain_cli.data.corpora import Corpus, describe_left_out
 from mtrain_cli.data.dataset import PackedDataset, Sample, TokenSource
-from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.mds import MdsSource
 from mtrain_cli.data.mixture import Dataset, MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore

@@ -22,8 +22,7 @@ import numpy as np
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.corpora import Corpus, Document
-from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters
+from mtrain_cli.data.corpora import EMPTY, EVERYTHING, Corpus, Document, Filters
 from mtrain_cli.data.sampler import mix64
 from mtrain_cli.data.store import (
     META,

@@ -33,10 +33,17 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.config import documents
 from mtrain_cli.config.mask_settings import MOST_INTERVALS
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
-from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.file_sums import FileSums, Report, changed, check_all, sample_of
-from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters, describe_left_out
+from mtrain_cli.data.checked_files import (
+    FileSums,
+    Report,
+    changed,
+    check_all,
+    explain_read_errors,
+    read_metadata,
+    require_folder,
+    sample_of,
+)
+from mtrain_cli.data.corpora import EMPTY, EVERYTHING, Corpus, Filters, describe_left_out
 from mtrain_cli.data.token_documents import TokenDocument, TokenFields
 from mtrain_cli.data.tokenizers import (
     NO_BEGIN,

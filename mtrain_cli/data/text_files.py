@@ -28,8 +28,15 @@ from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
 from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
-from mtrain_cli.data.filters import EMPTY, describe_left_out
+from mtrain_cli.data.corpora import (
+    EMPTY,
+    Corpus,
+    Document,
+    Unit,
+    describe_left_out,
+    split_text,
+    stdlib_corpus,
+)
 from mtrain_cli.data.token_documents import RecordKey, TokenDocument, TokenFields
 from mtrain_cli.launch.environment import host_memory
 

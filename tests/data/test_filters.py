@@ -3,7 +3,7 @@
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.filters import EVERYTHING, Filters
+from mtrain_cli.data.corpora import EVERYTHING, Filters
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from test_mds import PACKED, RAW, write_mds
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import mds, prepare
-from mtrain_cli.data.filters import EVERYTHING, Filters
+from mtrain_cli.data.corpora import EVERYTHING, Filters
 from mtrain_cli.data.mds import mds_corpus
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore

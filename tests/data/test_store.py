@@ -11,7 +11,7 @@ import pytest
 from masked_documents import without_checksums
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data import file_sums
+from mtrain_cli.data import checked_files
 from mtrain_cli.data.arrays import open_array
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.mds import MdsFolder
@@ -180,8 +180,8 @@ def test_opening_finds_a_change_in_the_sample_and_names_the_file(tmp_path, name)
 
 def test_verify_finds_one_bit_outside_the_sample_in_the_part_that_has_it(tmp_path, monkeypatch):
     """Four callers share the chunks, and one of them has the bit."""
-    monkeypatch.setattr(file_sums, "_CHUNK", 1 << 12)
-    monkeypatch.setattr(file_sums, "_BLOCK", 1 << 5)
+    monkeypatch.setattr(checked_files, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(checked_files, "_BLOCK", 1 << 5)
     folder = _write(tmp_path / "s", [bytes(range(256)) * 100])
     _flip(folder / "tokens.bin", 9_000)
     store, seen = TokenStore.open(folder), []
@@ -216,13 +216,13 @@ def test_a_sample_reads_little_of_a_large_file_and_its_places_follow_the_size(tm
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # sparse
-    before = file_sums.sample_of(path)
+    before = checked_files.sample_of(path)
     with path.open("r+b") as file:
         file.seek((1 << 40) - 1)
         file.write(b"x")
-    assert file_sums.sample_of(path) != before, "the last block is in the sample"
+    assert checked_files.sample_of(path) != before, "the last block is in the sample"
     os.truncate(path, (1 << 40) - 1)
-    assert file_sums.sample_of(path) != before, "the size is in the sample"
+    assert checked_files.sample_of(path) != before, "the size is in the sample"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from masked_documents import (
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import prepare
+from mtrain_cli.data.corpora import EVERYTHING, Filters
 from mtrain_cli.data.dataset import PackedDataset
-from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.store import SLICES, TokenStore
 from mtrain_cli.data.token_documents import RecordKey, TokenFields

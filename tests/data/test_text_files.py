@@ -20,8 +20,7 @@ from mtrain_cli.config.groups import summary
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import TEXT
 from mtrain_cli.data import text_files
-from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.filters import describe_left_out
+from mtrain_cli.data.corpora import Corpus, describe_left_out
 from mtrain_cli.data.text_files import READERS, refuse_unread_key, text_corpus
 
 
