@@ -105,16 +105,16 @@ def prepare(
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
     """
-    from mtrain_cli.commands.data_output import describe_store, progress_bar
+    from mtrain_cli.commands.data_output import describe_store, progress_bar, rounded_vocabulary
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Filters
     from mtrain_cli.data.prepare import prepare_store
 
     if threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
-    choices: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
-    if bos not in choices:
+    if bos not in ("auto", "true", "false"):
         raise ConfigError(f"--bos {bos}: expected auto, true or false")
+    begins = bos if bos == "auto" else bos == "true"
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
     least, most = _parse_count("--min-tokens", min_tokens), _parse_count("--max-tokens", max_tokens)
     filters = Filters(domains, least, most, truncate, min_chars)
@@ -124,13 +124,13 @@ def prepare(
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         with progress_bar() as report:
-            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, choices[bos])
+            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
     except KeyboardInterrupt:
         console.print("Interrupted. Finished work is kept: run the same command to continue.")
         raise
     console.print(f"{'Already complete' if had_store else 'Wrote'}: {out}")
-    rounded = -(-store.meta.vocab_size // 8) * 8
-    describe_store(console, store, rounded)
+    describe_store(console, store)
+    rounded = rounded_vocabulary(store.meta)
     given = {"path": out, "mask_key": mask_key, "positions_key": positions_key}
     words = (
         shlex.quote(f"data.{key}={value}") for key, value in given.items() if value is not None
@@ -238,7 +238,7 @@ def show(
         tokenizer: Tokenizer that decodes the ids of MDS shards and arrays.
         token_dtype: Integer type of a .bin file.
     """
-    from mtrain_cli.commands.data_output import Inspection, show_array, show_shards, show_store
+    from mtrain_cli.commands import data_output
     from mtrain_cli.console import Console
     from mtrain_cli.data.arrays import SUFFIXES, open_array
     from mtrain_cli.data.mds import mds_folders
@@ -246,18 +246,18 @@ def show(
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     console = Console(soft_wrap=True, highlight=False)
-    origin = f"PATH={path}"
+    folder, origin = path.expanduser(), f"PATH={path}"
     if token_dtype not in ("uint16", "uint32"):
         raise ConfigError(f"--token-dtype {token_dtype}: expected uint16 or uint32")
     chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
-    shown = Inspection(console, path, document, check, chosen)
-    folder = path.expanduser()
     if (folder / "meta.json").is_file():
-        show_store(shown, TokenStore.open(path, origin))
+        store = TokenStore.open(path, origin)
+        data_output.show_store(console, store, document, chosen, check=check)
     elif folder.is_dir() and mds_folders(folder):
-        show_shards(shown)
+        data_output.show_shards(console, path, document, chosen, check=check)
     elif folder.suffix in SUFFIXES and not folder.is_dir():
-        show_array(shown, open_array(folder, origin, token_dtype, 0))
+        array = open_array(folder, origin, token_dtype, 0)
+        data_output.show_array(console, array, document, chosen, check=check)
     else:
         problem = "holds no tokens" if folder.exists() else "no such folder or file"
         kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"

@@ -155,13 +155,10 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
     """Return the tokens of a corpus, and a phrase for messages that says where the tokens are."""
-    if data.kind in ("mds", "tokens") and not data.path:
-        raise ConfigError(f"data.path is not set: data={data.kind} needs it, or data.mix")
-    location = f"mapped from {data.path}"
+    path, location = Path(data.path or "").expanduser(), f"mapped from {data.path}"
     if data.kind == "mds":
-        return MdsSource(data.path or "", origin), location
+        return MdsSource(path, origin), location
     if data.kind == "tokens":
-        path = Path(data.path or "").expanduser()
         if path.suffix in SUFFIXES and not path.is_dir():
             return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
         array = f"or a {' or '.join(SUFFIXES)} file of token ids"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
@@ -51,25 +51,9 @@ PACKED = {".gz": "gz", ".zst": "zstd"}  # the compression that a suffix stands f
 _FEED = {"gz": 1 << 14, "zstd": 1 << 10}
 
 
-class Fields(Protocol):
-    """What a record must hold, and how it becomes the content of a document.
-
-    keys: keys that a record must have.
-    identity: text that differs between readers that may read other documents from the same file.
-    """
-
-    @property
-    def keys(self) -> tuple[RecordKey, ...]: ...
-    @property
-    def identity(self) -> str: ...
-    def read(
-        self, record: Mapping[str, Any], location: str
-    ) -> Iterable[str] | TokenDocument | None: ...
-
-
 @dataclass(frozen=True)
 class TextField:
-    """Reads text from records. key: key of the text."""
+    """Reads text from records, as `TokenFields` reads token ids. key: key of the text."""
 
     key: RecordKey
 
@@ -82,13 +66,7 @@ class TextField:
         return self.key.name
 
     def read(self, record: Mapping[str, Any], location: str) -> Iterable[str]:
-        """Return the pieces of one record's text. A text of None has no pieces.
-
-        location: file and record, for messages.
-
-        Raises:
-            ConfigError: the value is neither text nor None.
-        """
+        """Return the pieces of one record's text, none for None. location: file and record."""
         text = record[self.key.name]
         if text is None:
             return ()
@@ -100,15 +78,14 @@ class TextField:
         return split_text([text])
 
 
+Fields = TextField | TokenFields
+
+
 def open_corpus(data: DataConfig) -> Corpus:
     """Open the corpus of ``data=stdlib`` or ``data=text``."""
     if data.kind == "stdlib":
         return stdlib_corpus()
-    assert data.kind == "text"
-    if not data.path:
-        raise ConfigError(
-            f"data.path is not set: data=text needs a {_listed(READERS)} file, or a folder of them"
-        )
+    assert data.path is not None
     return text_corpus(data.path, data.text_key)
 
 

@@ -86,7 +86,7 @@ def test_show_prints_counts_lengths_and_text(corpus: Path, tmp_path: Path) -> No
     _run("prepare", corpus, tmp_path / "out", "--text-key", "body")
     result = _run("show", tmp_path / "out", "--document", "7", "--check")
     assert result.exit_code == 0, result.output
-    assert "50 documents, 17,750 tokens from" in result.stdout
+    assert "  50 documents, 17,750 tokens, 0.0 MiB of uint16, from " in result.stdout
     assert "(checked)" in result.stdout
     assert "256 to 1,023" in result.stdout
     assert "100.0%" in result.stdout
@@ -114,7 +114,7 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path / "words.txt")
     assert "no such folder" in _mistake("show", tmp_path / "none")
     _run("prepare", corpus, out, "--text-key", "body")
-    assert "--document 50: the store has documents 0 to 49" in _mistake(
+    assert "--document 50: PATH has 50 documents, numbered from 0" in _mistake(
         "show", out, "--document", "50"
     )
     (out / "tokens.bin").write_bytes(b"")

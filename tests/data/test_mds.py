@@ -333,7 +333,7 @@ def test_a_shard_without_samples_holds_nothing(tmp_path: Path) -> None:
     _unchecked(folder, lambda b: bytes(4) + len(b).to_bytes(4, "little") + b[8:])
     _first(folder, samples=0)
     assert MdsFolder(folder).array_lengths("input_ids", 0).tolist() == []
-    with pytest.raises(ConfigError, match=r"--document 0: .* has 0 samples, numbered from 0"):
+    with pytest.raises(ConfigError, match=r"--document 0: PATH has 0 documents, numbered from 0"):
         show(folder)
 
 
