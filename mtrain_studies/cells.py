@@ -82,11 +82,7 @@ class Study:
 
     @staticmethod
     def open(folder: Path) -> Study | None:
-        """Open a folder that `save` marked; None if it is no study.
-
-        Raises:
-            ConfigError: the file is damaged or missing, or of another version of mtrain.
-        """
+        """Open a folder that `save` marked; None if it is no study."""
         file = folder / ABOUT
         if not file.exists() and not all((folder / name).is_dir() for name in (BASE, CORPUS)):
             return None
@@ -279,10 +275,6 @@ def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
 
     A base that has lost its weights is trained again if a cell must begin with them, and no
     finished cell did.
-
-    Raises:
-        ConfigError: finished cells of a seed began with weights that are gone, or weights are
-            damaged.
     """
     missing = [cell for cell in cells if study.done(cell) is None]
     again = []

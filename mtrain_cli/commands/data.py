@@ -56,7 +56,6 @@ def prepare(
     min_tokens: Annotated[str, option("N")] = "0",
     max_tokens: Annotated[str, option("N")] = "0",
     truncate: Annotated[bool, flag("--truncate")] = False,
-    min_chars: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
     bos: Annotated[str, option("auto|true|false")] = "auto",
 ) -> None:
@@ -100,7 +99,6 @@ def prepare(
         min_tokens: Leave out documents with fewer tokens, such as 64k.
         max_tokens: Leave out documents with more tokens; 0 = no limit.
         truncate: Cut documents at --max-tokens instead of leaving them out.
-        min_chars: Leave out documents with fewer characters; 0 = no limit.
         threads: CPU threads of the tokenizer; all cores by default.
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
@@ -117,7 +115,7 @@ def prepare(
     begins = bos if bos == "auto" else bos == "true"
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
     least, most = _parse_count("--min-tokens", min_tokens), _parse_count("--max-tokens", max_tokens)
-    filters = Filters(domains, least, most, truncate, min_chars)
+    filters = Filters(domains, least, most, truncate)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key)
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)

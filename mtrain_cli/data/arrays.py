@@ -28,9 +28,6 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
         origin: how the user named the file, for messages.
         token_dtype: integer type of a .bin file: uint16, uint32 or auto, which is uint16 if all ids
             of ``vocab_size`` fit.
-
-    Raises:
-        ConfigError: the file is missing, has another format, or does not match its offsets.
     """
     missing = f"{origin}: no such file. Give a token store or an array ({' or '.join(SUFFIXES)})."
     with explain_read_errors(f"{origin}:", missing):

@@ -61,9 +61,6 @@ def read_metadata(path: Path, origin: str, version: int, advice: str) -> dict[st
     Args:
         origin: how the user named the folder of the file. Every message begins with it.
         advice: end of every message.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, not JSON or of another version.
     """
     place = f"{origin}: {path.name}"
     with explain_read_errors(place, f"{origin}: no {path.name} in it. {advice}"):

@@ -94,17 +94,15 @@ class Filters:
     domains: allowed domains; empty allows all.
     min_tokens, max_tokens: limits of the number of tokens, with the end token; 0 sets no limit.
     truncate: cut a longer document at ``max_tokens``, without an end token, instead of dropping it.
-    min_chars: minimum number of characters in the document's text.
     """
 
     domains: tuple[str, ...] = ()
     min_tokens: int = 0
     max_tokens: int = 0
     truncate: bool = False
-    min_chars: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("min_tokens", "max_tokens", "min_chars"):
+        for name in ("min_tokens", "max_tokens"):
             if (value := getattr(self, name)) < 0:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} {value}: must be 0 (no limit) or more")
@@ -119,7 +117,10 @@ class Filters:
     @property
     def recipe(self) -> dict[str, str]:
         """The entry for the filters in `StoreMeta.recipe`, or an empty dict without any filter."""
-        return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
+        if self == Filters():
+            return {}
+        # Stores of 0.1 have a filter of characters.
+        return {"filters": repr(sorted({**asdict(self), "min_chars": 0}.items()))}
 
 
 EVERYTHING = Filters()
@@ -137,9 +138,6 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
 
     A document is a top-level package or module, without its tests: its files sorted by relative
     path, each after a comment line with this path. The signature covers paths and contents.
-
-    Raises:
-        ConfigError: the folder holds no Python sources.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, str]]] = {}

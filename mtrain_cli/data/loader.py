@@ -24,9 +24,6 @@ class Loader(Generic[Batch]):
 
     micro_batch: number of sequences per micro-batch.
     make_batch: turns a list of `Sample` into a micro-batch, in the background thread.
-
-    Raises:
-        ConfigError: ``global_batch`` is not a multiple of ``dp`` x ``micro_batch``.
     """
 
     def __init__(
@@ -88,11 +85,7 @@ class Loader(Generic[Batch]):
         return {**self._sampler.state(), **stream, "samples": dict(self._dataset.samples)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a saved state. ``dp`` may differ from the saved run.
-
-        Raises:
-            ConfigError: the state belongs to another dataset.
-        """
+        """Continue after the last step of a saved state. ``dp`` may differ from the saved run."""
         saved = (int(state["sequences"]), str(state["fingerprint"]))
         current = (len(self._dataset), self._dataset.fingerprint)
         if saved != current:

@@ -161,11 +161,7 @@ class MdsFolder:
     """
 
     def __init__(self, path: str | Path, origin: str | None = None) -> None:
-        """Read index.json, but no shard. origin: how the user named the folder, for messages.
-
-        Raises:
-            ConfigError: the folder or index.json is missing, or index.json is not valid.
-        """
+        """Read index.json, but no shard. origin: how the user named the folder, for messages."""
         self.folder, self.origin = Path(path).expanduser(), origin or str(path)
         require_folder(self.folder, self.origin, f"of MDS shards, which holds an {INDEX}")
         index = self.folder / INDEX
@@ -248,11 +244,7 @@ class MdsFolder:
         ]
 
     def verify(self, part: int, parts: int, report: Report) -> None:
-        """Compare every ``parts``-th shard, from shard ``part`` on, with its size and checksum.
-
-        Raises:
-            ConfigError: a file is missing or has changed.
-        """
+        """Compare every ``parts``-th shard, from shard ``part`` on, with its size and checksum."""
         files = self.files()[part::parts]
         done, size = 0, sum(file.bytes for file in files)
         for file in files:
@@ -374,11 +366,7 @@ class MdsSource:
     samples: dict[str, str]
 
     def __init__(self, path: str | Path, origin: str) -> None:
-        """Open a folder of shards. origin: how the user named the folder, for messages.
-
-        Raises:
-            ConfigError: the folder is broken or has no column of tokens.
-        """
+        """Open a folder of shards. origin: how the user named the folder, for messages."""
         self.shards = shards = MdsFolder(path, origin)
         self.folder, self.verify = shards.folder, shards.verify
         require_tokens(shards)
@@ -441,10 +429,6 @@ def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) ->
     Args:
         spans: value of the column ``indices``.
         place: name of the input, with which error messages begin.
-
-    Raises:
-        ConfigError: spans overlap, decrease or leave the sample, or a span is empty although
-            ``allow_empty`` is False.
     """
     try:
         pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
@@ -496,11 +480,7 @@ def mds_folders(root: Path) -> list[Path]:
 
 
 def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]:
-    """Yield (path relative to ``root``, open folder) for each of `mds_folders`; "" for ``root``.
-
-    Raises:
-        ConfigError: a folder is broken or has no tokens.
-    """
+    """Yield (path relative to ``root``, open folder) for each of `mds_folders`; "" for ``root``."""
     for folder in mds_folders(root):
         name = "" if folder == root else folder.relative_to(root).as_posix()
         shards = MdsFolder(folder, f"{origin}: {name}" if name else origin)

@@ -36,9 +36,6 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
     """Return the weight of each corpus by name. The weights add up to 1.
 
     mix: weights by name, or the path of a YAML file of weights by name.
-
-    Raises:
-        ConfigError: the file cannot be read, or a weight is not a positive number.
     """
     content: Any = mix
     origin = f"data.mix={mix}" if isinstance(mix, str) else "data.mix"

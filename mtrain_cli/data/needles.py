@@ -118,9 +118,6 @@ def needle_documents(
 
     The corpus repeats if it is too short. Lines with other characters than ASCII, and long lines,
     are left out.
-
-    Raises:
-        ConfigError: the pairs do not fit, or the corpus has no usable line.
     """
     lines = _lines(corpus)
     for number in range(count):

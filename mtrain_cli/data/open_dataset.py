@@ -31,10 +31,6 @@ def open_dataset(config: Config) -> Dataset:
     """Open the dataset of a configuration.
 
     A corpus of text is tokenized once for all workers and later runs (see `token_cache`).
-
-    Raises:
-        ConfigError: the corpus, tokenizer or store is missing or broken; the corpus has more token
-            ids than the model; or the corpus is shorter than one sequence.
     """
     data = config.data
     require_columns(config)
@@ -54,10 +50,6 @@ def require_columns(config: Config) -> None:
 
     In a mixture, a corpus may have no column: its documents are causal, and have their positions in
     the sequence. Only meta.json is read.
-
-    Raises:
-        ConfigError: no corpus has the column, a corpus has one of another name, or a position is
-            too large for ``seq``.
     """
     data = config.data
     for option, name in (("mask_key", data.mask_key), ("positions_key", data.positions_key)):
@@ -191,9 +183,6 @@ def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
     Return lines about them for its plan, and the first sequence; None for text, which is packed
     into sequences only when the run starts. Text is tokenized only up to the number of tokens that
     the run needs.
-
-    Raises:
-        ConfigError: the run would end with this error.
     """
     data = config.data
     if data.kind in ("text", "stdlib"):

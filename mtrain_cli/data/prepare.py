@@ -185,7 +185,7 @@ def prepare_store(
     """
     given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, "--tokenizer", ("bpe",))
     if corpus.fields is not None:
-        _require_ids(given, filters, bos)
+        _require_ids(given, bos)
     elif given is not None:
         choose_begin(given, bos, "--bos ")
     elif bos is True:
@@ -230,13 +230,11 @@ def prepare_store(
     return TokenStore.open(out)
 
 
-def _require_ids(tokenizer: Tokenizer | None, filters: Filters, bos: bool | str) -> None:
+def _require_ids(tokenizer: Tokenizer | None, bos: bool | str) -> None:
     """Check the settings for documents of token ids, which hold their own begin and end tokens."""
     wrong = None
     if tokenizer is None:
         wrong = "--tokenizer bpe: give the tokenizer that made them, bytes or a tokenizer.json"
-    elif filters.min_chars:
-        wrong = f"--min-chars {filters.min_chars}: give --min-tokens instead"
     elif bos != "auto":
         wrong = f"--bos {str(bos).lower()}: the ids stay as they are; leave it out"
     if wrong:
@@ -287,13 +285,6 @@ def _content(
             yield ids
     elif not writer.leaves_out(document.domain):
         pieces = iter(document.pieces)
-        pending: list[str] = []
-        while sum(map(len, pending)) < writer.filters.min_chars:
-            if (piece := next(pieces, None)) is None:
-                writer.reject("shorter than --min-chars")
-                return
-            pending.append(piece)
-        pieces = chain(pending, pieces)
         if not tokenizer.exact_pieces:
             pieces = filter(None, iter(["".join(pieces)]))
         piece = ""

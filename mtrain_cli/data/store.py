@@ -134,11 +134,7 @@ class StoreMeta:
 
     @classmethod
     def read(cls, folder: Path, origin: str) -> StoreMeta:
-        """Read meta.json in ``folder``. origin: how the user named the folder, for messages.
-
-        Raises:
-            ConfigError: the file is missing, broken or from a newer version of mtrain.
-        """
+        """Read meta.json in ``folder``. origin: how the user named the folder, for messages."""
         advice = "Give a folder that `mtrain data prepare` of this version has written."
         content = read_metadata(folder / META, origin, VERSION, advice)
         try:
@@ -206,9 +202,6 @@ class TokenStore:
         """Map the store in a folder, and check a sample of its bytes.
 
         origin: how the user named the folder, for messages.
-
-        Raises:
-            ConfigError: the folder or meta.json is missing, or a file does not match meta.json.
         """
         folder, origin = Path(path).expanduser(), origin or str(path)
         require_folder(folder, origin, "written by `mtrain data prepare`")
@@ -289,9 +282,6 @@ class TokenStore:
 
         A store of an earlier version has one checksum, so each caller reads everything. Arrays and
         stores in memory have none.
-
-        Raises:
-            ConfigError: a file has changed.
         """
         if self.folder is None or not (self.folder / META).is_file():
             return

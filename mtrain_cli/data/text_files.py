@@ -102,9 +102,6 @@ def text_corpus(
         text_key: name of the key or column that holds the text.
         path_option, key_option: names of the settings that gave ``path`` and ``text_key``, for
             messages.
-
-    Raises:
-        ConfigError: the path is missing, or holds no file of a readable kind.
     """
     return _open(path, path_option, TextField(RecordKey(text_key, key_option)), READERS)
 
@@ -219,12 +216,7 @@ def _read_guarded(
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a file that gzip or zstd compressed, as a stream, in bounded memory.
-
-    Raises:
-        ConfigError: the compression is unknown or its Python package is missing; or, when reading,
-            the file is damaged or ends early.
-    """
+    """The content of a file that gzip or zstd compressed, as a stream, in bounded memory."""
 
     def __init__(self, packed: IO[bytes], compression: str, place: str):
         """Begin at the start of ``packed``.

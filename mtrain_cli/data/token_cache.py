@@ -29,9 +29,6 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     The first of several processes tokenizes the corpus into the cache folder; the others wait and
     map the files. If the cache folder cannot be written, for example because the disk is full, each
     process makes the store in its own memory.
-
-    Raises:
-        ConfigError: the corpus is broken.
     """
     facts = f"{VERSION} 3 {documents_identity(tokenizer)} {corpus.signature}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:32]

@@ -80,9 +80,6 @@ class TokenFields:
         """Return the document of a record; None if the record has no tokens.
 
         location: file and record, for messages.
-
-        Raises:
-            ConfigError: a value has the wrong form, or does not fit the document's tokens.
         """
         if record[self.tokens.name] is None:
             return None

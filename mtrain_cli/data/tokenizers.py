@@ -176,9 +176,6 @@ def choose_begin(tokenizer: Tokenizer, bos: bool | str, option: str = "data.bos=
     Args:
         bos: value of ``data.bos``. ``auto`` follows the post-processor of the tokenizer.
         option: key or command-line option of ``bos``, for messages.
-
-    Raises:
-        ConfigError: ``bos`` is true, and the tokenizer has no begin token.
     """
     if bos != "auto":
         tokenizer.begin = (tokenizer.prescribed or tokenizer.named) if bos else NO_BEGIN
@@ -218,9 +215,6 @@ def open_tokenizer(
         choice: ``bytes``, the path of a tokenizer.json, or a folder that holds one.
         option: configuration key or command-line option of the choice, for messages.
         others: further values that the option allows, for messages.
-
-    Raises:
-        ConfigError: the file is missing or broken, or the ``tokenizers`` package is missing.
     """
     if choice == "bytes":
         return ByteTokenizer()
@@ -239,9 +233,6 @@ def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
     """Return the tokenizer in the content of the tokenizer.json at ``path``.
 
     A tokenizer_config.json beside it may name the end token. place: the beginning of messages.
-
-    Raises:
-        ConfigError: the content is broken, or the ``tokenizers`` package is missing.
     """
     library = _import_tokenizers(place)
     try:

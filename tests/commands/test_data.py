@@ -178,7 +178,6 @@ def test_masks_and_positions_are_kept_and_shown(tmp_path: Path) -> None:
         (["--mask-key", "mask"], "--mask-key mask: only for token ids; add --tokens-key"),
         (["--positions-key", "at"], "--positions-key at: only for token ids"),
         ([*COLUMNS, "--tokenizer", "bpe"], "--tokenizer bpe: give the tokenizer that made them"),
-        ([*COLUMNS, "--min-chars", "3"], "--min-chars 3: give --min-tokens instead"),
         (["--tokens-key", "id"], "q.jsonl line 1 has no such key. Its keys: ids, mask, at"),
         ([*COLUMNS, "--mask-key", "m"], "--mask-key m: "),
     ],

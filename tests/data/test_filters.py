@@ -10,7 +10,6 @@ from mtrain_cli.data.corpora import EVERYTHING, Filters
     ("values", "message"),
     [
         ({"min_tokens": -1}, "--min-tokens -1: must be 0 "),
-        ({"min_chars": -2}, "--min-chars -2: must be 0 "),
         ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8: is below --min-tokens 9"),
         ({"truncate": True}, "--truncate: cuts documents at --max-tokens"),
     ],

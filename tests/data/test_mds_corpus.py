@@ -66,7 +66,6 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
     ("filters", "kept", "left_out"),
     [
         (Filters(domains=("book",)), [1, 4, 7], {"of another domain": 6}),
-        (Filters(min_chars=len(TEXTS[5])), [5, 6, 7, 8], {"shorter than --min-chars": 5}),
         (
             Filters(min_tokens=len(TEXTS[3].encode()) + 1),
             [3, 4, 5, 6, 7, 8],
@@ -209,7 +208,6 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> 
     )
     assert line(min_tokens=9, max_tokens=5).startswith("--max-tokens 5: is below --min-tokens 9")
     assert line(truncate=True).startswith("--truncate: cuts documents at --max-tokens")
-    assert line(min_chars=-1).startswith("--min-chars -1: must be 0")
     large = write_mds(
         tmp_path / "large",
         RAW,
