@@ -401,7 +401,6 @@ def _compute(
 
 
 def _empty(folder: Path) -> None:
-    """Delete all in the folder of a cell but its lock."""
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -519,7 +518,6 @@ def _evaluate(
     length: int,
     keys: Path | None = None,
 ) -> None:
-    """Evaluate one kind, as `mtrain eval` does. Samples that the folder has are kept."""
     from mtrain_cli.evaluation.request import (
         EvaluationRequest,
         NeedleOptions,

@@ -113,7 +113,6 @@ def show_option(
 
 
 def _print_kinds(group: str, options: dict[str, Path], config_dir: Path | None) -> None:
-    """Print the options of a group whose options have keys of their own."""
     from mtrain_cli.composition.compose import composed_values
     from mtrain_cli.config import keys
     from mtrain_cli.config.groups import summary

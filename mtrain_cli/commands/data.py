@@ -104,6 +104,7 @@ def prepare(
             adds one.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_bar, rounded_vocabulary
+    from mtrain_cli.commands.data_ruler import token_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Filters
     from mtrain_cli.data.prepare import prepare_store
@@ -114,8 +115,8 @@ def prepare(
         raise ConfigError(f"--bos {bos}: expected auto, true or false")
     begins = bos if bos == "auto" else bos == "true"
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
-    least, most = _parse_count("--min-tokens", min_tokens), _parse_count("--max-tokens", max_tokens)
-    filters = Filters(domains, least, most, truncate)
+    least = token_count("--min-tokens", min_tokens, 0)
+    filters = Filters(domains, least, token_count("--max-tokens", max_tokens, 0), truncate)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key)
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
@@ -139,7 +140,6 @@ def prepare(
 def _token_fields(
     tokens_key: str | None, mask_key: str | None, positions_key: str | None
 ) -> TokenFields | None:
-    """Return the fields of documents of token ids; None for text."""
     from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
     given = {"--mask-key": mask_key, "--positions-key": positions_key}
@@ -193,20 +193,6 @@ def _corpus(
     corpus = text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
     refuse_unread_key(corpus, text_key)
     return corpus
-
-
-def _parse_count(option: str, text: str) -> int:
-    from mtrain_cli.config.sizes import EXPECTED, parse_size
-
-    try:
-        count = 0 if text == "0" else parse_size(text)
-        if not 0 <= count <= MOST_DOCUMENTS:
-            raise ValueError(text)
-        return count
-    except ValueError:
-        raise ConfigError(
-            f"{option} {text}: expected {EXPECTED}, or 0 for no limit; at most 2^40"
-        ) from None
 
 
 @app.command()

@@ -169,7 +169,6 @@ def show_shards(
 
 
 def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the lengths of samples, in tokens, by the domain that each sample names."""
     labels = np.array(
         [str(shards.sample(number, [DOMAIN])[DOMAIN]) for number in range(shards.num_samples)]
     )
@@ -177,7 +176,6 @@ def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.n
 
 
 def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
-    """Return the lengths of documents, in tokens, by domain; "" if the store has no domains."""
     lengths = np.diff(store.offsets)
     if store.domains is None:
         return {"": lengths}

@@ -102,10 +102,6 @@ class Filters:
     truncate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("min_tokens", "max_tokens"):
-            if (value := getattr(self, name)) < 0:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option} {value}: must be 0 (no limit) or more")
         if 0 < self.max_tokens < self.min_tokens:
             raise ConfigError(
                 f"--max-tokens {self.max_tokens}: is below --min-tokens {self.min_tokens}, so no "

@@ -234,7 +234,6 @@ class PackedDataset:
             yield unit, start, min(high, end) - low, low + start - begin
 
     def _slices(self, begin: int, end: int) -> IntArray:
-        """Return the slices of a sequence, in positions of the sequence, int64 [slices, 5]."""
         assert isinstance(self.store, TokenStore)
         parts, most = [], self.store.meta.columns.intervals
         for unit, start, stop, place in self._parts(begin, end):
@@ -278,7 +277,6 @@ class PackedDataset:
         )
 
     def _check(self, stream: np.ndarray) -> None:
-        """Raise ConfigError if a token id is outside the vocabulary."""
         largest, lowest = int(stream.max()), int(stream.min()) if stream.dtype.kind == "i" else 0
         if largest < self.vocab_size and lowest >= 0:
             return

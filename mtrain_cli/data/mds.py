@@ -488,9 +488,7 @@ def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]
         yield name, shards
 
 
-def mds_corpus(
-    path: str, decoder: Tokenizer, domains: tuple[str, ...] = (), origin: str = "SOURCE"
-) -> Corpus:
+def mds_corpus(path: str, decoder: Tokenizer, domains: tuple[str, ...] = ()) -> Corpus:
     """Open a corpus of the documents in `mds_folders`. Every span of a packed sample is one.
 
     The domain of a document is the path of its folder relative to ``path``; if ``path`` itself
@@ -499,9 +497,8 @@ def mds_corpus(
     Args:
         decoder: tokenizer that made the shards.
         domains: domains to decode; documents of others have no text. Empty means all domains.
-        origin: name of the command-line argument ``path``, for messages.
     """
-    root, place = Path(path).expanduser(), f"{origin}={path}"
+    root, place = Path(path).expanduser(), f"SOURCE={path}"
     digest = hashlib.sha256(f"mds 1 {decoder.identity}".encode())
     units = []
     for name, shards in open_mds_folders(root, place):

@@ -146,7 +146,6 @@ def tokenise(
 def _write_batch(
     batch: Sequence[_Item], tokenizer: Tokenizer, writer: StoreWriter, start: CorpusPosition
 ) -> CorpusPosition:
-    """Write a batch that begins at ``start``. Return the position after the batch."""
     pieces = [item for item in batch if isinstance(item, str)]
     encoded = iter(tokenizer.encode(pieces))
     position = replace(start, read=start.read + sum(map(len, pieces)))
@@ -252,7 +251,6 @@ def _fill(
     filters: Filters,
     report: Reporter,
 ) -> None:
-    """Write the files of a store into ``partial``. Train a BPE without a given tokenizer."""
     journal = _open_journal(partial, recipe)
     try:
         tokenizer = given or _open_bpe(corpus, bpe_size, partial, report)

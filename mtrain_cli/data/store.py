@@ -558,7 +558,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _check_samples(folder: Path, meta: StoreMeta, origin: str) -> dict[str, str]:
-    """Return the checksum of a sample of each file."""
     samples = {}
     for name in meta.files or _names(folder):
         place = f"{origin}: {name}"
@@ -593,7 +592,6 @@ def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarr
 
 
 def _sha256(folder: Path) -> str:
-    """Return the hash of the files of a store, all but the domains."""
     digest = hashlib.sha256()
     for name in _names(folder):
         if name not in (DOMAINS, TOKENIZER):

@@ -114,10 +114,10 @@ def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
         raise ConfigError(f"{given}: {why}")
 
 
-def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") -> Corpus:
+def token_corpus(path: str, fields: TokenFields) -> Corpus:
     """Open the corpus of token ids in a .jsonl, .json or .parquet file, or in a folder of them."""
     readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
-    return replace(_open(path, path_option, fields, readers), fields=fields)
+    return replace(_open(path, "SOURCE", fields, readers), fields=fields)
 
 
 def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:

@@ -93,7 +93,6 @@ class TokenFields:
 
 
 def _integers(value: Any, key: RecordKey, location: str) -> np.ndarray:
-    """Return a list of integers as int64[N]."""
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError):

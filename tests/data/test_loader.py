@@ -111,13 +111,6 @@ def test_resume_continues_the_data_order_on_any_number_of_ranks(dp: int, new_dp:
         loader.close()
 
 
-def test_state_counts_steps_handed_out_not_steps_read_ahead() -> None:
-    with _loader(_dataset()) as loader:
-        assert loader.state()["consumed"] == 0
-        next(loader)
-        assert loader.state()["consumed"] == 4
-
-
 def test_state_of_another_corpus_is_refused() -> None:
     with (
         _loader(_dataset(13)) as loader,
@@ -243,13 +236,3 @@ def test_a_file_with_other_bytes_than_at_the_checkpoint_is_named() -> None:
             loader.load_state(state)
         del state["samples"]  # a checkpoint of an earlier version
         loader.load_state(state)
-
-
-def test_workers_of_one_context_group_get_the_same_batches() -> None:
-    with _loader(_dataset(), 1, 2) as one, _loader(_dataset(), 1, 2) as other:
-        for _ in range(8):
-            for left, right in zip(next(one), next(other), strict=True):
-                assert all(
-                    np.array_equal(a.tokens, b.tokens) and np.array_equal(a.labels, b.labels)
-                    for a, b in zip(left, right, strict=True)
-                )
