@@ -82,11 +82,7 @@ class Study:
 
     @staticmethod
     def open(folder: Path) -> Study | None:
-        """Open a folder that `save` marked; None if it is no study.
-
-        Raises:
-            ConfigError: the file is damaged or missing, or of another version of mtrain.
-        """
+        """Open a folder that `save` marked; None if it is no study."""
         file = folder / ABOUT
         if not file.exists() and not all((folder / name).is_dir() for name in (BASE, CORPUS)):
             return None
@@ -279,10 +275,6 @@ def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
 
     A base that has lost its weights is trained again if a cell must begin with them, and no
     finished cell did.
-
-    Raises:
-        ConfigError: finished cells of a seed began with weights that are gone, or weights are
-            damaged.
     """
     missing = [cell for cell in cells if study.done(cell) is None]
     again = []
@@ -409,7 +401,6 @@ def _compute(
 
 
 def _empty(folder: Path) -> None:
-    """Delete all in the folder of a cell but its lock."""
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -527,7 +518,6 @@ def _evaluate(
     length: int,
     keys: Path | None = None,
 ) -> None:
-    """Evaluate one kind, as `mtrain eval` does. Samples that the folder has are kept."""
     from mtrain_cli.evaluation.request import (
         EvaluationRequest,
         NeedleOptions,

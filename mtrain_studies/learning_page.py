@@ -120,7 +120,6 @@ def _is_dense_beside_own(each: Compared) -> bool:
 
 
 def _height(traces: Sequence[plots.Trace]) -> int:
-    """Return the height of a figure whose legend stands below it, in pixels."""
     return max(400 + 20 * len(traces), 42 * len(traces) + 40)
 
 

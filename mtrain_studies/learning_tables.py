@@ -262,7 +262,6 @@ def _prices(summary: Summary) -> TextTable:
 
 
 def _step_seconds(summary: Summary, name: str) -> float | None:
-    """Return the mean over seeds of a variant's median step; None if it did not train."""
     keys = (Cell(seed, summary.tier.variant(name)).key for seed in summary.tier.seeds)
     found = [summary.done[key].step_seconds for key in keys if key in summary.done]
     return sum(found) / len(found) if any(found) else None

@@ -75,9 +75,6 @@ def build(
 
     Args:
         packages: folder of the packages; None for those of this Python.
-
-    Raises:
-        ConfigError: there is too little text, and nothing was written; or as `read`.
     """
     if (facts := read(folder)) is not None:
         before_writing()
@@ -117,11 +114,7 @@ def build(
 
 
 def read(folder: Path) -> CorpusFacts | None:
-    """Return what the texts in a folder hold; None if they are not complete.
-
-    Raises:
-        ConfigError: `ABOUT` is damaged, or the texts are not those that it describes.
-    """
+    """Return what the texts in a folder hold; None if they are not complete."""
     about = folder / ABOUT
     if not about.is_file():
         return None

@@ -108,11 +108,7 @@ def choices() -> list[str]:
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """Return the names of the tables that words choose: a name, a paper of `PAPERS`, or all.
-
-    Raises:
-        ConfigError: a word is no name.
-    """
+    """Return the names of the tables that words choose: a name, a paper of `PAPERS`, or all."""
     known, found = names(), []
     for word in words:
         of_paper = [name for name in known if read(name).paper.startswith(PAPERS.get(word, "\0"))]
@@ -128,20 +124,12 @@ def chosen(words: Sequence[str]) -> list[str]:
 
 
 def read(name: str) -> PublishedTable:
-    """Read a table by its name.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Read a table by its name."""
     return read_file(resource_dir("profiles") / FOLDER / f"{name}.yaml")
 
 
 def read_file(path: Path) -> PublishedTable:
-    """Read a table.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Read a table."""
     try:
         content = dict(read_yaml(path))
         shared = {key: content.pop(key) for key in _SETTINGS if key in content}

@@ -145,11 +145,7 @@ def redundant(row: PublishedRow, scenario: Scenario) -> float:
 
 
 def predict_table(table: PublishedTable, scenarios: Scenarios, measured: Measured) -> StudyTable:
-    """Predict all rows of a table.
-
-    Raises:
-        ConfigError: the settings of a row are impossible.
-    """
+    """Predict all rows of a table."""
     rows: dict[str, _PredictedRow] = {}
     for row in table.rows:
         rows[row.name] = _PredictedRow(row, row.on(table.cluster), scenarios(row))

@@ -59,11 +59,7 @@ take_help_from_docstrings(app)
 
 
 def report(folder: Path) -> FolderReport | None:
-    """Return how `mtrain report` shows the folder of `mtrain study learning`; None for others.
-
-    Raises:
-        ConfigError: the folder is a study whose file is damaged or missing.
-    """
+    """Return how `mtrain report` shows the folder of `mtrain study learning`; None for others."""
     from mtrain_studies.cells import Study
 
     if (found := Study.open(folder)) is None:

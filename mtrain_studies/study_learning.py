@@ -149,7 +149,6 @@ def _command() -> list[str]:
 
 
 def _check_folder(folder: Path, tier: Tier) -> Tier | None:
-    """Check that a folder is new or empty, or holds a study of this tier."""
     from mtrain_cli.config.keys import path_problem
     from mtrain_studies.cells import Study
 
@@ -235,7 +234,6 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
 def _compute(
     study: Study, cells: list[Cell], budget: float, console: Console, *, below_gate: bool = False
 ) -> None:
-    """Compute the cells that are not finished, as long as the budget lasts."""
     from mtrain_studies import cells as computed
 
     started = time.monotonic()
@@ -258,7 +256,6 @@ def _compute(
 
 
 def _train(words: list[str]) -> None:
-    """Train a run, or resume it."""
     from mtrain_cli.commands.train import train
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.launch.local import KILLED_CODE, TERMINATED, WARNED

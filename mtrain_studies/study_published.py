@@ -112,7 +112,6 @@ def compare(
 
 
 def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scenario:
-    """Compose the training run of a row."""
     from mtrain_cli.commands.simulate_request import Request
 
     drawn = row.index != _ALL_PAIRS
@@ -148,7 +147,6 @@ def _measured(row: PublishedRow, quantity: str) -> tuple[float, str] | None:
 
 
 def _folder(out: Path | None, names: Sequence[str]) -> Path:
-    """Return the folder for the files."""
     from mtrain_cli.records.record_files import SUMMARY, open_records
     from mtrain_cli.records.study_rows import STUDY
 

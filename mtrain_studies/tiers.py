@@ -285,9 +285,6 @@ def cells_of(tier: Tier, only: Sequence[str] = (), seeds: Sequence[int] = ()) ->
     Args:
         only: names of variants, or ``base``; () for all. The cells that they need come in addition.
         seeds: some of the tier's; () for all.
-
-    Raises:
-        ConfigError: there is no such variant or seed, or one appears twice.
     """
     known = tier.names
     for name in only:

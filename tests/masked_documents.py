@@ -9,7 +9,7 @@ from typing import Any
 
 from attention.mask_definitions import question
 
-from mtrain_cli.data.filters import EVERYTHING, Filters
+from mtrain_cli.data.corpora import EVERYTHING, Filters
 from mtrain_cli.data.prepare import prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import token_corpus

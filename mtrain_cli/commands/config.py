@@ -14,8 +14,6 @@ from mtrain_cli.config.schema import ConfigError
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
-VALUE, ALLOWED = "value", "allowed"
-_READABLE = 44  # characters per line that values and descriptions need next to a key
 # Groups whose options have keys of their own, and the key that names the option.
 _KINDS = {"mask": "kind", "sparsity": "pattern"}
 RECIPE = "recipe"  # a group whose options set keys of all other groups
@@ -54,7 +52,7 @@ def list_groups(config_dir: ConfigDir = None) -> None:
         for option, file in options.items():
             chosen = "default" if groups.defaults.get(group) == option else ""
             rows.append((f"{group}={option}", chosen, summary(file)))
-    _print_table("Groups", ("override", "", "description"), rows)
+    _print_table("Groups", ("override", "chosen", "description"), rows)
     top = [(f"{key.name}=...", key.help) for key in keys.all_keys().values() if "." not in key.name]
     _print_table("Top-level keys", ("override", "description"), top)
     names_by_group: dict[str, list[str]] = {}
@@ -104,19 +102,17 @@ def show_option(
         return key.startswith(f"{group}.") and not of_another
 
     rows = [
-        (key.name, keys.show(values[key.name]), key.help, key.allowed)
+        (f"{key.name}={keys.show(values[key.name])}", key.help, key.allowed)
         for key in keys.all_keys().values()
         if key.name in values and belongs(key.name)
     ]
-    _print_table(
-        f"{group}={name}  {summary(file)}".rstrip(), ("key", VALUE, "description", ALLOWED), rows
-    )
+    title = f"{group}={name}  {summary(file)}".rstrip()
+    _print_table(title, ("override", "description", "allowed"), rows)
     if group in _KINDS and option == group:
         _print_kinds(group, groups.options[group], config_dir)
 
 
 def _print_kinds(group: str, options: dict[str, Path], config_dir: Path | None) -> None:
-    """Print the options of a group whose options have keys of their own."""
     from mtrain_cli.composition.compose import composed_values
     from mtrain_cli.config import keys
     from mtrain_cli.config.groups import summary
@@ -159,39 +155,8 @@ def _split(
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, or blocks of lines on a terminal that is too narrow for it."""
-    from rich.padding import Padding
-    from rich.text import Text
+    from mtrain_cli.console import Console
+    from mtrain_cli.reporting.table import text_table
+    from mtrain_cli.reporting.terminal_width import print_table
 
-    from mtrain_cli.console import Console, grid
-    from mtrain_cli.reporting.terminal_width import limit
-
-    console = Console()
-    width = limit(console)
-    if width is None:
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))] if rows else []
-        print(title)
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            print(f"  {'  '.join(cells)}".rstrip())
-        return
-    if max((len(row[0]) for row in rows), default=0) + _READABLE <= width:
-        below = header[-1] == ALLOWED  # in the column before it
-        heads = header[:-1] if below else header
-        lines = [[Text(name, style="dim") for name in heads]]
-        for row in rows:
-            lines.append([Text(cell) for cell in row[: len(heads)]])
-            if below and "," in row[-1]:
-                lines[-1][-1].append(f"\n{row[-1]}", style="dim")
-        console.print(grid(lines, ["cyan", *[""] * (len(heads) - 1)], title))
-    else:
-        console.print(Text(title, style="bold"), overflow="fold")
-        for key, *rest in rows:
-            head = Text(key, style="cyan", overflow="fold")
-            if header[1] == VALUE:
-                head.append(f"  {rest.pop(0)}", style="default")
-            console.print(head)
-            for name, cell in zip(header[-len(rest) :], rest, strict=True):
-                if cell:
-                    console.print(Padding(Text(cell, "dim" * (name == ALLOWED)), (0, 0, 0, 4)))
-    console.print()
+    print_table(Console(), text_table(header, rows, words=len(header), title=title))

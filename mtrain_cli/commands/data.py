@@ -56,7 +56,6 @@ def prepare(
     min_tokens: Annotated[str, option("N")] = "0",
     max_tokens: Annotated[str, option("N")] = "0",
     truncate: Annotated[bool, flag("--truncate")] = False,
-    min_chars: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
     bos: Annotated[str, option("auto|true|false")] = "auto",
 ) -> None:
@@ -100,37 +99,37 @@ def prepare(
         min_tokens: Leave out documents with fewer tokens, such as 64k.
         max_tokens: Leave out documents with more tokens; 0 = no limit.
         truncate: Cut documents at --max-tokens instead of leaving them out.
-        min_chars: Leave out documents with fewer characters; 0 = no limit.
         threads: CPU threads of the tokenizer; all cores by default.
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
     """
-    from mtrain_cli.commands.data_output import describe_store, progress_bar
+    from mtrain_cli.commands.data_output import describe_store, progress_bar, rounded_vocabulary
+    from mtrain_cli.commands.data_ruler import token_count
     from mtrain_cli.console import Console
-    from mtrain_cli.data.filters import Filters
+    from mtrain_cli.data.corpora import Filters
     from mtrain_cli.data.prepare import prepare_store
 
     if threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
-    choices: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
-    if bos not in choices:
+    if bos not in ("auto", "true", "false"):
         raise ConfigError(f"--bos {bos}: expected auto, true or false")
+    begins = bos if bos == "auto" else bos == "true"
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
-    least, most = _parse_count("--min-tokens", min_tokens), _parse_count("--max-tokens", max_tokens)
-    filters = Filters(domains, least, most, truncate, min_chars)
+    least = token_count("--min-tokens", min_tokens, 0)
+    filters = Filters(domains, least, token_count("--max-tokens", max_tokens, 0), truncate)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key)
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         with progress_bar() as report:
-            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, choices[bos])
+            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
     except KeyboardInterrupt:
         console.print("Interrupted. Finished work is kept: run the same command to continue.")
         raise
     console.print(f"{'Already complete' if had_store else 'Wrote'}: {out}")
-    rounded = -(-store.meta.vocab_size // 8) * 8
-    describe_store(console, store, rounded)
+    describe_store(console, store)
+    rounded = rounded_vocabulary(store.meta)
     given = {"path": out, "mask_key": mask_key, "positions_key": positions_key}
     words = (
         shlex.quote(f"data.{key}={value}") for key, value in given.items() if value is not None
@@ -141,7 +140,6 @@ def prepare(
 def _token_fields(
     tokens_key: str | None, mask_key: str | None, positions_key: str | None
 ) -> TokenFields | None:
-    """Return the fields of documents of token ids; None for text."""
     from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
     given = {"--mask-key": mask_key, "--positions-key": positions_key}
@@ -165,7 +163,7 @@ def _corpus(
     fields: fields of documents of token ids; None for text.
     """
     from mtrain_cli.data.corpora import stdlib_corpus
-    from mtrain_cli.data.mds_source import mds_corpus, mds_folders
+    from mtrain_cli.data.mds import mds_corpus, mds_folders
     from mtrain_cli.data.text_files import refuse_unread_key, text_corpus, token_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
@@ -197,20 +195,6 @@ def _corpus(
     return corpus
 
 
-def _parse_count(option: str, text: str) -> int:
-    from mtrain_cli.config.sizes import EXPECTED, parse_size
-
-    try:
-        count = 0 if text == "0" else parse_size(text)
-        if not 0 <= count <= MOST_DOCUMENTS:
-            raise ValueError(text)
-        return count
-    except ValueError:
-        raise ConfigError(
-            f"{option} {text}: expected {EXPECTED}, or 0 for no limit; at most 2^40"
-        ) from None
-
-
 @app.command()
 def show(
     path: Annotated[Path, argument("PATH")],
@@ -238,26 +222,26 @@ def show(
         tokenizer: Tokenizer that decodes the ids of MDS shards and arrays.
         token_dtype: Integer type of a .bin file.
     """
-    from mtrain_cli.commands.data_output import Inspection, show_array, show_shards, show_store
+    from mtrain_cli.commands import data_output
     from mtrain_cli.console import Console
     from mtrain_cli.data.arrays import SUFFIXES, open_array
-    from mtrain_cli.data.mds_source import mds_folders
+    from mtrain_cli.data.mds import mds_folders
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     console = Console(soft_wrap=True, highlight=False)
-    origin = f"PATH={path}"
+    folder, origin = path.expanduser(), f"PATH={path}"
     if token_dtype not in ("uint16", "uint32"):
         raise ConfigError(f"--token-dtype {token_dtype}: expected uint16 or uint32")
     chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
-    shown = Inspection(console, path, document, check, chosen)
-    folder = path.expanduser()
     if (folder / "meta.json").is_file():
-        show_store(shown, TokenStore.open(path, origin))
+        store = TokenStore.open(path, origin)
+        data_output.show_store(console, store, document, chosen, check=check)
     elif folder.is_dir() and mds_folders(folder):
-        show_shards(shown)
+        data_output.show_shards(console, path, document, chosen, check=check)
     elif folder.suffix in SUFFIXES and not folder.is_dir():
-        show_array(shown, open_array(folder, origin, token_dtype, 0))
+        array = open_array(folder, origin, token_dtype, 0)
+        data_output.show_array(console, array, document, chosen, check=check)
     else:
         problem = "holds no tokens" if folder.exists() else "no such folder or file"
         kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"

@@ -67,8 +67,7 @@ def needles(
     from mtrain_cli.config.atomic_files import replacing
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
-    from mtrain_cli.data.corpora import stdlib_corpus
-    from mtrain_cli.data.filters import describe_left_out
+    from mtrain_cli.data.corpora import describe_left_out, stdlib_corpus
     from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
     from mtrain_cli.data.text_files import text_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer

@@ -6,8 +6,8 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from rich.progress import (
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.console import Console
-from mtrain_cli.data.file_sums import lines
-from mtrain_cli.data.filters import describe_left_out
-from mtrain_cli.data.mds import MdsFolder
-from mtrain_cli.data.mds_source import (
+from mtrain_cli.data.checked_files import lines
+from mtrain_cli.data.corpora import describe_left_out
+from mtrain_cli.data.mds import (
     DOMAIN,
     SPANS,
     TARGETS,
     TOKENS,
+    MdsFolder,
     open_mds_folders,
     sample_lengths,
 )
@@ -48,73 +48,69 @@ _SEARCHED = 1 << 24  # tokens of an array to search for the largest id without -
 _BAR = 14  # characters of a full bar; the table must fit 80 characters for any lengths
 
 
-def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
-    """Print the contents of a store.
-
-    rounded: vocabulary size for the model, a multiple of 8.
-    """
+def describe_store(console: Console, store: TokenStore, *, lengths: bool = False) -> None:
+    """Print the contents of a store. lengths: also print the lengths of its documents."""
     meta = store.meta
-    console.print(
-        f"  {with_count(meta.num_documents, 'document')}, {meta.num_tokens:,} tokens, "
-        f"{store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}"
-    )
+    _print_size(console, store)
     ending = "documents have no end token"
     if meta.eos is not None:
         ending = f"each document ends with id {meta.eos}"
+    rounded = rounded_vocabulary(meta)
     room = f" ({rounded:,} for the model, a multiple of 8)" if rounded != meta.vocab_size else ""
     console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}")
     if begin := store.describe_begin():
         console.print(f"  {begin}")
     _print_left_out_and_columns(console, meta)
-    _print_domains(console, _by_domain(store))
+    by_domain = _by_domain(store)
+    (_print_lengths if lengths else _print_domains)(console, by_domain)
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """The arguments of `mtrain data show`; no tokenizer stands for the data's own, if any."""
-
-    console: Console
-    path: Path
-    document: int
-    check: bool
-    tokenizer: Tokenizer | None
+def rounded_vocabulary(meta: StoreMeta) -> int:
+    """Return the vocabulary size for the model, a multiple of 8."""
+    return -(-meta.vocab_size // 8) * 8
 
 
-def show_store(shown: Inspection, store: TokenStore) -> None:
+def show_store(
+    console: Console, store: TokenStore, document: int, tokenizer: Tokenizer | None, *, check: bool
+) -> None:
     """Print counts and lengths of a token store, and the start of a document."""
-    meta, console = store.meta, shown.console
-    _require_document(store, shown.document)
-    if shown.check:
+    _require_document(document, store.meta.num_documents)
+    if check:
         warn = Console(stderr=True, soft_wrap=True, highlight=False).print
         store.verify(report=lines(warn, "the whole store"))
-    _print_size(shown, store)
-    console.print(
-        f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, "
-        f"end token {meta.eos}"
-    )
-    if begin := store.describe_begin():
-        console.print(f"  {begin}")
-    _print_left_out_and_columns(console, meta)
-    console.print(f"  sha256 {meta.sha256}{' (checked)' if shown.check else ''}")
-    _print_lengths(console, _by_domain(store))
-    tokenizer = shown.tokenizer or store.open_tokenizer
-    _print_snippet(console, store.document(shown.document), shown.document, tokenizer)
+    describe_store(console, store, lengths=True)
+    console.print(f"sha256 {store.meta.sha256}{' (checked)' if check else ''}")
+    _print_snippet(console, store.document(document), document, tokenizer or store.open_tokenizer)
 
 
-def show_array(shown: Inspection, store: TokenStore) -> None:
+def show_array(
+    console: Console, store: TokenStore, document: int, tokenizer: Tokenizer | None, *, check: bool
+) -> None:
     """Print counts and lengths of a token array, and the start of a document.
 
-    Find the largest id in the first 16M tokens or, with `Inspection.check`, in the whole array.
+    Find the largest id in the first 16M tokens or, with ``check``, in the whole array.
     """
-    console, document = shown.console, shown.document
-    _require_document(store, document)
-    _print_size(shown, store)
-    searched = store.tokens if shown.check else store.tokens[:_SEARCHED]
+    _require_document(document, store.meta.num_documents)
+    _print_size(console, store)
+    searched = store.tokens if check else store.tokens[:_SEARCHED]
     where = " among the first 16M" if searched.size < store.tokens.size else ""
-    largest = int(searched.max())
-    console.print(f"  {store.meta.tokenizer}; largest id {largest:,}{where}")
+    console.print(f"  {store.meta.tokenizer}; largest id {int(searched.max()):,}{where}")
     _print_lengths(console, _by_domain(store))
-    _print_snippet(console, store.document(document), document, shown.tokenizer)
+    _print_snippet(console, store.document(document), document, tokenizer)
+
+
+def _require_document(document: int, count: int) -> None:
+    if document >= count:
+        held = with_count(count, "document")
+        raise ConfigError(f"--document {document}: PATH has {held}, numbered from 0")
+
+
+def _print_size(console: Console, store: TokenStore) -> None:
+    meta = store.meta
+    console.print(
+        f"  {with_count(meta.num_documents, 'document')}, {meta.num_tokens:,} tokens, "
+        f"{store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}, from {meta.source}"
+    )
 
 
 def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
@@ -140,25 +136,13 @@ def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
         )
 
 
-def _require_document(store: TokenStore, document: int) -> None:
-    last = store.meta.num_documents - 1
-    if not 0 <= document <= last:
-        held = f"documents 0 to {last}" if last else "document 0 only"
-        raise ConfigError(f"--document {document}: the store has {held}")
-
-
-def _print_size(shown: Inspection, store: TokenStore) -> None:
-    meta = store.meta
-    shown.console.print(
-        f"{shown.path}: {with_count(meta.num_documents, 'document')}, "
-        f"{meta.num_tokens:,} tokens from {meta.source}"
-    )
-
-
-def show_shards(shown: Inspection) -> None:
+def show_shards(
+    console: Console, path: Path, document: int, tokenizer: Tokenizer | None, *, check: bool
+) -> None:
     """Print columns, sample counts, and tokens by domain and length of MDS folders."""
-    console, document = shown.console, shown.document
-    folders = list(open_mds_folders(shown.path.expanduser(), f"PATH={shown.path}"))
+    folders = list(open_mds_folders(path.expanduser(), f"PATH={path}"))
+    first = folders[0][1]
+    _require_document(document, first.num_samples)
     parts: dict[str, list[np.ndarray]] = {}
     for name, shards in folders:
         lengths = sample_lengths(shards)
@@ -174,23 +158,17 @@ def show_shards(shown: Inspection) -> None:
         by_domain = _samples_by_domain(shards, lengths) if in_samples else {name: lengths}
         for domain, of_domain in by_domain.items():
             parts.setdefault(domain, []).append(of_domain)
-        if shown.check:
+        if check:
             columns = [column for column in (TOKENS, SPANS, TARGETS) if column in shards.columns]
             for number in range(shards.num_samples):
                 shards.sample(number, columns)
-    if shown.check:
+    if check:
         console.print("  every sample was read; sizes and available checksums match")
     _print_lengths(console, {name: np.concatenate(lengths) for name, lengths in parts.items()})
-    first = folders[0][1]
-    if not 0 <= document < first.num_samples:
-        raise ConfigError(
-            f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}"
-        )
-    _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, shown.tokenizer)
+    _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, tokenizer)
 
 
 def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the lengths of samples, in tokens, by the domain that each sample names."""
     labels = np.array(
         [str(shards.sample(number, [DOMAIN])[DOMAIN]) for number in range(shards.num_samples)]
     )
@@ -198,7 +176,6 @@ def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.n
 
 
 def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
-    """Return the lengths of documents, in tokens, by domain; "" if the store has no domains."""
     lengths = np.diff(store.offsets)
     if store.domains is None:
         return {"": lengths}
@@ -215,23 +192,17 @@ def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
     if not any(by_domain):
         return
     total = sum(int(lengths.sum()) for lengths in by_domain.values())
-
-    def quantile(name: str, share: float) -> Column:
-        def value(row: tuple[str, np.ndarray]) -> int:
-            return int(np.quantile(row[1], share)) if row[1].size else 0
-
-        return Column(name, value, count)
-
+    rows = []
+    for name, of_domain in sorted(by_domain.items(), key=lambda pair: -int(pair[1].sum())):
+        ends = np.quantile(of_domain, (0.5, 0.9, 1)).astype(int) if of_domain.size else (0, 0, 0)
+        tokens = of_domain.sum()
+        rows.append((name or "(none)", of_domain.size, tokens, tokens / total, *ends))
+    heads = ("documents", "tokens", "share", "median", "90 %", "longest")
     columns = [
-        Column("domain", lambda row: row[0] or "(none)", words=True),
-        Column("documents", lambda row: row[1].size, count),
-        Column("tokens", lambda row: row[1].sum(), count),
-        Column("share", lambda row: row[1].sum() / total, percent),
-        quantile("median", 0.5),
-        quantile("90 %", 0.9),
-        quantile("longest", 1),
+        Column(head, itemgetter(at), percent if head == "share" else count)
+        for at, head in enumerate(heads, 1)
     ]
-    rows = sorted(by_domain.items(), key=lambda pair: -int(pair[1].sum()))
+    columns.insert(0, Column("domain", itemgetter(0), words=True))
     print_table(console, Table("by domain, lengths in tokens", columns, rows))
 
 

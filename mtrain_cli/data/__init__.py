@@ -1,0 +1,1 @@
+"""Corpora, token stores and samplers. Bad input raises a `ConfigError` of one line."""

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.file_sums import sample_of
+from mtrain_cli.data.checked_files import explain_read_errors, sample_of
 from mtrain_cli.data.store import StoreMeta, TokenStore
 
 SUFFIXES = (".npy", ".bin")
@@ -29,9 +28,6 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
         origin: how the user named the file, for messages.
         token_dtype: integer type of a .bin file: uint16, uint32 or auto, which is uint16 if all ids
             of ``vocab_size`` fit.
-
-    Raises:
-        ConfigError: the file is missing, has another format, or does not match its offsets.
     """
     missing = f"{origin}: no such file. Give a token store or an array ({' or '.join(SUFFIXES)})."
     with explain_read_errors(f"{origin}:", missing):
@@ -98,7 +94,12 @@ def _document_offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndar
     else:
         offsets = np.fromfile(file, "<i8")
     is_list = offsets.ndim == 1 and offsets.size >= 2
-    if not is_list or (offsets[0], offsets[-1]) != (0, num_tokens) or np.diff(offsets).min() <= 0:
+    # `np.diff` of unsigned integers would wrap around.
+    if (
+        not is_list
+        or (offsets[0], offsets[-1]) != (0, num_tokens)
+        or np.any(offsets[1:] <= offsets[:-1])
+    ):
         raise ConfigError(
             f"{origin}: the offsets in {file.name} must rise from 0 to {num_tokens:,}, the number "
             "of tokens"

@@ -1,4 +1,4 @@
-"""Sources of text. A corpus is a list of units (files or packages) in a fixed order.
+"""Sources of text, and filters. A corpus is a list of units (files, packages) in a fixed order.
 
 A unit yields its documents one by one, and a document yields its text in pieces, so a document of
 many gigabytes is never in memory as a whole. A reader can skip the first documents of a unit, which
@@ -14,7 +14,7 @@ import platform
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
@@ -87,14 +87,53 @@ class Corpus:
         return sum(unit.size for unit in self.units)
 
 
+@dataclass(frozen=True)
+class Filters:
+    """Conditions that a document must meet.
+
+    domains: allowed domains; empty allows all.
+    min_tokens, max_tokens: limits of the number of tokens, with the end token; 0 sets no limit.
+    truncate: cut a longer document at ``max_tokens``, without an end token, instead of dropping it.
+    """
+
+    domains: tuple[str, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 0
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        if 0 < self.max_tokens < self.min_tokens:
+            raise ConfigError(
+                f"--max-tokens {self.max_tokens}: is below --min-tokens {self.min_tokens}, so no "
+                "document would be left"
+            )
+        if self.truncate and not self.max_tokens:
+            raise ConfigError("--truncate: cuts documents at --max-tokens. Give --max-tokens too.")
+
+    @property
+    def recipe(self) -> dict[str, str]:
+        """The entry for the filters in `StoreMeta.recipe`, or an empty dict without any filter."""
+        if self == Filters():
+            return {}
+        # Stores of 0.1 have a filter of characters.
+        return {"filters": repr(sorted({**asdict(self), "min_chars": 0}.items()))}
+
+
+EVERYTHING = Filters()
+EMPTY = "empty or null"  # documents without text or tokens
+
+
+def describe_left_out(counts: Mapping[str, int]) -> str:
+    """Return ``left out: 1 .html (not a text format), 3 empty or null``; "" without counts."""
+    shown = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+    return f"left out: {shown}" if counts else ""
+
+
 def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Corpus:
     """Open the source files of the running Python's standard library, or of ``folder``.
 
     A document is a top-level package or module, without its tests: its files sorted by relative
     path, each after a comment line with this path. The signature covers paths and contents.
-
-    Raises:
-        ConfigError: the folder holds no Python sources.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, str]]] = {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -19,16 +17,20 @@ from mtrain_cli.attention.document_slices import (
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.data.document_columns import NO_COLUMNS, POSITIONS, SLICES
-from mtrain_cli.data.file_sums import Report
-from mtrain_cli.data.filters import describe_left_out
+from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.data.mds import MdsSource
 from mtrain_cli.data.sampler import Sampler, shuffled_order
-from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
+from mtrain_cli.data.store import POSITIONS, SLICES, TokenStore
 
 # The tokens after the last whole sequence are padded to one more sequence. If they fill less than
 # this share of it, they are left out instead.
 _MIN_FILLED = 0.05
+
+
+# Tokens in units, documents or samples of several packed ones. Shuffling keeps them whole. Unit u
+# holds the tokens offsets[u] to offsets[u + 1] - 1.
+TokenSource = TokenStore | MdsSource
 
 
 @dataclass(frozen=True)
@@ -52,51 +54,6 @@ class Sample:
     positions: np.ndarray | None = None
     real: int | None = None
     ends_document: bool = False
-
-
-class TokenSource(Protocol):
-    """Tokens in units, documents or samples of several packed ones. Shuffling keeps them whole.
-
-    meta: its ``num_documents`` counts units; a ``vocab_size`` of 0 is unknown.
-    offsets: int64[units + 1]. Unit u holds the tokens offsets[u] to offsets[u + 1] - 1.
-    folder: folder or file of the tokens; None if the tokens are in memory only.
-    samples: checksum of a sample of each file's bytes, by name of the file.
-    verify: compares all bytes with their checksums, as `TokenStore.verify`.
-    """
-
-    @property
-    def meta(self) -> StoreMeta: ...
-    @property
-    def offsets(self) -> np.ndarray: ...
-    @property
-    def folder(self) -> Path | None: ...
-    @property
-    def samples(self) -> Mapping[str, str]: ...
-    def verify(self, part: int, parts: int, report: Report) -> None: ...
-    def read(self, unit: int, start: int, stop: int) -> Stretch: ...
-
-
-class Dataset(Protocol):
-    """Numbered sequences for training, their order, and held-out sequences.
-
-    fingerprint: hash of the content, as it was when the corpus was written.
-    num_tokens: number of tokens in all sequences, and those left out.
-    samples, verify: as in `TokenSource`.
-    """
-
-    num_tokens: int
-
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def samples(self) -> Mapping[str, str]: ...
-    def verify(self, part: int, parts: int, report: Report) -> None: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Sample: ...
-    def sampler(self, seed: int) -> Sampler: ...
-    def describe(self) -> str: ...
-    @property
-    def held_out(self) -> list[Sample]: ...
 
 
 class PackedDataset:
@@ -139,7 +96,6 @@ class PackedDataset:
         self.verify = store.verify
         self.store, self._document_mask, self._location = store, document_mask, location
         self._masked, self._positioned = masked, positioned
-        self._columns = store.columns if isinstance(store, TokenStore) else NO_COLUMNS
         self._order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
         self._starts = store.offsets
         if self._order is not None:
@@ -256,7 +212,11 @@ class PackedDataset:
             ends = np.sort(ends)
             stream = np.concatenate([part.tokens for part in parts])
             if any(part.targets is not None for part in parts):
-                targets = np.concatenate([part.target_mask() for part in parts])
+                every = (
+                    np.ones(part.tokens.size, bool) if part.targets is None else part.targets
+                    for part in parts
+                )
+                targets = np.concatenate(list(every))
         self._check(stream)
         return stream, ends, targets
 
@@ -274,10 +234,10 @@ class PackedDataset:
             yield unit, start, min(high, end) - low, low + start - begin
 
     def _slices(self, begin: int, end: int) -> IntArray:
-        """Return the slices of a sequence, in positions of the sequence, int64 [slices, 5]."""
+        assert isinstance(self.store, TokenStore)
         parts, most = [], self.store.meta.columns.intervals
         for unit, start, stop, place in self._parts(begin, end):
-            own = self._columns.slices_of(unit)
+            own = self.store.slices_of(unit)
             if own is None:
                 part = causal_slices(stop - start)
             else:
@@ -291,19 +251,20 @@ class PackedDataset:
 
     def _continued(self, begin: int, end: int) -> np.ndarray:
         """Return whether each token sees the token before it, bool [end - begin]."""
+        assert isinstance(self.store, TokenStore)
         continued = np.ones(end - begin, bool)
         for unit, start, stop, place in self._parts(begin, end):
-            if (own := self._columns.slices_of(unit)) is not None:
+            if (own := self.store.slices_of(unit)) is not None:
                 continued[place : place + stop - start] = continues(own, start, stop)
         return continued
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Return the rotary position of each token, int32[end - begin], at least [seq]."""
+        assert isinstance(self.store, TokenStore)
         positions = np.arange(max(self.seq, end - begin), dtype=np.int32)
         for unit, start, stop, place in self._parts(begin, end):
-            offset = int(self.store.offsets[unit])
-            own = self._columns.positions_of(offset + start, offset + stop)
-            if own is not None:
+            if (own := self.store.positions_of(unit)) is not None:
+                own = own[start:stop]
                 if own.min() < 0 or own.max() > self.store.meta.columns.largest_position:
                     raise self._corrupt(POSITIONS)
                 positions[place : place + stop - start] = own
@@ -316,7 +277,6 @@ class PackedDataset:
         )
 
     def _check(self, stream: np.ndarray) -> None:
-        """Raise ConfigError if a token id is outside the vocabulary."""
         largest, lowest = int(stream.max()), int(stream.min()) if stream.dtype.kind == "i" else 0
         if largest < self.vocab_size and lowest >= 0:
             return

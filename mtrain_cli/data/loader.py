@@ -8,7 +8,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.dataset import Dataset, Sample
+from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.mixture import Dataset
 from mtrain_cli.data.sampler import Sampler
 
 Batch = TypeVar("Batch")
@@ -23,9 +24,6 @@ class Loader(Generic[Batch]):
 
     micro_batch: number of sequences per micro-batch.
     make_batch: turns a list of `Sample` into a micro-batch, in the background thread.
-
-    Raises:
-        ConfigError: ``global_batch`` is not a multiple of ``dp`` x ``micro_batch``.
     """
 
     def __init__(
@@ -87,11 +85,7 @@ class Loader(Generic[Batch]):
         return {**self._sampler.state(), **stream, "samples": dict(self._dataset.samples)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a saved state. ``dp`` may differ from the saved run.
-
-        Raises:
-            ConfigError: the state belongs to another dataset.
-        """
+        """Continue after the last step of a saved state. ``dp`` may differ from the saved run."""
         saved = (int(state["sequences"]), str(state["fingerprint"]))
         current = (len(self._dataset), self._dataset.fingerprint)
         if saved != current:

@@ -1,4 +1,5 @@
-"""Read folders of MDS shards, the format of mosaicml-streaming and of ProLong's data.
+"""Read folders of MDS shards, the format of mosaicml-streaming and of ProLong's data: as one stream
+of tokens, or as text for another tokenizer to encode.
 
 ``index.json`` lists the shards. An uncompressed shard holds the number of samples n, uint32; the
 offsets of the samples from the beginning of the file, uint32[n + 1]; a JSON text, which this reader
@@ -8,6 +9,10 @@ the bytes of all columns in the order of ``column_names``. All numbers are littl
 A shard is memory-mapped when it is first needed, or decompressed in memory, where only the last few
 are kept. Opening a shard verifies its size and checksum. Pickled columns are refused, because
 unpickling can run any code.
+
+A sample holds one document, or several that are already packed. Its columns: ``input_ids``, the
+tokens; in packed samples ``indices``, (begin, end) of each document, outside of which no token is a
+target of the loss; and perhaps ``mask``, whether each token is a target.
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,11 +31,23 @@ import numpy as np
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
-from mtrain_cli.data.file_sums import Report
+from mtrain_cli.data.checked_files import (
+    Report,
+    explain_read_errors,
+    read_metadata,
+    require_folder,
+    sample_of,
+)
+from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
+from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.text_files import Unpacked
+from mtrain_cli.data.token_cache import cached_array
+from mtrain_cli.data.tokenizers import Tokenizer
 
 INDEX = "index.json"
+TOKENS, SPANS, TARGETS, DOMAIN = "input_ids", "indices", "mask", "domain"
+_DECODED_TOKENS = 1 << 21  # tokens to decode at once, on all cores
+_SAMPLED_SHARDS = 8  # of these, a run remembers a sample of the bytes
 _UNPACKED_SHARDS = 4  # decompressed shards to keep in memory, usually 64 MiB each
 _MAPPED_SHARDS = 256
 _MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
@@ -143,11 +161,7 @@ class MdsFolder:
     """
 
     def __init__(self, path: str | Path, origin: str | None = None) -> None:
-        """Read index.json, but no shard. origin: how the user named the folder, for messages.
-
-        Raises:
-            ConfigError: the folder or index.json is missing, or index.json is not valid.
-        """
+        """Read index.json, but no shard. origin: how the user named the folder, for messages."""
         self.folder, self.origin = Path(path).expanduser(), origin or str(path)
         require_folder(self.folder, self.origin, f"of MDS shards, which holds an {INDEX}")
         index = self.folder / INDEX
@@ -230,11 +244,7 @@ class MdsFolder:
         ]
 
     def verify(self, part: int, parts: int, report: Report) -> None:
-        """Compare every ``parts``-th shard, from shard ``part`` on, with its size and checksum.
-
-        Raises:
-            ConfigError: a file is missing or has changed.
-        """
+        """Compare every ``parts``-th shard, from shard ``part`` on, with its size and checksum."""
         files = self.files()[part::parts]
         done, size = 0, sum(file.bytes for file in files)
         for file in files:
@@ -262,8 +272,8 @@ class MdsFolder:
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
         if heads.size and heads.max() >= raw.size:
             raise self._error("a shard is corrupt: a sample is shorter than its columns")
-        sizes = raw[heads].view("<u4").astype(np.int64).reshape(len(offsets) - 1, -1)
-        sizes_by_name = dict(zip(self._variable, sizes.T, strict=True)) if self._variable else {}
+        sizes = raw[heads].view("<u4").astype(np.int64)
+        sizes_by_name = dict(zip(self._variable, sizes.T, strict=True))
         bounds, position = {}, offsets[:-1] + 4 * len(self._variable)
         for name, encoding in self.columns.items():
             end = position + (sizes_by_name[name] if encoding.size is None else encoding.size)
@@ -347,3 +357,199 @@ def _check_shards(shards: list[Shard]) -> None:
             name = file.basename
             if not name or name[0] == "/" or ".." in PurePosixPath(name).parts or "\\" in name:
                 raise documents.UnreadableError(f"{name!r} is not in the folder")
+
+
+class MdsSource:
+    """Source of tokens for `PackedDataset`. A sample is a unit, which shuffling keeps whole."""
+
+    folder: Path | None
+    samples: dict[str, str]
+
+    def __init__(self, path: str | Path, origin: str) -> None:
+        """Open a folder of shards. origin: how the user named the folder, for messages."""
+        self.shards = shards = MdsFolder(path, origin)
+        self.folder, self.verify = shards.folder, shards.verify
+        require_tokens(shards)
+        self._columns = [TOKENS]
+        for column, kinds in ((SPANS, ("ndarray", "json")), (TARGETS, ("ndarray",))):
+            if column in shards.columns:
+                shards.require_column(column, *kinds)
+                self._columns.append(column)
+        self._origin = origin
+        lengths = sample_lengths(shards)
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        kind = "packed samples" if SPANS in self._columns else "documents"
+        self.meta = StoreMeta(
+            dtype="uint32",
+            tokenizer="of the shards",
+            num_tokens=int(self.offsets[-1]),
+            num_documents=lengths.size,
+            sha256=hashlib.sha256(shards.identity.encode() + lengths.tobytes()).hexdigest(),
+            source=f"{kind} of {path}",
+        )
+        files = shards.files()
+        self.samples = {}
+        for file in files[:: -(-len(files) // _SAMPLED_SHARDS)]:
+            place = f"{origin}: {file.basename}"
+            with explain_read_errors(place, f"{place} is missing, but {INDEX} lists it"):
+                self.samples[file.basename] = sample_of(shards.folder / file.basename)
+
+    def read(self, unit: int, start: int, stop: int) -> Stretch:
+        sample = self.shards.sample(unit, self._columns)
+        place, tokens = f"{self._origin}: sample {unit}", sample[TOKENS]
+        length = int(self.offsets[unit + 1] - self.offsets[unit])
+        if tokens.shape != (length,):
+            raise ConfigError(
+                f"{place} has an {TOKENS} of shape {tokens.shape}, not ({length},) as at the start "
+                "of the run. The shards have changed: start the run again."
+            )
+        ends = targets = None
+        if SPANS in sample:
+            spans = parse_spans(sample[SPANS], length, place, allow_empty=False)
+            ends = np.unique(spans)
+            ends = ends[(ends > start) & (ends < stop)] - start
+            if np.diff(spans).sum() != length:
+                targets = np.zeros(length, bool)
+                for begin, end in spans:
+                    targets[begin:end] = True
+        if TARGETS in sample:
+            mask = np.asarray(sample[TARGETS]).astype(bool)
+            if mask.shape != (length,):
+                raise ConfigError(
+                    f"{place} has a {TARGETS} of shape {mask.shape}, but {length} tokens. Write "
+                    "one value per token."
+                )
+            targets = mask if targets is None else targets & mask
+        return Stretch(tokens[start:stop], ends, None if targets is None else targets[start:stop])
+
+
+def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) -> np.ndarray:
+    """Return (begin, end) of each document of a sample of ``length`` tokens, int64[documents, 2].
+
+    Args:
+        spans: value of the column ``indices``.
+        place: name of the input, with which error messages begin.
+    """
+    try:
+        pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{place}: {SPANS} is not a list of (begin, end)") from None
+    bounds = np.concatenate([[0], pairs.ravel(), [length]])
+    if np.any(np.diff(bounds) < 0) or (not allow_empty and np.any(pairs[:, 0] == pairs[:, 1])):
+        raise ConfigError(f"{place}: {SPANS} must be increasing spans within its {length} tokens")
+    return pairs
+
+
+def require_tokens(shards: MdsFolder) -> None:
+    """Raise ConfigError unless the column ``input_ids`` holds one-dimensional integer arrays."""
+    shards.require_column(TOKENS, "ndarray")
+    encoding = shards.columns[TOKENS]
+    wrong_dtype = encoding.dtype is not None and encoding.dtype.kind not in "iu"
+    if wrong_dtype or (encoding.shape is not None and len(encoding.shape) != 1):
+        raise ConfigError(
+            f"{shards.origin}: column {TOKENS} is {shards.encodings[TOKENS]}. It must hold "
+            "one-dimensional arrays of integers, such as ndarray:uint32."
+        )
+
+
+def sample_lengths(shards: MdsFolder) -> np.ndarray:
+    """Return the number of tokens in each sample, int64[samples].
+
+    The result is cached on disk, because counting may decompress every shard.
+    """
+    facts = ["mds lengths 1", str(shards.folder.absolute()), shards.identity]
+    for shard in shards.shards:
+        for file in filter(None, (shard.raw_data, shard.zip_data)):
+            if (path := shards.folder / file.basename).exists():
+                status = path.stat()
+                facts.append(f"{file.basename} {status.st_size} {status.st_mtime_ns}")
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+    def measure() -> np.ndarray:
+        shard_numbers = range(len(shards.shards))
+        return np.concatenate([shards.array_lengths(TOKENS, number) for number in shard_numbers])
+
+    return cached_array(key, measure)
+
+
+def mds_folders(root: Path) -> list[Path]:
+    """Return the folders of MDS shards: ``root``, or else its subfolders up to two levels deep."""
+    if (root / INDEX).is_file():
+        return [root]
+    return sorted(path.parent for depth in ("*", "*/*") for path in root.glob(f"{depth}/{INDEX}"))
+
+
+def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]:
+    """Yield (path relative to ``root``, open folder) for each of `mds_folders`; "" for ``root``."""
+    for folder in mds_folders(root):
+        name = "" if folder == root else folder.relative_to(root).as_posix()
+        shards = MdsFolder(folder, f"{origin}: {name}" if name else origin)
+        require_tokens(shards)
+        yield name, shards
+
+
+def mds_corpus(path: str, decoder: Tokenizer, domains: tuple[str, ...] = ()) -> Corpus:
+    """Open a corpus of the documents in `mds_folders`. Every span of a packed sample is one.
+
+    The domain of a document is the path of its folder relative to ``path``; if ``path`` itself
+    holds the shards, the column ``domain`` names it.
+
+    Args:
+        decoder: tokenizer that made the shards.
+        domains: domains to decode; documents of others have no text. Empty means all domains.
+    """
+    root, place = Path(path).expanduser(), f"SOURCE={path}"
+    digest = hashlib.sha256(f"mds 1 {decoder.identity}".encode())
+    units = []
+    for name, shards in open_mds_folders(root, place):
+        digest.update(f"{name} {shards.identity}".encode())
+        for number, shard in enumerate(shards.shards):
+            documents = partial(_documents, shards, number, name, decoder, domains)
+            file = shard.raw_data
+            label = f"{name}/{file.basename}" if name else file.basename
+            units.append(Unit(label, file.bytes, documents))
+    return Corpus(path, place, digest.hexdigest(), tuple(units))
+
+
+def _documents(
+    shards: MdsFolder,
+    shard: int,
+    folder: str,
+    decoder: Tokenizer,
+    domains: tuple[str, ...],
+    skip: int,
+) -> Iterator[Document]:
+    """Yield the documents of a shard after the first ``skip``. Decode them in batches."""
+    first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
+    columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
+    file, record, pending_tokens = shards.shards[shard].raw_data, 0, 0
+    pending: list[tuple[Document, np.ndarray | None]] = []
+    for number in range(first, last):
+        sample = shards.sample(number, columns)
+        tokens = sample[TOKENS]
+        domain = folder or (str(sample[DOMAIN]) if DOMAIN in sample else "")
+        end = file.bytes * (number + 1 - first) // (last - first)
+        spans = np.array([[0, tokens.size]])
+        if SPANS in sample:
+            place = f"{shards.origin}: sample {number}"
+            spans = parse_spans(sample[SPANS], tokens.size, place, allow_empty=True)
+        for start, stop in spans:
+            record += 1
+            if record <= skip:
+                continue
+            document = Document(f"{file.basename}:{record}", (), record, end, domain)
+            wanted = not domains or domain in domains
+            pending.append((document, tokens[start:stop] if wanted else None))
+            pending_tokens += stop - start
+        if pending_tokens >= _DECODED_TOKENS:
+            yield from _decode_documents(pending, decoder)
+            pending, pending_tokens = [], 0
+    yield from _decode_documents(pending, decoder)
+
+
+def _decode_documents(
+    pending: list[tuple[Document, np.ndarray | None]], decoder: Tokenizer
+) -> Iterator[Document]:
+    texts = iter(decoder.decode_batch([ids for _, ids in pending if ids is not None]))
+    for document, ids in pending:
+        yield document if ids is None else replace(document, pieces=split_text([next(texts)]))

@@ -23,8 +23,8 @@ import numpy as np
 
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.checked_files import Report
 from mtrain_cli.data.dataset import PackedDataset, Sample
-from mtrain_cli.data.file_sums import Report
 from mtrain_cli.data.sampler import Permutation, Sampler, cached_permutation, mix64
 
 _SCALE = 40  # weights are multiples of 2^-40
@@ -36,9 +36,6 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
     """Return the weight of each corpus by name. The weights add up to 1.
 
     mix: weights by name, or the path of a YAML file of weights by name.
-
-    Raises:
-        ConfigError: the file cannot be read, or a weight is not a positive number.
     """
     content: Any = mix
     origin = f"data.mix={mix}" if isinstance(mix, str) else "data.mix"
@@ -56,10 +53,11 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
         except (TypeError, ValueError, OverflowError):
             weights[str(name)] = math.nan
     total = sum(weights.values())
-    for name, weight in weights.items():
+    for name, given in content.items():
+        weight = weights[str(name)]
         if not 0 < weight < math.inf or weight < 1e-5 * total:
             raise ConfigError(
-                f"{origin}: the weight of {name} is {content.get(name)}. It must be above 0, "
+                f"{origin}: the weight of {name} is {given}. It must be above 0, "
                 "and at least 1e-5 of the total. Leave out corpora that you do not want."
             )
     return {name: weight / total for name, weight in weights.items()}
@@ -184,3 +182,7 @@ class MixedDataset:
             f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; weight and number "
             f"of sequences of {seq:,}: {shares}"
         )
+
+
+# Numbered sequences for training, their order, and held-out sequences.
+Dataset = PackedDataset | MixedDataset

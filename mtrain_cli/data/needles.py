@@ -118,9 +118,6 @@ def needle_documents(
 
     The corpus repeats if it is too short. Lines with other characters than ASCII, and long lines,
     are left out.
-
-    Raises:
-        ConfigError: the pairs do not fit, or the corpus has no usable line.
     """
     lines = _lines(corpus)
     for number in range(count):
@@ -143,8 +140,6 @@ def reported(
 
 
 class _Builder:
-    """Builds one document."""
-
     def __init__(self, tokenizer: Tokenizer, settings: NeedleSettings, random: Random) -> None:
         self._tokenizer, self._settings, self._random = tokenizer, settings, random
         self._target = settings.length - len(tokenizer.begin.ids) - (tokenizer.eos is not None)
@@ -264,7 +259,6 @@ class _Builder:
 
 
 def _locate(text: str, pairs: Sequence[_Pair]) -> list[NeedleQuestion]:
-    """Return the questions of a text, in its order."""
     located = []
     for pair in pairs:
         needle, questions = pair.lines[0], pair.lines[1 + pair.links :]
@@ -296,7 +290,6 @@ def _lines(corpus: Corpus) -> Iterator[str]:
 
 
 def _whole_lines(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a text in pieces, each with a line break."""
     rest = ""
     for piece in pieces:
         *whole, rest = (rest + piece).split("\n")

@@ -13,14 +13,14 @@ from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.checked_files import require_folder
-from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.dataset import Dataset, PackedDataset, Sample, TokenSource
-from mtrain_cli.data.filters import describe_left_out
-from mtrain_cli.data.mixture import MixedDataset, parse_mix
+from mtrain_cli.data.corpora import Corpus, describe_left_out
+from mtrain_cli.data.dataset import PackedDataset, Sample, TokenSource
+from mtrain_cli.data.mds import MdsSource
+from mtrain_cli.data.mixture import Dataset, MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
-from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, choose_begin, open_tokenizer
+from mtrain_cli.data.tokenizers import FileTokenizer, Tokenizer, choose_begin, open_tokenizer
 from mtrain_cli.printable import one_line
 
 _SHOWN = 60  # characters, or tokens if there is no tokenizer, of the first document
@@ -31,10 +31,6 @@ def open_dataset(config: Config) -> Dataset:
     """Open the dataset of a configuration.
 
     A corpus of text is tokenized once for all workers and later runs (see `token_cache`).
-
-    Raises:
-        ConfigError: the corpus, tokenizer or store is missing or broken; the corpus has more token
-            ids than the model; or the corpus is shorter than one sequence.
     """
     data = config.data
     require_columns(config)
@@ -54,10 +50,6 @@ def require_columns(config: Config) -> None:
 
     In a mixture, a corpus may have no column: its documents are causal, and have their positions in
     the sequence. Only meta.json is read.
-
-    Raises:
-        ConfigError: no corpus has the column, a corpus has one of another name, or a position is
-            too large for ``seq``.
     """
     data = config.data
     for option, name in (("mask_key", data.mask_key), ("positions_key", data.positions_key)):
@@ -105,7 +97,7 @@ def corpora_of(data: DataConfig) -> list[tuple[str, DataConfig]]:
     return parts
 
 
-def open_text(config: Config, data: DataConfig) -> tuple[Corpus, ByteTokenizer | FileTokenizer]:
+def open_text(config: Config, data: DataConfig) -> tuple[Corpus, Tokenizer]:
     """Open a corpus of text, and the tokenizer for it."""
     tokenizer = open_tokenizer(data.tokenizer)
     choose_begin(tokenizer, data.bos)
@@ -155,15 +147,10 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
     """Return the tokens of a corpus, and a phrase for messages that says where the tokens are."""
-    if data.kind in ("mds", "tokens") and not data.path:
-        raise ConfigError(f"data.path is not set: data={data.kind} needs it, or data.mix")
-    location = f"mapped from {data.path}"
+    path, location = Path(data.path or "").expanduser(), f"mapped from {data.path}"
     if data.kind == "mds":
-        from mtrain_cli.data.mds_source import MdsSource
-
-        return MdsSource(data.path or "", origin), location
+        return MdsSource(path, origin), location
     if data.kind == "tokens":
-        path = Path(data.path or "").expanduser()
         if path.suffix in SUFFIXES and not path.is_dir():
             return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
         array = f"or a {' or '.join(SUFFIXES)} file of token ids"
@@ -196,9 +183,6 @@ def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
     Return lines about them for its plan, and the first sequence; None for text, which is packed
     into sequences only when the run starts. Text is tokenized only up to the number of tokens that
     the run needs.
-
-    Raises:
-        ConfigError: the run would end with this error.
     """
     data = config.data
     if data.kind in ("text", "stdlib"):

@@ -22,9 +22,7 @@ import numpy as np
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.corpora import Corpus, Document
-from mtrain_cli.data.document_columns import ColumnWriter, column_sizes
-from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters
+from mtrain_cli.data.corpora import EMPTY, EVERYTHING, Corpus, Document, Filters
 from mtrain_cli.data.sampler import mix64
 from mtrain_cli.data.store import (
     META,
@@ -148,7 +146,6 @@ def tokenise(
 def _write_batch(
     batch: Sequence[_Item], tokenizer: Tokenizer, writer: StoreWriter, start: CorpusPosition
 ) -> CorpusPosition:
-    """Write a batch that begins at ``start``. Return the position after the batch."""
     pieces = [item for item in batch if isinstance(item, str)]
     encoded = iter(tokenizer.encode(pieces))
     position = replace(start, read=start.read + sum(map(len, pieces)))
@@ -187,7 +184,7 @@ def prepare_store(
     """
     given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, "--tokenizer", ("bpe",))
     if corpus.fields is not None:
-        _require_ids(given, filters, bos)
+        _require_ids(given, bos)
     elif given is not None:
         choose_begin(given, bos, "--bos ")
     elif bos is True:
@@ -232,13 +229,11 @@ def prepare_store(
     return TokenStore.open(out)
 
 
-def _require_ids(tokenizer: Tokenizer | None, filters: Filters, bos: bool | str) -> None:
+def _require_ids(tokenizer: Tokenizer | None, bos: bool | str) -> None:
     """Check the settings for documents of token ids, which hold their own begin and end tokens."""
     wrong = None
     if tokenizer is None:
         wrong = "--tokenizer bpe: give the tokenizer that made them, bytes or a tokenizer.json"
-    elif filters.min_chars:
-        wrong = f"--min-chars {filters.min_chars}: give --min-tokens instead"
     elif bos != "auto":
         wrong = f"--bos {str(bos).lower()}: the ids stay as they are; leave it out"
     if wrong:
@@ -256,7 +251,6 @@ def _fill(
     filters: Filters,
     report: Reporter,
 ) -> None:
-    """Write the files of a store into ``partial``. Train a BPE without a given tokenizer."""
     journal = _open_journal(partial, recipe)
     try:
         tokenizer = given or _open_bpe(corpus, bpe_size, partial, report)
@@ -289,13 +283,6 @@ def _content(
             yield ids
     elif not writer.leaves_out(document.domain):
         pieces = iter(document.pieces)
-        pending: list[str] = []
-        while sum(map(len, pending)) < writer.filters.min_chars:
-            if (piece := next(pieces, None)) is None:
-                writer.reject("shorter than --min-chars")
-                return
-            pending.append(piece)
-        pieces = chain(pending, pieces)
         if not tokenizer.exact_pieces:
             pieces = filter(None, iter(["".join(pieces)]))
         piece = ""
@@ -357,23 +344,11 @@ def _write_arrays(
     report: Reporter,
 ) -> None:
     """Write the documents after the journal's position to the arrays, then write the metadata."""
-    written, columns = journal.written, journal.written.columns
+    written = journal.written
+    sizes = written.file_sizes(tokenizer, corpus.fields)
     with ExitStack() as stack:
-        tokens, offsets, labels = (
-            stack.enter_context(_open_array(partial / name, size))
-            for name, size in written.file_sizes(tokenizer).items()
-        )
-        sizes = column_sizes(corpus.fields, columns, written.tokens, written.documents)
         files = {n: stack.enter_context(_open_array(partial / n, s)) for n, s in sizes.items()}
-        writer = StoreWriter(
-            tokens,
-            offsets,
-            tokenizer,
-            written,
-            labels=labels,
-            filters=filters,
-            columns=ColumnWriter(files, columns, first=not written.documents) if files else None,
-        )
+        writer = StoreWriter(files, tokenizer, written, filters)
 
         def show(stage: str, read: int) -> None:
             counts = written.tokens, written.documents

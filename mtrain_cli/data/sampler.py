@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,33 +17,26 @@ _MASK = (1 << 64) - 1
 # generators, OOPSLA 2014).
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 8
+Words = TypeVar("Words", int, np.ndarray)  # one word, or an array of uint64
+
+
+def _mix(state: Words) -> Words:
+    state = (state ^ state >> 30) * _FIRST & _MASK
+    state = (state ^ state >> 27) * _SECOND & _MASK
+    return state ^ state >> 31
 
 
 def mix64(*words: int) -> int:
     """Return a 64-bit hash that depends on every bit and on the order of ``words``."""
     state = 0
     for word in words:
-        state = (state ^ (word & _MASK)) + _GOLDEN & _MASK
-        state = (state ^ state >> 30) * _FIRST & _MASK
-        state = (state ^ state >> 27) * _SECOND & _MASK
-        state ^= state >> 31
+        state = _mix((state ^ (word & _MASK)) + _GOLDEN & _MASK)
     return state
 
 
 def shuffled_order(count: int, seed: int) -> np.ndarray:
     """Return the numbers 0 to ``count`` - 1, sorted by their hashes with ``seed``, int64[count]."""
-    state = np.arange(count, dtype=np.uint64)
-    _mix_array(state, mix64(seed))
-    return np.argsort(state, kind="stable")
-
-
-def _mix_array(state: np.ndarray, increment: int) -> None:
-    """Add ``increment`` to each uint64, and replace the sum by its hash, as `mix64` does."""
-    state += np.uint64(increment)
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        state ^= state >> np.uint64(shift)
-        state *= np.uint64(factor)
-    state ^= state >> np.uint64(31)
+    return np.argsort(_mix(np.arange(count, dtype=np.uint64) + mix64(seed)), kind="stable")
 
 
 class Permutation:
@@ -59,7 +53,7 @@ class Permutation:
             raise ValueError(f"A permutation needs at least one element, not {size}.")
         self.size = size
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._keys = [mix64(*keys, number) for number in range(_ROUNDS)]
+        self._keys = [mix64(mix64(*keys, number)) for number in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
         """Return the image of ``index``, 0 <= index < size."""
@@ -74,25 +68,15 @@ class Permutation:
         images = np.arange(self.size, dtype=np.uint64)
         outside = np.arange(self.size)
         while len(outside):
-            images[outside] = self._permute_array(images[outside])
+            images[outside] = self._permute(images[outside])
             outside = outside[images[outside] >= self.size]
         return images.astype(np.int64)
 
-    def _permute_array(self, indices: np.ndarray) -> np.ndarray:
-        """Apply `_permute` to an array of uint64 values."""
-        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
-        left, right = indices >> half, indices & mask
-        for key in self._keys:
-            state = right ^ np.uint64(mix64(key))  # with the next line: `mix64(key, right)`
-            _mix_array(state, _GOLDEN)
-            left, right = right, left ^ (state & mask)
-        return left << half | right
-
-    def _permute(self, index: int) -> int:
+    def _permute(self, index: Words) -> Words:
         mask = (1 << self._half) - 1
         left, right = index >> self._half, index & mask
         for key in self._keys:
-            left, right = right, left ^ (mix64(key, right) & mask)
+            left, right = right, left ^ (_mix((right ^ key) + _GOLDEN & _MASK) & mask)
         return left << self._half | right
 
 

@@ -4,8 +4,11 @@
 ``documents.bin``: offsets, int64[num_documents + 1]. Document d is tokens[offsets[d] :
     offsets[d + 1]]. No document is empty.
 ``domains.bin``, if the corpus has domains: uint16[num_documents], indices into `StoreMeta.domains`.
-``slices.bin``, ``slice_offsets.bin``, ``positions.bin``, if it has these columns: see
-    `document_columns`.
+``slices.bin``, if documents bring masks: slices of all documents end to end, int64[slices, 5], as
+    in `token_documents`; ``slice_offsets.bin``: int64[num_documents + 1], their offsets. A document
+    without slices is causal.
+``positions.bin``, if documents bring rotary positions: int32[num_tokens]; -1 for all tokens of a
+    document without.
 ``meta.json``: a `StoreMeta`. It is written last, so a folder without it is not a store.
 ``tokenizer.json``: the tokenizer, unless it is the byte tokenizer.
 
@@ -15,6 +18,7 @@ All numbers are little-endian.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -24,26 +28,23 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mtrain_cli.attention.document_slices import cut_slices
+from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.config import documents
 from mtrain_cli.config.mask_settings import MOST_INTERVALS
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
-from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.document_columns import (
-    INTEGER,
-    NO_COLUMNS,
-    POSITION,
-    POSITIONS,
-    SLICE_FIELDS,
-    SLICE_OFFSETS,
-    SLICES,
-    ColumnWriter,
-    DocumentColumns,
-    WrittenColumns,
+from mtrain_cli.data.checked_files import (
+    FileSums,
+    Report,
+    changed,
+    check_all,
+    explain_read_errors,
+    read_metadata,
+    require_folder,
+    sample_of,
 )
-from mtrain_cli.data.file_sums import FileSums, Report, changed, check_all, sample_of
-from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters, describe_left_out
-from mtrain_cli.data.token_documents import TokenDocument
+from mtrain_cli.data.corpora import EMPTY, EVERYTHING, Corpus, Filters, describe_left_out
+from mtrain_cli.data.token_documents import TokenDocument, TokenFields
 from mtrain_cli.data.tokenizers import (
     NO_BEGIN,
     Begin,
@@ -56,12 +57,34 @@ from mtrain_cli.launch.manifest import plain_name
 
 VERSION = 1
 TOKENS, DOCUMENTS, DOMAINS = "tokens.bin", "documents.bin", "domains.bin"
+SLICES, SLICE_OFFSETS, POSITIONS = "slices.bin", "slice_offsets.bin", "positions.bin"
 META, TOKENIZER = "meta.json", "tokenizer.json"
-_DOMAIN: np.dtype = np.dtype("<u2")
-_OFFSET: np.dtype = np.dtype("<i8")
+_NAMES = (TOKENS, DOCUMENTS, DOMAINS, SLICES, SLICE_OFFSETS, POSITIONS, TOKENIZER)
+_DOMAIN, _POSITION, _OFFSET = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_SLICE_FIELDS = 5
+_NO_POSITION = -1
 _HASH_CHUNK = 1 << 24
 _AGAIN = "Prepare the store again."
+
+
+@dataclass
+class WrittenColumns:
+    """What the masks and positions of a store hold.
+
+    masked, positioned: number of documents with a mask, and with positions.
+    intervals: most separate intervals of keys that a query of a document sees.
+    keyless: number of tokens that see no key.
+    empty_slices: number of given slices without queries or without keys, which the store drops.
+    """
+
+    slices: int = 0
+    masked: int = 0
+    intervals: int = 1
+    keyless: int = 0
+    empty_slices: int = 0
+    positioned: int = 0
+    largest_position: int = _NO_POSITION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +134,7 @@ class StoreMeta:
 
     @classmethod
     def read(cls, folder: Path, origin: str) -> StoreMeta:
-        """Read meta.json in ``folder``. origin: how the user named the folder, for messages.
-
-        Raises:
-            ConfigError: the file is missing, broken or from a newer version of mtrain.
-        """
+        """Read meta.json in ``folder``. origin: how the user named the folder, for messages."""
         advice = "Give a folder that `mtrain data prepare` of this version has written."
         content = read_metadata(folder / META, origin, VERSION, advice)
         try:
@@ -158,16 +177,12 @@ class Stretch:
     ends: np.ndarray | None = None
     targets: np.ndarray | None = None
 
-    def target_mask(self) -> np.ndarray:
-        """Return ``targets``, or an array of true values if it is None."""
-        return np.ones(self.tokens.size, bool) if self.targets is None else self.targets
-
 
 @dataclass(frozen=True)
 class TokenStore:
     """An open token store. The arrays are memory-mapped if the store is on disk.
 
-    tokens, offsets, domains: arrays of the files; ``domains`` is None without domains.
+    tokens to positions: arrays of the files; None if the store does not have the file.
     folder: folder of the store; None if the store is in memory only.
     samples: checksum of a sample of each file's bytes, by file name, as read when it was opened.
     """
@@ -177,7 +192,9 @@ class TokenStore:
     offsets: np.ndarray
     folder: Path | None = None
     domains: np.ndarray | None = None
-    columns: DocumentColumns = NO_COLUMNS
+    slices: IntArray | None = None
+    slice_offsets: IntArray | None = None
+    positions: np.ndarray | None = None
     samples: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -185,23 +202,35 @@ class TokenStore:
         """Map the store in a folder, and check a sample of its bytes.
 
         origin: how the user named the folder, for messages.
-
-        Raises:
-            ConfigError: the folder or meta.json is missing, or a file does not match meta.json.
         """
         folder, origin = Path(path).expanduser(), origin or str(path)
         require_folder(folder, origin, "written by `mtrain data prepare`")
         meta = StoreMeta.read(folder, origin)
+
+        def offsets(name: str, end: int, least: int) -> np.ndarray:
+            """Map offsets of documents that rise from 0 to ``end`` by ``least`` or more."""
+            offsets = _map_array(folder / name, _OFFSET, meta.num_documents + 1, origin)
+            if offsets[0] or offsets[-1] != end or np.any(np.diff(offsets) < least):
+                why = f"its offsets do not rise from 0 to {end}"
+                raise ConfigError(f"{origin}: {name} is corrupt: {why}. {_AGAIN}")
+            return offsets
+
         tokens = _map_array(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
-        offsets = _map_offsets(folder / DOCUMENTS, meta, meta.num_tokens, origin)
-        domains = None
+        ends = offsets(DOCUMENTS, meta.num_tokens, least=1)
+        domains = slices = slice_ends = positions = None
         if meta.domains:
             domains = _map_array(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
             if int(domains.max()) >= len(meta.domains):
                 raise ConfigError(f"{origin}: {DOMAINS} is corrupt. {_AGAIN}")
-        columns = _open_columns(folder, meta, origin)
+        if meta.mask_key:
+            count = meta.columns.slices
+            slices = _map_array(folder / SLICES, _OFFSET, count * _SLICE_FIELDS, origin)
+            slices = slices.reshape(-1, _SLICE_FIELDS)
+            slice_ends = offsets(SLICE_OFFSETS, count, least=0)
+        if meta.positions_key:
+            positions = _map_array(folder / POSITIONS, _POSITION, meta.num_tokens, origin)
         samples = _check_samples(folder, meta, origin)
-        return cls(meta, tokens, offsets, folder, domains, columns, samples)
+        return cls(meta, tokens, ends, folder, domains, slices, slice_ends, positions, samples)
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         """Return the tokens ``start`` to ``stop`` - 1 of document ``unit``."""
@@ -211,6 +240,20 @@ class TokenStore:
     def document(self, number: int) -> np.ndarray:
         """Return the ids of one document."""
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
+
+    def slices_of(self, document: int) -> IntArray | None:
+        """Return the slices of a document; None if it has no mask of its own."""
+        if self.slices is None or self.slice_offsets is None:
+            return None
+        begin, end = self.slice_offsets[document : document + 2]
+        return self.slices[begin:end] if end > begin else None
+
+    def positions_of(self, document: int) -> np.ndarray | None:
+        """Return the positions of a document's tokens; None if it has none."""
+        begin, end = self.offsets[document : document + 2]
+        if self.positions is None or self.positions[begin] == _NO_POSITION:
+            return None
+        return self.positions[begin:end]
 
     def open_tokenizer(self) -> Tokenizer:
         """Open the tokenizer that made the store. Raises ConfigError if its file is missing."""
@@ -239,16 +282,13 @@ class TokenStore:
 
         A store of an earlier version has one checksum, so each caller reads everything. Arrays and
         stores in memory have none.
-
-        Raises:
-            ConfigError: a file has changed.
         """
         if self.folder is None or not (self.folder / META).is_file():
             return
         origin, advice = str(self.folder), _advice(self.meta, self.folder)
         if self.meta.files:
             check_all(self.folder, self.meta.files, origin, advice, part, parts, report)
-        elif _sha256(self.tokens, self.offsets, *self.columns.arrays) != self.meta.sha256:
+        elif _sha256(self.folder) != self.meta.sha256:
             how = f"the sha256 is not the one in {META}"
             raise changed(origin, f"{TOKENS} or another file", how, advice)
 
@@ -264,49 +304,54 @@ class Written:
     cut: int = 0
     columns: WrittenColumns = field(default_factory=WrittenColumns)
 
-    def file_sizes(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Return the size of each file without columns in bytes, by file name."""
-        return {
+    def file_sizes(self, tokenizer: Tokenizer, fields: TokenFields | None) -> dict[str, int]:
+        """Return the size of each file in bytes, by file name. fields: keys of token ids."""
+        offsets = (self.documents + 1) * _OFFSET.itemsize if self.documents else 0
+        sizes = {
             TOKENS: self.tokens * _token_dtype(tokenizer).itemsize,
-            DOCUMENTS: (self.documents + 1) * _OFFSET.itemsize if self.documents else 0,
+            DOCUMENTS: offsets,
             DOMAINS: self.documents * _DOMAIN.itemsize,
         }
+        if fields is not None and fields.mask is not None:
+            sizes[SLICES] = self.columns.slices * _SLICE_FIELDS * _OFFSET.itemsize
+            sizes[SLICE_OFFSETS] = offsets
+        if fields is not None and fields.positions is not None:
+            sizes[POSITIONS] = self.tokens * _POSITION.itemsize
+        return sizes
 
 
 class StoreWriter:
     """Append documents to the files of a store.
 
-    Tokens wait in memory until `flush` writes them, so that many small documents cost one write.
+    Values wait in memory until `flush` writes them, so that many small documents cost one write.
 
-    tokens, offsets, labels: the open files tokens.bin, documents.bin and domains.bin. ``labels`` is
-        None if the store needs no domains.
+    files: the open files by name, those of `Written.file_sizes`; without domains.bin, the store has
+        no domains.
     written: what the files already hold; None if the files are empty.
-    columns: writes masks and rotary positions; None if the store needs none.
     """
 
     def __init__(
         self,
-        tokens: BinaryIO,
-        offsets: BinaryIO,
+        files: Mapping[str, BinaryIO],
         tokenizer: Tokenizer,
         written: Written | None = None,
-        *,
-        labels: BinaryIO | None = None,
         filters: Filters = EVERYTHING,
-        columns: ColumnWriter | None = None,
     ) -> None:
         self.tokenizer, self.filters, self.written = tokenizer, filters, written or Written()
-        self._columns = columns
-        self._dtype = _token_dtype(tokenizer)
-        self._tokens, self._offsets, self._labels = tokens, offsets, labels
+        self._files, self._dtype = files, _token_dtype(tokenizer)
         self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], self._dtype)
         # Tokens of the document being written, and how many of them `flush` has written.
         self._open_document = self._flushed = 0
         self._exceeds_limit = self._has_content = False
-        self._open_start = 0  # index in _pending_tokens at which that document begins
-        self._pending_tokens: list[np.ndarray] = []
-        self._pending_offsets: list[int] = [] if self.written.documents else [0]
-        self._pending_labels: list[int] = []
+        self._open_start = 0  # index of the pending tokens at which that document begins
+        self._pending: dict[str, list[np.ndarray]] = {name: [] for name in files}
+        if not self.written.documents:
+            for name in {DOCUMENTS, SLICE_OFFSETS} & set(files):
+                self._pending[name].append(np.zeros(1, _OFFSET))
+
+    @classmethod
+    def in_memory(cls, tokenizer: Tokenizer) -> StoreWriter:
+        return cls({TOKENS: io.BytesIO(), DOCUMENTS: io.BytesIO()}, tokenizer)
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids[N] to the open document. The first call after `end_document` opens a document."""
@@ -316,7 +361,8 @@ class StoreWriter:
         if limit and self._open_document + ids.size > limit:
             self._exceeds_limit = True
             ids = ids[: limit - self._open_document]
-        self._pending_tokens.append(ids)
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
+        self._pending[TOKENS].append(ids.astype(self._dtype, copy=False))
         self._open_document += ids.size
         self._has_content = True
 
@@ -329,14 +375,12 @@ class StoreWriter:
             if reason := self._close_document():
                 self._drop(reason)
             else:
-                self._accept(domain)
-                if self._columns is not None and content is not None:
-                    self._columns.append(content, self._open_document)
+                self._accept(domain, content)
         elif self._has_content:
             self.reject(EMPTY)
         self._open_document = self._flushed = 0
         self._exceeds_limit = self._has_content = False
-        self._open_start = len(self._pending_tokens)
+        self._open_start = len(self._pending[TOKENS])
 
     def leaves_out(self, domain: str) -> bool:
         """Return whether the filters leave out documents of a domain. If so, count one."""
@@ -359,61 +403,80 @@ class StoreWriter:
         if too_long and not filters.truncate:
             return "longer than --max-tokens"
         if not too_long:
-            self._pending_tokens.append(self._end)
+            self._pending[TOKENS].append(self._end)
             self._open_document += self._end.size
         if self._open_document < filters.min_tokens:
             return "shorter than --min-tokens"
         self.written.cut += too_long
         return ""
 
-    def _accept(self, domain: str) -> None:
-        written = self.written
-        written.tokens += self._open_document
+    def _accept(self, domain: str, content: TokenDocument | None) -> None:
+        written, pending, length = self.written, self._pending, self._open_document
+        written.tokens += length
         written.documents += 1
-        self._pending_offsets.append(written.tokens)
-        if self._labels is not None:
+        pending[DOCUMENTS].append(np.array([written.tokens], _OFFSET))
+        if DOMAINS in pending:
             if domain not in written.domains:
                 if len(written.domains) >= 1 << 16:
                     raise ConfigError(f"domain: a corpus has at most {1 << 16:,} of them")
                 written.domains.append(domain)
-            self._pending_labels.append(written.domains.index(domain))
+            pending[DOMAINS].append(np.array([written.domains.index(domain)], _DOMAIN))
+        columns = written.columns
+        if SLICES in pending:
+            if content is not None and content.slices is not None:
+                slices = cut_slices(content.slices, 0, length)
+                # A document whose tokens see nothing still has a mask: an empty slice says so.
+                slices = slices if len(slices) else np.zeros((1, _SLICE_FIELDS), np.int64)
+                mask = SequenceMask.from_slices(slices, length, length)
+                q_start, q_stop, k_start, k_stop, _ = content.slices.T
+                columns.keyless += int((mask.high <= mask.low).all(0).sum())
+                columns.empty_slices += int(((q_stop == q_start) | (k_stop == k_start)).sum())
+                pending[SLICES].append(slices.astype(_OFFSET))
+                columns.slices += len(slices)
+                columns.masked += 1
+                columns.intervals = max(columns.intervals, content.intervals)
+            pending[SLICE_OFFSETS].append(np.array([columns.slices], _OFFSET))
+        if POSITIONS in pending:
+            positions = np.full(length, _NO_POSITION, _POSITION)
+            if content is not None and content.positions is not None:
+                positions[:] = content.positions[:length]
+                columns.positioned += 1
+                columns.largest_position = max(columns.largest_position, int(positions.max()))
+            pending[POSITIONS].append(positions)
 
     def _drop(self, reason: str) -> None:
-        del self._pending_tokens[self._open_start :]
+        del self._pending[TOKENS][self._open_start :]
         if self._flushed:
-            self._tokens.flush()
-            self._tokens.truncate(self.written.tokens * self._dtype.itemsize)
-            self._tokens.seek(0, os.SEEK_END)
+            file = self._files[TOKENS]
+            file.flush()
+            file.truncate(self.written.tokens * self._dtype.itemsize)
+            file.seek(0, os.SEEK_END)
         self.reject(reason)
 
     def flush(self) -> None:
-        """Write all pending tokens, offsets, labels and columns to the files."""
-        if self._pending_tokens:
-            ids = np.concatenate(self._pending_tokens)
-            assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
-            self._tokens.write(ids.astype(self._dtype, copy=False).data)
-        self._offsets.write(np.array(self._pending_offsets, _OFFSET).data)
-        if self._labels is not None:
-            self._labels.write(np.array(self._pending_labels, _DOMAIN).data)
+        """Write all pending values to the files."""
+        for name, arrays in self._pending.items():
+            if arrays:
+                self._files[name].write(np.concatenate(arrays).reshape(-1).data)
+            arrays.clear()
         self._flushed, self._open_start = self._open_document, 0
-        for pending in (self._pending_tokens, self._pending_offsets, self._pending_labels):
-            pending.clear()  # type: ignore[attr-defined]
-        if self._columns is not None:
-            self._columns.flush()
 
     def sync(self) -> None:
         """Call `flush`, and wait until everything is on disk."""
         self.flush()
-        columns = self._columns.files.values() if self._columns is not None else ()
-        for file in filter(None, (self._tokens, self._offsets, self._labels, *columns)):
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
 
-    def memory_store(self, tokens: memoryview, offsets: memoryview, corpus: Corpus) -> TokenStore:
-        """Return the store in memory. tokens, offsets: contents of these files after `flush`."""
+    def memory_store(self, corpus: Corpus) -> TokenStore:
+        """Return the store of an `in_memory` writer."""
         self.require_documents(corpus)
-        arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)
-        return TokenStore(self._meta(corpus, {}, *arrays), *arrays)
+        self.flush()
+        buffers = [file.getbuffer() for file in self._files.values()]  # type: ignore[attr-defined]
+        arrays = np.frombuffer(buffers[0], self._dtype), np.frombuffer(buffers[1], _OFFSET)
+        digest = hashlib.sha256(buffers[0])
+        digest.update(buffers[1])
+        return TokenStore(self._meta(corpus, {}, *arrays, digest.hexdigest()), *arrays)
 
     def finish(self, folder: Path, corpus: Corpus, recipe: dict[str, str]) -> None:
         """Call `sync`, and write meta.json to ``folder``, which holds the store's files."""
@@ -422,10 +485,7 @@ class StoreWriter:
         written, origin = self.written, str(folder)
         tokens = _map_array(folder / TOKENS, self._dtype, written.tokens, origin)
         offsets = _map_array(folder / DOCUMENTS, _OFFSET, written.documents + 1, origin)
-        meta = self._meta(corpus, recipe, tokens, offsets)
-        columns = _open_columns(folder, meta, origin).arrays
-        if columns:
-            meta = replace(meta, sha256=_sha256(tokens, offsets, *columns))
+        meta = self._meta(corpus, recipe, tokens, offsets, _sha256(folder))
         if not meta.domains:
             (folder / DOMAINS).unlink(missing_ok=True)
         replace(meta, files={n: FileSums.of(folder / n) for n in _names(folder)}).write(folder)
@@ -438,7 +498,12 @@ class StoreWriter:
             raise ConfigError(f"{corpus.origin}: holds no {content}{reasons and f'; {reasons}'}")
 
     def _meta(
-        self, corpus: Corpus, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
+        self,
+        corpus: Corpus,
+        recipe: dict[str, str],
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        sha256: str,
     ) -> StoreMeta:
         assert self._open_document == 0
         written, tokenizer, fields = self.written, self.tokenizer, corpus.fields
@@ -451,7 +516,7 @@ class StoreWriter:
             vocab_size=tokenizer.vocab_size,
             num_tokens=written.tokens,
             num_documents=written.documents,
-            sha256=_sha256(tokens, offsets),
+            sha256=sha256,
             source=corpus.description,
             recipe=recipe,
             domains=written.domains if any(written.domains) else [],
@@ -489,12 +554,10 @@ def write_json(path: Path, content: dict) -> None:
 
 def _names(folder: Path) -> list[str]:
     """Return the names of the files that a store has in a folder, without meta.json."""
-    names = (TOKENS, DOCUMENTS, DOMAINS, SLICES, SLICE_OFFSETS, POSITIONS, TOKENIZER)
-    return [name for name in names if (folder / name).is_file()]
+    return [name for name in _NAMES if (folder / name).is_file()]
 
 
 def _check_samples(folder: Path, meta: StoreMeta, origin: str) -> dict[str, str]:
-    """Return the checksum of a sample of each file."""
     samples = {}
     for name in meta.files or _names(folder):
         place = f"{origin}: {name}"
@@ -513,28 +576,6 @@ def _advice(meta: StoreMeta, folder: Path) -> str:
     return f"Delete the folder {folder}: mtrain makes it again."
 
 
-def _open_columns(folder: Path, meta: StoreMeta, origin: str) -> DocumentColumns:
-    slices = offsets = positions = None
-    if meta.mask_key:
-        count = meta.columns.slices
-        slices = _map_array(folder / SLICES, INTEGER, count * SLICE_FIELDS, origin)
-        slices = slices.reshape(-1, SLICE_FIELDS)
-        offsets = _map_offsets(folder / SLICE_OFFSETS, meta, count, origin, least=0)
-    if meta.positions_key:
-        positions = _map_array(folder / POSITIONS, POSITION, meta.num_tokens, origin)
-    return DocumentColumns(slices, offsets, positions)
-
-
-def _map_offsets(path: Path, meta: StoreMeta, end: int, origin: str, least: int = 1) -> np.ndarray:
-    """Map offsets of documents that rise from 0 to ``end`` by ``least`` or more."""
-    offsets = _map_array(path, _OFFSET, meta.num_documents + 1, origin)
-    if offsets[0] or offsets[-1] != end or np.any(np.diff(offsets) < least):
-        raise ConfigError(
-            f"{origin}: {path.name} is corrupt: its offsets do not rise from 0 to {end}. {_AGAIN}"
-        )
-    return offsets
-
-
 def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
     place, expected = f"{origin}: {path.name}", count * dtype.itemsize
     with explain_read_errors(place, f"{place} is missing. {_AGAIN}"):
@@ -550,9 +591,11 @@ def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarr
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
-def _sha256(*arrays: np.ndarray) -> str:
+def _sha256(folder: Path) -> str:
     digest = hashlib.sha256()
-    for array in (array.reshape(-1) for array in arrays):
-        for start in range(0, array.size, _HASH_CHUNK):
-            digest.update(np.ascontiguousarray(array[start : start + _HASH_CHUNK]).data)
+    for name in _names(folder):
+        if name not in (DOMAINS, TOKENIZER):
+            with (folder / name).open("rb") as file:
+                while chunk := file.read(_HASH_CHUNK):
+                    digest.update(chunk)
     return digest.hexdigest()

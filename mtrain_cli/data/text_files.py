@@ -22,14 +22,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
 from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
-from mtrain_cli.data.filters import EMPTY, describe_left_out
+from mtrain_cli.data.corpora import (
+    EMPTY,
+    Corpus,
+    Document,
+    Unit,
+    describe_left_out,
+    split_text,
+    stdlib_corpus,
+)
 from mtrain_cli.data.token_documents import RecordKey, TokenDocument, TokenFields
 from mtrain_cli.launch.environment import host_memory
 
@@ -44,25 +51,9 @@ PACKED = {".gz": "gz", ".zst": "zstd"}  # the compression that a suffix stands f
 _FEED = {"gz": 1 << 14, "zstd": 1 << 10}
 
 
-class Fields(Protocol):
-    """What a record must hold, and how it becomes the content of a document.
-
-    keys: keys that a record must have.
-    identity: text that differs between readers that may read other documents from the same file.
-    """
-
-    @property
-    def keys(self) -> tuple[RecordKey, ...]: ...
-    @property
-    def identity(self) -> str: ...
-    def read(
-        self, record: Mapping[str, Any], location: str
-    ) -> Iterable[str] | TokenDocument | None: ...
-
-
 @dataclass(frozen=True)
 class TextField:
-    """Reads text from records. key: key of the text."""
+    """Reads text from records, as `TokenFields` reads token ids. key: key of the text."""
 
     key: RecordKey
 
@@ -75,13 +66,7 @@ class TextField:
         return self.key.name
 
     def read(self, record: Mapping[str, Any], location: str) -> Iterable[str]:
-        """Return the pieces of one record's text. A text of None has no pieces.
-
-        location: file and record, for messages.
-
-        Raises:
-            ConfigError: the value is neither text nor None.
-        """
+        """Return the pieces of one record's text, none for None. location: file and record."""
         text = record[self.key.name]
         if text is None:
             return ()
@@ -93,15 +78,14 @@ class TextField:
         return split_text([text])
 
 
+Fields = TextField | TokenFields
+
+
 def open_corpus(data: DataConfig) -> Corpus:
     """Open the corpus of ``data=stdlib`` or ``data=text``."""
     if data.kind == "stdlib":
         return stdlib_corpus()
-    assert data.kind == "text"
-    if not data.path:
-        raise ConfigError(
-            f"data.path is not set: data=text needs a {_listed(READERS)} file, or a folder of them"
-        )
+    assert data.path is not None
     return text_corpus(data.path, data.text_key)
 
 
@@ -118,9 +102,6 @@ def text_corpus(
         text_key: name of the key or column that holds the text.
         path_option, key_option: names of the settings that gave ``path`` and ``text_key``, for
             messages.
-
-    Raises:
-        ConfigError: the path is missing, or holds no file of a readable kind.
     """
     return _open(path, path_option, TextField(RecordKey(text_key, key_option)), READERS)
 
@@ -133,10 +114,10 @@ def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
         raise ConfigError(f"{given}: {why}")
 
 
-def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") -> Corpus:
+def token_corpus(path: str, fields: TokenFields) -> Corpus:
     """Open the corpus of token ids in a .jsonl, .json or .parquet file, or in a folder of them."""
     readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
-    return replace(_open(path, path_option, fields, readers), fields=fields)
+    return replace(_open(path, "SOURCE", fields, readers), fields=fields)
 
 
 def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:
@@ -235,12 +216,7 @@ def _read_guarded(
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a file that gzip or zstd compressed, as a stream, in bounded memory.
-
-    Raises:
-        ConfigError: the compression is unknown or its Python package is missing; or, when reading,
-            the file is damaged or ends early.
-    """
+    """The content of a file that gzip or zstd compressed, as a stream, in bounded memory."""
 
     def __init__(self, packed: IO[bytes], compression: str, place: str):
         """Begin at the start of ``packed``.
@@ -403,8 +379,8 @@ def _read_json(
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):  # JSON lines often have this suffix, too
-        lines = filter(str.strip, text.splitlines())
-        values = [_parse(line.encode(), f"{label} line {n}") for n, line in enumerate(lines, 1)]
+        lines = enumerate(text.split("\n"), 1)  # a text may hold what else `splitlines` cuts at
+        values = [_parse(line.encode(), f"{label} line {n}") for n, line in lines if line.strip()]
     values = values if isinstance(values, list) else [values]
     for number, value in enumerate(values, 1):
         try:
@@ -474,10 +450,13 @@ def _parquet_documents(
         if row + group.num_rows <= skip:
             row += group.num_rows
             continue
-        if group.total_byte_size > host_memory() // 2:
+        chunks = map(group.column, range(group.num_columns))
+        read = (chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns)
+        size_of_group = sum(chunk.total_uncompressed_size for chunk in read)
+        if size_of_group > host_memory() // 2:
             raise ConfigError(
-                f"{label}: row group {number} unpacks to {group.total_byte_size / 2**30:,.1f} GiB, "
-                "more than half of this machine's memory. Write smaller row groups."
+                f"{label}: row group {number} unpacks to {size_of_group / 2**30:,.1f} GiB, more "
+                "than half of this machine's memory. Write smaller row groups."
             )
         for batch in file.iter_batches(_MAX_ROWS, row_groups=[number], columns=columns):
             values = [_values(batch.column(name)) for name in columns]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import io
 import os
 import shutil
 import tempfile
@@ -30,9 +29,6 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     The first of several processes tokenizes the corpus into the cache folder; the others wait and
     map the files. If the cache folder cannot be written, for example because the disk is full, each
     process makes the store in its own memory.
-
-    Raises:
-        ConfigError: the corpus is broken.
     """
     facts = f"{VERSION} 3 {documents_identity(tokenizer)} {corpus.signature}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:32]
@@ -47,12 +43,10 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
             meta = replace(store.meta, source=corpus.description, left_out=left_out)
             return replace(store, meta=meta), f"cached in {entry}"
     except OSError as error:
-        tokens, offsets = io.BytesIO(), io.BytesIO()
-        writer = StoreWriter(tokens, offsets, tokenizer)
+        writer = StoreWriter.in_memory(tokenizer)
         deque(tokenise(corpus, tokenizer, writer), maxlen=0)
         reason = f"the cache folder cannot be written ({error.strerror or error})"
-        store = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), corpus)
-        return store, f"in memory, since {reason}"
+        return writer.memory_store(corpus), f"in memory, since {reason}"
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
@@ -134,7 +128,7 @@ def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bo
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp", dir=entry.parent))
     try:
         with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
-            writer = StoreWriter(tokens, offsets, tokenizer)
+            writer = StoreWriter({TOKENS: tokens, DOCUMENTS: offsets}, tokenizer)
             deque(tokenise(corpus, tokenizer, writer), maxlen=0)
             writer.require_documents(corpus)
             writer.finish(folder, replace(corpus, left_out={}), {})

@@ -80,9 +80,6 @@ class TokenFields:
         """Return the document of a record; None if the record has no tokens.
 
         location: file and record, for messages.
-
-        Raises:
-            ConfigError: a value has the wrong form, or does not fit the document's tokens.
         """
         if record[self.tokens.name] is None:
             return None
@@ -96,7 +93,6 @@ class TokenFields:
 
 
 def _integers(value: Any, key: RecordKey, location: str) -> np.ndarray:
-    """Return a list of integers as int64[N]."""
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError):
@@ -151,8 +147,10 @@ def _slice(row: Any) -> list[int] | None:
         return None
     *numbers, kind = row
     numbers.append(KINDS.get(kind) if isinstance(kind, str) else kind)
-    are_whole = (isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers)
-    return [int(n) for n in numbers] if all(are_whole) and max(map(abs, numbers)) < 2**62 else None
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in numbers):
+        return None
+    whole = list(map(int, numbers))  # an int64 has no absolute value of -2^63
+    return whole if max(map(abs, whole)) < 2**62 else None
 
 
 def _shown(value: Any) -> str:

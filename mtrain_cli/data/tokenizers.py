@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,38 +57,16 @@ class Begin:
 NO_BEGIN = Begin()
 
 
-class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer.
+class ByteTokenizer:
+    """Tokenizer of UTF-8 bytes. Ids 0 to 255 are bytes, 256 begin, 257 end and 258 padding.
 
-    name: for messages and metadata.
     identity: fingerprint, which differs between tokenizers that may encode a text to different ids.
-    vocab_size: number of ids. Every id is below this number.
-    eos: id of the end token, which follows each document; None if the tokenizer has no end token.
     begin: begin token of documents and prompts, empty for none.
-    prescribed: what ``begin`` is unless the user chose.
+    prescribed, named: what ``begin`` is unless the user chose, and if the user wants one.
+    eos: id of the end token, which follows each document; None without.
     exact_pieces: whether the pieces of `corpora.split_text`, encoded one by one, give the same ids
         as the whole text.
     """
-
-    name: str
-    identity: str
-    vocab_size: int
-    eos: int | None
-    begin: Begin
-    prescribed: Begin
-    exact_pieces: bool
-
-    def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each piece, without special tokens."""
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids[N]. Incomplete characters become U+FFFD."""
-        ...
-
-
-class ByteTokenizer:
-    """Tokenizer of UTF-8 bytes. Ids 0 to 255 are bytes, 256 begin, 257 end and 258 padding."""
 
     name = "bytes"
     identity = "bytes-1"
@@ -115,7 +93,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package.
+    """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package; see `ByteTokenizer`.
 
     prescribed: begin token that the post-processor of the file puts before each text. Its end
         tokens are not used: a prompt goes on, and a document ends with ``eos``.
@@ -128,6 +106,8 @@ class FileTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"{place}: its vocabulary is empty; use another tokenizer")
         self._tokenizer, self._place = tokenizer, place
         self.name = path.parent.absolute().name if path.stem == "tokenizer" else path.stem
         self.vocab_size = max(vocabulary.values()) + 1
@@ -174,6 +154,9 @@ class FileTokenizer:
         return _call(self._place, method, numbers, skip_special_tokens=True)
 
 
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
 def _call(place: str, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Call a method of the package, and raise ConfigError if it raises an error or panics."""
     try:
@@ -186,17 +169,12 @@ def _call(place: str, method: Callable[..., T], *arguments: Any, **options: Any)
     raise ConfigError(f"{place}: the tokenizer failed on a text ({reason}); use another tokenizer")
 
 
-def choose_begin(
-    tokenizer: ByteTokenizer | FileTokenizer, bos: bool | str, option: str = "data.bos="
-) -> None:
+def choose_begin(tokenizer: Tokenizer, bos: bool | str, option: str = "data.bos=") -> None:
     """Set the begin token of documents.
 
     Args:
         bos: value of ``data.bos``. ``auto`` follows the post-processor of the tokenizer.
         option: key or command-line option of ``bos``, for messages.
-
-    Raises:
-        ConfigError: ``bos`` is true, and the tokenizer has no begin token.
     """
     if bos != "auto":
         tokenizer.begin = (tokenizer.prescribed or tokenizer.named) if bos else NO_BEGIN
@@ -229,16 +207,13 @@ def documents_identity(tokenizer: Tokenizer) -> str:
 
 def open_tokenizer(
     choice: str, option: str = "data.tokenizer", others: tuple[str, ...] = ()
-) -> ByteTokenizer | FileTokenizer:
+) -> Tokenizer:
     """Open the tokenizer that the user chose.
 
     Args:
         choice: ``bytes``, the path of a tokenizer.json, or a folder that holds one.
         option: configuration key or command-line option of the choice, for messages.
         others: further values that the option allows, for messages.
-
-    Raises:
-        ConfigError: the file is missing or broken, or the ``tokenizers`` package is missing.
     """
     if choice == "bytes":
         return ByteTokenizer()
@@ -257,9 +232,6 @@ def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
     """Return the tokenizer in the content of the tokenizer.json at ``path``.
 
     A tokenizer_config.json beside it may name the end token. place: the beginning of messages.
-
-    Raises:
-        ConfigError: the content is broken, or the ``tokenizers`` package is missing.
     """
     library = _import_tokenizers(place)
     try:

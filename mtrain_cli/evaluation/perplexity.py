@@ -21,8 +21,8 @@ import numpy as np
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size, with_count
+from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.dataset import Sample
-from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import refuse_unread_key, text_corpus

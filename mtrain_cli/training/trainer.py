@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data import file_sums
-from mtrain_cli.data.dataset import Dataset, Sample
+from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.loader import Loader
+from mtrain_cli.data.mixture import Dataset
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, describe_place

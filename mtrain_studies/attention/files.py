@@ -153,11 +153,7 @@ def without_lists(row: TopKeyRow | OverlapRow | RopeRow) -> dict[str, Any]:
 
 
 def read_attention_files(folder: Path) -> AttentionFiles:
-    """Read the files that the folder has.
-
-    Raises:
-        ConfigError: a file is damaged or holds something else.
-    """
+    """Read the files that the folder has."""
     tables: dict[str, Any] = {
         name: _rows(folder / f"{name}.parquet", kind) for name, kind in TABLES.items()
     }

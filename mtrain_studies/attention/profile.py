@@ -34,11 +34,7 @@ class Options:
 
 
 def parse(options: Options) -> AttentionRequest:
-    """Parse the options on attention.
-
-    Raises:
-        ConfigError: an option has a wrong value, or --cells has nothing to apply to.
-    """
+    """Parse the options on attention."""
     from mtrain_cli.config.sizes import parse_size
 
     counts, heads = list[int](), list[tuple[int, int]]()

@@ -49,12 +49,7 @@ class AttentionRequest:
         return flop
 
     def require_fit(self, config: Config) -> None:
-        """Check the request against a configuration.
-
-        Raises:
-            ConfigError: the sequence has too few tokens, the model lacks a head, or rotary
-                positions come from the data.
-        """
+        """Check the request against a configuration."""
         model, data, lines = config.model, config.data, []
         if (largest := max(self.top_k, default=0)) > config.seq:
             lines.append(f"--top-k {largest}: must be at most seq={config.seq}")

@@ -51,3 +51,11 @@ def test_a_wrong_name_is_refused_before_slow_imports(tmp_path, command, problem)
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert result.stderr.startswith(f"mtrain: {problem}")
+
+
+def test_data_are_prepared_and_shown_without_torch(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    for command in ("data prepare a.txt out", "data show out --check"):
+        words = [sys.executable, "-c", WITHOUT_TORCH, *command.split()]
+        result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr

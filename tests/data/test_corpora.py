@@ -1,4 +1,4 @@
-"""The standard library as a corpus, and how text is cut into pieces."""
+"""The standard library as a corpus, how text is cut into pieces, and filters."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.corpora import Corpus, split_text, stdlib_corpus
+from mtrain_cli.data.corpora import EVERYTHING, Corpus, Filters, split_text, stdlib_corpus
 
 
 def _texts(corpus: Corpus) -> dict[str, str]:
@@ -100,3 +100,26 @@ def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(
             assert not left[-2].isspace()
             assert not right[0].isspace()
     assert all(len(piece) <= 16 * size for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8: is below --min-tokens 9"),
+        ({"truncate": True}, "--truncate: cuts documents at --max-tokens"),
+    ],
+)
+def test_contradicting_filters_are_refused(values, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Filters(**values)
+
+
+def test_a_minimum_without_a_maximum_is_allowed():
+    assert Filters(min_tokens=9, max_tokens=0).max_tokens == 0
+    assert Filters(min_tokens=9, max_tokens=9, truncate=True).truncate
+
+
+def test_the_recipe_tells_filters_apart_and_is_empty_without_any():
+    assert EVERYTHING.recipe == {} == Filters().recipe
+    recipes = [Filters(min_tokens=3), Filters(max_tokens=3), Filters(domains=("code",))]
+    assert len({filters.recipe["filters"] for filters in recipes}) == 3

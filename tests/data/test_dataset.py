@@ -1,6 +1,5 @@
 """Packing documents into sequences."""
 
-import io
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,18 +21,14 @@ def _store(lengths: list[int]) -> TokenStore:
 
     The last token of the longer documents is the end token.
     """
-    tokens, offsets = io.BytesIO(), io.BytesIO()
     tokenizer = ByteTokenizer()
     tokenizer.eos = None
-    writer = StoreWriter(tokens, offsets, tokenizer)
+    writer = StoreWriter.in_memory(tokenizer)
     for number, length in enumerate(lengths):
         writer.append((np.arange(length - 1) * 7 + number * 31 + 1) % 256)
         writer.append(np.array([257 if length > 1 else number % 256]))
         writer.end_document()
-    writer.flush()
-    return writer.memory_store(
-        tokens.getbuffer(), offsets.getbuffer(), Corpus("a test", "", "", ())
-    )
+    return writer.memory_store(Corpus("a test", "", "", ()))
 
 
 _LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)

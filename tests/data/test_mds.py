@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain_cli.commands.data import show
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.open_dataset import open_dataset
@@ -225,30 +226,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _index(f, lambda c: c["shards"].clear()),
         "it lists no shards",
     ),
-    "index of another format": (lambda f: _first(f, format="csv"), "is not an index of MDS shards"),
-    "a version of two lines": (
-        lambda f: _index(f, lambda c: c.update(version="2\n3")),
-        r"index.json has version 2\n3, but",
-    ),
-    "a column of two lines": (
-        lambda f: _every(f, column_names=["domain", "input\nids", "length"]),
-        "has no column input_ids; its columns: domain (str), input ids (ndarray:uint32)",
-    ),
-    "a name of two lines": (
-        lambda f: _first(f, raw_data={"basename": "a\nb", "bytes": 90}),
-        r"a\nb is missing, but index.json lists it",
-    ),
-    "a compression of two lines": (
-        lambda f: (_snappy(f), _first(f, compression="snap\npy")),
-        "is compressed with snap py. Only zstd and gz can be read.",
-    ),
     "samples in words": (
         lambda f: _first(f, samples="many"),
         'samples="many" has the wrong type',
-    ),
-    "a fraction of a byte": (
-        lambda f: _first(f, raw_data={"basename": "shard.00000.mds", "bytes": 1.5}),
-        "bytes=1.5 has the wrong type",
     ),
     "a hash without its algorithm": (
         lambda f: _first(f, raw_data={"basename": "a.mds", "bytes": 9, "hashes": "abc"}),
@@ -325,6 +305,27 @@ def test_a_sample_whose_size_contradicts_its_columns_is_refused(tmp_path: Path) 
         match=r"^mine: a shard is corrupt: its samples and columns differ in size$",
     ):
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
+
+
+def test_a_shard_without_samples_holds_nothing(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "s", RAW, raw_samples()[:2])
+    _unchecked(folder, lambda b: bytes(4) + len(b).to_bytes(4, "little") + b[8:])
+    _first(folder, samples=0)
+    assert MdsFolder(folder).array_lengths("input_ids", 0).tolist() == []
+    with pytest.raises(ConfigError, match=r"--document 0: PATH has 0 documents, numbered from 0"):
+        show(folder)
+
+
+def test_shards_are_shown_with_their_domains(capsys: pytest.CaptureFixture[str]) -> None:
+    show(REAL / "raw_zstd", document=1, check=True)
+    text = capsys.readouterr().out
+    assert "7 samples, 98 tokens in 5 MDS shards (0.0 MiB, zstd)" in text
+    assert "columns domain (str), input_ids (ndarray:uint32), length (int)" in text
+    assert "every sample was read; sizes and available checksums match" in text
+    assert [line.split()[:3] for line in text.splitlines() if " code " in line] == [
+        ["code", "4", "56"]
+    ]
+    assert "document 1 (8 tokens) begins with ids 100, 101, 102" in text
 
 
 ONLY_IDS = {"input_ids": "ndarray:uint32"}

@@ -10,9 +10,9 @@ import pytest
 from test_mds import PACKED, RAW, write_mds
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data import mds_source, prepare
-from mtrain_cli.data.filters import EVERYTHING, Filters
-from mtrain_cli.data.mds_source import mds_corpus
+from mtrain_cli.data import mds, prepare
+from mtrain_cli.data.corpora import EVERYTHING, Filters
+from mtrain_cli.data.mds import mds_corpus
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
@@ -66,7 +66,6 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
     ("filters", "kept", "left_out"),
     [
         (Filters(domains=("book",)), [1, 4, 7], {"of another domain": 6}),
-        (Filters(min_chars=len(TEXTS[5])), [5, 6, 7, 8], {"shorter than --min-chars": 5}),
         (
             Filters(min_tokens=len(TEXTS[3].encode()) + 1),
             [3, 4, 5, 6, 7, 8],
@@ -97,7 +96,7 @@ def test_filters_select_documents_and_count_the_rejected_ones(
         prepare, "_BATCH_CHARACTERS", 50
     )  # Documents longer than a batch are removed from the file again.
     monkeypatch.setattr(
-        "mtrain_cli.data.mds_source.split_text",
+        "mtrain_cli.data.mds.split_text",
         lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20)),
     )
     store = prepared(shards, tmp_path / "out", bpe_file, filters)
@@ -112,7 +111,7 @@ def test_an_interrupted_call_resumes_with_the_same_result(
 ) -> None:
     monkeypatch.setattr(prepare, "_BATCH_PIECES", 1)
     monkeypatch.setattr(prepare, "_COMMIT_TOKENS", 1)
-    monkeypatch.setattr(mds_source, "_DECODED_TOKENS", 100)
+    monkeypatch.setattr(mds, "_DECODED_TOKENS", 100)
     filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200, truncate=True)
     chosen = str(bpe_file) if tokenizer == "bpe" else tokenizer
     whole = prepared(shards, tmp_path / "whole", bpe_file, filters, chosen)
@@ -209,7 +208,6 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> 
     )
     assert line(min_tokens=9, max_tokens=5).startswith("--max-tokens 5: is below --min-tokens 9")
     assert line(truncate=True).startswith("--truncate: cuts documents at --max-tokens")
-    assert line(min_chars=-1).startswith("--min-chars -1: must be 0")
     large = write_mds(
         tmp_path / "large",
         RAW,

@@ -258,11 +258,3 @@ def test_wrong_weights_are_refused_in_one_line(tmp_path: Path, mix: str, expecte
     (line,) = caught.value.problems
     assert line.startswith("data.mix")
     assert expected in line
-
-
-def test_stdlib_cannot_be_mixed() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^data.mix={a:1}: data=stdlib has no mix; add data=text, tokens or mds$",
-    ):
-        compose(["data.mix={a: 1}"])

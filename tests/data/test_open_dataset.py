@@ -101,10 +101,6 @@ def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_pa
         open_dataset(config)[0]
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")
     assert "tokens.bin has 0 bytes, but meta.json implies 360" in _line(config)
-    assert _line(make_config(kind="tokens", path=None)).startswith(
-        "data.path is not set: data=tokens needs it"
-    )
-    assert _line(make_config(kind="mds", path=None)).startswith("data.path is not set: data=mds")
 
 
 def test_masks_and_positions_are_read_if_they_are_named(make_config, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import builtins
 import errno
 import gzip
 import inspect
+import io
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 
 from mtrain_cli import install_command, resource_dir
 from mtrain_cli.commands.data import prepare
@@ -20,9 +22,10 @@ from mtrain_cli.config.groups import summary
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import TEXT
 from mtrain_cli.data import text_files
-from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.filters import describe_left_out
-from mtrain_cli.data.text_files import READERS, refuse_unread_key, text_corpus
+from mtrain_cli.data.corpora import Corpus, describe_left_out
+from mtrain_cli.data.text_files import READERS, Unpacked, refuse_unread_key, text_corpus
+
+PACK = {"gz": gzip.compress, "zstd": zstandard.compress}
 
 
 def _texts(corpus: Corpus, skip: int = 0) -> list[str]:
@@ -193,6 +196,17 @@ def test_corrupt_parquet_is_one_clear_line(tmp_path: Path, keep: int) -> None:
     assert f"data.path={path}: not a readable parquet file" in _error(path)
 
 
+def test_only_columns_that_are_read_count_in_the_size_of_a_row_group(tmp_path, monkeypatch):
+    large = [bytes([n]) * 10_000 for n in range(9)]
+    table = pyarrow.table({"text": ["a"] * 9, "image": large, "other": [x.hex() for x in large]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    monkeypatch.setattr(text_files, "host_memory", lambda: 20_000)
+    assert _texts(text_corpus(str(tmp_path / "a.parquet"), "text")) == ["a"] * 9
+    assert "row group 0 unpacks to 0.0 GiB, more than half" in _error(
+        tmp_path / "a.parquet", "other"
+    )
+
+
 def test_parquet_text_that_is_not_utf8_is_one_clear_line(tmp_path: Path) -> None:
     strings = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "a.parquet")
@@ -255,10 +269,8 @@ def test_an_absurdly_long_line_is_refused(tmp_path, monkeypatch):
 
 def _packed(path: Path, content: bytes) -> Path:
     """Write a file that gzip or zstd compressed, as its suffix says."""
-    zstandard = pytest.importorskip("zstandard")
-    pack = gzip.compress if path.suffix == ".gz" else zstandard.compress
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pack(content))
+    path.write_bytes(PACK["gz" if path.suffix == ".gz" else "zstd"](content))
     return path
 
 
@@ -285,13 +297,14 @@ def test_compressed_files_give_the_same_documents(tmp_path: Path, packing: str) 
     [
         json.dumps,
         lambda rows: "\ufeff" + json.dumps(rows, indent=1),
-        lambda rows: "\n".join(map(json.dumps, rows)),
+        lambda rows: "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
     ],
 )
 def test_json_is_one_document_per_record(tmp_path, form, skip):
-    (tmp_path / "a.json").write_text(form([{"text": t} for t in ("[a", "", None, "ü]")]))
+    texts = ["[a\u2028\x85b", "", None, "ü]"]  # `str.splitlines` would cut the first one
+    (tmp_path / "a.json").write_text(form([{"text": text} for text in texts]))
     corpus = text_corpus(str(tmp_path / "a.json"), "text")
-    assert _texts(corpus, skip) == ["[a", "", "", "ü]"][skip:]
+    assert _texts(corpus, skip) == [text or "" for text in texts][skip:]
 
 
 @pytest.mark.parametrize(
@@ -384,3 +397,46 @@ def test_a_folder_that_fails_while_it_is_listed_is_one_line(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "walk", walk)
     assert "cannot be read (Permission denied)" in _error(tmp_path)
+
+
+def _read(content: bytes, kind: str) -> bytes:
+    return io.BufferedReader(Unpacked(io.BytesIO(content), kind, "file")).read()
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_frames_one_after_another_give_the_whole_content(kind: str) -> None:
+    parts = [b"", b"one", bytes(range(256)) * 5000, b"last"]
+    assert _read(b"".join(map(PACK[kind], parts)), kind) == b"".join(parts)
+
+
+def test_padding_after_a_gzip_file_is_ignored() -> None:
+    assert _read(gzip.compress(b"x") + bytes(5000), "gz") == b"x"
+
+
+@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.9999])
+def test_a_truncated_file_is_refused(kind: str, keep: float) -> None:
+    """zstandard's own stream ends silently there."""
+    whole = PACK[kind](b"".join(str(number).encode() for number in range(20_000)))
+    with pytest.raises(ConfigError, match=r"^file cannot be unpacked \(it ends early\)"):
+        _read(whole[: int(len(whole) * keep)], kind)
+
+
+@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("where", ["start", "after"])
+def test_garbage_is_refused(kind: str, where: str) -> None:
+    content = b"garbage" if where == "start" else PACK[kind](b"x" * 99) + b"garbage"
+    with pytest.raises(ConfigError, match=r"^file cannot be unpacked") as caught:
+        _read(content, kind)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_unknown_compression_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"is compressed with br\. Only zstd and gz"):
+        Unpacked(io.BytesIO(b""), "br:11", "file")
+
+
+def test_without_its_package_a_zst_file_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"needs the zstandard package: .*install"):
+        Unpacked(io.BytesIO(b""), "zstd", "a.txt.zst")

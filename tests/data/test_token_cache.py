@@ -81,14 +81,6 @@ def test_a_cache_folder_that_cannot_be_written_falls_back_to_memory_and_says_so(
     assert np.array_equal(dataset[0].tokens, cached[0].tokens)
 
 
-BROKEN = {
-    "empty.txt": b"",
-    "binary.txt": b"\x00\xff\xfe" * 99,
-    "broken.jsonl": b'{"text": "a',
-    "other_key.jsonl": b'{"body": "a"}\n',
-}
-
-
 def test_waiting_for_a_removed_lock_file_still_excludes_later_processes(
     tmp_path: Path,
 ) -> None:

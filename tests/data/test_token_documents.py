@@ -58,6 +58,7 @@ def test_a_record_without_tokens_is_no_document(ids: list[int] | None) -> None:
         ({"mask": [0, 4, 0, 4, 1]}, "holds 0. Give a list of slices"),
         ({"mask": [[0, 4, 0, 4, True]]}, "Give a list of slices"),
         ({"mask": [[0, 4, 0, 2**70, 1]]}, "Give a list of slices"),
+        ({"mask": [np.array([0, 4, -(2**63), 4, 1])]}, "Give a list of slices"),
         (
             {"mask": [[0, 4, 0, 4, "casual"]]},
             "holds [0, 4, 0, 4, 'casual']. Give a list of slices",

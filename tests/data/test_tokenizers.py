@@ -149,6 +149,10 @@ def test_identity_follows_content_not_path(bpe_file: Path, tmp_path: Path) -> No
     [
         (None, "no such file"),
         (b"{}", "not a Hugging Face"),
+        (
+            b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+            "its vocabulary is empty",
+        ),
         (b"\xff\x00", "it is not text: byte 1 is not UTF-8"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -68,3 +70,13 @@ def blocks(page: Path) -> list[Block]:
 
 def blocks_of(language: str) -> list[Block]:
     return [block for page in PAGES for block in blocks(page) if block.language == language]
+
+
+def script(path: str) -> ModuleType:
+    """Return a script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(path.replace("/", "_"), ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from docs.blocks import ROOT, blocks
+from docs.blocks import ROOT, blocks, script
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
@@ -19,12 +18,7 @@ FOLDER = ROOT / "docs/figures"
 
 @pytest.fixture(scope="module")
 def drawing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "docs/figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/figures.py")
 
 
 def test_the_script_draws_what_is_committed(drawing, tmp_path):

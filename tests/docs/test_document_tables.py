@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import tarfile
 from types import ModuleType
 
 import pytest
-from docs.blocks import ROOT
+from docs.blocks import ROOT, script
 from studies.test_learning_tables import summary
 
 from mtrain_studies.cells import Study
@@ -17,15 +16,6 @@ from mtrain_studies.outcomes import FAILED, HELD, UNKNOWN, summarize
 from mtrain_studies.t_interval import interval
 
 RESULTS = ROOT / "profiles/learning"
-
-
-def script(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.replace("/", "_"), ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +98,6 @@ def test_cells_for_equal_time_are_not_pooled(pools):
         apart = row["variant"] == "equal-time"
         assert (row["mean"] == again["mean"]) == apart, row["variant"]
         assert (row["seeds"] == again["seeds"]) == apart
-
-
-def test_failed_predictions_come_first(pools):
-    found = pools.pool(of_file("a-first"), of_file("a-again"))
-    states = [each["state"] for each in found["predictions"]]
-    assert states == sorted(states)  # failed, held
 
 
 def test_the_spread_is_the_larger_one_also_of_a_measure_of_one_run(pools):

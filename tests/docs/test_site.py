@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from types import ModuleType
 
 import pytest
 import yaml
-from docs.blocks import PAGES, ROOT
+from docs.blocks import PAGES, ROOT, script
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.pattern_settings import PATTERNS
@@ -18,12 +17,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_pages", ROOT / "docs/generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/generate.py")
 
 
 def test_the_configuration_reference_has_every_key_with_its_meaning(generate):

@@ -78,26 +78,14 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
 
     def inside(name: str, *patterns: str) -> list[str]:
         root = material / name
-        return sorted(
-            {
-                str(path.relative_to(root))
-                for pattern in patterns
-                for path in root.glob(pattern)
-                if path.is_file()
-            }
-        )
+        paths = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
+        return sorted(str(path.relative_to(root)) for path in paths)
 
     tiny = ["model=tiny", "seq=256", "--no-files"]
     stand = [
-        ".lock",
-        "restarts.jsonl",
-        "resolved.yaml",
-        "state.json",
-        "metrics.jsonl",
-        "environment.json",
-        "evaluations.jsonl",
-        "overrides.txt",
-    ]
+        ".lock", "restarts.jsonl", "resolved.yaml", "state.json", "metrics.jsonl",
+        "environment.json", "evaluations.jsonl", "overrides.txt",
+    ]  # fmt: skip
     shown = [
         *inside("run", "profile/*", "profile/records/*", "checkpoints/*/manifest.json"),
         *stand,
@@ -130,16 +118,8 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
         [""],
         [["simulate", *tiny, "--cluster", "THIS", "--layout", "striped", "--exchange", "ring"]],
     )
-    calibration = [
-        "simulate",
-        *tiny,
-        "--calibration",
-        "THIS",
-        "--layout",
-        "striped",
-        "--exchange",
-        "ring",
-    ]
+    words = "--calibration THIS --layout striped --exchange ring"
+    calibration = ["simulate", *tiny, *words.split()]
     yield material / "kernels.json", [""], [calibration]
     yield material / "non-attention.json", [""], [calibration]
     yield material / "hf", ["config.json"], [

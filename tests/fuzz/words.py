@@ -13,17 +13,16 @@ from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.keys import ConfigKey, all_keys
 
 HUGE = (
-    "1e20",
-    "999999999999999999999",
-    "1e308",
-    "1e999999999",
-    "9" * 400,
-    "9" * 5000,
-    "1e15",
-    "4611686018427387904",
-    "inf",
-    "1e24",
-)
+    "1e20", "999999999999999999999", "1e308", "1e999999999", "9" * 400, "9" * 5000, "1e15",
+    "4611686018427387904", "inf", "1e24",
+)  # fmt: skip
+NUMBERS = (
+    "1", "2", "4", "16", "32", "64", "128", "256", "0", "0.5", "0.1", "1k", "auto", "3", "1e-3",
+)  # fmt: skip
+SMALL = (
+    "1", "2", "3", "4", "0.05", "5%", "256,512", "8,32", "16/2", "zigzag", "ring", "dense",
+    "seq=256,512 nodes=1", "worker=1.2", "bytes", "20b", "auto",
+)  # fmt: skip
 ODD = (
     "", " ", "null", "none", "~", "nan", "-nan", "-inf", "true", "-1", "0", "-0", "0x10", "1_000",
     "1__0", "0.5", "1e-320", "[1]", "[", "]", "{a: 1}", "{", "[[[[", "é", "²", "٣", "a b", "a=b",
@@ -116,17 +115,9 @@ class Words:
             return f"{key.name}={value}", number and not allowed
         if kind < 0.95:
             return f"{key.name}={draw.choice(ODD)}", False
-        return draw.choice(
-            (
-                draw.choice(ODD),
-                f"~{key.name}",
-                f"+{key.name}=1",
-                f"{key.name}",
-                f"{key.name}==1",
-                f"={key.name}",
-                f"hydra.{key.name}=1",
-            )
-        ), False
+        name = key.name
+        odd = (f"~{name}", f"+{name}=1", name, f"{name}==1", f"={name}", f"hydra.{name}=1")
+        return draw.choice((draw.choice(ODD), *odd)), False
 
     def fitting(self, key: ConfigKey) -> str:
         """Draw a value that may be valid."""
@@ -136,25 +127,7 @@ class Words:
         if bool in key.types:
             return draw.choice(("true", "false"))
         if int in key.types or float in key.types:
-            return draw.choice(
-                (
-                    "1",
-                    "2",
-                    "4",
-                    "16",
-                    "32",
-                    "64",
-                    "128",
-                    "256",
-                    "0",
-                    "0.5",
-                    "0.1",
-                    "1k",
-                    "auto",
-                    "3",
-                    "1e-3",
-                )
-            )
+            return draw.choice(NUMBERS)
         return draw.choice([*self.files, "auto", "bytes", "name", "[0.9,0.95]", "{a: 0.5, b: 0.5}"])
 
     def misspell(self, word: str, taken: set[str]) -> str:
@@ -163,19 +136,11 @@ class Words:
         while True:
             at = draw.randrange(len(word) + 1)
             letter = draw.choice(LETTERS[:-1])
+            before, after = word[:at], word[at + 1 :]
             changed = draw.choice(
-                (
-                    word[:at] + letter + word[at:],
-                    word[:at] + word[at + 1 :],
-                    word[:at] + letter + word[at + 1 :],
-                )
+                (before + letter + word[at:], before + after, before + letter + after)
             )
-            if (
-                changed != word
-                and changed not in taken
-                and changed.strip() not in taken
-                and "." + changed not in taken
-            ):
+            if {changed, changed.strip(), "." + changed}.isdisjoint({word, *taken}):
                 return changed
 
     def _arguments(self, param: Any, line: Line) -> None:
@@ -203,26 +168,7 @@ class Words:
         kind = draw.random()
         number = any(kind in str(param.type_descriptor.annotation) for kind in ("int", "float"))
         if kind < 0.4:
-            small = (
-                "1",
-                "2",
-                "3",
-                "4",
-                "0.05",
-                "5%",
-                "256,512",
-                "8,32",
-                "16/2",
-                "zigzag",
-                "ring",
-                "dense",
-                "seq=256,512 nodes=1",
-                "worker=1.2",
-                "bytes",
-                "20b",
-                "auto",
-            )
-            value = draw.choice([*small, *self.files])
+            value = draw.choice([*SMALL, *self.files])
         elif kind < 0.65:
             value = draw.choice(HUGE)
             if number:

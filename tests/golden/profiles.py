@@ -94,19 +94,9 @@ def compute(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def make(asked: Case, folder: Path, there: Path) -> None:
     """Profile a case into the folder `there`."""
-    compared = [
-        "--pattern",
-        asked.patterns,
-        "--layout",
-        asked.layouts,
-        "--exchange",
-        asked.exchanges,
-    ]
-    workers.server().run(
-        ["profile", "imbalance", *compared, *asked.words.split(), f"run.dir={there}"],
-        asked.workers,
-        folder,
-    )
+    compared = f"--pattern {asked.patterns} --layout {asked.layouts} --exchange {asked.exchanges}"
+    words = ["profile", "imbalance", *compared.split(), *asked.words.split(), f"run.dir={there}"]
+    workers.server().run(words, asked.workers, folder)
 
 
 def _profiled(case: str, folder: Path, there: Path) -> Iterator[tuple[str, dict[str, Any]]]:

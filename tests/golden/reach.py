@@ -1,7 +1,7 @@
 """All that the golden traces know of mtrain: its command line, some imports, names in its files.
 
-Only this module knows names of mtrain's modules, columns and keys. After a rename in mtrain, change
-the left-hand sides below; the recorded files keep the names on the right.
+Only this module knows names of modules, columns and keys. The recorded files keep these names: if
+mtrain renames one, this module translates.
 """
 
 from __future__ import annotations
@@ -20,41 +20,29 @@ import numpy as np
 # Strings that mtrain has renamed since the files were recorded (new -> old): phases, passes, links,
 # payloads, parts of a step, keys of JSON documents.
 _RENAMED: dict[str, str] = {}
-# Names in metrics.jsonl and evaluations.jsonl -> names in the recorded files.
-_STEP = {
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "lr": "lr",
-    "density": "density",
-    "tokens": "tokens",
-    "consumed": "consumed",
-}
-# Columns of records.parquet -> names in the recorded files.
-_COLUMNS = {
-    name: name
-    for name in (
-        "case",
-        "iteration",
-        "micro",
-        "layer",
-        "direction",
-        "step",
-        "rank",
-        "phase",
-        "link",
-        "payload",
-        "shard",
-        "peer",
-        "blocks",
-        "columns",
-        "pairs",
-        "flop",
-        "bytes",
-        "dur_us",
-    )
-}
-# Parts of a memory estimate.
-_PARTS = (
+# Names in metrics.jsonl, columns of records.parquet, and parts of a memory estimate.
+_STEP = ["loss", "grad_norm", "lr", "density", "tokens", "consumed"]
+_COLUMNS = [
+    "case",
+    "iteration",
+    "micro",
+    "layer",
+    "direction",
+    "step",
+    "rank",
+    "phase",
+    "link",
+    "payload",
+    "shard",
+    "peer",
+    "blocks",
+    "columns",
+    "pairs",
+    "flop",
+    "bytes",
+    "dur_us",
+]
+_PARTS = [
     "parameters",
     "optimizer",
     "gradients",
@@ -65,7 +53,19 @@ _PARTS = (
     "exchange",
     "loss",
     "inputs",
-)
+]
+_EXCHANGE = ["name", "heads", "chunks", "prefetch", "circulates", "shared_columns"]
+_MOVED = ["forward", "backward", "weights", "host"]
+_TRAIN = [
+    "activation_checkpoint",
+    "checkpoint_keep",
+    "keep_mlp",
+    "offload_activations",
+    "tile_mib",
+    "loss_chunk_mib",
+    "shard",
+]
+_DEGREES = ["worker_time", "step_time", "worker_work", "step_work"]
 _WORK = ("attention", "columns")
 _MESSAGES = ("send", "receive")
 _GAP, _WAIT = "gap", "wait"
@@ -136,7 +136,7 @@ def main(words: Sequence[str]) -> None:
 def steps(run_dir: Path) -> dict[str, list[Any]]:
     """Return the metrics of each step of a run, by name."""
     rows = _lines(run_dir / "metrics.jsonl")
-    return {ours: [row[theirs] for row in rows] for theirs, ours in _STEP.items()}
+    return {name: [row[name] for row in rows] for name in _STEP}
 
 
 def evaluations(run_dir: Path) -> list[Any]:
@@ -166,22 +166,10 @@ def memory(words: Sequence[str]) -> dict[str, Any]:
         "reserve": estimate.reserve,
         "host": estimate.host,
         "saving": estimate.saving,
-        "exchange": [
-            exchange.name,
-            exchange.heads,
-            exchange.chunks,
-            exchange.prefetch,
-            exchange.circulates,
-            exchange.shared_columns,
-        ],
+        "exchange": [getattr(exchange, name) for name in _EXCHANGE],
         "kernel": result.kernel,
         "layout": [result.layout.name, result.layout.padded_seq],
-        "moved": [
-            result.received.forward,
-            result.received.backward,
-            result.received.weights,
-            result.received.host,
-        ],
+        "moved": [getattr(result.received, name) for name in _MOVED],
         "checkpoint": result.checkpoint,
         "model_flop": result.flops.model,
         "executed_flop": result.flops.executed,
@@ -191,29 +179,16 @@ def memory(words: Sequence[str]) -> dict[str, Any]:
 
 def _memory_settings(config: Any) -> list[Any]:
     """Return the settings that train.memory=auto may choose."""
-    train, optim = config.train, config.optim
-    return [
-        train.activation_checkpoint,
-        train.checkpoint_keep,
-        train.keep_mlp,
-        train.offload_activations,
-        train.tile_mib,
-        train.loss_chunk_mib,
-        train.shard,
-        optim.offload,
-        optim.offload_gradients,
-    ]
+    train = [getattr(config.train, name) for name in _TRAIN]
+    return [*train, config.optim.offload, config.optim.offload_gradients]
 
 
 def records(folder: Path) -> dict[str, np.ndarray]:
     """Return the rows of a profile or simulation as arrays, strings as text."""
     import pyarrow.parquet as pq
 
-    table = pq.read_table(folder / "records.parquet", columns=list(_COLUMNS))
-    result = {
-        ours: table.column(theirs).to_numpy(zero_copy_only=False)
-        for theirs, ours in _COLUMNS.items()
-    }
+    table = pq.read_table(folder / "records.parquet", columns=_COLUMNS)
+    result = {name: table.column(name).to_numpy(zero_copy_only=False) for name in _COLUMNS}
     return {
         name: np.array([_ours(word) for word in values]) if values.dtype == object else values
         for name, values in result.items()
@@ -241,22 +216,14 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def work(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
     """Return the exact work of a case: totals by pass, and a digest by pass, layer, step, rank."""
-    return _counted(
-        rows,
-        case,
-        _WORK,
-        ("direction", "layer", "step", "rank"),
-        ("pairs", "blocks", "columns", "flop"),
-        ("direction",),
-    )
+    key, counted = ["direction", "layer", "step", "rank"], ["pairs", "blocks", "columns", "flop"]
+    return _counted(rows, case, _WORK, key, counted, ("direction",))
 
 
 def traffic(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
     """Return the exact bytes of a case: totals by (pass, queue, payload, phase), and a digest."""
-    key = ("direction", "link", "payload", "phase", "layer", "step", "rank", "shard", "peer")
-    return _counted(
-        rows, case, _MESSAGES, key, ("bytes",), ("direction", "link", "payload", "phase")
-    )
+    key = ["direction", "link", "payload", "phase", "layer", "step", "rank", "shard", "peer"]
+    return _counted(rows, case, _MESSAGES, key, ("bytes",), key[:4])
 
 
 def spent(rows: Mapping[str, np.ndarray], case: int) -> dict[str, float]:
@@ -327,15 +294,9 @@ def step_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "fits": row["fits"],
         "hidden": row["hidden_weights_s"],
         "parts": {_ours(name): value for name, value in row["parts_s"].items()},
-        "degrees": [
-            row["degrees"][name]
-            for name in ("worker_time", "step_time", "worker_work", "step_work")
-        ],
-        **(
-            {"days": _bounds(row["days"]), "dollars": row["dollars"] and _bounds(row["dollars"])}
-            if "days" in row
-            else {}
-        ),
+        "degrees": [row["degrees"][name] for name in _DEGREES],
+        **({"days": _bounds(row["days"])} if "days" in row else {}),
+        **({"dollars": row["dollars"] and _bounds(row["dollars"])} if "days" in row else {}),
     }
 
 
@@ -352,7 +313,7 @@ def structure(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
 
     Leaves out rows that depend on times: gaps, and whom a collective waited for.
     """
-    key = (
+    key = [
         "direction",
         "phase",
         "link",
@@ -364,17 +325,11 @@ def structure(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
         "rank",
         "shard",
         "peer",
-    )
+    ]
     phases = sorted(set(rows["phase"].tolist()) - {_GAP})
     rows = {**rows, "peer": np.where(rows["phase"] == _WAIT, -1, rows["peer"])}
-    return _counted(
-        rows,
-        case,
-        phases,
-        key,
-        ("rows", "pairs", "blocks", "columns", "bytes"),
-        ("direction", "phase"),
-    )
+    counted = ["rows", "pairs", "blocks", "columns", "bytes"]
+    return _counted(rows, case, phases, key, counted, ("direction", "phase"))
 
 
 def _counted(

@@ -173,18 +173,6 @@ def test_a_damaged_cell_is_named_with_its_repair(tmp_path, content):
         assert line.endswith(f"Delete {study.path(damaged)}{lost} and run the study again")
 
 
-def test_a_folder_in_the_place_of_the_file_is_named_before_the_cell_is_computed(tmp_path):
-    study = Study(tmp_path, TINY)
-    folder = study.path(Cell(0)) / DONE
-    folder.mkdir(parents=True)
-    with pytest.raises(ConfigError) as caught:
-        cells.compute(study, Cell(0), lambda _: pytest.fail("trained"))
-    assert caught.value.problems == (
-        f"{folder}: damaged (Is a directory), so base/seed-0 does not count as finished. Delete "
-        f"{folder} and run the study again",
-    )
-
-
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_finished_cell_without_results_is_named_with_its_repair(tmp_path, is_folder):
     study = Study(tmp_path, TINY)

@@ -125,13 +125,6 @@ def test_losses_by_context_are_those_of_the_attention():
     assert rows == [["moba, dense inference", "2.0000"], ["moba, sparse inference", "3.0000"]]
 
 
-def test_the_spread_of_needles_has_one_digit():
-    found = [measured(name, 0, needles=n) for name, n in (("dense", 90.0), ("dense-again", 91.5))]
-    compared = tuple(compare(A, found, spread_of(found)))
-    noise = tables(Summary(A, tuple(found), compared, spread_of(found), (), {}))[3]
-    assert noise.rows == [["needles", "1.5", "+1.5"]]
-
-
 def test_one_seed_decides_nothing_and_does_not_call_the_experiment_blind():
     lines = remarks(summary([0.002]))
     assert lines[1] == "One seed decides nothing: a verdict needs at least two."

@@ -301,35 +301,6 @@ def predicted(rule, limit=0, measure="long_loss", attention="own", cell=SPARSE, 
     return Prediction("p", "2026-11-26", "text", cell, attention, measure, rule, limit, **more)
 
 
-def test_predictions_of_losses():
-    spans = {(4096, 8192): 2.0, (8192, 16384): 2.0, (16384, 65536): 2.0}
-    worse = {**spans, (4096, 8192): 9.0, (16384, 65536): 2.03}
-    found = [
-        measured(DENSE, 0, long_loss=2.0, buckets=spans),
-        measured(SPARSE, 0, "vertical_slash", long_loss=1.99, buckets=worse),
-    ]
-    worst = predicted("at_most_percent", 1, "worst_long_bucket")
-    assert outcome(worst, found, A).state == FAILED
-    assert outcome(worst, found, A).found.startswith("+1.5 %")
-    assert outcome(predicted("below_dense", 0), found, A).state == HELD
-    assert outcome(predicted("above_percent", 1), found, A).state == FAILED
-    assert outcome(predicted("below_dense", 0, cell="moba"), found, A).state == UNKNOWN
-
-
-def test_predictions_of_needles():
-    found = [
-        measured(DENSE, 0, elsewhere=96.0),
-        measured(SPARSE, 0, "vertical_slash", elsewhere=36.0),
-        measured(SPARSE, 0, DENSE, elsewhere=72.0),
-    ]
-    elsewhere = {"measure": "elsewhere"}
-    assert outcome(predicted("loses_more_than", 20, **elsewhere), found, A).state == HELD
-    assert outcome(predicted("loses_at_most", 5, **elsewhere), found, A).state == FAILED
-    recovers = predicted("recovers_half", 50, attention=DENSE, **elsewhere)
-    assert outcome(recovers, found, A).state == HELD
-    assert outcome(recovers, found, A).found == "+60 % of the lost points, 1 seed"
-
-
 @pytest.mark.parametrize(
     ("rule", "limit", "own", "state"),
     [
@@ -431,18 +402,6 @@ def test_a_prediction_written_after_some_seeds_is_judged_by_the_others_only():
     early = [one for one in found if one.cell.seed == 0]
     each = outcome(predicted("at_most_percent", 2, **late), early, A)
     assert (each.state, each.found) == (UNKNOWN, "no such cell of the seeds 1, 2 is finished")
-
-
-@pytest.mark.parametrize(
-    ("difference", "state"), [(-0.05, FAILED), (-0.005, HELD), (0.005, HELD), (0.05, FAILED)]
-)
-def test_within_the_spread_means_neither_worse_nor_better(difference, state):
-    found = [
-        measured(DENSE, 0, long_loss=2.0),
-        measured(AGAIN, 0, long_loss=2.01),
-        measured(SPARSE, 0, "vertical_slash", long_loss=2.0 + difference),
-    ]
-    assert outcome(predicted("within_spread"), found, A).state == state
 
 
 def test_a_summary_begins_with_the_predictions_that_failed(tmp_path, monkeypatch):

@@ -135,22 +135,6 @@ def test_a_folder_that_settings_cannot_name_is_refused(tmp_path, dry_run, name, 
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
-def test_a_folder_is_refused_by_its_whole_path_without_links(tmp_path, monkeypatch, dry_run):
-    monkeypatch.setattr(study_learning, "_prepare", None)  # nothing may be computed
-    (tmp_path / "x${HOME}").mkdir()
-    (tmp_path / "link").symlink_to("x${HOME}")
-    why = "holds ${, which begins the name of a setting; give another folder"
-    result = run("--out", tmp_path / "link" / "sub", *dry_run)
-    assert result.stderr == f"mtrain: --out {tmp_path}/link/sub: {why}\n"
-    assert (result.exit_code, result.stdout) == (2, "")
-    monkeypatch.chdir(tmp_path / "x${HOME}")
-    result = run(*dry_run)
-    assert result.stderr == f"mtrain: --out measurements/learning-tiny: {why}\n"
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert list((tmp_path / "x${HOME}").iterdir()) == []
-
-
-@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
 def test_a_folder_of_something_else_is_refused(tmp_path, dry_run):
     file, other, study = tmp_path / "file", tmp_path / "other", tmp_path / "study"
     file.write_text("mine")
@@ -248,7 +232,7 @@ def test_sittings_never_repeat_a_cell(computed):
         study_learning._compute(study, wanted, 4.5, console)
         sittings += 1
     assert keys == [cell.key for cell in wanted]
-    assert sittings == -(-len(wanted) // 4)  # a fifth cell would take longer than is left
+    assert sittings == -(-len(wanted) // 5)  # no cell begins after 4.5 minutes
     study_learning._compute(study, wanted, 4.5, console)
     assert len(keys) == len(wanted)
 
@@ -297,15 +281,6 @@ def test_a_dry_run_names_damaged_weights(computed):
     assert f"{file}: truncated or damaged (" in planned.stdout.replace("\n", " ")
     file.rename(file.with_name("of\nmine.safetensors"))
     assert "/of\\nmine.safetensors: truncated" in run(*words).stdout
-
-
-def test_a_dry_run_does_not_name_damaged_weights_that_nothing_reads(computed):
-    study, _ = computed
-    study_learning._compute(study, cells_of(study.tier, ["dense"], [0]), 0.0, Console())
-    (study.folder / "base/seed-0/hf/model.safetensors").write_bytes(NO_TENSORS[:-1])
-    planned = run("--out", study.folder, "--only", "dense", "--dry-run")
-    assert re.search(r" dense +dense +1 ", planned.stdout), "seed 0 is done"
-    assert "damaged" not in planned.stdout
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -22,13 +22,6 @@ def run(*words: str):
     return CliRunner().invoke(app, ["study", *words], env={"COLUMNS": "200"})
 
 
-def test_the_list_names_tables_and_papers():
-    found = run("list")
-    assert found.exit_code == 0
-    for name in ("table3", "burst-table2", "magi-masks", "burst (BurstEngine)"):
-        assert name in found.stdout
-
-
 def test_the_list_is_also_json():
     found = json.loads(run("list", "--json").stdout)
     (masks,) = [table for table in found["tables"] if table["name"] == "magi-masks"]

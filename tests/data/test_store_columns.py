@@ -18,11 +18,10 @@ from masked_documents import (
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import prepare
+from mtrain_cli.data.corpora import EVERYTHING, Filters
 from mtrain_cli.data.dataset import PackedDataset
-from mtrain_cli.data.document_columns import SLICES
-from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.store import SLICES, TokenStore
 from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
 
@@ -58,14 +57,14 @@ def test_documents_come_back_as_they_were_given(store: TokenStore) -> None:
     assert store.meta.num_documents == 30
     for number, record in enumerate(records()):
         assert store.document(number).tolist() == record["ids"]  # without an end token
-        slices = store.columns.slices_of(number)
+        slices = store.slices_of(number)
         if record["mask"] is None:
             assert slices is None
         else:
             length = len(record["ids"])
             expected = by_slices(np.array(record["mask"]), length)
             assert np.array_equal(by_slices(slices, length), expected)
-        own = store.columns.positions_of(*store.offsets[number : number + 2].tolist())
+        own = store.positions_of(number)
         assert (None if own is None else own.tolist()) == record["at"]
     meta = store.meta
     assert (meta.mask_key, meta.positions_key, meta.keys) == ("mask", "at", ["mask", "at"])
@@ -94,14 +93,14 @@ def test_filters_drop_and_cut_the_columns_too(tmp_path: Path) -> None:
     assert store.meta.num_documents == len(kept)
     assert store.meta.cut > 2
     for number, record in enumerate(kept):
-        slices, length = store.columns.slices_of(number), min(9, len(record["ids"]))
+        slices, length = store.slices_of(number), min(9, len(record["ids"]))
         assert store.document(number).tolist() == record["ids"][:9]
         if record["mask"] is None:
             assert slices is None
         else:
             whole = by_slices(np.array(record["mask"]), len(record["ids"]))
             assert np.array_equal(by_slices(slices, length), whole[:9, :9])
-        own = store.columns.positions_of(*store.offsets[number : number + 2].tolist())
+        own = store.positions_of(number)
         assert (None if own is None else own.tolist()) == (record["at"] and record["at"][:9])
 
 
@@ -109,7 +108,7 @@ def test_a_cut_document_whose_tokens_see_nothing_is_not_causal(tmp_path: Path) -
     line = {"ids": [1] * 6, "mask": [[0, 6, 5, 6, "full"]], "at": None}
     source = write_jsonl(tmp_path / "a.jsonl", [line])
     store = prepared(source, tmp_path / "store", filters=Filters(max_tokens=4, truncate=True))
-    assert not by_slices(store.columns.slices_of(0), 4).any()
+    assert not by_slices(store.slices_of(0), 4).any()
 
 
 def mask_counts(folder: Path, lines: list[dict[str, Any]], filters: Filters = EVERYTHING) -> tuple:
