@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.data import file_sums
+from mtrain_cli.data import checked_files
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.mixture import Dataset
@@ -230,7 +230,7 @@ class TrainData:
         if asked:
             progress_record.note("checks the data")
             say = partial(print, flush=True) if environment.rank == 0 else lambda _: None
-            report = file_sums.lines(say, "data.verify=sampled skips this")
+            report = checked_files.lines(say, "data.verify=sampled skips this")
             self.dataset.verify(environment.local_rank, environment.local_workers, report)
             progress_record.note("")
 
