@@ -193,15 +193,14 @@ def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
         stop = min(stop, start + max(16, MASK_BYTES // (4 * width)))
         group_low, group_high = low[start:stop], high[start:stop]
         sees_keys = group_low < group_high
-        if not bool(sees_keys.any()):
-            break
-        first, last = int(group_low[sees_keys].min()), int(group_high[sees_keys].max())
-        mask: Tensor | bool = False
-        if bool((group_low != first).any()) or bool((group_high != last).any()):
-            slots = torch.arange(first, last, dtype=torch.int32)
-            hidden = (slots < group_low[:, None]) | (slots >= group_high[:, None])
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        yield slice(start, stop), slice(first, last), mask
+        if bool(sees_keys.any()):
+            first, last = int(group_low[sees_keys].min()), int(group_high[sees_keys].max())
+            mask: Tensor | bool = False
+            if bool((group_low != first).any()) or bool((group_high != last).any()):
+                slots = torch.arange(first, last, dtype=torch.int32)
+                hidden = (slots < group_low[:, None]) | (slots >= group_high[:, None])
+                mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            yield slice(start, stop), slice(first, last), mask
         start = stop
 
 
