@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +30,7 @@ from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import reset_biases
+from mtrain_cli.model.stored_sizes import check_tensors
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 from mtrain_cli.parallel.tensor_group import own_region
 from mtrain_cli.printable import one_line
@@ -38,7 +39,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"  # `sha256sum -c SHA256SUMS` checks a folder, too
 MAX_FILE_BYTES = 5 * 10**9
-_SHOWN_PROBLEMS = 8
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _LAYER = re.compile(r"layers\.\d+\.mlp\.")
@@ -132,36 +132,6 @@ def state_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         decoder = Decoder(model)
     return {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
-
-
-def parameter_problems(
-    actual: Mapping[str, tuple[int, ...]],
-    expected: Mapping[str, tuple[int, ...]],
-    *,
-    where: Callable[[str], object],
-    expected_by: str,
-) -> list[str]:
-    """Return a line for each tensor that is missing, unexpected or has the wrong shape; at most 9.
-
-    Args:
-        where: returns the file or folder of a tensor, for the message.
-        expected_by: source of the expected shapes, for the message.
-    """
-    problems = [
-        f"{where(name)}: tensor {name} is missing"
-        if name not in actual
-        else f"{where(name)}: tensor {name} has shape {actual[name]}; "
-        f"{expected_by} requires {shape}"
-        for name, shape in expected.items()
-        if actual.get(name) != shape
-    ]
-    problems += [
-        f"{where(name)}: unexpected tensor {name}; {expected_by} describes no such tensor"
-        for name in sorted(actual.keys() - expected)
-    ]
-    if (more := len(problems) - _SHOWN_PROBLEMS) > 0:
-        problems[_SHOWN_PROBLEMS:] = [f"... and {more} more like these"]
-    return problems
 
 
 class HuggingFaceFolder:
@@ -275,13 +245,10 @@ class HuggingFaceFolder:
         }
         kept = self._file_of.keys() - ignored
         actual = {name: tuple(self._slice(name).get_shape()) for name in kept}
-        if problems := parameter_problems(
-            actual,
-            expected,
-            where=lambda name: self.path / self._file_of.get(name, ""),
-            expected_by=str(self.path / "config.json"),
-        ):
-            raise ConfigError(*problems)
+        check_tensors(
+            self.model, actual, expected, self.path, self.path / "config.json",
+            {name: self.path / file for name, file in self._file_of.items()},
+        )  # fmt: skip
 
     def _repeats_embedding(self) -> bool:
         """Return whether the LM head of a tied model is its embedding."""

@@ -1,4 +1,4 @@
-"""Compare the sizes of a model in a configuration with those of its stored tensors."""
+"""Compare the shapes of stored tensors with those that a configuration describes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from mtrain_cli.config.problem import Problem
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import ConfigError, ModelConfig
 
+_SHOWN_PROBLEMS = 8
 _GATE_UP = ".experts.gate_up"  # of all experts: [experts, 2 * expert_size, hidden_size]
 # The size that the rows of a matrix give, by the end of its name. Checkpoints and Hugging Face
 # folders name the matrices of experts differently.
@@ -24,24 +25,48 @@ _ROWS = {
 }
 
 
-def wrong_sizes(
-    model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], stored: object, given: object
-) -> list[Problem]:
-    """Return a line for each size of a configuration that the stored tensors contradict.
+def check_tensors(
+    model: ModelConfig,
+    stored: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    folder: object,
+    given: object,
+    file_of: Mapping[str, object] | None = None,
+) -> None:
+    """Raise ConfigError unless the stored tensors have the expected shapes.
+
+    A size of the model that they contradict is one line; other tensors are at most nine.
 
     Args:
-        shapes: of the tensors of a checkpoint or of a Hugging Face folder, by name.
-        stored, given: where the tensors are, and the file of the configuration.
+        stored, expected: shapes of tensors by name.
+        folder, given: where the tensors are, and the file of the configuration.
+        file_of: the file of each tensor, if a folder has several.
     """
-    return [
+    problems: list[str] = [
         Problem(
-            f"model.{key}={ours}: the weights in {stored} have {size}. Correct {given}",
+            f"model.{key}={ours}: the weights in {folder} have {size}. Correct {given}",
             f"model.{key}",
             value=ours,
         )
-        for key, size in _sizes(model, shapes)
+        for key, size in _sizes(model, stored)
         if size != (ours := attrgetter(key)(model))
     ]
+    if not problems:
+        wrong = {
+            name: f"has shape {stored[name]}; {given} requires {shape}"
+            if name in stored
+            else "is missing"
+            for name, shape in expected.items()
+            if stored.get(name) != shape
+        } | dict.fromkeys(sorted(stored.keys() - expected), f"is in no model of {given}")
+        problems = [
+            f"{(file_of or {}).get(name, folder)}: tensor {name} {why}"
+            for name, why in list(wrong.items())[:_SHOWN_PROBLEMS]
+        ]
+        if more := len(wrong) - len(problems):
+            problems.append(f"... and {more} more like these")
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _sizes(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:

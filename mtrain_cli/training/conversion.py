@@ -28,7 +28,7 @@ from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface_config import config_json, read_mask, require_new_folder
 from mtrain_cli.model.huggingface_experts import bias_problem
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.model.stored_sizes import wrong_sizes
+from mtrain_cli.model.stored_sizes import check_tensors
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
@@ -125,13 +125,7 @@ def export_checkpoint(
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    expected, by = huggingface.state_shapes(model), str(run / RESOLVED)
-    problems: Sequence[str] = wrong_sizes(model, shapes, source, by)
-    problems = problems or huggingface.parameter_problems(
-        shapes, expected, where=lambda _: source, expected_by=by
-    )
-    if problems:
-        raise ConfigError(*problems)
+    check_tensors(model, shapes, huggingface.state_shapes(model), source, run / RESOLVED)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
         raise ConfigError(bias_problem(model.family))
