@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
+from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind, valid_slices
 from mtrain_cli.config.mask_settings import MOST_INTERVALS
 
 # Most slices of a query on average. Slices may overlap, but more than this is a mistake in the data
@@ -63,21 +63,14 @@ def continues(slices: IntArray, start: int, stop: int) -> NDArray[np.bool_]:
     return np.cumsum(change)[: stop - start] > 0
 
 
-def lie_in(slices: IntArray, length: int) -> bool:
-    """Return whether all slices have a known kind and lie in a document of ``length`` tokens."""
-    queries, keys, kind = slices[:, 0:2], slices[:, 2:4], slices[:, 4]
-    inside = slices[:, :4].min() >= 0 and slices[:, :4].max() <= length
-    ordered = (queries[:, 0] <= queries[:, 1]).all() and (keys[:, 0] <= keys[:, 1]).all()
-    known = kind.min() >= 0 and kind.max() <= SliceKind.BICAUSAL
-    return bool(inside and ordered and known)
-
-
 def slices_per_query(slices: IntArray, length: int) -> float:
     return float(np.clip(slices[:, 1].astype(float) - slices[:, 0], 0, None).sum()) / max(1, length)
 
 
 def intervals_at_most(slices: IntArray, length: int, most: int) -> bool:
-    """Return whether no query of a document of ``length`` tokens sees over ``most`` intervals."""
+    """Return whether slices lie in a document, where no query sees over ``most`` intervals."""
+    if not valid_slices(slices, length).all():
+        return False
     starts, stops = np.sort(slices[:, 0]), np.sort(slices[:, 1])
     shared = np.arange(1, len(starts) + 1) - np.searchsorted(stops, starts, side="right")
     if shared.max(initial=0) <= most:

@@ -1,9 +1,7 @@
 """FlashAttention-4 (CuTe DSL) on Hopper and later.
 
-- Dense attention with a mask of a few rectangles: one call per rectangle, full or causal.
-- Dense attention with any other mask: one call with block lists.
-- Dynamic index: FlashAttention-4 computes the blocks. The Triton kernels then add the single
-  columns to the same softmax, so no merge is needed.
+A mask of a few rectangles takes one call per rectangle, any other mask one call with block lists.
+Under a dynamic index, Triton kernels add the single columns to the same softmax, without a merge.
 """
 
 from __future__ import annotations
@@ -211,9 +209,8 @@ _COMPILERS = (
 def persistent_kernel_cache() -> Iterator[None]:
     """Enable FlashAttention-4's on-disk kernel cache during its first import.
 
-    Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if no folder is
-    usable (see `cache_folder`). FlashAttention-4 reads its environment variables at import. Restore
-    these variables after the ``with`` block, so that child processes decide for themselves.
+    It reads environment variables then, which are restored for child processes. Do nothing if the
+    user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or without a usable `cache_folder`.
     """
     if ENABLED in os.environ:
         yield
@@ -233,9 +230,9 @@ def persistent_kernel_cache() -> Iterator[None]:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder for compiled kernels, or None if other users could write to that folder.
+    """Return the folder for compiled kernels, or None if other users could write to it.
 
-    Cached files are run as code, so only this user may write them.
+    Cached files are run as code.
     """
     base = own_folder()
     if base is None:

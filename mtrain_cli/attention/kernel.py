@@ -22,11 +22,7 @@ from mtrain_cli.attention.tiles import Tiles
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """The kind of dynamic index that a run's pattern makes.
-
-    chunk: number of keys per chunk if each query chooses its own chunks (`index.GatedBitmap`);
-        otherwise 0.
-    """
+    """The dynamic index of a pattern. chunk: keys per chunk of a `GatedBitmap`, else 0."""
 
     block: int
     bitmap: bool
@@ -35,10 +31,7 @@ class IndexRequest:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a run needs from a kernel.
-
-    intervals: most disjoint intervals of keys that the mask lets a query see.
-    """
+    """What a run needs from a kernel. intervals: most intervals of keys that a query sees."""
 
     device: str
     capability: tuple[int, int] | None
@@ -52,10 +45,7 @@ class KernelRequest:
 
 
 class Saved(NamedTuple):
-    """What a backward call needs besides dout.
-
-    delta: rowsum(out * dout). If None, the kernel computes delta from out.
-    """
+    """What a backward call needs besides dout; delta: rowsum(out * dout), or None to compute it."""
 
     q: Tensor
     k: Tensor
@@ -68,10 +58,9 @@ class Saved(NamedTuple):
 class Kernel(Protocol):
     """A local attention implementation.
 
-    needs_out: whether backward needs out, from which the kernel computes delta. If False, backward
-        needs only delta, and exchanges that circulate queries send delta instead of out.
-    skips: whether the kernel skips pairs that a dynamic index leaves out. If False, the kernel
-        computes and masks these pairs, so it is no faster than dense attention.
+    needs_out: whether backward needs out. If False, delta suffices, and exchanges that circulate
+        queries send delta instead.
+    skips: whether the kernel skips pairs that an index leaves out, or only masks them.
     """
 
     name: str
@@ -79,13 +68,10 @@ class Kernel(Protocol):
     skips: bool
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return why this kernel cannot serve the request, in a few words; None if it can.
-
-        The answer is the same on every machine: it assumes that all packages are installed.
-        """
+        """Return why no machine with all packages can serve the request; None if one can."""
 
     def missing_package(self, request: KernelRequest) -> str | None:
-        """Return which package this machine lacks to serve the request; None if it lacks none."""
+        """Return which package this machine lacks to serve the request; None for none."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair: ...
 
@@ -96,10 +82,8 @@ class Kernel(Protocol):
     ) -> Pair:
         """Return out and lse over the columns of an index, in the accumulation dtype.
 
-        packed: keys and values of the columns, gathered from all workers, [2, batch, heads,
-            width, head_dim].
-        partial: (out, lse) over other keys, to include in the result; None to compute the
-            columns only.
+        packed: keys and values from all workers, [2, batch, heads, width, head_dim].
+        partial: (out, lse) over other keys, to include in the result.
         """
 
     def backward_columns(
@@ -112,16 +96,11 @@ class Kernel(Protocol):
         columns: SharedColumns,
         scale: float,
     ) -> Pair:
-        """Return dq and the gradient of ``packed``, in the accumulation dtype.
-
-        lse, delta: cover the keys of all workers.
-        """
+        """Return dq and the gradient of ``packed``; lse and delta cover the keys of all workers."""
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
-        """Return out and lse of one query per sequence over the first keys of a cache.
+        """Return out and lse of one query per sequence over the first ``used`` keys of a cache.
 
-        On a GPU, the call neither waits for the GPU nor reads ``used`` on the host, so a CUDA graph
-        can contain it.
-
-        used: number of keys that each query sees, int32 [batch], on the device of q.
+        used: int32 [batch] on the device. A GPU call fits into a CUDA graph: the host reads
+            nothing.
         """

@@ -1,8 +1,7 @@
 """Masks: which query-key pairs are allowed before any dynamic index.
 
 Each query sees a few disjoint intervals of keys. A slot is the index of a token in its shard. Every
-layout keeps a worker's tokens in ascending order, so an interval of keys is also an interval of
-slots in any key shard. `KeySpans` holds these intervals as two integers per query and interval.
+layout keeps a worker's tokens in ascending order, so intervals of keys are intervals of slots, too.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class SliceKind(IntFlag):
 class KeySlice(NamedTuple):
     """A rectangle: query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``.
 
-    kind: which keys each row sees. Row i sees the keys from ``k_start + (i - q_start)`` on if the
-        kind has the bit INVERSE, and the keys below ``k_stop - (q_stop - 1 - i)`` if it has CAUSAL.
+    Row i sees the keys from ``k_start + (i - q_start)`` on if the kind has the bit INVERSE, and the
+    keys below ``k_stop - (q_stop - 1 - i)`` if it has CAUSAL.
     """
 
     q_start: int
@@ -61,8 +60,7 @@ class SequenceMask:
     """The keys that each query of one packed sequence of ``padded`` positions sees.
 
     low, high: int64 [intervals, padded]. The query at position q sees the keys ``low[i, q] <= k <
-        high[i, q]`` of each interval i. The intervals of a query are disjoint and ascend. Unused
-        intervals have low == high and come last.
+        high[i, q]`` of each interval i: disjoint and ascending, those with low == high last.
     """
 
     low: IntArray
@@ -116,8 +114,9 @@ class SequenceMask:
     def shows_later_keys(self) -> NDArray[np.bool_]:
         """Return whether a query up to each position sees a key after the position, bool [padded].
 
-        If so, the model may know the next token at that position from its input, also through the
-        layers below: the query may see an earlier one, which sees the next token.
+        If so, the model may know the next token from its input: the query may see an earlier one,
+            which
+        sees the next token in a layer below.
         """
         reach = np.maximum.accumulate(self.high.max(0))
         return reach > np.arange(1, self.padded + 1)
@@ -153,15 +152,18 @@ class SequenceMask:
     ) -> SequenceMask:
         """Return the mask that allows each pair that at least one slice allows.
 
-        slices: the slices in positions, or an array int64 [slices, 5] with their fields. They may
-            overlap: a pair in several slices counts once.
-
-        Raises:
-            ValueError: a slice does not lie in the sequence or has an unknown kind, or a query sees
-                more than `MOST_INTERVALS` intervals.
+        slices: also as an array int64 [slices, 5] of their fields. Raises ValueError for a slice
+            outside
+        the sequence or of an unknown kind, and over `MOST_INTERVALS` intervals.
         """
         table = np.asarray(slices, np.int64).reshape(-1, 5)
-        _check_slices(table, length)
+        if not (valid := valid_slices(table, length)).all():
+            raise ValueError(
+                f"The slice {table[np.argmin(valid)].tolist()} of (query start, query stop, key "
+                f"start, key stop, kind) does not lie in a sequence of {length} tokens or has an "
+                f"unknown kind. Give starts from 0 on, stops from the start to {length}, and kinds "
+                "0 (full), 1 (causal), 2 (inverse) and 3 (bicausal)."
+            )
         table = table[table[:, 3] > table[:, 2]]  # the others have no keys
         table = table[np.argsort(table[:, 0], kind="stable")]
         if (table[1:, 0] >= table[:-1, 1]).all():
@@ -228,23 +230,12 @@ def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
     return np.repeat(starts, np.diff(starts, append=padded))
 
 
-def _check_slices(table: IntArray, length: int) -> None:
+def valid_slices(table: IntArray, length: int) -> NDArray[np.bool_]:
+    """Return which slices lie in a sequence of ``length`` tokens and have a known kind."""
     q_start, q_stop, k_start, k_stop, kind = table.T
     inside = (q_start >= 0) & (q_stop <= length) & (k_start >= 0) & (k_stop <= length)
     ordered = (q_start <= q_stop) & (k_start <= k_stop)
-    if not (inside & ordered).all():
-        wrong = table[np.argmin(inside & ordered)]
-        raise ValueError(
-            f"The slice {wrong.tolist()} of (query start, query stop, key start, key stop, kind) "
-            f"does not lie in a sequence of {length} tokens. Give starts from 0 on and stops from "
-            f"the start to {length}."
-        )
-    known = (kind >= 0) & (kind <= SliceKind.BICAUSAL)
-    if not known.all():
-        raise ValueError(
-            f"A slice has the kind {kind[np.argmin(known)]}; allowed: 0 (full), 1 (causal), "
-            "2 (inverse) and 3 (bicausal)."
-        )
+    return inside & ordered & (kind >= 0) & (kind <= SliceKind.BICAUSAL)
 
 
 def _check_intervals(intervals: int, rows: IntArray, rank: IntArray) -> None:
@@ -301,10 +292,7 @@ def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
 class KeySpans:
     """The key slots that each query of a shard sees.
 
-    low, high: int64 [intervals, queries]. Query q sees the slots ``low[i, q] <= j < high[i, q]`` of
-        each interval i. An interval without keys has low == high. The intervals of a query are
-        disjoint and ascend, apart from empty ones.
-    num_keys: number of key slots.
+    low, high: int64 [intervals, queries], as in `SequenceMask`; empty intervals may stand anywhere.
     """
 
     low: IntArray
@@ -326,10 +314,7 @@ class KeySpans:
         return np.logical_or.reduce(seen, 0)
 
     def restrict(self, keys: IntArray) -> KeySpans:
-        """Return the spans over a subset of the keys.
-
-        keys: slots of the keys in the subset, ascending. In the result, slot j is ``keys[j]``.
-        """
+        """Return the spans over some of the keys, whose ascending slots are given."""
         if len(keys) == self.num_keys:  # all slots
             return self
         low, high = (np.searchsorted(keys, bound) for bound in (self.low, self.high))

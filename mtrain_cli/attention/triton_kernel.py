@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
-from mtrain_cli.attention.decode import decode_on_gpu
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest, Saved
 from mtrain_cli.attention.mask_tables import BlockGeometry
@@ -37,7 +36,9 @@ class TritonColumns:
     skips = True
 
     def decode(self, q, k, v, used, scale):
-        return decode_on_gpu(q, k, v, used, scale)
+        from mtrain_cli.kernels.triton import decode
+
+        return decode.decode(q, k, v, used, scale)
 
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.kernels.triton import sparse
@@ -135,10 +136,8 @@ def make_span_plans(tiles: Tiles, dtype: torch.dtype) -> tuple[SpanPlan, SpanPla
 def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:
     """Return mask and index in the form that the Triton kernels read.
 
-    If the tiles hold all keys, small tables are cached in the tiles (see `local_columns`). The
-    block lists of a bitmap and the bits of covered columns are built on every call.
-
-    backward: whether to include the query blocks of each key block, which dk and dv need.
+    Block lists and the bits of covered columns are built on every call. backward: include the query
+    blocks of each key block, which dk and dv need.
     """
     from mtrain_cli.kernels.triton.sparse import TilePlan
 

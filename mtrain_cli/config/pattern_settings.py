@@ -93,11 +93,6 @@ class PatternSettings(variants.Variant):
         """Return the share of causal pairs that is computed; None if it depends on the data."""
         return None
 
-    @property
-    def packed_documents_remark(self) -> str | None:
-        """A remark for users whose sequences pack several documents; None without a remark."""
-        return None
-
 
 @dataclass(frozen=True)
 class DenseSettings(PatternSettings):
@@ -194,16 +189,6 @@ class VerticalSlashSettings(SparseSettings):
 
     def slash_bound(self, blocks: int) -> int:
         return self.max_slashes
-
-    @property
-    def packed_documents_remark(self) -> str | None:
-        if self.windows > 1:
-            return None
-        return (
-            "a single window at the end probes only the last packed document; sparsity.windows=4 "
-            "probes more of them. Inside one long document, windows found fewer needles "
-            "(docs/studies.md)"
-        )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from mtrain_cli.attention.document_slices import (
     continues,
     cut_slices,
     intervals_at_most,
-    lie_in,
 )
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
@@ -282,7 +281,7 @@ class PackedDataset:
                 part = causal_slices(stop - start)
             else:
                 length = int(self.store.offsets[unit + 1] - self.store.offsets[unit])
-                if not lie_in(own, length) or not intervals_at_most(own, length, most):
+                if not intervals_at_most(own, length, most):
                     raise self._corrupt(SLICES)
                 part = cut_slices(own, start, stop)
             part[:, :4] += place

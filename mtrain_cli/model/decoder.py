@@ -1,9 +1,8 @@
 """The mathematics of a decoder-only language model. The caller passes attention in as a function.
 
-Parameters have the names of Hugging Face without the leading ``model.``.
-
-Shape suffixes: B batch, N local tokens, C hidden size, H query heads, K KV heads, D head dimension,
-F = D/2 rotary frequencies, V vocabulary size.
+Parameters have the names of Hugging Face without the leading ``model.``. Shape suffixes: B batch, N
+local tokens, C hidden size, H query heads, K KV heads, D head dimension, F = D/2 rotary
+frequencies, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ def projected(
     cos_BN1F: Tensor,
     sin_BN1F: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated q ``[B, N, H, D]`` and k, and v ``[B, N, K, D]``, all contiguous.
-
-    weights: those of all heads, or of the heads to compute.
-    """
+    """Return rotated q ``[B, N, H, D]`` and k, and v ``[B, N, K, D]``, all contiguous."""
     q_BNHD, k_BNKD, v_BNKD = (
         functional.linear(x_BNC, weight_AC, bias_A).unflatten(-1, (-1, head_dim))
         for weight_AC, bias_A in zip(weights[:3], weights[3:6], strict=True)
@@ -159,9 +155,8 @@ class Decoder(nn.Module):
     """A decoder-only language model.
 
     Construct it under ``torch.device("meta")``, prepare it for many workers (`parallelize`),
-    allocate with ``to_empty(device=...)``, then initialize (`init.py`) or load (`huggingface.py`).
-
-    rope_factor: factor by which positions are stretched (`rope.rope_factor`).
+    allocate with ``to_empty(device=...)``, then `initialize` it or load weights (`load_into`).
+    rope_factor: factor by which positions are stretched.
     """
 
     def __init__(
@@ -192,18 +187,16 @@ class Decoder(nn.Module):
         The gradient includes the z-loss and the losses of ``routing``, but the value does not: it
         stays comparable with runs without them.
 
-        Args:
-            positions_BN: index of each token in the whole sequence. Any order is allowed.
-            labels_BN: the token that follows each token; -100 does not count.
-            loss_scale: number or float32 tensor. FSDP2 rounds the tensor to bfloat16, unless its
-                mixed-precision policy has ``cast_forward_inputs=False``.
-            routing: the sequences of the tokens, for the routers of a model with experts.
+        positions_BN: index of each token in the whole sequence, in any order.
+        labels_BN: the token that follows each token; -100 does not count.
+        loss_scale: FSDP2 rounds a tensor to bfloat16, unless its mixed-precision policy has
+            ``cast_forward_inputs=False``.
         """
         x_BNC = self.hidden(tokens_BN, positions_BN, attend, routing)
         return self.loss_of(x_BNC, labels_BN, loss_scale)
 
     def loss_of(self, x_BNC: Tensor, labels_BN: Tensor, loss_scale: float | Tensor) -> Tensor:
-        """Return the result of `forward` from hidden states, the result of `hidden`."""
+        """Return the result of `forward` from hidden states."""
         total, loss = with_z_loss(
             x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), loss_scale, self.loss
         )
@@ -247,7 +240,7 @@ class Decoder(nn.Module):
     def token_losses_of(
         self, x_BNC: Tensor, labels_BN: Tensor, is_greedy_BN: Tensor | None = None
     ) -> Tensor:
-        """Return the result of `token_losses` from hidden states, the result of `hidden`."""
+        """Return the result of `token_losses` from hidden states."""
         losses_N = token_losses(
             x_BNC.flatten(0, 1),
             self._head_weight(),
@@ -262,7 +255,7 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens_BN, positions_BN, attend))
 
     def head(self, x_BNC: Tensor) -> Tensor:
-        """Return the logits ``[B, N, V]`` of hidden states, the result of `hidden`."""
+        """Return the logits ``[B, N, V]`` of hidden states."""
         return functional.linear(x_BNC, self._head_weight())
 
     def _head_weight(self) -> Tensor:
@@ -293,10 +286,7 @@ def virtual_stages(layer_counts: Sequence[int]) -> tuple[VirtualStage, ...]:
 
 
 class StageDecoder(Decoder):
-    """The virtual stages of one worker. Layers and parameters keep their names in the whole model.
-
-    Tied embeddings are on the first and on the last stage.
-    """
+    """The virtual stages of one worker. Parameters keep names; both ends have tied weights."""
 
     def __init__(
         self, model: ModelConfig, rope_factor: float, stages: Sequence[VirtualStage]
@@ -327,11 +317,8 @@ class StageDecoder(Decoder):
     ) -> Tensor:
         """Return the hidden states after a virtual stage, or the loss after the last one.
 
-        Args:
-            x_BNC: hidden states after the previous virtual stage; None for the first.
-            loss_scale: as in `Decoder.forward`. None returns the loss of every token instead, as
-                `Decoder.token_losses` does.
-            routing: as in `Decoder.forward`.
+        x_BNC: hidden states after the previous virtual stage; None for the first.
+        loss_scale: None returns the loss of every token, as `Decoder.token_losses` does.
         """
         stage = self.stages[number]
         with torch.set_grad_enabled(loss_scale is not None):

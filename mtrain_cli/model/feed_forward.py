@@ -2,16 +2,14 @@
 
 Forward keeps only its inputs, and backward recomputes one tile at a time, so tensors of the MLP's
 intermediate size exist for one tile only (TiledMLP in ALST, arXiv:2506.13996, section 3.1.1).
-Backward is written by hand: autograd would allocate a weight gradient for each tile, but here all
-tiles add to one float32 sum.
+Backward is written by hand: autograd would allocate a weight gradient for each tile.
 
 With tensor parallelism, a worker has its own rows of the residual stream, the attention output of
 its heads for all rows, and the weights of these heads and of a part of the MLP. A tile has the same
 rows of every worker: it gathers rows before the worker's matrices, and adds up results after them.
 
-Shape suffixes: N tokens of all sequences of a batch, R own tokens of a tile, S tokens of a tile of
-all workers of a tensor group (R without one), C hidden size, A width of the attention output, I
-intermediate size.
+Shape suffixes: N tokens of all sequences, R own tokens of a tile, S tokens of a tile of all workers
+    of a tensor group, C hidden size, A width of the attention output, I intermediate size.
 """
 
 from __future__ import annotations

@@ -59,10 +59,7 @@ class StoredPart(NamedTuple):
     shape: tuple[int, ...]
 
     def overlap(self, region: Region) -> tuple[Region, Region] | None:
-        """Return the region of this tensor that a region of the parameter covers, or None.
-
-        The second result is the same region, counted in the given one.
-        """
+        """Return the region of this tensor that a parameter's region covers, and where it lies."""
         if self.expert is None:
             return region, tuple(slice(0, one.stop - one.start) for one in region)
         experts, rows, *columns = region
@@ -77,10 +74,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_parts(name: str, shape: tuple[int, ...], model: ModelConfig) -> list[StoredPart]:
-    """Return the tensors of a folder that make up a parameter of this name and shape.
-
-    The weights of all experts of a layer are one parameter, but a folder has a tensor for each.
-    """
+    """Return the tensors of a folder that make up a parameter; each expert has its own."""
     stored = name if name.startswith("lm_head.") else f"model.{name}"
     layer = _LAYER.match(name)
     if layer is None or model.family not in _EXPERT_NAMES:
@@ -137,10 +131,8 @@ def state_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 class HuggingFaceFolder:
     """A Hugging Face folder: config.json, and model.safetensors or several files with an index.
 
-    The constructor reads config.json and the headers of the weight files, but no weights.
-
-    Raises:
-        ConfigError: a file is missing or corrupt, or its tensors do not match config.json.
+    The constructor reads config.json and the headers of the weight files, but no weights. It raises
+    ConfigError if a file is missing or corrupt, or if its tensors do not match config.json.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -173,11 +165,7 @@ class HuggingFaceFolder:
             yield place, tensor
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compare every ``parts``-th file from ``part`` with the checksums of mtrain's exports.
-
-        Raises:
-            ConfigError: a file is missing or has changed, or `SUMS` is damaged.
-        """
+        """Compare every ``parts``-th file from ``part`` with the checksums of mtrain's exports."""
         sums = self.path / SUMS
         if not sums.is_file():
             return
@@ -267,13 +255,8 @@ def load_into(decoder: Decoder, folder: Path | str, part: int = 0, parts: int = 
     """Verify a Hugging Face folder, and load its weights into a decoder, sharded or not.
 
     Each worker reads only the rows of its shards. Rotary settings may differ, which extends a model
-    to a longer context.
-
-    Args:
-        part, parts: as in `HuggingFaceFolder.verify`.
-
-    Raises:
-        ConfigError: the folder is damaged, or the decoder has another shape. Nothing has changed.
+    to a longer context. part, parts: as in `HuggingFaceFolder.verify`. ConfigError leaves the
+    decoder as it was.
     """
     source = HuggingFaceFolder(folder)
     source.verify(part, parts)
@@ -310,19 +293,14 @@ def write_folder(
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a Hugging Face folder that transformers can open.
+    """Write a Hugging Face folder that transformers can open, whole or not at all.
 
-    The files are written to a temporary folder, which gets the name ``path`` at the end.
+    read: returns the whole parameters of the given names. Called once per weight file.
+    rope_factor, seq, mask: as in `huggingface_config.config_json`.
+    max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
 
-    Args:
-        read: returns the whole parameters of the given names. Called once per weight file.
-        rope_factor, seq, mask: as in `huggingface_config.config_json`.
-        max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
-
-    Raises:
-        ConfigError: the folder is not empty or cannot be written, or no Hugging Face model has this
-            shape.
-        RunError: the disk fails or is full.
+    Raises ConfigError if the folder is not empty or not writable, or no Hugging Face model has this
+    shape, and RunError if the disk fails or is full.
     """
     huggingface_config.require_new_folder(path)
     config = huggingface_config.config_json(

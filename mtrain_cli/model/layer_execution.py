@@ -32,17 +32,14 @@ class LayerExecution:
     """How a layer runs.
 
     recompute: checkpoint the layer: backward runs a second forward pass, which repeats `project`,
-        reuses what attention kept, and computes the inputs of `feed_forward`. (The modes of
-        ``train.activation_checkpoint`` differ only in what attention keeps.)
+        reuses what attention kept, and computes the inputs of `feed_forward`.
     any_length: let the compiled code serve any number of tokens. Otherwise each number compiles
         faster code of its own, and after eight of them nothing is compiled.
     tile_bytes: maximum bytes of temporary tensors after attention; 0 for no limit.
-    keep_products: keep the matrix products of `feed_forward` for the backward pass. With neither
-        ``recompute`` nor tiles, autograd keeps all intermediate results anyway.
+    keep_products: keep the matrix products of `feed_forward` for the backward pass.
     offload: host memory for the layer's input until the backward pass. Requires ``recompute``.
-    tensor: the workers that share each layer; None if this worker computes whole layers. A layer
-        then takes and returns the worker's own tokens ``[1, own tokens, C]``, whatever the batch.
-    tensor_chunks, expert_chunks: values of the keys of ``topology``.
+    tensor: the workers that share each layer. A layer then takes and returns the worker's own
+        tokens ``[1, own tokens, C]``, whatever the batch.
     """
 
     recompute: bool = False
@@ -151,10 +148,7 @@ def project_shared(
     tensor: TensorGroup,
     compile: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute q, k and v of this worker's heads, for the tokens of all workers.
-
-    x_BNC: this worker's tokens, ``[1, own tokens, C]``. cos, sin: those of all tokens.
-    """
+    """Compute q, k and v of this worker's heads for the tokens of all workers."""
     norm, attention = layer.input_layernorm, layer.self_attn
     own_RC = staged(normalized, compile)(x_BNC[0], own_part(norm.weight), norm.eps)
     batch, tokens = cos_BN1F.shape[:2]
@@ -170,10 +164,7 @@ def project_shared(
 def before_experts(
     layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor, tensor: TensorGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a layer from attention to its experts. Return h = x + o(out) and norm(h).
-
-    With tensor parallelism, a worker's experts compute its own tokens, as x has them.
-    """
+    """Compute a layer up to its experts. Return h = x + o(out) and norm(h) of own tokens."""
     norm, o_CA = layer.post_attention_layernorm, own_part(layer.self_attn.o_proj.weight)
     if tensor is None:
         sums_BNC = torch.nn.functional.linear(out_BNHD.flatten(-2), o_CA)

@@ -40,7 +40,7 @@ class RouterOptions:
     """What training adds to the routing.
 
     sequences: sequences of an optimizer step, over all workers.
-    capacity: most tokens of a sequence for an expert, as a multiple of the mean; 0 for no limit.
+    capacity: most tokens of a sequence for an expert / the mean; 0 for no limit.
     """
 
     sequences: int
@@ -62,7 +62,6 @@ class SharingGroup:
 class Decision(NamedTuple):
     """Which experts compute which tokens of a layer.
 
-    chosen_TK: the experts of each token.
     order_S, place_S: pairs of token and expert, numbered token * K + k, by expert, and the place of
         each pair. Pairs that no expert computes (padding, or beyond the capacity) come last.
     ends_E: int32, number of pairs of this and all earlier experts.
@@ -81,9 +80,9 @@ class Decision(NamedTuple):
 class Routing:
     """The sequences of a micro-batch, for the routers of all layers in training.
 
-    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the parts
-        of balance loss and z-loss (without coefficients, summed over sequences), the entropy of the
-        scores in nats, and the number of pairs beyond the capacity.
+    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, balance
+        loss and z-loss without coefficients, entropy of the scores in nats, and pairs beyond the
+        capacity.
     beyond: float64 [layers, E], pairs beyond the capacity of an expert; None without a capacity.
     decided: numbers of the layers whose routers decided on this worker.
     """
@@ -100,10 +99,9 @@ class Routing:
     ) -> None:
         """Prepare the routing of a micro-batch.
 
-        Args:
-            slots: for each of this worker's tokens, sequence * padded_seq + position, or `PADDING`.
-            lengths: number of tokens of each sequence, without padding.
-            groups: the groups of workers that share these sequences, innermost first.
+        slots: for each of this worker's tokens, sequence * padded_seq + position, or `PADDING`.
+        lengths: number of tokens of each sequence, without padding.
+        groups: the groups of workers that share these sequences, innermost first.
         """
         self.options, self.groups, self.moe = options, tuple(groups), moe
         slots_T = slots.flatten()
@@ -187,8 +185,8 @@ class Routing:
         """Return this worker's part of a layer's losses, means over the sequences of the step.
 
         Balance loss: sum over experts of f P (arXiv:2101.03961, equation 4): share of the chosen
-        experts / mean, times mean share of the scores. z-loss: mean over tokens of
-        logsumexp(logits)^2 (arXiv:2202.08906, equation 5). count: add the values to `loads`.
+            experts / mean, times mean share of the scores. z-loss: mean over tokens of
+            logsumexp(logits)^2 (arXiv:2202.08906, equation 5). count: add the values to `loads`.
         """
         assert decision.load_BE is not None
         shares_TE = scores_TE
@@ -258,8 +256,7 @@ def _decision(
 def router_logits(x_TC: Tensor, weight_EC: Tensor) -> Tensor:
     """Return ``x @ weight.T`` in float32, or in float64 for float64 inputs, ``[T, E]``.
 
-    Tensor cores of a GPU compute it from bfloat16 tokens without a float32 copy: their products are
-    exact in float32. Autograd keeps only the inputs, in their own dtype.
+    Tensor cores multiply bfloat16 tokens exactly in float32, and autograd keeps only the inputs.
     """
     return _RouterLogits.apply(x_TC, weight_EC)
 

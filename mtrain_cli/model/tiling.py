@@ -23,15 +23,11 @@ _ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a 
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
-    """Return the number of tokens per tile.
+    """Return the number of tokens per tile. tile_bytes: limit of temporary tensors; 0 for none.
 
     Code is compiled once if all tiles have the same size, so prefer a number of tiles that divides
     the tokens, unless it exceeds the smallest possible number by more than a quarter (or 1): each
     tile of 1,024 tokens adds half a millisecond per pass on an H200 (profiles/notes.md).
-
-    Args:
-        tokens: tokens of all sequences of a batch on this worker.
-        tile_bytes: maximum size of a tile's temporary tensors; 0 for no limit.
     """
     # At the MLP's gate, a token has six tensors of the intermediate size and four of the hidden
     # size.
@@ -55,8 +51,7 @@ def shared_tile_rows(
 ) -> int:  # fmt: skip
     """Return the number of a worker's own tokens per tile if several workers share a layer.
 
-    Messages of one tile overlap with the computation of other tiles. Sizes are those of the whole
-    layer. chunks: value of ``topology.tensor_chunks``.
+    Messages of one tile overlap with the computation of others. Sizes are those of the whole layer.
     """
     rows = tile_rows(own_tokens, hidden * workers, intermediate, itemsize, tile_bytes)
     if workers == 1:
@@ -72,12 +67,8 @@ def expert_chunks(
 ) -> int:  # fmt: skip
     """Return the number of chunks of a worker's own tokens in a layer with experts.
 
-    Chunks bound the temporary tensors. If workers hold too few experts for the parts of
-    `expert_parts`, rows of one chunk also travel while others are computed.
-
-    Args:
-        degree: number of workers that share the experts; they get the same number.
-        chunks: value of ``topology.expert_chunks``.
+    Chunks bound the temporary tensors. If ``degree`` workers hold too few experts each for the
+    parts of `expert_parts`, rows of one chunk also travel while others are computed.
     """
     if not isinstance(chunks, str):
         return max(1, min(chunks, own_tokens))
@@ -93,10 +84,7 @@ def expert_chunks(
 
 
 def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
-    """Return the number of parts in which a worker of an expert group computes its experts.
-
-    While one part is computed, the rows of other parts travel, and those of other chunks.
-    """
+    """Return the number of parts in which a worker computes its experts."""
     most = max(1, min(_CHUNKS, own_tokens // _PART_TOKENS) // chunks)
     return max(n for n in range(1, most + 1) if own_experts % n == 0)
 
@@ -108,8 +96,5 @@ def scored_row(hidden: int, itemsize: int) -> int:
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:
-    """Return how many layers, counted from the last, keep their MLP's gate and up outputs.
-
-    keep: value of ``train.keep_mlp``.
-    """
+    """Return how many layers, counted from the last, keep their MLP products (train.keep_mlp)."""
     return layers if keep is True else min(int(keep), layers)

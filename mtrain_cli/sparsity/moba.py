@@ -20,13 +20,10 @@ _SCORE_BYTES = 1 << 28  # maximum bytes of scores at a time
 
 @dataclass(frozen=True)
 class MobaPattern(MobaSettings):
-    """Choose ``top_k`` chunks of keys per query: its own chunk, and the chunks with the best score.
+    """Choose a query's own chunk of keys, and those whose mean key has the best product with it.
 
-    The score of a chunk is the product of the query and the chunk's mean key, without padding. If
-    scores are equal, the earlier chunk wins.
-
-    With ``gate="query"``, every query chooses its chunks, as in the paper. With ``gate="block"``,
-    the mean query of each block chooses for all queries of the block.
+    Of equal scores, the earlier chunk wins. With ``gate="query"``, every query chooses, as in the
+    paper; with ``gate="block"``, the mean query of each block chooses for its queries.
     """
 
     @property

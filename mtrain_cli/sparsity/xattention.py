@@ -22,9 +22,8 @@ _SCORE_BYTES = 1 << 30
 class XAttentionPattern(XAttentionSettings):
     """For every query block, choose the fewest key blocks that hold a share of antidiagonal mass.
 
-    The scores are cut into squares of ``stride`` queries and ``stride`` keys. Only the antidiagonal
-    of each square is computed: query r meets key stride - 1 - r. An estimate therefore takes
-    seq^2 / stride products. The block on the diagonal and the first block are always kept.
+    The scores are cut into squares of ``stride`` queries and keys. Only the antidiagonal of each is
+    computed: query r meets key stride - 1 - r. The first block and the own one are always kept.
     """
 
     def request(self) -> IndexRequest:

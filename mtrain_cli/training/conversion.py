@@ -26,7 +26,6 @@ from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface_config import config_json, read_mask, require_new_folder
-from mtrain_cli.model.huggingface_experts import bias_problem
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.stored_sizes import check_tensors
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
@@ -128,7 +127,11 @@ def export_checkpoint(
     check_tensors(model, shapes, huggingface.state_shapes(model), source, run / RESOLVED)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
-        raise ConfigError(bias_problem(model.family))
+        raise ConfigError(
+            f"train.balance_bias: the routers of this checkpoint have a bias, which a Hugging Face "
+            f"{model.family} model lacks; an export would choose other experts. Train without "
+            "train.balance_bias to export the model"
+        )
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: weights.pop(name) for name in names}
@@ -210,7 +213,7 @@ def _begin(config: Config) -> Begin | None:
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
     """Return the tokenizer that `data.tokenizer` names, with files such as a chat template."""
     if choice == "bytes":
-        return _bytes()
+        return of_bytes()
     path, eos = Path(choice), None
     with contextlib.suppress(ConfigError):  # the tokenizer does not open
         eos = open_tokenizer(choice).eos
@@ -226,7 +229,7 @@ def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles 
     if len({meta.tokenizer_identity for meta in metas}) != 1:
         return None
     if metas[0].tokenizer_identity == ByteTokenizer.identity:
-        return _bytes()
+        return of_bytes()
     file = _stores(config)[0] / TOKENIZER_JSON
     theirs = None if folder is None else folder / TOKENIZER_JSON
     if theirs and theirs.is_file() and file.is_file() and filecmp.cmp(theirs, file, shallow=False):
@@ -247,12 +250,6 @@ def _metas_of_stores(config: Config) -> list[StoreMeta]:
     if config.data.kind != "tokens" or not all((store / META).is_file() for store in stores):
         return []
     return [StoreMeta.read(store, str(store)) for store in stores]
-
-
-def _bytes() -> TokenizerFiles:
-    tokenizer = ByteTokenizer()
-    assert tokenizer.eos is not None
-    return of_bytes(tokenizer.bos, tokenizer.eos, tokenizer.pad)
 
 
 def _was_trained(run: Path) -> bool:

@@ -9,10 +9,8 @@ from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.model.decoder import Decoder, StageDecoder
-from mtrain_cli.model.expert_parallel import ExpertSharing
 from mtrain_cli.model.huggingface import load_into
-from mtrain_cli.model.init import initialize
-from mtrain_cli.model.parallelize import parallelize
+from mtrain_cli.model.parallelize import initialize, parallelize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel import tensor_group
 from mtrain_cli.parallel.expert_group import make_expert_mesh
@@ -35,10 +33,9 @@ class TrainState:
         """Build the decoder on the meta device, shard it, then fill the shards."""
         config, environment, stage = worker.config, worker.environment, worker.stage
         self._worker, self._loader = worker, loader
-        sharing = expert_mesh = None
+        expert_mesh = None
         mesh = make_parameter_mesh(environment.dims, environment.device)
         if (group := worker.experts) is not None:
-            sharing = ExpertSharing(group)
             expert_mesh = make_expert_mesh(environment.dims, group.size, environment.device)
         self.decoder: Decoder = parallelize(
             self._empty_decoder(),
@@ -48,7 +45,7 @@ class TrainState:
             compile=worker.choices.compile,
             offload=worker.offload,
             tensor=worker.tensor,
-            experts=sharing,
+            experts=group,
             expert_mesh=expert_mesh,
         )
         self.decoder.to_empty(device=worker.device)
