@@ -34,10 +34,7 @@ def test_a_kernel_has_the_attributes_and_arguments_of_the_contract(name):
 
 def columns_problem(kind: str) -> tuple[Problem, SharedColumns, torch.Tensor]:
     """Return a problem in float64, its columns, and their keys and values."""
-    p = make_problem(
-        1, kind, seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole",
-        dtype=torch.float64,
-    )  # fmt: skip
+    p = make_problem(1, kind, seq=61, dim=8, dtype=torch.float64)
     columns = SharedColumns.make(p.tiles, p.tiles)
     assert columns is not None
     return p, columns, columns.pack(p.k, p.v)

@@ -16,9 +16,7 @@ BATCH, HEAD, AT = 0, 1, 35  # sequence, head (of queries or keys) and position o
 
 
 def problem(kind: str, documents: bool, place: str) -> Problem:
-    p = make_problem(
-        1, kind, seq=61, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where="whole"
-    )
+    p = make_problem(1, kind, seq=61, documents=documents)
     {"q": p.q, "k": p.k, "v": p.v}[place][BATCH, AT, HEAD, 3] = float("nan")
     return p
 
@@ -54,10 +52,7 @@ def test_the_oracle_is_nan_where_the_nan_is_seen(kind, documents, place):
 @pytest.mark.parametrize(("kind", "documents"), INDICES)
 def test_triton_is_nan_where_the_oracle_is(kind, documents):
     """The first sequence has the NaN in a query, the second in a key, and the third in a value."""
-    p = make_problem(
-        5, kind, seq=61, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where="whole",
-        batch=3,
-    )  # fmt: skip
+    p = make_problem(5, kind, seq=61, documents=documents, batch=3)
     for sequence, tensor in enumerate((p.q, p.k, p.v)):
         tensor[sequence, AT, HEAD, 3] = float("nan")
     want, want_lse = ReferenceKernel().forward(

@@ -45,9 +45,7 @@ def test_dense_attention_equals_softmax_and_its_gradients(seed):
 
 @pytest.mark.parametrize("kind", ["both", "bitmap", "gated"])
 def test_a_pair_that_the_index_leaves_out_does_not_count(kind):
-    p = make_problem(
-        2, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole"
-    )
+    p = make_problem(2, kind, seq=60, dim=8)
     inputs = leaves(p.q, p.k, p.v)
     seen = p.tiles.seen()
     dense = Tiles.make(p.tiles.spans).seen()

@@ -73,9 +73,7 @@ def test_triton_equals_the_oracle(kind, where, documents):
 
     check(
         TritonKernel(),
-        make_problem(
-            1, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
-        ),
+        make_problem(1, kind, documents=documents, where=where),
         1e-5,
     )
 
@@ -106,18 +104,7 @@ WINDOWS = [
 def test_triton_serves_sliding_windows(kind, where, documents, window):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
-    p = make_problem(
-        1,
-        kind,
-        seq=85,
-        block=16,
-        heads=4,
-        kv_heads=2,
-        dim=16,
-        documents=documents,
-        window=window,
-        where=where,
-    )
+    p = make_problem(1, kind, documents=documents, window=window, where=where)
     check(TritonKernel(), p, 1e-5)
 
 
@@ -126,10 +113,7 @@ def test_triton_serves_columns_and_diagonals_at_every_distance(window):
     """Columns fill several words of covered bits; a window cuts diagonals behind full blocks."""
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
-    p = make_problem(
-        1, "both", seq=85, block=16, heads=2, kv_heads=1, dim=16, documents=False, window=window,
-        where="whole",
-    )  # fmt: skip
+    p = make_problem(1, "both", heads=2, kv_heads=1, documents=False, window=window)
     index = p.tiles.index
     slashes = index.slashes.clone()
     slashes[0, 0] = True
@@ -146,9 +130,7 @@ def test_query_gates_are_exact(name, kind, where):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     kernel = TritonKernel() if name == "triton" else SdpaKernel()
-    p = make_problem(
-        6, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
-    )
+    p = make_problem(6, kind, where=where)
     assert not torch.equal(
         p.tiles.seen(), p.tiles.with_index(without_gates(p.tiles.index)).seen()
     ), "the gates hide pairs"
@@ -171,18 +153,7 @@ def without_gates(index: GatedBitmap) -> BlockBitmap:
 
 
 def small_problem(dtype: torch.dtype = torch.float32) -> Problem:
-    return make_problem(
-        4,
-        "both",
-        seq=37,
-        block=16,
-        heads=4,
-        kv_heads=2,
-        dim=16,
-        documents=False,
-        where="whole",
-        dtype=dtype,
-    )
+    return make_problem(4, "both", seq=37, documents=False, dtype=dtype)
 
 
 def test_triton_computes_delta_if_none_is_given():
@@ -206,9 +177,7 @@ def test_triton_computes_delta_if_none_is_given():
 def test_triton_accepts_strided_heads(kind, given):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
-    p = make_problem(
-        4, kind, seq=37, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole"
-    )
+    p = make_problem(4, kind, seq=37)
     kernel = TritonKernel()
     q, k, v, dout = (as_view_among_nan(t) for t in (p.q, p.k, p.v, p.dout))
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, SCALE)
@@ -258,17 +227,7 @@ def test_the_blocks_result_reaches_the_columns_unrounded():
 @pytest.mark.parametrize("where", ["whole", "striped"])
 def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, where):
     """The oracle stands in for FlashAttention-4 and computes only the listed blocks."""
-    p = make_problem(
-        5,
-        kind,
-        seq=61,
-        block=16,
-        heads=4,
-        kv_heads=2,
-        dim=16,
-        documents=where == "striped",
-        where=where,
-    )
+    p = make_problem(5, kind, seq=61, documents=where == "striped", where=where)
 
     def blocks_of_lists(lists: dict[str, torch.Tensor], transposed: bool) -> Tiles:
         geometry = p.tiles.geometry
@@ -320,7 +279,5 @@ def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sdpa_equals_the_oracle(monkeypatch, kind, documents, where, rows):
     monkeypatch.setattr("mtrain_cli.attention.sdpa.MASK_BYTES", 4 * 4 * 85 * rows)
-    problem = make_problem(
-        2, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
-    )
+    problem = make_problem(2, kind, documents=documents, where=where)
     check(SdpaKernel(), problem, 1e-5)

@@ -96,9 +96,3 @@ def test_sequences_of_vertical_slash_end_at_2_to_the_24():
     assert list(settings.problems(2**24)) == []
     (line,) = settings.problems(2**24 + 1)
     assert line.startswith("seq=16777217: ")
-
-
-@pytest.mark.parametrize(("windows", "has_remark"), [(1, True), (2, False)])
-def test_only_a_single_window_of_packed_documents_has_a_remark(windows, has_remark):
-    settings = compose(["sparsity=vertical_slash", f"sparsity.windows={windows}"]).sparsity
-    assert (settings.packed_documents_remark is not None) == has_remark

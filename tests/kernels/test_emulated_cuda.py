@@ -23,9 +23,7 @@ def emulator(tmp_path_factory):
 def problem(
     kind: str, where: str, documents: bool | None, seed: int = 0, seq: int = 109
 ) -> Problem:
-    return make_problem(
-        seed, kind, seq=seq, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
-    )
+    return make_problem(seed, kind, seq=seq, documents=documents, where=where)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -14,7 +14,7 @@ from torch.nn import functional
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder, StageDecoder, virtual_stages
-from mtrain_cli.model.init import initialize
+from mtrain_cli.model.parallelize import initialize
 from mtrain_cli.model.verify import causal_attend
 
 CONF = Path(__file__).parents[2] / "conf" / "model"

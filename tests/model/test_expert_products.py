@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_iter
 
 from mtrain_cli.model import expert_products
 from mtrain_cli.model.expert_products import (
+    ChunkedExperts,
     ExpertExecution,
     WeightGradients,
     grouped_rows,
     grouped_rows_back,
     grouped_sums,
 )
-from mtrain_cli.model.experts import compute_experts
 from mtrain_cli.model.routing import Decision, decide_alone
 
 TOKENS, EXPERTS = 23, 6
@@ -53,9 +53,11 @@ def computed(
     inputs = x.to(dtype), scores.to(torch.promote_types(dtype, torch.float32))
     for each in inputs:
         each.requires_grad_()
-    options = {"bounds": execution.bounds(inputs[0], model.moe, degree=1), **options}
-    options |= {"recompute": execution.recompute, "inputs_only": False}
-    out = compute_experts(*inputs, module.experts, decision(tokens, beyond), **options)
+    bounds = options.get("bounds", execution.bounds(inputs[0], model.moe, degree=1))
+    out = ChunkedExperts.apply(
+        *inputs, *module.experts.parameters(), decision(tokens, beyond), bounds,
+        execution.recompute, options.get("compile", False), False,
+    )  # fmt: skip
     out.backward(grad.to(dtype))
     found = (out.detach(), *(each.grad for each in inputs))
     weights = module.experts.gate_up.grad, module.experts.down.grad
@@ -144,14 +146,15 @@ def test_no_temporary_tensor_is_larger_than_a_tile(recompute):
     bounds = execution.bounds(x, model.moe, degree=1)
     assert len(bounds) > 4
     chosen = torch.rand(tokens, 6).topk(4).indices
-    arguments = x.requires_grad_(), torch.rand(tokens, 4).requires_grad_(), module.experts
+    arguments = x.requires_grad_(), torch.rand(tokens, 4).requires_grad_()
+    arguments = *arguments, *module.experts.parameters()
     largest = {}
     for limits in ([0, tokens], bounds):
         with Largest() as mode:
-            compute_experts(
-                *arguments, decide_alone(chosen, 6),
-                bounds=limits, recompute=recompute, inputs_only=False,
-            ).sum().backward()  # fmt: skip
+            out = ChunkedExperts.apply(
+                *arguments, decide_alone(chosen, 6), limits, recompute, False, False
+            )
+            out.sum().backward()
         largest[len(limits)] = mode.bytes
     assert largest[2] > tile > largest[len(bounds)], largest
 

@@ -329,20 +329,10 @@ def test_a_shape_without_a_family_is_not_written(tmp_path):
     [
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; only 1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "names all layers"),
-        ("qwen3_moe", {"mlp_only_layers": "0"}, "must be a list of layer numbers"),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": ["a"]},
-            r"mlp_only_layers=\['a'\]: must be a list of layer numbers",
+        *(
+            ("qwen3_moe", {"mlp_only_layers": layers}, "only a list of the first layers")
+            for layers in ([0, 1, 2], "0", ["a"], [-1], [3], [0, 0])
         ),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": [-1]},
-            r"mlp_only_layers=\[-1\]: must be different layer numbers from 0 to 2",
-        ),
-        ("qwen3_moe", {"mlp_only_layers": [3]}, "must be different layer numbers from 0 to 2"),
-        ("qwen3_moe", {"mlp_only_layers": [0, 0]}, "must be different layer numbers from 0 to 2"),
         ("qwen3_moe", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be at most .* 6"),
         ("qwen3_moe", {"num_local_experts": 8}, "num_experts=6 and num_local_experts=8 contradict"),

@@ -38,31 +38,28 @@ def kept(
     return candidates[keep].tolist()
 
 
-def test_the_candidate_that_crosses_the_share_is_kept():
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.5) == [1]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.51) == [1, 2]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.75) == [1, 2]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.76) == [1, 2, 0]
-    assert kept([0.125, 0.5, 0.25, 0.125], 1.0) == [1, 2, 0, 3]
+MASS = [0.125, 0.5, 0.25, 0.125]
 
 
-def test_ties_go_to_the_lower_number():
-    assert kept([0.25, 0.25, 0.25, 0.25], 0.6) == [0, 1, 2]
-
-
-def test_forced_candidates_come_first_and_count():
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.55, forced=(0,)) == [0, 1]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.05, forced=(3, 0)) == [0, 3]
-
-
-def test_bounds_are_respected():
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.1, least=3) == [1, 2, 0]
-    assert kept([0.125, 0.5, 0.25, 0.125], 1.0, most=2) == [1, 2]
-    assert kept([0.0, 0.0, 0.0], 0.9, least=1) == [0], "no mass at all"
-
-
-def test_nan_has_no_mass():
-    assert kept([float("nan"), 0.5, 0.5, float("inf")], 0.9) == [1, 2]
+@pytest.mark.parametrize(
+    ("mass", "share", "bounds", "expected"),
+    [
+        (MASS, 0.5, {}, [1]),  # the candidate that crosses the share is kept
+        (MASS, 0.51, {}, [1, 2]),
+        (MASS, 0.75, {}, [1, 2]),
+        (MASS, 0.76, {}, [1, 2, 0]),
+        (MASS, 1.0, {}, [1, 2, 0, 3]),
+        ([0.25] * 4, 0.6, {}, [0, 1, 2]),  # ties go to the lower number
+        (MASS, 0.55, {"forced": (0,)}, [0, 1]),  # forced candidates come first and count
+        (MASS, 0.05, {"forced": (3, 0)}, [0, 3]),
+        (MASS, 0.1, {"least": 3}, [1, 2, 0]),
+        (MASS, 1.0, {"most": 2}, [1, 2]),
+        ([0.0] * 3, 0.9, {"least": 1}, [0]),
+        ([float("nan"), 0.5, 0.5, float("inf")], 0.9, {}, [1, 2]),  # NaN has no mass
+    ],
+)
+def test_the_fewest_candidates_that_hold_the_share_are_kept(mass, share, bounds, expected):
+    assert kept(mass, share, **bounds) == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -147,11 +144,6 @@ def test_the_pattern_has_the_settings_of_the_run(name):
 
 
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
-WINDOW = (
-    "a single window at the end probes only the last packed document; sparsity.windows=4 probes "
-    "more of them. Inside one long document, windows found fewer needles "
-    "(docs/studies.md)"
-)
 ALL_LAYERS = (
     "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
     "learning` (docs/studies.md); sparsity.dense_layers={} keeps {} dense"
@@ -171,14 +163,12 @@ ONE_OF_FOUR = ALL_LAYERS.format(1, "the last layer")
             "sparsity=fixed sparsity.columns=5000",
             ["5000 columns cover all of seq=4k: computes every pair, like sparsity=dense"],
         ),
-        ("sparsity=vertical_slash", [WINDOW, ONE_OF_FOUR]),
-        ("sparsity=vertical_slash sparsity.dense_layers=1", [WINDOW]),
-        ("sparsity=vertical_slash data.document_mask=false", [ONE_OF_FOUR]),
+        ("sparsity=vertical_slash", [ONE_OF_FOUR]),
         (
-            "sparsity=vertical_slash sparsity.windows=2 model.num_layers=36",
+            "sparsity=vertical_slash model.num_layers=36",
             [ALL_LAYERS.format(9, "the last 9 layers")],
         ),
-        ("sparsity=vertical_slash sparsity.windows=2 sparsity.dense_layers=2", []),
+        ("sparsity=vertical_slash sparsity.dense_layers=2", []),
         (
             "sparsity=vertical_slash sparsity.min_slashes=32",
             [
