@@ -24,7 +24,7 @@ from torch import Tensor
 from mtrain_cli import install_command, resource_dir
 from mtrain_cli.attention.block_lists import index_lists, mask_lists, mask_words
 from mtrain_cli.attention.kernel import KernelRequest, Saved
-from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
+from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.partials import Pair, Triple
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
@@ -37,7 +37,6 @@ _BLOCK = 128
 
 class Flash4Kernel(TritonColumns):
     name = "flash4"
-    needs_out = False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device != "cuda":
@@ -164,7 +163,7 @@ def _sparse_backward(dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> 
         dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq
     )
     columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
-    add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
+    add_column_gradients(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
     return dq, dk, dv
 
 

@@ -200,12 +200,6 @@ class Chunked(MaskSettings):
 
     chunk: int = option(_SOME, tokens=True)
 
-    def remark(self, seq: int) -> str | None:
-        if self.chunk < seq:
-            return None
-        chunk = f"mask.chunk={self.chunk} is not below seq={seq}"
-        return f"{chunk}, so mask=chunked is a causal mask; give a smaller chunk"
-
     def slices(self, seq: int) -> IntArray:
         start, stop = _blocks(seq, self.chunk)
         return _columns(start, stop, start, stop, SliceKind.CAUSAL)

@@ -53,20 +53,13 @@ def pack_rows(k: Tensor, v: Tensor, slots: Tensor) -> Pair:
 
 
 def add_column_gradients(
-    dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, tiles: Tiles
+    dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, slots: Tensor
 ) -> None:
     """Add the gradients of packed columns to dk and dv in place, in a fixed order.
 
     dk, dv: [batch, keys, kv_heads, head_dim], float32 or bfloat16.
     columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim], parts to add up.
-    """
-    add_rows(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
-
-
-def add_rows(dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, slots: Tensor) -> None:
-    """Add gradients as `add_column_gradients` does, for given key slots.
-
-    slots: int32 [batch, heads, width]. Unused entries (-1) come last.
+    slots: int32 [batch, heads, width] of the columns (`local_columns`), unused (-1) last.
     """
     batch, keys, kv_heads, dim = dk.shape
     heads, width = slots.shape[1:]
@@ -165,13 +158,13 @@ class SharedColumns:
 
     def add_gradients(self, dk: Tensor, dv: Tensor, gradients: Tensor) -> None:
         """Add the gradients of this worker's columns to dk and dv, in place."""
-        # `add_rows` needs the places without a slot last.
+        # Places without a slot must come last.
         absent = self.slots < 0
         order = torch.argsort(absent.to(torch.int8), dim=-1, stable=True)
         slots = self.slots.gather(-1, order)
         rows = order[None, ..., None].expand_as(gradients)
         own = gradients.gather(3, rows)
-        add_rows(dk, dv, own[:1], own[1:], slots)
+        add_column_gradients(dk, dv, own[:1], own[1:], slots)
 
     def seen(self) -> Tensor:
         """Return which query sees which column, bool [batch, heads, queries, width]."""

@@ -17,6 +17,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def high_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, or batches of it, in the accumulation dtype, which its sums have, too."""
+    high = accumulation_dtype(a.dtype)
+    if a.is_cuda and a.dtype != high:
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=high)
+    return a.to(high) @ b.to(high)
+
+
 def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention over more keys into out and lse, in place.
 

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.kernel import KernelRequest, Saved
+from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.mask import SliceKind
 from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype, merge
-from mtrain_cli.attention.reference import DefinitionColumns
 from mtrain_cli.attention.tiles import Tiles
 
 MASK_BYTES = 16 << 20  # maximum size of the additive mask of one CPU call
@@ -25,11 +24,10 @@ ROWS_PER_CALL = 512
 Call = tuple[slice, slice | Tensor, Tensor | bool | SliceKind]
 
 
-class SdpaKernel(DefinitionColumns):
+class SdpaKernel(Kernel):
     """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA."""
 
     name = "sdpa"
-    needs_out = False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device == "cpu":

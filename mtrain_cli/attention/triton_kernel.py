@@ -13,7 +13,7 @@ from torch import Tensor
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
-from mtrain_cli.attention.kernel import KernelRequest, Saved
+from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.partials import Pair, Triple
@@ -30,7 +30,7 @@ BLOCKS = (16, 32, 64, 128)
 _DENSE_BLOCK, _DENSE_BLOCK_32 = 128, 64
 
 
-class TritonColumns:
+class TritonColumns(Kernel):
     """Methods of a `Kernel` for gathered columns and a cache, by the GPU's kernels."""
 
     skips = True
@@ -64,7 +64,6 @@ class TritonKernel(TritonColumns):
     """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1)."""
 
     name = "triton"
-    needs_out = False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -110,7 +109,7 @@ class TritonKernel(TritonColumns):
             columns_dk, columns_dv = sparse.backward_columns(
                 dout, q, columns, lse, delta, plan, scale
             )
-            add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
+            add_column_gradients(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
         return dq, dk, dv
 
 

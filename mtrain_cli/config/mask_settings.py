@@ -79,11 +79,6 @@ class MaskSettings(variants.Variant):
         del seq
         yield from ()
 
-    def remark(self, seq: int) -> str | None:
-        """Return a note on settings that have no effect at this length; None without one."""
-        del seq
-        return None
-
     def for_dense_only(self) -> str | None:
         """Return why dynamic indices cannot use the mask, as ``key=value``; None if they can."""
         return None if self.keeps_causal_intervals else f"mask.kind={self.kind}"

@@ -9,13 +9,13 @@ from typing import Protocol
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import (
+from mtrain_cli.attention.mask import (
+    IntArray,
     causal_slices,
     continues,
     cut_slices,
     intervals_at_most,
 )
-from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.document_columns import NO_COLUMNS, POSITIONS, SLICES

@@ -15,8 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import cut_slices
-from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.mask import IntArray, SequenceMask, cut_slices
 from mtrain_cli.data.token_documents import TokenDocument, TokenFields
 
 SLICES, SLICE_OFFSETS, POSITIONS = "slices.bin", "slice_offsets.bin", "positions.bin"

@@ -175,9 +175,9 @@ def load_decoder(
 
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.model.huggingface import load_into
-    from mtrain_cli.model.layer_execution import LayerExecution
     from mtrain_cli.model.loss import LossOptions
     from mtrain_cli.model.parallelize import cut_layers, execute_layers
+    from mtrain_cli.model.tiling import LayerExecution
 
     train = source.config.train
     loss = LossOptions(chunk_bytes=train.loss_chunk_mib << 20)
@@ -206,7 +206,7 @@ def _load_checkpoint(
 ) -> int:
     """Read the weights and the biases of routers tensor by tensor. Return the checkpoint's step."""
     from mtrain_cli.model.experts import reset_biases
-    from mtrain_cli.model.stored_sizes import check_tensors
+    from mtrain_cli.model.huggingface import check_tensors
     from mtrain_cli.training import checkpointer
 
     reset_biases(decoder)  # float32, whatever the dtype of the weights

@@ -151,26 +151,62 @@ def _mlp(model: ModelConfig, layer: int) -> SwiGLU | MixtureOfExperts:
     return MixtureOfExperts(model, layer, shared)
 
 
+@dataclass(frozen=True)
+class VirtualStage:
+    """Consecutive layers that one worker computes without a message of the pipeline.
+
+    first, last: whether the embedding, or the final norm and the LM head, belong to it.
+    """
+
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def virtual_stages(layer_counts: Sequence[int]) -> tuple[VirtualStage, ...]:
+    """Return all virtual stages. layer_counts: number of layers of each."""
+    ends = [sum(layer_counts[: n + 1]) for n in range(len(layer_counts))]
+    return tuple(
+        VirtualStage(n, range(end - count, end), n == 0, n == len(ends) - 1)
+        for n, (end, count) in enumerate(zip(ends, layer_counts, strict=True))
+    )
+
+
 class Decoder(nn.Module):
     """A decoder-only language model.
 
     Construct it under ``torch.device("meta")``, prepare it for many workers (`parallelize`),
     allocate with ``to_empty(device=...)``, then `initialize` it or load weights (`load_into`).
+
     rope_factor: factor by which positions are stretched.
+    stages: the virtual stages of one worker of a pipeline; all layers by default. Parameters keep
+        their names, and tied embeddings are on the first and on the last stage.
     """
 
     def __init__(
-        self, model: ModelConfig, rope_factor: float = 1.0, loss: LossOptions | None = None
+        self,
+        model: ModelConfig,
+        rope_factor: float = 1.0,
+        loss: LossOptions | None = None,
+        stages: Sequence[VirtualStage] = (),
     ) -> None:
         super().__init__()
         self.model_config = model
         self.loss = loss or LossOptions()
         self.inverse_frequencies_F = inverse_frequencies(model.rope, model.head_dim, rope_factor)
         self.attention_factor = attention_factor(model.rope, rope_factor)
-        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(model, n) for n in range(model.num_layers))
-        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
-        if not model.tie_word_embeddings:
+        stages = stages or virtual_stages((model.num_layers,))
+        self.stages = {stage.number: stage for stage in stages}
+        first, last = (any(getattr(s, end) for s in stages) for end in ("first", "last"))
+        if first or (last and model.tie_word_embeddings):
+            self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList()
+        for number in sorted(n for stage in stages for n in stage.layers):
+            self.layers.add_module(str(number), DecoderLayer(model, number))
+        if last:
+            self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        if last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
     def forward(
@@ -201,6 +237,37 @@ class Decoder(nn.Module):
             x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), loss_scale, self.loss
         )
         return loss + (total - total.detach()) if self.loss.z_loss else total
+
+    def run_stage(
+        self,
+        number: int,
+        x_BNC: Tensor | None,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        labels_BN: Tensor,
+        attend: Attend,
+        loss_scale: float | None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Return the hidden states after a virtual stage, or the loss after the last one.
+
+        x_BNC: hidden states after the previous virtual stage; None for the first.
+        loss_scale: None returns the loss of every token, as `Decoder.token_losses` does.
+        """
+        stage = self.stages[number]
+        with torch.set_grad_enabled(loss_scale is not None):
+            rope = self.rotation(positions_BN)
+            if x_BNC is None:
+                x_BNC = self.embed_tokens(tokens_BN)
+            for layer in stage.layers:
+                x_BNC = self.layers.get_submodule(str(layer))(x_BNC, rope, attend, routing)
+            assert x_BNC is not None
+            if not stage.last:
+                return x_BNC
+            normed_BNC = self.norm(x_BNC)
+            if loss_scale is None:
+                return self.token_losses_of(normed_BNC, labels_BN)
+            return self.loss_of(normed_BNC, labels_BN, loss_scale)
 
     def hidden(
         self,
@@ -261,76 +328,3 @@ class Decoder(nn.Module):
     def _head_weight(self) -> Tensor:
         tied = self.model_config.tie_word_embeddings
         return (self.embed_tokens if tied else self.lm_head).weight
-
-
-@dataclass(frozen=True)
-class VirtualStage:
-    """Consecutive layers that one worker computes without a message of the pipeline.
-
-    first, last: whether the embedding, or the final norm and the LM head, belong to it.
-    """
-
-    number: int
-    layers: range
-    first: bool
-    last: bool
-
-
-def virtual_stages(layer_counts: Sequence[int]) -> tuple[VirtualStage, ...]:
-    """Return all virtual stages. layer_counts: number of layers of each."""
-    ends = [sum(layer_counts[: n + 1]) for n in range(len(layer_counts))]
-    return tuple(
-        VirtualStage(n, range(end - count, end), n == 0, n == len(ends) - 1)
-        for n, (end, count) in enumerate(zip(ends, layer_counts, strict=True))
-    )
-
-
-class StageDecoder(Decoder):
-    """The virtual stages of one worker. Parameters keep names; both ends have tied weights."""
-
-    def __init__(
-        self, model: ModelConfig, rope_factor: float, stages: Sequence[VirtualStage]
-    ) -> None:
-        super().__init__(model, rope_factor)
-        self.stages = {stage.number: stage for stage in stages}
-        first, last = (any(getattr(s, end) for s in stages) for end in ("first", "last"))
-        layers, self.layers = self.layers, nn.ModuleList()
-        for number in sorted(n for stage in stages for n in stage.layers):
-            self.layers.add_module(str(number), layers[number])
-        if not first and not (last and model.tie_word_embeddings):
-            del self.embed_tokens
-        if not last:
-            del self.norm
-        if not last and not model.tie_word_embeddings:
-            del self.lm_head
-
-    def run_stage(
-        self,
-        number: int,
-        x_BNC: Tensor | None,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        labels_BN: Tensor,
-        attend: Attend,
-        loss_scale: float | None,
-        routing: Routing | None = None,
-    ) -> Tensor:
-        """Return the hidden states after a virtual stage, or the loss after the last one.
-
-        x_BNC: hidden states after the previous virtual stage; None for the first.
-        loss_scale: None returns the loss of every token, as `Decoder.token_losses` does.
-        """
-        stage = self.stages[number]
-        with torch.set_grad_enabled(loss_scale is not None):
-            rope = self.rotation(positions_BN)
-            if x_BNC is None:
-                x_BNC = self.embed_tokens(tokens_BN)
-            for layer in stage.layers:
-                x_BNC = self.layers.get_submodule(str(layer))(x_BNC, rope, attend, routing)
-            assert x_BNC is not None
-            if not stage.last:
-                return x_BNC
-            normed_BNC = self.norm(x_BNC)
-            if loss_scale is None:
-                return self.token_losses_of(normed_BNC, labels_BN)
-            return self.loss_of(normed_BNC, labels_BN, loss_scale)

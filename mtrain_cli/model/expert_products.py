@@ -7,7 +7,6 @@ of a grouped product are not initialized: nothing here lets them reach a result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.schema import MoeConfig
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.routing import Decision, part_of
-from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks
+from mtrain_cli.model.tiling import ONE_ADDITION, LayerExecution, expert_chunks
 
 _ALIGNMENT = 16  # bytes of a row that CUDA's grouped product requires
 
@@ -199,30 +198,16 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- the experts of one worker, one chunk of tokens after another -----
 
 
-@dataclass(frozen=True)
-class ExpertExecution:
-    """How the experts of a layer run.
-
-    tile_bytes: maximum bytes of temporary tensors, which sets the number of chunks; 0 for no limit.
-    chunks: value of ``topology.expert_chunks``.
-    recompute: whether the layer is checkpointed. Its second forward pass leaves the products to the
-        backward pass, if there are several chunks or workers share the experts.
-    compile: compile the operations between the matrix products.
-    """
-
-    tile_bytes: int = 0
-    chunks: int | str = "auto"
-    recompute: bool = False
-    compile: bool = False
-
-    def bounds(self, x_TC: Tensor, moe: MoeConfig, *, degree: int) -> list[int]:
-        """Return the first token of each chunk, and the number of tokens."""
-        tokens, hidden = x_TC.shape
-        count = expert_chunks(
-            tokens, hidden, moe, x_TC.element_size(), self.tile_bytes,
-            degree=degree, chunks=self.chunks,
-        )  # fmt: skip
-        return [tokens * n // count for n in range(count + 1)]
+def token_bounds(
+    x_TC: Tensor, moe: MoeConfig, execution: LayerExecution, *, degree: int
+) -> list[int]:
+    """Return the first token of each chunk, and the number of tokens."""
+    tokens, hidden = x_TC.shape
+    count = expert_chunks(
+        tokens, hidden, moe, x_TC.element_size(), execution.tile_bytes, degree=degree,
+        chunks=execution.expert_chunks,
+    )  # fmt: skip
+    return [tokens * n // count for n in range(count + 1)]
 
 
 class WeightGradients:

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from mtrain_cli.config.schema import SIGMOID, ModelConfig
 from mtrain_cli.model.expert_parallel import SharedExperts, agreed, start_plan
-from mtrain_cli.model.expert_products import ChunkedExperts, ExpertExecution
+from mtrain_cli.model.expert_products import ChunkedExperts, token_bounds
 from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone, router_logits
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE, Recorder
 from mtrain_cli.parallel.tensor_group import own_part
@@ -62,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.moe, self.layer = model.moe, layer
         self.sharing: ExpertGroup | None = None
-        self.execution = ExpertExecution()
+        self.execution = LayerExecution()
         self.gate = nn.Linear(model.hidden_size, model.moe.experts, bias=False)
         self.experts = Experts(model)
         self.shared = shared
@@ -114,7 +115,7 @@ class MixtureOfExperts(nn.Module):
         decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
         group = self.sharing
         degree = 1 if group is None else group.size
-        bounds = self.execution.bounds(x_TC, self.moe, degree=degree)
+        bounds = token_bounds(x_TC, self.moe, self.execution, degree=degree)
         plan = None
         if not kept and group is not None:
             tokens = len(x_TC)

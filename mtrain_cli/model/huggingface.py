@@ -1,4 +1,4 @@
-"""Read, load and write the weights of a Hugging Face folder."""
+"""Read, load and write the weights of a Hugging Face folder, and check stored tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.config.documents import reason
 from mtrain_cli.config.mask_settings import MaskSettings
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.launch.failures import RunError, read_failure, write_failure
@@ -30,7 +32,6 @@ from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import reset_biases
-from mtrain_cli.model.stored_sizes import check_tensors
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 from mtrain_cli.parallel.tensor_group import own_region
 from mtrain_cli.printable import one_line
@@ -47,54 +48,77 @@ _EXPERT_NAMES = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
+_SHOWN_PROBLEMS = 8
+_GATE_UP = ".experts.gate_up"  # of all experts: [experts, 2 * expert_size, hidden_size]
+# The size that the rows of a matrix give, by the end of its name. Checkpoints and Hugging Face
+# folders name the matrices of experts differently.
+_ROWS = {
+    "embed_tokens.weight": "vocab_size",
+    ".mlp.gate_proj.weight": "intermediate_size",
+    ".self_attn.q_proj.weight": "num_heads",
+    ".self_attn.k_proj.weight": "num_kv_heads",
+    ".mlp.gate.weight": "moe.experts",
+    ".block_sparse_moe.gate.weight": "moe.experts",
+    ".experts.0.gate_proj.weight": "moe.expert_size",
+    ".experts.0.w1.weight": "intermediate_size",
+    _GATE_UP: "moe.expert_size",
+}
 Region = tuple[slice, ...]
 
 
 class StoredPart(NamedTuple):
-    """A tensor of a folder: a whole parameter, or from row ``start`` of an expert's matrix."""
+    """A tensor of a folder, with the region of the parameter that it holds.
+
+    dims: dimensions of the tensor, the last of the parameter's.
+    """
 
     name: str
-    expert: int | None
-    start: int
-    shape: tuple[int, ...]
+    region: Region
+    dims: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(one.stop - one.start for one in self.region[-self.dims :])
 
     def overlap(self, region: Region) -> tuple[Region, Region] | None:
         """Return the region of this tensor that a parameter's region covers, and where it lies."""
-        if self.expert is None:
-            return region, tuple(slice(0, one.stop - one.start) for one in region)
-        experts, rows, *columns = region
-        begin = max(rows.start - self.start, 0)
-        end = min(rows.stop - self.start, self.shape[0])
-        if not (experts.start <= self.expert < experts.stop and begin < end):
+        cut = [
+            slice(max(own.start, other.start), min(own.stop, other.stop))
+            for own, other in zip(self.region, region, strict=True)
+        ]
+        if any(one.start >= one.stop for one in cut):
             return None
-        at, place = self.start + begin - rows.start, self.expert - experts.start
-        whole = (slice(0, one.stop - one.start) for one in columns)
-        inside = slice(place, place + 1), slice(at, at + end - begin), *whole
-        return (slice(begin, end), *columns), inside
+        return _from(self.region, cut)[-self.dims :], _from(region, cut)
+
+
+def _from(start: Region, region: Sequence[slice]) -> Region:
+    """Return a region, counted from the start of another one."""
+    pairs = zip(start, region, strict=True)
+    return tuple(slice(two.start - one.start, two.stop - one.start) for one, two in pairs)
 
 
 def stored_parts(name: str, shape: tuple[int, ...], model: ModelConfig) -> list[StoredPart]:
     """Return the tensors of a folder that make up a parameter; each expert has its own."""
     stored = name if name.startswith("lm_head.") else f"model.{name}"
     layer = _LAYER.match(name)
-    if layer is None or model.family not in _EXPERT_NAMES:
-        return [StoredPart(stored, None, 0, shape)]
-    module, (gate, up, down) = _EXPERT_NAMES[model.family]
-    kind = name[layer.end() :]
-    prefix = f"model.{layer.group().replace('mlp', module)}"
-    if kind == "gate.weight":
-        return [StoredPart(prefix + kind, None, 0, shape)]
-    width, hidden = model.moe.expert_size, model.hidden_size
+    kind = name[layer.end() :] if layer is not None else ""
+    if kind.startswith(("gate.", "experts.")):
+        module, (gate, up, down) = _EXPERT_NAMES[model.family]
+        stored = stored.replace(".mlp.", f".{module}.")
+    if not kind.startswith("experts."):
+        return [StoredPart(stored, whole(shape), len(shape))]
+    experts, rows, columns = shape
+    matrices = {down: slice(0, rows)}
     if kind == "experts.gate_up":
-        matrices = [(gate, 0, (width, hidden)), (up, width, (width, hidden))]
-    elif kind == "experts.down":
-        matrices = [(down, 0, (hidden, width))]
-    else:  # the MLP of a layer without experts
-        return [StoredPart(stored, None, 0, shape)]
+        matrices = {gate: slice(0, rows // 2), up: slice(rows // 2, rows)}
     return [
-        StoredPart(f"{prefix}experts.{expert}.{matrix}.weight", expert, start, part)
-        for expert in range(shape[0])
-        for matrix, start, part in matrices
+        StoredPart(
+            f"{stored.removesuffix(kind)}experts.{expert}.{matrix}.weight",
+            (slice(expert, expert + 1), of_matrix, slice(0, columns)),
+            dims=2,
+        )
+        for expert in range(experts)
+        for matrix, of_matrix in matrices.items()
     ]
 
 
@@ -114,18 +138,77 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a decoder, by name."""
+def parameter_shapes(model: ModelConfig, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a decoder, and of biases of routers, by name."""
     with torch.device("meta"):
         decoder = Decoder(model)
-    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    tensors = decoder.state_dict() if biases else dict(decoder.named_parameters())
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def state_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a checkpoint: parameters and the biases of routers."""
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    return {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+def check_tensors(
+    model: ModelConfig,
+    stored: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    folder: object,
+    given: object,
+    file_of: Mapping[str, object] | None = None,
+) -> None:
+    """Raise ConfigError unless the stored tensors have the expected shapes.
+
+    A size of the model that they contradict is one line; other tensors are at most nine.
+
+    Args:
+        stored, expected: shapes of tensors by name.
+        folder, given: where the tensors are, and the file of the configuration.
+        file_of: the file of each tensor, if a folder has several.
+    """
+    problems: list[str] = [
+        Problem(
+            f"model.{key}={ours}: the weights in {folder} have {size}. Correct {given}",
+            f"model.{key}",
+            value=ours,
+        )
+        for key, size in _sizes(model, stored)
+        if size != (ours := attrgetter(key)(model))
+    ]
+    if not problems:
+        wrong = {
+            name: f"has shape {stored[name]}; {given} requires {shape}"
+            if name in stored
+            else "is missing"
+            for name, shape in expected.items()
+            if stored.get(name) != shape
+        } | dict.fromkeys(sorted(stored.keys() - expected), f"is in no model of {given}")
+        problems = [
+            f"{(file_of or {}).get(name, folder)}: tensor {name} {why}"
+            for name, why in list(wrong.items())[:_SHOWN_PROBLEMS]
+        ]
+        if more := len(wrong) - len(problems):
+            problems.append(f"... and {more} more like these")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _sizes(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
+    """Yield each size that the tensors give, by the name of its key."""
+    parts = (name.removeprefix("model.").split(".") for name in shapes)
+    layers = {part[1] for part in parts if part[0] == "layers"}
+    if layers:
+        yield "num_layers", len(layers)
+    for end, key in _ROWS.items():
+        shape = next((shape for name, shape in shapes.items() if name.endswith(end)), ())
+        if end == _GATE_UP and len(shape) == 3:
+            yield key, shape[1] // 2
+        if len(shape) != 2:
+            continue
+        rows = shape[0]
+        if key == "vocab_size":
+            yield "hidden_size", shape[1]
+        if "heads" not in key:
+            yield key, rows
+        elif rows % model.head_dim == 0:
+            yield key, rows // model.head_dim
 
 
 class HuggingFaceFolder:
@@ -348,13 +431,7 @@ def _write_weights(
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = file if len(groups) > 1 else SINGLE
         tensors = {
-            part.name: (
-                tensor
-                if part.expert is None
-                else tensor[part.expert, part.start : part.start + part.shape[0]]
-            )
-            .to(dtype)
-            .contiguous()
+            part.name: tensor[part.region].reshape(part.shape).to(dtype).contiguous()
             for name, tensor in read(names).items()
             for part in stored_parts(name, tuple(tensor.shape), model)
         }

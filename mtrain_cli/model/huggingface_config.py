@@ -63,12 +63,6 @@ _ALIKE = ("mistral", "qwen3_moe", "mixtral")  # all their layers have the same w
 # Sliding windows: defaults of transformers, and its names of layers without and with a window.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What to do about a scaling that the decoder does not have.
-_WAYS_OUT = {
-    "linear": "remove it, or give yarn with the same factor, and train on",
-    "dynamic": "remove it: up to max_position_embeddings tokens, nothing changes",
-    "longrope": "its factors for each frequency have no counterpart; give a checkpoint without it",
-}
 # The settings that say which frequencies are scaled, for each kind of scaling.
 RAMP = {
     "none": (),
@@ -241,7 +235,7 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
     if kind not in ("default", "yarn", "llama3"):
         outer.problem(
             f"rope_type={format_value(kind)} is not supported; only default, yarn and llama3 are. "
-            f"{_WAYS_OUT.get(str(kind), 'give a checkpoint with one of them').capitalize()}"
+            "Give a checkpoint with one of them, or remove it and train on"
         )
     original, factor = max_position, 1.0
     if scaling != "none":

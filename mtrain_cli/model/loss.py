@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype, high_product
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.parallel import profiler_labels
@@ -134,7 +134,7 @@ def _chunks(
     for x_RC, labels_R, dx_RC in zip(
         x_NC.split(rows), labels_N.split(rows), dx_NC.split(rows), strict=True
     ):
-        logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
+        logits_RV = high_product(x_RC, weight_VC.t())
         loss_R, total_R, dlogits_RV = row_losses(
             logits_RV, labels_R, scale, gradient_dtype, options.z_loss
         )
@@ -238,15 +238,6 @@ def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
 @cache
 def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return compiled(_row_losses if in_place else _row_losses_out_of_place, False)
-
-
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in ``dtype``. The sums are accumulated in ``dtype``, too."""
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:

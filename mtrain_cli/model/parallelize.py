@@ -17,11 +17,11 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.model.decoder import Decoder, StageDecoder
+from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import Experts, expert_layers, reset_biases
-from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
+from mtrain_cli.model.layer_execution import ExecutedLayer
 from mtrain_cli.model.loss import LossOptions
-from mtrain_cli.model.tiling import layers_with_products
+from mtrain_cli.model.tiling import LayerExecution, layers_with_products
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.expert_group import EXPERTS, SHARD_OF_EXPERTS, ExpertGroup
 from mtrain_cli.parallel.fsdp import shard_parameters
@@ -72,10 +72,9 @@ def parallelize(
         experts=[] if experts is None else [m.experts for m in expert_layers(decoder.layers)],
         expert_mesh=None if expert_mesh is None else expert_mesh[SHARD_OF_EXPERTS],
     )
-    # Evaluation calls this method instead of `forward`. FSDP must gather weights for it, too.
+    # Evaluation and pipelines call these methods. FSDP must gather weights for them, too.
     register_fsdp_forward_method(decoder, "token_losses")
-    if isinstance(decoder, StageDecoder):
-        register_fsdp_forward_method(decoder, "run_stage")
+    register_fsdp_forward_method(decoder, "run_stage")
     return decoder
 
 
@@ -122,7 +121,7 @@ def execute_layers(
         keep_products = layer.index >= first_kept  # type: ignore
         layer.execution = replace(execution, keep_products=keep_products)  # type: ignore
     for mlp in expert_layers(decoder.layers):
-        mlp.execution = execution.of_experts
+        mlp.execution = execution
 
 
 def cut_layers(decoder: Decoder, mesh: DeviceMesh, *, experts: bool = True) -> None:

@@ -7,7 +7,6 @@ experts of a token, S = T K pairs of a token and an expert.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import has_triton, high_product
 from mtrain_cli.config.schema import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
@@ -212,7 +210,7 @@ class Routing:
 def choose(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     """Return each token's experts with the highest scores + bias, ``[T, K]``; lowest of equals."""
     is_float = scores_TE.dtype == bias_E.dtype == torch.float32
-    if scores_TE.is_cuda and is_float and importlib.util.find_spec("triton") is not None:
+    if scores_TE.is_cuda and is_float and has_triton():
         from mtrain_cli.kernels.triton import router
 
         return router.chosen_experts(scores_TE, bias_E, top_k)
@@ -267,10 +265,7 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_EC: Tensor) -> Tensor:
         ctx.save_for_backward(x_TC, weight_EC)
-        if _on_tensor_cores(x_TC, weight_EC):
-            return _mixed_product(x_TC, weight_EC.t())
-        high = accumulation_dtype(x_TC.dtype)
-        return functional.linear(x_TC.to(high), weight_EC.to(high))
+        return high_product(x_TC, weight_EC.t())
 
     @staticmethod
     @once_differentiable
@@ -294,13 +289,9 @@ def _split_gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[
     first_TE = grad_TE.to(low)
     terms = torch.cat([first_TE, (grad_TE - first_TE).to(low)], 1)  # [T, 2 E]
     dx_TC = terms @ torch.cat([weight_EC, weight_EC])
-    of_terms = _mixed_product(terms.t(), x_TC).unflatten(0, (2, -1))
+    of_terms = high_product(terms.t(), x_TC).unflatten(0, (2, -1))
     return dx_TC, of_terms.sum(0).to(weight_EC.dtype)
 
 
 def _on_tensor_cores(x_TC: Tensor, weight_EC: Tensor) -> bool:
     return x_TC.is_cuda and x_TC.dtype == weight_EC.dtype == torch.bfloat16
-
-
-def _mixed_product(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left, right, out_dtype=torch.float32)  # only on GPUs

@@ -1,4 +1,4 @@
-"""How many tokens a tile of the sequence has, and how many layers keep their MLP products.
+"""How layers run: tokens of a tile of the sequence, and layers that keep their MLP products.
 
 `feed_forward.py` computes the second half of a layer tile by tile. Planning reads the same numbers,
 so this module does not import PyTorch.
@@ -6,7 +6,14 @@ so this module does not import PyTorch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from mtrain_cli.config.schema import MoeConfig
+
+if TYPE_CHECKING:
+    from mtrain_cli.parallel.activation_offload import ActivationOffload
+    from mtrain_cli.parallel.tensor_group import TensorGroup
 
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
@@ -20,6 +27,37 @@ _CHUNKS, _CHUNK_ROWS = 4, 2048
 _PART_TOKENS = 4096
 ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
 _ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a multiple
+
+
+@dataclass(frozen=True)
+class LayerExecution:
+    """How a layer runs.
+
+    recompute: checkpoint the layer: backward runs a second forward pass, which repeats `project`,
+        reuses what attention kept, and computes the inputs of `feed_forward`.
+    any_length: let the compiled code serve any number of tokens. Otherwise each number compiles
+        faster code of its own, and after eight of them nothing is compiled.
+    tile_bytes: maximum bytes of temporary tensors after attention; 0 for no limit.
+    keep_products: keep the matrix products of `feed_forward` for the backward pass.
+    offload: host memory for the layer's input until the backward pass. Requires ``recompute``.
+    tensor: the workers that share each layer. A layer then takes and returns the worker's own
+        tokens ``[1, own tokens, C]``, whatever the batch.
+    """
+
+    recompute: bool = False
+    compile: bool = False
+    any_length: bool = False
+    tile_bytes: int = 0
+    keep_products: bool = False
+    offload: ActivationOffload | None = None
+    tensor: TensorGroup | None = None
+    tensor_chunks: int | str = "auto"
+    expert_chunks: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        assert self.offload is None or self.recompute, (
+            "offload needs recompute=True: the second forward pass reads what it moves"
+        )
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:

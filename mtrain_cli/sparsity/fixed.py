@@ -39,16 +39,6 @@ class FixedPattern(FixedSettings):
         columns = f"{self.columns} columns per head"
         return f"{diagonals} and {columns}, drawn from a seed, not from the data"
 
-    def covers(self, seq: int) -> str | None:
-        blocks = -(-seq // self.block)
-        if self.columns >= seq:
-            return f"{self.columns} columns cover"
-        if self.density >= 1:
-            return f"diagonals of {self.density:.0%} of the blocks cover"
-        if not self.density and self.slashes >= blocks:
-            return f"{self.slashes} block diagonals cover"
-        return f"one block of {self.block} tokens covers" if blocks == 1 else None
-
     def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
 

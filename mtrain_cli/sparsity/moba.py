@@ -37,11 +37,6 @@ class MobaPattern(MobaSettings):
         chooser = "query" if self.by_query else f"block of {self.block} queries"
         return f"{self.top_k} chunks of {self.chunk} keys for every {chooser}"
 
-    def covers(self, seq: int) -> str | None:
-        if self.top_k * self.chunk < seq:
-            return None
-        return f"{self.top_k} chunks of {self.chunk} keys cover"
-
     def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
 

@@ -20,7 +20,6 @@ from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
 from mtrain_cli.attention.partials import Pair
 from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.sizes import format_size
 
 
 class IndexGroup(Protocol):
@@ -169,12 +168,6 @@ class Pattern(Protocol):
     def describe(self) -> str:
         """Return one line for banners that says what the pattern chooses."""
 
-    def covers(self, seq: int) -> str | None:
-        """Return why the index contains every pair of ``seq`` tokens for any data, else None.
-
-        The reason is the start of a sentence, such as "3 chunks of 4096 keys cover".
-        """
-
     def probed_rows(self, length: int) -> Tensor:
         """Return the positions of the queries that choose the index for all queries, int64 [rows].
 
@@ -284,32 +277,18 @@ def make_pattern(settings: PatternSettings, seed: int) -> Pattern | None:
 _DENSE_SHARE = 4  # one layer in four; with the last two of eight dense, small models lost nothing
 
 
-def computes_everything(config: Config) -> str | None:
-    """Return why the pattern chooses every pair for any data, or None if it may leave out pairs."""
-    pattern = make_pattern(config.sparsity, config.seed)
-    covering = pattern.covers(config.seq) if pattern is not None else None
-    if not covering:
-        return None
-    seq = f"seq={format_size(config.seq)}"
-    return f"{covering} all of {seq}: computes every pair, like sparsity=dense"
-
-
 def remarks(config: Config) -> list[str]:
-    sparsity = config.sparsity
-    notes = [line for line in (computes_everything(config),) if line is not None]
+    sparsity, layers = config.sparsity, config.model.num_layers
     if sparsity.dense_steps >= config.train.steps:
-        notes.append(
+        return [
             f"no step is sparse: sparsity.dense_steps={sparsity.dense_steps} must be below "
             f"train.steps={config.train.steps}"
-        )
-    if notes:
-        return notes
-    layers = config.model.num_layers
-    if sparsity.loses_in_all_layers and not sparsity.dense_layers and layers > 1:
-        dense = max(1, layers // _DENSE_SHARE)
-        last = "the last layer" if dense == 1 else f"the last {dense} layers"
-        notes.append(
-            "every layer is sparse: such models found fewer needles than dense ones in `mtrain "
-            f"study learning` (docs/studies.md); sparsity.dense_layers={dense} keeps {last} dense"
-        )
-    return notes
+        ]
+    if not sparsity.loses_in_all_layers or sparsity.dense_layers or layers == 1:
+        return []
+    dense = max(1, layers // _DENSE_SHARE)
+    last = "the last layer" if dense == 1 else f"the last {dense} layers"
+    return [
+        "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
+        f"learning` (docs/studies.md); sparsity.dense_layers={dense} keeps {last} dense"
+    ]

@@ -6,9 +6,7 @@ A sequence may be sharded over several workers. Workers add up integers
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +18,7 @@ from torch import Tensor
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype
+from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype, has_triton
 from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.sparsity.pattern import (
     MASS_UNITS,
@@ -84,23 +82,31 @@ class Probe:
         return self.first, self.rows.int(), self.row_blocks.int()
 
 
-class ProbedAttention(ABC):
+class ProbedAttention:
     """The attention from the probed queries of a batch to this worker's keys.
 
     The constructor computes each probed query's log-sum-exp over the keys of all workers. One
     collective gathers the probed queries, and two merge the log-sum-exps of all tiles, or of each
     chunk of queries if the log-sum-exps of all queries exceed the memory budget.
 
+    fused: whether Triton kernels compute it, which never store scores.
     tile: number of keys per tile, a divisor of the block size.
     """
-
-    tile: int
 
     def __init__(
         self, q: Tensor, k: Tensor, probes: Sequence[Probe], masked: MaskedPositions
     ) -> None:
         self.k, self.probes, self.masked = k, probes, masked
         self.block, self.width = masked.tables.block, len(masked.host_positions)
+        self.fused = fused_probe_usable(q, self.block)
+        self.tile = tile_keys(self.block) if self.fused else self.block
+        blocks = masked.geometry.key_blocks
+        self._of_keys = blocks, self.block, self.tile, q.shape[-1] ** -0.5
+        self._hidden = (
+            []
+            if self.fused
+            else [~masked.visible(b, p.rows, k.shape[1]) for b, p in enumerate(probes)]
+        )
         self.queries = self._gather_queries(q)
         # Bytes of one number for every head.
         self._head_bytes = accumulation_dtype(q.dtype).itemsize * q.shape[2]
@@ -149,64 +155,34 @@ class ProbedAttention(ABC):
             del partial
         return [_concatenate(parts).contiguous() for parts in chunks]
 
-    @abstractmethod
     def _tile_lse(self, b: int, rows: slice) -> Tensor:
         """Return log-sum-exps over each tile of local keys, [tiles, heads, rows]."""
+        queries, probe = self.queries[b][rows], self.probes[b]
+        if self.fused:
+            from mtrain_cli.kernels.triton import probe as kernel
 
-    @abstractmethod
-    def _columns(self, b: int, lse: Tensor, blocks: range) -> Tensor:
-        """Return the mass that probed blocks give each local column, [blocks, heads, columns]."""
-
-
-class FusedProbe(ProbedAttention):
-    """The attention of probed queries, from Triton kernels that never store scores."""
-
-    def __init__(self, q, k, probes, masked) -> None:
-        self.tile = tile_keys(masked.tables.block)
-        self._of_keys = (
-            masked.geometry.key_blocks, masked.tables.block, self.tile, q.shape[-1] ** -0.5
-        )  # fmt: skip
-        super().__init__(q, k, probes, masked)
-
-    def _tile_lse(self, b: int, rows: slice) -> Tensor:
-        from mtrain_cli.kernels.triton import probe as kernel
-
-        first, at, _ = (t[rows] for t in self.probes[b].for_kernels)
-        return kernel.tile_lse(self.queries[b][rows], self.k[b], first, at, *self._of_keys)
-
-    def _columns(self, b: int, lse: Tensor, blocks: range) -> Tensor:
-        from mtrain_cli.kernels.triton import probe as kernel
-
-        first, at, row_blocks = self.probes[b].for_kernels
-        return kernel.probed_columns(
-            self.queries[b], self.k[b], first, at, *self._of_keys, lse, row_blocks, blocks,
-            self.width,
-        )  # fmt: skip
-
-
-class PyTorchProbe(ProbedAttention):
-    """Probed attention by PyTorch, which stores the scores of some heads at a time."""
-
-    def __init__(self, q, k, probes, masked) -> None:
-        self.tile = masked.tables.block
-        self._hidden = [~masked.visible(b, p.rows, k.shape[1]) for b, p in enumerate(probes)]
-        super().__init__(q, k, probes, masked)
-
-    def _tile_lse(self, b: int, rows: slice) -> Tensor:
+            first, at, _ = (t[rows] for t in probe.for_kernels)
+            return kernel.tile_lse(queries, self.k[b], first, at, *self._of_keys)
         missing = -self.k.shape[1] % self.block
         parts = []
-        for _, scores in _scores(self.queries[b][rows], self.k[b], self._hidden[b][rows]):
+        for _, scores in _scores(queries, self.k[b], self._hidden[b][rows]):
             if missing:
                 scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
             parts.append(scores.unflatten(-1, (-1, self.block)).logsumexp(-1).permute(2, 0, 1))
         return torch.cat(parts, 1)
 
     def _columns(self, b: int, lse: Tensor, blocks: range) -> Tensor:
-        q, k, hidden, row_blocks = (
-            self.queries[b], self.k[b], self._hidden[b], self.probes[b].row_blocks
-        )  # fmt: skip
-        total = len(q)
-        if len(blocks) < len(self.probes[b].diagonals):
+        """Return the mass that probed blocks give each local column, [blocks, heads, columns]."""
+        q, k, probe = self.queries[b], self.k[b], self.probes[b]
+        if self.fused:
+            from mtrain_cli.kernels.triton import probe as kernel
+
+            first, at, row_blocks = probe.for_kernels
+            return kernel.probed_columns(
+                q, k, first, at, *self._of_keys, lse, row_blocks, blocks, self.width
+            )
+        total, hidden, row_blocks = len(q), self._hidden[b], probe.row_blocks
+        if len(blocks) < len(probe.diagonals):
             chosen = (row_blocks >= blocks.start) & (row_blocks < blocks.stop)
             q, hidden, lse = q[chosen], hidden[chosen], lse[:, chosen]
             row_blocks = row_blocks[chosen]
@@ -222,11 +198,11 @@ class PyTorchProbe(ProbedAttention):
 def fused_probe_usable(q: Tensor, block: int) -> bool:
     if not q.is_cuda or q.dtype == torch.float64 or q.shape[-1] not in (16, 32, 64, 128):
         return False
-    return tile_keys(block) >= _SMALLEST_TILE and importlib.util.find_spec("triton") is not None
+    return tile_keys(block) >= _SMALLEST_TILE and has_triton()
 
 
 def tile_keys(block: int) -> int:
-    """Return the keys per tile of `FusedProbe`: a power of two that divides the block."""
+    """Return the keys per tile of the fused probe: a power of two that divides the block."""
     return math.gcd(block, _LARGEST_TILE)
 
 
@@ -308,19 +284,10 @@ class VerticalSlashPattern(VerticalSlashSettings):
             + (", one index per KV head" if self.per_group else "")
         )
 
-    def covers(self, seq: int) -> str | None:
-        blocks, columns = -(-seq // self.block), max(self.min_columns, self.sink_tokens)
-        if self.min_slashes >= blocks:
-            return f"at least {self.min_slashes} block diagonals of {self.block} tokens cover"
-        if columns >= seq:
-            return f"at least {columns} columns cover"
-        return f"one block of {self.block} tokens covers" if blocks == 1 else None
-
     def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:
         """Estimate the index, with five collectives over the batch."""
         group = q.shape[2] // k.shape[2] if self.per_group else 1
-        kind = FusedProbe if fused_probe_usable(q, self.block) else PyTorchProbe
-        attention = kind(q, k, self.probes(masked), masked)
+        attention = ProbedAttention(q, k, self.probes(masked), masked)
         # A joint budget reads the tables twice: for the diagonals, and for the columns outside the
         # chosen diagonals. Tables too large to keep are computed twice.
         cached = list(attention.tables()) if self.joint and attention.is_small else None

@@ -25,9 +25,9 @@ from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
+from mtrain_cli.model.huggingface import check_tensors
 from mtrain_cli.model.huggingface_config import config_json, read_mask, require_new_folder
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.model.stored_sizes import check_tensors
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
@@ -68,7 +68,7 @@ def import_folder(source: Path, run: Path) -> Config:
         parameters = huggingface.parameter_shapes(folder.model)
         weights = {
             name: folder.read(name).float() if name in parameters else torch.zeros(shape)
-            for name, shape in huggingface.state_shapes(folder.model).items()
+            for name, shape in huggingface.parameter_shapes(folder.model, biases=True).items()
         }
         checkpointer.write_model_state(created.checkpoints, 0, weights)
         files, copy = None, created.path / TOKENIZER  # an export reads the copy
@@ -124,7 +124,9 @@ def export_checkpoint(
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    check_tensors(model, shapes, huggingface.state_shapes(model), source, run / RESOLVED)
+    check_tensors(
+        model, shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED
+    )
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
         raise ConfigError(

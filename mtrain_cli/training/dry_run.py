@@ -21,7 +21,7 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.cast_rows import too_many_to_count
 from mtrain_cli.parallel.layout import Placement
 from mtrain_cli.parallel.traffic import count_traffic
-from mtrain_cli.sparsity.pattern import computes_everything, display_name, make_pattern, remarks
+from mtrain_cli.sparsity.pattern import display_name, make_pattern, remarks
 from mtrain_cli.training import initial_weights
 from mtrain_cli.training.expert_traffic import ExpertRun
 from mtrain_cli.training.first_masks import FirstMasks
@@ -175,8 +175,7 @@ def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
     executed = f"{flop(flops.executed)} executed"
     step = f"{flop(flops.model * tokens)} model"
     sparsity = config.sparsity
-    sparse = sparsity.pattern != "dense" and sparsity.dense_steps < config.train.steps
-    if sparse and not computes_everything(config):
+    if sparsity.pattern != "dense" and sparsity.dense_steps < config.train.steps:
         model, executed, step = f"dense: {model}", f"dense: {executed}", f"dense: {step}"
         if estimate is None or estimate.density is None:
             executed += f"; {sparsity.pattern} executes less"
@@ -270,8 +269,6 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> Rows:
     inside = ", inside each document" if config.data.document_mask else ""
     share = _of_causal(mask.pairs, config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share}")]
-    if remark := config.mask.remark(config.seq):
-        rows.append(("note", remark))
     # Token ids may hold one document per sequence, such as a video.
     if config.mask.counts_from_start and config.data.document_mask and config.data.kind != "tokens":
         rows.append(("warning", _PACKED))

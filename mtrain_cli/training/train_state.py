@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.data.loader import Loader
-from mtrain_cli.model.decoder import Decoder, StageDecoder
+from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.parallelize import initialize, parallelize
 from mtrain_cli.model.rope import rope_factor
@@ -73,9 +73,7 @@ class TrainState:
         config, stage = self._worker.config, self._worker.stage
         factor = rope_factor(config.model.rope, config.seq)
         with torch.device("meta"):
-            if stage is None:
-                return Decoder(config.model, factor)
-            return StageDecoder(config.model, factor, stage.stages)
+            return Decoder(config.model, factor, stages=() if stage is None else stage.stages)
 
     def set_rate(self) -> float:
         """Give the optimizer the learning rate of the next step, and return it."""
