@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtrain_cli.attention import reference
-from mtrain_cli.attention.kernel import Kernel
+from mtrain_cli.attention.kernel import Kernel, by_definition, per_query_head
 from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.partials import merge_parts, pack_part
 
@@ -34,9 +33,9 @@ def oracle(q, k, v, used, first: int = 0):
     outs, lses = [], []
     for b, keys in enumerate(used.tolist()):
         shard = slice(first, max(first, keys))
-        per_head = reference.per_query_head(q[b : b + 1], k[b : b + 1, shard], v[b : b + 1, shard])
+        per_head = per_query_head(q[b : b + 1], k[b : b + 1, shard], v[b : b + 1, shard])
         seen = torch.ones(1, 1, 1, max(0, keys - first), dtype=torch.bool)
-        out, lse = reference.forward(*per_head, seen, SCALE)
+        out, lse = by_definition(*per_head, seen, SCALE)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)

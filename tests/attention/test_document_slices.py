@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from attention.mask_definitions import by_slices
 
-from mtrain_cli.attention.document_slices import (
+from mtrain_cli.attention.mask import (
+    SequenceMask,
     causal_slices,
     continues,
     cut_slices,
     intervals_at_most,
     slices_per_query,
 )
-from mtrain_cli.attention.mask import SequenceMask
 
 
 def by_mask(slices: np.ndarray, length: int) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from attention.mask_definitions import cells
@@ -226,23 +224,3 @@ def test_tables_of_dynamic_indices_refuse_other_masks():
 )
 def test_only_causal_intervals_that_move_forward_take_an_index(slices, causal):
     assert SequenceMask.from_slices(slices, 8, 10).is_causal_interval == causal
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_slices_that_share_no_row_give_one_interval(seed):
-    draw = np.random.default_rng(seed)
-    edges = np.unique(draw.integers(0, 60, 6))
-    slices = [
-        (a, b, *np.sort(draw.integers(0, 60, 2)), draw.integers(4))
-        for a, b in itertools.pairwise(edges)
-    ]
-    draw.shuffle(slices)
-    seen = np.zeros((64, 64), bool)
-    for q_start, q_stop, k_start, k_stop, kind in slices:
-        for q, k in itertools.product(range(q_start, q_stop), range(k_start, k_stop)):
-            after = not kind & 1 or k - k_stop <= q - q_stop
-            seen[q, k] = after and (not kind >> 1 or k - k_start >= q - q_start)
-    mask = SequenceMask.from_slices(slices, 60, 64)
-    assert mask.intervals == 1
-    everywhere = np.arange(64)
-    np.testing.assert_array_equal(mask.spans(everywhere, everywhere).seen(), seen)

@@ -37,7 +37,7 @@ def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
         part[:, slots < 0] = float("nan")
     got = [torch.randint(-3, 4, t.shape).to(dtype) for t in (p.k, p.v)]
     want = [t.clone() for t in got]
-    add_column_gradients(*got, *parts, p.tiles)
+    add_column_gradients(*got, *parts, slots)
     keys = p.tiles.positions()[1].tolist()
     num_columns = 0
     for b, h, place in torch.cartesian_prod(*(torch.arange(n) for n in slots.shape)).tolist():

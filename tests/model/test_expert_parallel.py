@@ -15,12 +15,11 @@ from model.moe_models import make_module, moe_model
 from mtrain_cli.model import expert_parallel, expert_rows
 from mtrain_cli.model.expert_parallel import Journey, Tile, start_plan
 from mtrain_cli.model.expert_products import (
-    ExpertExecution,
-    WeightGradients,
     grouped_rows,
     inner_gradients,
 )
 from mtrain_cli.model.routing import Decision, decide_alone
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel.expert_group import ExpertGroup
 from mtrain_cli.parallel.tensor_group import MessageObserver
 
@@ -43,7 +42,7 @@ def in_float64(
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
     whole, part = (make_module(moe_model()).to(device) for _ in range(2))
     part.sharing = ExpertGroup(rank, world, dist.group.WORLD)
-    part.execution = ExpertExecution(chunks=tiles, recompute=recompute)
+    part.execution = LayerExecution(expert_chunks=tiles, recompute=recompute)
     # Triton's interpreter runs the kernels.
     expert_parallel.rows_module = lambda _: rows_of(fused)
     expert_parallel.expert_parts = lambda *_: parts
@@ -88,16 +87,6 @@ def of_other_lengths(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
     x = torch.randn(1, (5, 4500)[rank], 40, dtype=torch.float64)
     with torch.no_grad():
         return part(x), whole(x)
-
-
-def test_gradients_of_more_than_two_tiles_are_added_up_in_float32():
-    """Each addition of 2**-8 to 1 would round to 1 in bfloat16."""
-    left, right = torch.ones(1, 1).bfloat16(), torch.ones(1, 1).bfloat16()
-    ends = torch.ones(1, dtype=torch.int32)
-    sums = WeightGradients(9)
-    for number in range(9):
-        sums.add("down", left, right / 2**8 if number else right, ends)
-    assert sums.take("down", left) == 1 + 8 / 2**8
 
 
 TOKENS, EXPERTS, HIDDEN, WIDTH = 9, 6, 20, 12

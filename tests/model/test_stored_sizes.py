@@ -9,8 +9,7 @@ from model.moe_models import moe_model
 from model.tiny_models import tiny_model
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.model.huggingface import parameter_shapes
-from mtrain_cli.model.stored_sizes import check_tensors
+from mtrain_cli.model.huggingface import check_tensors, parameter_shapes
 
 
 @pytest.mark.parametrize("model", [tiny_model(), tiny_model("qwen3"), moe_model()])

@@ -9,11 +9,10 @@ import torch
 from attention.mask_definitions import by_slices, predicate, question
 from parallel.ways import Way
 
-from mtrain_cli.attention.document_slices import causal_slices, cut_slices
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import SequenceMask, causal_slices, cut_slices
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.attention.reference import ReferenceKernel

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.sparsity import vertical_slash
 from mtrain_cli.sparsity.pattern import MaskedPositions
-from mtrain_cli.sparsity.vertical_slash import FusedProbe, PyTorchProbe, VerticalSlashPattern
+from mtrain_cli.sparsity.vertical_slash import ProbedAttention, VerticalSlashPattern
 
 SEQ, BLOCK, HEADS, KV_HEADS, DIM = 150, 16, 4, 2, 8
 
@@ -59,7 +58,6 @@ def fewest_that_reach(
 def mass(pattern, q, k, masked):
     """Return the mass that probed queries give to local keys, [blocks, heads, keys] a sequence."""
     masses = [[] for _ in masked.masks]
-    kind = FusedProbe if vertical_slash.fused_probe_usable(q, BLOCK) else PyTorchProbe
-    for sequence, _, table in kind(q, k, pattern.probes(masked), masked).tables():
+    for sequence, _, table in ProbedAttention(q, k, pattern.probes(masked), masked).tables():
         masses[sequence].append(table)
     return [torch.cat(tables) for tables in masses]

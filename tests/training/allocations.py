@@ -21,7 +21,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model import tiling
-from mtrain_cli.model.decoder import Decoder, StageDecoder
+from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import parallelize, set_execution
 from mtrain_cli.model.routing import Routing
@@ -180,9 +180,7 @@ def step_peak(
 
     def empty() -> Decoder:
         with torch.device("meta"):
-            if stage is not None:
-                return StageDecoder(config.model, 1.0, stage.stages)
-            return Decoder(config.model)
+            return Decoder(config.model, stages=() if stage is None else stage.stages)
 
     mesh = make_parameter_mesh(dims, "cpu")
     degree = config.topology.expert_parallel

@@ -240,14 +240,6 @@ def test_a_plan_says_which_share_of_the_keys_a_group_cast_moves(words, share):
     assert len(module.exchange_rows(gathers)) == 1
 
 
-@pytest.mark.parametrize(("seq", "notes"), [("8k", 1), ("16k", 0)])
-def test_a_chunk_as_long_as_the_sequence_is_a_note(seq, notes):
-    rows = module.mask_rows(compose([f"seq={seq}", "mask=chunked"]))
-    found = [line for label, line in rows if label == "note"]
-    why = "mask.chunk=8192 is not below seq=8192, so mask=chunked is a causal mask; "
-    assert found == [f"{why}give a smaller chunk"] * notes
-
-
 @pytest.mark.parametrize(("every", "line"), [(2, "2 of 4"), (4, "1 of 4")])
 def test_a_plan_counts_the_full_layers(every, line):
     words = ["mask=sliding_window", f"mask.full_every={every}", "topology.device=cpu"]
