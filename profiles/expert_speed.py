@@ -38,13 +38,13 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.config.sizes import format_size, parse_size
 from mtrain_cli.model.expert_products import (
-    ExpertExecution,
     grouped_rows,
     grouped_rows_back,
     grouped_sums,
 )
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.routing import RouterOptions, Routing
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.profiling.timing import median_ms
 
 TINY = (
@@ -161,7 +161,7 @@ def mtrain_layer(sizes: Sizes, weights: list[Tensor], tokens: int, compile: bool
         for parameter, weight in zip(module.parameters(), weights, strict=True):
             parameter.copy_(weight)
     module.selection_bias = torch.zeros(sizes.model.moe.experts, device=sizes.device)
-    module.execution = ExpertExecution(tile_bytes=4 << 30, compile=compile)
+    module.execution = LayerExecution(tile_bytes=4 << 30, compile=compile)
     slots = torch.arange(tokens, device=sizes.device)[None]
     options = RouterOptions(1, balance_loss=0.001)
     routing = Routing(slots, [tokens], tokens, sizes.model.moe, 1, options)

@@ -25,7 +25,7 @@ from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.init import initialize
+from mtrain_cli.model.parallelize import initialize
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.metrics import read_metrics, steady_steps
 from mtrain_cli.records.record_files import open_records

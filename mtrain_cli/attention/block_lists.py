@@ -22,10 +22,9 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, Tensor]:
     """List the blocks that both index and mask allow, without single columns.
 
     Returns:
-        ``partial``: ascending local block numbers, int32 [batch, heads, rows, width]. Entries
-            beyond the count are undefined. `list_widths` gives the width.
-        ``full``: the same for the blocks in which every query sees every key.
-        ``partial_count`` and ``full_count``: number of entries, int32 [batch, heads, rows].
+        ``partial``: ascending local block numbers, int32 [batch, heads, rows, width], undefined
+            beyond ``partial_count``, int32 [batch, heads, rows]; ``full`` and ``full_count``: the
+            same for the blocks in which every query sees every key. `list_widths` gives widths.
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -83,11 +82,8 @@ def mask_lists(tiles: Tiles, block: int) -> tuple[Lists, Lists]:
 def lists_of_spans(low: Tensor, high: Tensor, num_keys: int, block: int) -> tuple[Lists, Lists]:
     """List the pairs of blocks of `block_flags` in FlashAttention-4's form.
 
-    Returns:
-        Two dicts: the key blocks of each query block, and the query blocks of each key block.
-        ``partial`` and ``full``: ascending block numbers, int32 [batch, 1, blocks, width]. Entries
-            beyond the count are undefined.
-        ``partial_count`` and ``full_count``: number of entries, int32 [batch, 1, blocks].
+    The key blocks of each query block, and the query blocks of each key block, as `index_lists`
+    gives them for one head.
     """
     lists: tuple[Lists, Lists] = {}, {}
     found = block_flags(low, high, num_keys, block)
@@ -110,8 +106,7 @@ def mask_list_bytes(sequences: int, queries: int, keys: int, block: int) -> int:
 def block_flags(low: Tensor, high: Tensor, num_keys: int, block: int) -> Pair:
     """Return which pairs of blocks are partial and which are full, bool [batch, rows, columns].
 
-    low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
-        interval. The intervals of a query are disjoint.
+    low, high: int [batch, intervals, queries]; disjoint intervals of keys low <= j < high.
     """
     sees, queries, columns = low < high, low.shape[2], -(-num_keys // block)
     starts, ends = low // block, (high - 1) // block + 1
@@ -141,8 +136,7 @@ def _rows_over(starts: Tensor, ends: Tensor, block: int, columns: int) -> Tensor
 def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, int]:
     """Return the widths of the lists: (of partial blocks, of full blocks).
 
-    A diagonal gives each row one block. A purely causal mask makes only the block on the main
-    diagonal partial.
+    A diagonal gives each row one block. Under a purely causal mask, only its own block is partial.
     """
     # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
     full = max(2, min(candidates, max_diagonals or candidates))
@@ -150,11 +144,9 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
 
 
 def set_indices(flags: Tensor) -> Pair:
-    """Return the indices of the set flags, and the number of set flags below each index.
+    """Return the ascending indices of the set flags, then zeros, int32 [..., n].
 
-    Returns:
-        indices: int32 [..., n], ascending indices of the set flags, then zeros.
-        counts_below: int32 [..., n + 1], number of flags set below each index.
+    And the number of set flags below each index, int32 [..., n + 1].
     """
     n = flags.shape[-1]
     counts_below = torch.nn.functional.pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
@@ -209,8 +201,7 @@ def _fit(most: int) -> bool:
 def word_and_bit(offset: IntArray | int) -> tuple[IntArray | int, IntArray | int]:
     """Return the word and the bit of a token, from its offset in the block.
 
-    On Hopper, thread t of the four threads that share a row holds the columns 8 j + 2 t and 8 j +
-    2 t + 1 for each j. The bits of a word follow the order of these columns.
+    On Hopper, thread t of the four of a row holds columns 8 j + 2 t and 8 j + 2 t + 1 for each j.
     """
     return offset // 2 % 4, offset // 8 * 2 + offset % 2
 

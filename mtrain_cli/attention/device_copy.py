@@ -18,8 +18,8 @@ _ALIGNMENT = 256
 def to_device(values: NDArray[Any] | Tensor, device: torch.device | str) -> Tensor:
     """Return ``values`` on the device. On a CPU the result shares memory with ``values``.
 
-    The copy to a GPU goes through pinned memory, because a copy from pageable memory would make the
-    host wait. PyTorch keeps the pinned memory until the copy has finished.
+    The copy to a GPU goes through pinned memory, since one from pageable memory makes the host
+    wait.
     """
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
@@ -30,8 +30,7 @@ def to_device(values: NDArray[Any] | Tensor, device: torch.device | str) -> Tens
 def map_tensors(value: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
     """Return a copy of nested dataclasses, dicts and tuples with ``change`` applied to each tensor.
 
-    If several parts share a tensor, their copies share the changed tensor. Every dict is copied, so
-    the copy does not share caches with the original.
+    Tensors stay shared among parts. Every dict is copied: the copy shares no caches.
     """
     return _mapped(value, change, {})
 

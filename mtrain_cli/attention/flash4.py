@@ -1,9 +1,7 @@
 """FlashAttention-4 (CuTe DSL) on Hopper and later.
 
-- Dense attention with a mask of a few rectangles: one call per rectangle, full or causal.
-- Dense attention with any other mask: one call with block lists.
-- Dynamic index: FlashAttention-4 computes the blocks. The Triton kernels then add the single
-  columns to the same softmax, so no merge is needed.
+A mask of a few rectangles takes one call per rectangle, any other mask one call with block lists.
+Under a dynamic index, Triton kernels add the single columns to the same softmax, without a merge.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from torch import Tensor
 from mtrain_cli import install_command, resource_dir
 from mtrain_cli.attention.block_lists import index_lists, mask_lists, mask_words
 from mtrain_cli.attention.kernel import KernelRequest, Saved
-from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
+from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.partials import Pair, Triple
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
@@ -39,7 +37,6 @@ _BLOCK = 128
 
 class Flash4Kernel(TritonColumns):
     name = "flash4"
-    needs_out = False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device != "cuda":
@@ -166,7 +163,7 @@ def _sparse_backward(dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> 
         dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq
     )
     columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
-    add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
+    add_column_gradients(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
     return dq, dk, dv
 
 
@@ -211,9 +208,8 @@ _COMPILERS = (
 def persistent_kernel_cache() -> Iterator[None]:
     """Enable FlashAttention-4's on-disk kernel cache during its first import.
 
-    Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if no folder is
-    usable (see `cache_folder`). FlashAttention-4 reads its environment variables at import. Restore
-    these variables after the ``with`` block, so that child processes decide for themselves.
+    It reads environment variables then, which are restored for child processes. Do nothing if the
+    user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or without a usable `cache_folder`.
     """
     if ENABLED in os.environ:
         yield
@@ -233,9 +229,9 @@ def persistent_kernel_cache() -> Iterator[None]:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder for compiled kernels, or None if other users could write to that folder.
+    """Return the folder for compiled kernels, or None if other users could write to it.
 
-    Cached files are run as code, so only this user may write them.
+    Cached files are run as code.
     """
     base = own_folder()
     if base is None:

@@ -1,10 +1,6 @@
 """Dynamic indices: which key blocks and single key columns a pattern chose, per query head.
 
-- `VerticalSlash`: block diagonals (slashes) and single columns. This index takes kilobytes at any
-  sequence length, and serves query blocks and key blocks alike. A query-key pair that several
-  slashes and columns contain is computed once.
-- `BlockBitmap`: one bit per pair of blocks.
-- `GatedBitmap`: a bitmap in which each query also chooses large chunks of keys.
+A `VerticalSlash` takes kilobytes at any length. Pairs in several of its lines are computed once.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ _BITS_PER_PASS = 1 << 24
 class Index(ABC):
     """The query-key pairs that a pattern chose for one layer.
 
-    by_head: names of the fields that are tensors [batch, heads, ...].
+    by_head: names of the fields [batch, heads, ...].
     """
 
     block: int
@@ -66,8 +62,7 @@ class Index(ABC):
     def counts(self, tables: MaskTables) -> IndexCounts:
         """Count the work that index and masks leave, without waiting for the device.
 
-        tables: tables of the batch's masks. For a bitmap, make the tables with ``bitmap=True`` and
-            the bitmap's ``rows``; the counts then cover only the query blocks in ``rows``.
+        tables: for a bitmap, made with ``bitmap=True`` and its ``rows``, to which the counts refer.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -80,7 +75,7 @@ class Index(ABC):
 
 @dataclass(frozen=True)
 class IndexCounts:
-    """The work that one index leaves, per sequence and head. All fields are int64 [batch, heads].
+    """The work that one index leaves, int64 [batch, heads].
 
     blocks: number of chosen (query block, key block) pairs that contain an allowed query-key pair.
     column_pairs: number of the allowed query-key pairs that no chosen block contains.
@@ -108,12 +103,11 @@ class IndexCounts:
 class VerticalSlash(Index):
     """Block diagonals and single columns.
 
-    slashes: bool [batch, heads, blocks], whether diagonal d is chosen. On a chosen diagonal d,
-        query block i attends to key block i - d.
-    columns: int32 [batch, heads, width], ascending positions of keys to which every later query
-        attends. Unused entries hold ``blocks * block``.
-    max_slashes: upper bound on the number of diagonals per head; 0 if only the device knows a
-        bound.
+    slashes: bool [batch, heads, blocks]. On a chosen diagonal d, query block i sees key block i -
+        d.
+    columns: int32 [batch, heads, width], ascending positions of keys that every later query sees.
+        Unused entries hold ``blocks * block``.
+    max_slashes: most diagonals of a head; 0 if only the device knows.
     """
 
     slashes: Tensor
@@ -175,8 +169,8 @@ class VerticalSlash(Index):
 class BlockBitmap(Index):
     """One bit per pair of blocks.
 
-    rows: int32 [rows], ascending query block numbers of the rows of ``bits``. A context-parallel
-        worker has only the blocks of its own queries.
+    rows: int32 [rows], query block numbers of the rows of ``bits``, ascending; a worker has only
+        its own.
     """
 
     bits: Tensor
@@ -225,7 +219,7 @@ class GatedBitmap(BlockBitmap):
     """A bitmap in which each query chooses its own chunks of keys.
 
     gates: int32 [batch, heads, rows * block, words], the choice of each query: bit c % 32 of word
-        c // 32 is set if the query chose chunk c. Padding has no bit set.
+        c // 32 stands for chunk c. Padding has no bit set.
     """
 
     gates: Tensor

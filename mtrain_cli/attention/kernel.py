@@ -1,4 +1,4 @@
-"""The interface that every kernel, or local attention implementation, provides.
+"""The interface of a kernel, or local attention implementation, and attention by definition.
 
 q, out, dout: [batch, queries, heads, head_dim].
 k, v: [batch, keys, kv_heads, head_dim]. Query heads that share a KV head read the same memory.
@@ -10,23 +10,21 @@ A query that sees no key has out 0 and lse -inf.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mtrain_cli.attention.packed_columns import SharedColumns
-from mtrain_cli.attention.partials import Pair, Triple
+from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype, merge
 from mtrain_cli.attention.tiles import Tiles
 
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """The kind of dynamic index that a run's pattern makes.
-
-    chunk: number of keys per chunk if each query chooses its own chunks (`index.GatedBitmap`);
-        otherwise 0.
-    """
+    """The dynamic index of a pattern. chunk: keys per chunk of a `GatedBitmap`, else 0."""
 
     block: int
     bitmap: bool
@@ -35,10 +33,7 @@ class IndexRequest:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a run needs from a kernel.
-
-    intervals: most disjoint intervals of keys that the mask lets a query see.
-    """
+    """What a run needs from a kernel. intervals: most intervals of keys that a query sees."""
 
     device: str
     capability: tuple[int, int] | None
@@ -52,10 +47,7 @@ class KernelRequest:
 
 
 class Saved(NamedTuple):
-    """What a backward call needs besides dout.
-
-    delta: rowsum(out * dout). If None, the kernel computes delta from out.
-    """
+    """What a backward call needs besides dout; delta: rowsum(out * dout), or None to compute it."""
 
     q: Tensor
     k: Tensor
@@ -65,30 +57,72 @@ class Saved(NamedTuple):
     delta: Tensor | None
 
 
-class Kernel(Protocol):
-    """A local attention implementation.
+def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Pair:
+    """Return out and lse, with scores and mask of all pairs materialized.
 
-    needs_out: whether backward needs out, from which the kernel computes delta. If False, backward
-        needs only delta, and exchanges that circulate queries send delta instead of out.
-    skips: whether the kernel skips pairs that a dynamic index leaves out. If False, the kernel
-        computes and masks these pairs, so it is no faster than dense attention.
+    Shapes here and below: q, out, dout [batch, heads, queries, head_dim]; k, v [batch, heads, keys,
+    head_dim]; lse, delta [batch, heads, queries]; seen: bool [batch, heads or 1, queries, keys].
+    """
+    scores = _scores(q, k, seen, scale)
+    lse = scores.logsumexp(-1)
+    return _probabilities(scores, lse) @ v, lse
+
+
+def gradients_by_definition(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    seen: Tensor,
+    scale: float,
+) -> Triple:
+    """Return dq, dk and dv. lse and delta = rowsum(out * dout) may cover more keys than k holds."""
+    p = _probabilities(_scores(q, k, seen, scale), lse)
+    ds = p * (dout @ v.transpose(-1, -2) - delta.unsqueeze(-1)) * scale
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    return (q @ k.transpose(-1, -2) * scale).masked_fill_(~seen, float("-inf"))
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))
+
+
+def per_query_head(q: Tensor, k: Tensor, v: Tensor) -> Triple:
+    """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV repeated per head of q."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
+    return q.double().transpose(1, 2), k, v
+
+
+class Kernel(ABC):
+    """A local attention implementation; by default with slow, exact columns and cache.
+
+    needs_out: whether backward needs out. If False, delta suffices, and exchanges that circulate
+        queries send delta instead.
+    skips: whether the kernel skips pairs that an index leaves out, or only masks them.
     """
 
     name: str
-    needs_out: bool
-    skips: bool
+    needs_out = False
+    skips = False
 
+    @abstractmethod
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return why this kernel cannot serve the request, in a few words; None if it can.
+        """Return why no machine with all packages can serve the request; None if one can."""
 
-        The answer is the same on every machine: it assumes that all packages are installed.
-        """
+    def missing_package(self, request: KernelRequest) -> str | None:  # noqa: ARG002
+        """Return which package this machine lacks to serve the request; None for none."""
+        return None
 
-    def missing_package(self, request: KernelRequest) -> str | None:
-        """Return which package this machine lacks to serve the request; None if it lacks none."""
-
+    @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair: ...
 
+    @abstractmethod
     def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple: ...
 
     def forward_columns(
@@ -96,11 +130,18 @@ class Kernel(Protocol):
     ) -> Pair:
         """Return out and lse over the columns of an index, in the accumulation dtype.
 
-        packed: keys and values of the columns, gathered from all workers, [2, batch, heads,
-            width, head_dim].
-        partial: (out, lse) over other keys, to include in the result; None to compute the
-            columns only.
+        packed: keys and values from all workers, [2, batch, heads, width, head_dim].
+        partial: (out, lse) over other keys, to include in the result.
         """
+        high = accumulation_dtype(q.dtype)
+        k, v = packed.to(high)
+        out, lse = by_definition(q.to(high).transpose(1, 2), k, v, columns.seen(), scale)
+        out = out.transpose(1, 2)
+        if partial is None:
+            return out, lse
+        total, total_lse = partial[0].to(out.dtype, copy=True), partial[1].clone()
+        merge(total, total_lse, out, lse)
+        return total, total_lse
 
     def backward_columns(
         self,
@@ -112,16 +153,20 @@ class Kernel(Protocol):
         columns: SharedColumns,
         scale: float,
     ) -> Pair:
-        """Return dq and the gradient of ``packed``, in the accumulation dtype.
-
-        lse, delta: cover the keys of all workers.
-        """
+        """Return dq and the gradient of ``packed``; lse and delta cover the keys of all workers."""
+        high = accumulation_dtype(q.dtype)
+        q, dout = (t.to(high).transpose(1, 2) for t in (q, dout))
+        (k, v), lse, delta = packed.to(high), lse.to(high), delta.to(high)
+        dq, *gradients = gradients_by_definition(dout, q, k, v, lse, delta, columns.seen(), scale)
+        return dq.transpose(1, 2), torch.stack(gradients)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
-        """Return out and lse of one query per sequence over the first keys of a cache.
+        """Return out and lse of one query per sequence over the first ``used`` keys of a cache.
 
-        On a GPU, the call neither waits for the GPU nor reads ``used`` on the host, so a CUDA graph
-        can contain it.
-
-        used: number of keys that each query sees, int32 [batch], on the device of q.
+        used: int32 [batch] on the device. A GPU call fits into a CUDA graph: the host reads
+            nothing.
         """
+        slots = torch.arange(k.shape[1], device=q.device)
+        seen = (slots < used[:, None])[:, None, None, :]
+        out, lse = by_definition(*per_query_head(q, k, v), seen, scale)
+        return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))

@@ -53,33 +53,28 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
     """Return the kernel for a run and the reason for the choice."""
     reasons = dict(survey(request))
     usable = [n for n, reason in reasons.items() if reason is None]
+    why = "as configured"
     if name == "auto":
-        fastest = usable[0]
-        faster = itertools.takewhile(lambda item: item[0] != fastest, reasons.items())
+        faster = itertools.takewhile(lambda item: item[1] is not None, reasons.items())
         skipped = "; ".join(f"{n}: {reason}" for n, reason in faster)
-        if fastest == "reference":
+        if usable[0] == "reference":
             raise ConfigError(
                 f"train.kernel=auto: no fast kernel serves this run ({skipped}); "
                 "set train.kernel=reference to compute it slowly and exactly"
             )
-        why = "the fastest that serves this run" + (f" ({skipped})" if skipped else "")
-        return _with_reason(fastest, why, request)
-    if name not in _KERNELS:
+        name, why = usable[0], "the fastest that serves this run"
+        why += f" ({skipped})" if skipped else ""
+    elif name not in _KERNELS:
         raise ConfigError(
             f"train.kernel={name}: no such kernel; allowed: auto, {', '.join(_KERNELS)}"
         )
-    if (reason := reasons[name]) is not None:
+    elif (reason := reasons[name]) is not None:
         raise ConfigError(f"train.kernel={name}: {reason}; usable here: {', '.join(usable)}")
-    return _with_reason(name, "as configured", request)
-
-
-def _with_reason(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
     kernel = make_kernel(name)
     if request.index is None:
-        return kernel, reason
+        return kernel, why
     if not kernel.skips:
-        return kernel, f"{reason}; computes every pair and masks what the index leaves out"
-    missing = cupy_unsupported_reason() if request.device == "cuda" else None
-    if missing:
-        reason += f"; PyTorch packs columns and lists blocks, since {missing}"
-    return kernel, reason
+        return kernel, f"{why}; computes every pair and masks what the index leaves out"
+    if request.device == "cuda" and (missing := cupy_unsupported_reason()):
+        why += f"; PyTorch packs columns and lists blocks, since {missing}"
+    return kernel, why

@@ -1,8 +1,7 @@
 """Masks: which query-key pairs are allowed before any dynamic index.
 
 Each query sees a few disjoint intervals of keys. A slot is the index of a token in its shard. Every
-layout keeps a worker's tokens in ascending order, so an interval of keys is also an interval of
-slots in any key shard. `KeySpans` holds these intervals as two integers per query and interval.
+layout keeps a worker's tokens in ascending order, so intervals of keys are intervals of slots, too.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from mtrain_cli.config.mask_settings import MOST_INTERVALS
 
 IntArray = NDArray[np.int64]
+# Most slices of a query on average. Slices may overlap, but more than this is a mistake in the data
+# and would exhaust memory.
+MOST_SLICES = 4 * MOST_INTERVALS
 
 
 class SliceKind(IntFlag):
@@ -37,8 +40,8 @@ class SliceKind(IntFlag):
 class KeySlice(NamedTuple):
     """A rectangle: query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``.
 
-    kind: which keys each row sees. Row i sees the keys from ``k_start + (i - q_start)`` on if the
-        kind has the bit INVERSE, and the keys below ``k_stop - (q_stop - 1 - i)`` if it has CAUSAL.
+    Row i sees the keys from ``k_start + (i - q_start)`` on if the kind has the bit INVERSE, and the
+    keys below ``k_stop - (q_stop - 1 - i)`` if it has CAUSAL.
     """
 
     q_start: int
@@ -61,8 +64,7 @@ class SequenceMask:
     """The keys that each query of one packed sequence of ``padded`` positions sees.
 
     low, high: int64 [intervals, padded]. The query at position q sees the keys ``low[i, q] <= k <
-        high[i, q]`` of each interval i. The intervals of a query are disjoint and ascend. Unused
-        intervals have low == high and come last.
+        high[i, q]`` of each interval i: disjoint and ascending, those with low == high last.
     """
 
     low: IntArray
@@ -116,8 +118,9 @@ class SequenceMask:
     def shows_later_keys(self) -> NDArray[np.bool_]:
         """Return whether a query up to each position sees a key after the position, bool [padded].
 
-        If so, the model may know the next token at that position from its input, also through the
-        layers below: the query may see an earlier one, which sees the next token.
+        If so, the model may know the next token from its input: the query may see an earlier one,
+            which
+        sees the next token in a layer below.
         """
         reach = np.maximum.accumulate(self.high.max(0))
         return reach > np.arange(1, self.padded + 1)
@@ -153,15 +156,18 @@ class SequenceMask:
     ) -> SequenceMask:
         """Return the mask that allows each pair that at least one slice allows.
 
-        slices: the slices in positions, or an array int64 [slices, 5] with their fields. They may
-            overlap: a pair in several slices counts once.
-
-        Raises:
-            ValueError: a slice does not lie in the sequence or has an unknown kind, or a query sees
-                more than `MOST_INTERVALS` intervals.
+        slices: also as an array int64 [slices, 5] of their fields. Raises ValueError for a slice
+            outside
+        the sequence or of an unknown kind, and over `MOST_INTERVALS` intervals.
         """
         table = np.asarray(slices, np.int64).reshape(-1, 5)
-        _check_slices(table, length)
+        if not (valid := valid_slices(table, length)).all():
+            raise ValueError(
+                f"The slice {table[np.argmin(valid)].tolist()} of (query start, query stop, key "
+                f"start, key stop, kind) does not lie in a sequence of {length} tokens or has an "
+                f"unknown kind. Give starts from 0 on, stops from the start to {length}, and kinds "
+                "0 (full), 1 (causal), 2 (inverse) and 3 (bicausal)."
+            )
         table = table[table[:, 3] > table[:, 2]]  # the others have no keys
         table = table[np.argsort(table[:, 0], kind="stable")]
         if (table[1:, 0] >= table[:-1, 1]).all():
@@ -228,23 +234,12 @@ def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
     return np.repeat(starts, np.diff(starts, append=padded))
 
 
-def _check_slices(table: IntArray, length: int) -> None:
+def valid_slices(table: IntArray, length: int) -> NDArray[np.bool_]:
+    """Return which slices lie in a sequence of ``length`` tokens and have a known kind."""
     q_start, q_stop, k_start, k_stop, kind = table.T
     inside = (q_start >= 0) & (q_stop <= length) & (k_start >= 0) & (k_stop <= length)
     ordered = (q_start <= q_stop) & (k_start <= k_stop)
-    if not (inside & ordered).all():
-        wrong = table[np.argmin(inside & ordered)]
-        raise ValueError(
-            f"The slice {wrong.tolist()} of (query start, query stop, key start, key stop, kind) "
-            f"does not lie in a sequence of {length} tokens. Give starts from 0 on and stops from "
-            f"the start to {length}."
-        )
-    known = (kind >= 0) & (kind <= SliceKind.BICAUSAL)
-    if not known.all():
-        raise ValueError(
-            f"A slice has the kind {kind[np.argmin(known)]}; allowed: 0 (full), 1 (causal), "
-            "2 (inverse) and 3 (bicausal)."
-        )
+    return inside & ordered & (kind >= 0) & (kind <= SliceKind.BICAUSAL)
 
 
 def _check_intervals(intervals: int, rows: IntArray, rank: IntArray) -> None:
@@ -301,10 +296,7 @@ def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
 class KeySpans:
     """The key slots that each query of a shard sees.
 
-    low, high: int64 [intervals, queries]. Query q sees the slots ``low[i, q] <= j < high[i, q]`` of
-        each interval i. An interval without keys has low == high. The intervals of a query are
-        disjoint and ascend, apart from empty ones.
-    num_keys: number of key slots.
+    low, high: int64 [intervals, queries], as in `SequenceMask`; empty intervals may stand anywhere.
     """
 
     low: IntArray
@@ -326,10 +318,7 @@ class KeySpans:
         return np.logical_or.reduce(seen, 0)
 
     def restrict(self, keys: IntArray) -> KeySpans:
-        """Return the spans over a subset of the keys.
-
-        keys: slots of the keys in the subset, ascending. In the result, slot j is ``keys[j]``.
-        """
+        """Return the spans over some of the keys, whose ascending slots are given."""
         if len(keys) == self.num_keys:  # all slots
             return self
         low, high = (np.searchsorted(keys, bound) for bound in (self.low, self.high))
@@ -369,3 +358,70 @@ def _slices(low: IntArray, high: IntArray) -> list[KeySlice]:
         KeySlice(start, stop, int(low[start]), int(high[stop - 1]), kind)
         for start, stop, kind in bounds
     ]
+
+
+# --- slices that come with the documents of a corpus, [slices, 5], in tokens of the document -----
+
+
+def causal_slices(length: int) -> IntArray:
+    return np.array([[0, length, 0, length, SliceKind.CAUSAL]], np.int64)
+
+
+def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
+    """Return the slices of the part of a document from token ``start`` to ``stop`` - 1."""
+    q_start, q_stop, k_start, k_stop, kind = slices.T
+    inverse, causal = kind >> 1, kind & 1
+    # Rows outside the part: each takes one key from the end of the slice that it touches.
+    before, after = np.maximum(start - q_start, 0), np.maximum(q_stop - stop, 0)
+    rows = np.maximum(q_stop - q_start - before - after, 0)
+    first = q_start + before - start
+    low = k_start + inverse * before - start  # of the first row
+    high = k_stop - causal * after - start  # of the last row
+    length = stop - start
+    # From row `enters` on, the lower bound lies in the part; up to row `leaves`, the upper bound.
+    enters = np.where(inverse, np.clip(-low, 0, rows), 0)
+    leaves = np.where(causal, np.clip(length - high + rows, 0, rows), rows)
+    edges = (np.zeros_like(rows), np.minimum(enters, leaves), np.maximum(enters, leaves), rows)
+    parts = []
+    for begin, end in pairwise(edges):
+        k_from = np.maximum(low + inverse * begin, 0)
+        k_to = np.minimum(high - causal * (rows - end), length)
+        moves = 2 * (inverse & (begin >= enters)) + (causal & (end <= leaves))
+        part = np.stack([first + begin, first + end, k_from, k_to, moves], axis=1)
+        parts.append(part[(end > begin) & (k_to > k_from)])
+    return np.concatenate(parts)
+
+
+def continues(slices: IntArray, start: int, stop: int) -> NDArray[np.bool_]:
+    """Return whether tokens ``start`` to ``stop`` - 1 of a document see the token before them."""
+    q_start, q_stop, k_start, k_stop, kind = slices.T
+    # A bound that moves with the query is at the token before it for all queries or for none.
+    low_moves, high_moves = kind >> 1 == 1, kind & 1 == 1
+    first = np.where(low_moves, q_start, np.maximum(q_start, k_start + 1))
+    end = np.where(high_moves, q_stop, np.minimum(q_stop, k_stop + 1))
+    never = (low_moves & (k_start >= q_start)) | (high_moves & (k_stop < q_stop - 1))
+    first, end = (np.clip(bound, start, stop) - start for bound in (first, end))
+    some = ~never & (end > first)
+    change = np.bincount(first[some], minlength=stop - start + 1)
+    change = change - np.bincount(end[some], minlength=stop - start + 1)
+    return np.cumsum(change)[: stop - start] > 0
+
+
+def slices_per_query(slices: IntArray, length: int) -> float:
+    return float(np.clip(slices[:, 1].astype(float) - slices[:, 0], 0, None).sum()) / max(1, length)
+
+
+def intervals_at_most(slices: IntArray, length: int, most: int) -> bool:
+    """Return whether slices lie in a document, where no query sees over ``most`` intervals."""
+    if not valid_slices(slices, length).all():
+        return False
+    starts, stops = np.sort(slices[:, 0]), np.sort(slices[:, 1])
+    shared = np.arange(1, len(starts) + 1) - np.searchsorted(stops, starts, side="right")
+    if shared.max(initial=0) <= most:
+        return True  # no query is in more slices
+    if slices_per_query(slices, length) > MOST_SLICES:
+        return False
+    try:
+        return SequenceMask.from_slices(slices, length, length).intervals <= most
+    except ValueError:
+        return False

@@ -35,7 +35,7 @@ class FullLayers(NamedTuple):
 class MaskRule:
     """Makes the mask of a sequence: the configured mask, inside each document if asked for.
 
-    A sequence whose documents bring slices is masked by these slices alone.
+    Slices that come with the documents replace it.
     """
 
     document_mask: bool
@@ -60,11 +60,7 @@ class MaskRule:
         padded: int,
         slices: IntArray | None = None,
     ) -> SequenceMask:
-        """Return the mask of a sequence.
-
-        slices: slices from the data, int64 [slices, 5], in positions of the sequence; None if the
-            data have none.
-        """
+        """Return the mask of a sequence. slices: those of the data, in positions, [slices, 5]."""
         if slices is not None:
             return SequenceMask.from_slices(slices, length, padded)
         whole = self.undivided(length, padded)

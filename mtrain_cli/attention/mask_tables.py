@@ -21,11 +21,8 @@ NOTHING = 1 << 30
 class BlockPairs:
     """The number of allowed query-key pairs in each pair of blocks of one sequence.
 
-    Along the key blocks of one query block, this number changes only where the intervals of its
-    queries start and at the diagonal, so only the changes are stored.
-
-    changes: int64 [changes], number of pairs at each index in ``places`` minus the number for the
-        previous key block.
+    Along the key blocks of a query block, it changes only where intervals of its queries start and
+    at the diagonal. changes: differences from the previous key block, at the indices in ``places``.
     """
 
     rows: int
@@ -64,10 +61,7 @@ class BlockPairs:
         return BlockPairs(len(rows), blocks, places, summed)
 
     def by_diagonal(self) -> tuple[IntArray, IntArray]:
-        """Return the number of allowed pairs, and of blocks that hold any, per block diagonal.
-
-        Both results are int64 [blocks]. This works only if `make` covered all query blocks.
-        """
+        """Return the pairs, and the blocks with any, per block diagonal, int64 [blocks]."""
         row, column = np.divmod(self.places, self.blocks + 1)
         away = row - column
         # A change on diagonal d lasts until the main diagonal, so it adds to diagonals 0 to d. A
@@ -94,11 +88,9 @@ class MaskTables:
     first: [batch, blocks * block], position of the first key that the query at each position sees;
         `NOTHING` for padding.
     last: [batch, blocks * block], position of the last query that sees the key at each position.
-    first_min, first_max: [batch, blocks], minimum and maximum of ``first`` over each query block.
-        If a query of the block sees no key, first_max is `NOTHING`, so that no key block is full
-        for this query block.
-    changes: int64 [2, changes], `BlockPairs.places` and `BlockPairs.changes` of the bitmap's query
-        blocks, for all sequences of the batch.
+    first_min, first_max: [batch, blocks], of ``first`` over each query block. first_max is
+        `NOTHING` if a query of the block sees no key, so that no key block is full for it.
+    changes: int64 [2, changes], `BlockPairs` of the bitmap's query blocks, for all sequences.
     """
 
     block: int
@@ -163,10 +155,9 @@ class MaskTables:
 
     @cached_property
     def per_block(self) -> Tensor:
-        """Number of allowed pairs in each pair of blocks, [batch, rows, blocks].
+        """Number of allowed pairs in each pair of blocks, [batch, rows of the bitmap, blocks].
 
-        The rows are the query blocks of this worker's bitmap. The dtype is int16, or int32 for
-        blocks of more than 181 tokens. The numbers are computed on the device of the tables.
+        The dtype is int16, or int32 for blocks of more than 181 tokens.
         """
         dtype = torch.int16 if self.block**2 <= torch.iinfo(torch.int16).max else torch.int32
         shape = len(self.lengths), self.rows, self.blocks + 1
@@ -206,10 +197,7 @@ def _joined_changes(pairs: Sequence[BlockPairs]) -> Tensor:
 class BlockGeometry:
     """The masks of a batch, and the blocks that a query shard and a key shard hold.
 
-    Tensors are int32 on the device of the tables unless noted.
-
-    diagonals: bool [blocks], whether each block diagonal (query block - key block) occurs between
-        the shards. With striped layouts these diagonals are congruent modulo the number of workers.
+    Tensors are int32. diagonals: bool [blocks], which (query block - key block) occur between them.
     """
 
     tables: MaskTables
@@ -236,10 +224,7 @@ class BlockGeometry:
 
     @cached_property
     def key_starts(self) -> Tensor:
-        """int32 [blocks + 1], slot of each block's first key.
-
-        The slot is negative for an absent block and for the entry past the last block.
-        """
+        """int32 [blocks + 1], slot of each block's first key; negative if absent or at the end."""
         return torch.nn.functional.pad(self.key_slot, (0, 1), value=-1) * self.block
 
 

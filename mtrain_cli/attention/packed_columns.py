@@ -18,9 +18,9 @@ _WARPS = 8
 
 
 def pack_columns(k: Tensor, v: Tensor, tiles: Tiles) -> Pair | None:
-    """Return keys and values of each query head's columns, or None if the index has no columns.
+    """Return keys and values of each query head's columns, [batch, heads, width, head_dim].
 
-    Both are [batch, heads, width, head_dim]. Unused entries hold 0, and the kernel must mask them.
+    None if the index has no columns. Unused entries hold 0, and the kernel must mask them.
     """
     if not isinstance(tiles.index, VerticalSlash) or not tiles.index.columns.shape[-1]:
         return None
@@ -53,20 +53,13 @@ def pack_rows(k: Tensor, v: Tensor, slots: Tensor) -> Pair:
 
 
 def add_column_gradients(
-    dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, tiles: Tiles
+    dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, slots: Tensor
 ) -> None:
     """Add the gradients of packed columns to dk and dv in place, in a fixed order.
 
     dk, dv: [batch, keys, kv_heads, head_dim], float32 or bfloat16.
-    columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim]. All parts are added.
-    """
-    add_rows(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
-
-
-def add_rows(dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, slots: Tensor) -> None:
-    """Add gradients as `add_column_gradients` does, for given key slots.
-
-    slots: int32 [batch, heads, width], key slot of each column. Unused entries (-1) come last.
+    columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim], parts to add up.
+    slots: int32 [batch, heads, width] of the columns (`local_columns`), unused (-1) last.
     """
     batch, keys, kv_heads, dim = dk.shape
     heads, width = slots.shape[1:]
@@ -98,13 +91,11 @@ def add_rows(dk: Tensor, dv: Tensor, columns_dk: Tensor, columns_dv: Tensor, slo
 
 
 def local_columns(tiles: Tiles) -> Pair:
-    """Return (positions, key slots) of those columns of the index that are local keys.
+    """Return (positions, key slots) of the index's columns among local keys, int32.
 
-    Both are int32 [batch, heads, width]. Positions ascend. Unused entries have position ``blocks *
-    block`` and slot -1. width is a multiple of `COLUMN_TILE`.
-
-    If the tiles hold all keys, cache the result in the tiles. In a ring, do not cache it: every
-    step would keep such a table, and most entries would be unused.
+    Both are [batch, heads, width], positions ascend, unused entries have position ``blocks *
+    block`` and slot -1, and width is a multiple of `COLUMN_TILE`. The tiles cache them if they hold
+    all keys, but not in a ring, where every step would keep a table of mostly unused entries.
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -140,7 +131,7 @@ def key_slots(columns: Tensor, geometry: BlockGeometry) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedColumns:
-    """The columns of one layer's index, and their slots among this worker's keys.
+    """The columns of one layer's index.
 
     slots: int32 [batch, heads, width], slot of each column's key on this worker; -1 if another
         worker holds the key or if the entry is unused.
@@ -167,13 +158,13 @@ class SharedColumns:
 
     def add_gradients(self, dk: Tensor, dv: Tensor, gradients: Tensor) -> None:
         """Add the gradients of this worker's columns to dk and dv, in place."""
-        # `add_rows` needs the places without a slot last.
+        # Places without a slot must come last.
         absent = self.slots < 0
         order = torch.argsort(absent.to(torch.int8), dim=-1, stable=True)
         slots = self.slots.gather(-1, order)
         rows = order[None, ..., None].expand_as(gradients)
         own = gradients.gather(3, rows)
-        add_rows(dk, dv, own[:1], own[1:], slots)
+        add_column_gradients(dk, dv, own[:1], own[1:], slots)
 
     def seen(self) -> Tensor:
         """Return which query sees which column, bool [batch, heads, queries, width]."""

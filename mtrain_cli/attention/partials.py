@@ -1,4 +1,4 @@
-"""Merge partial attention results, and compute delta. Kernels and exchanges share these."""
+"""Merge partial attention results, and compute delta: what kernels and exchanges share."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def high_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, or batches of it, in the accumulation dtype, which its sums have, too."""
+    high = accumulation_dtype(a.dtype)
+    if a.is_cuda and a.dtype != high:
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=high)
+    return a.to(high) @ b.to(high)
+
+
 def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge the attention over more keys into out and lse, in place.
 
-    With w = sigmoid(part_lse - lse): out += w (part_out - out) and lse -= logsigmoid(lse -
-    part_lse). Unlike exp(part_lse - lse), w cannot overflow. If a row sees none of the new keys,
-    its part_lse is -inf and the row does not change.
+    With w = sigmoid(part_lse - lse), which cannot overflow: out += w (part_out - out) and lse -=
+    logsigmoid(lse - part_lse). A row that sees no new key (part_lse -inf) does not change.
 
-    out, part_out: [batch, queries, heads, head_dim]; out is float32 or float64.
-    lse, part_lse: [batch, heads, queries]; lse is float32 or float64.
+    out, part_out: [batch, queries, heads, head_dim]; out is float32 or float64, and so is lse.
+    lse, part_lse: [batch, heads, queries].
     """
     if _fused_merge(out, lse, part_out, part_lse):
         return
@@ -62,16 +69,37 @@ def _fused_merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """Return delta = rowsum(out * dout), [batch, heads, queries], in the accumulation dtype."""
-    if (
-        out.is_cuda
-        and out.dtype != torch.float64
-        and importlib.util.find_spec("triton") is not None
-    ):
+    if out.is_cuda and out.dtype != torch.float64 and has_triton():
         from mtrain_cli.kernels.triton import sparse
 
         return sparse.row_delta(out, dout)
     high = accumulation_dtype(out.dtype)
     return (out.to(high) * dout.to(high)).sum(-1).transpose(1, 2).contiguous()
+
+
+def merge_parts(parts: Tensor) -> Pair:
+    """Merge the attention of the same queries over disjoint sets of keys.
+
+    parts: float32 or float64 [parts, batch, heads, head_dim + 1]: out (0 without keys), then lse.
+    """
+    if parts.is_cuda and parts.dtype == torch.float32 and has_triton():
+        from mtrain_cli.kernels.triton import decode
+
+        return decode.merge_parts(parts)
+    out, part_lse = parts[..., :-1], parts[..., -1]
+    lse = part_lse.logsumexp(0)
+    shares = torch.exp(part_lse - lse.masked_fill(lse.isneginf(), 0.0))
+    return (shares[..., None] * out).sum(0)[:, None], lse[..., None]
+
+
+def pack_part(out: Tensor, lse: Tensor) -> Tensor:
+    """Return out and lse of one query per sequence as a part for `merge_parts`."""
+    return torch.cat([out[:, 0].to(lse.dtype), lse], dim=-1)
+
+
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @cache

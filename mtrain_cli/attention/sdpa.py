@@ -1,7 +1,6 @@
 """PyTorch's fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA.
 
-Under a dynamic index the CPU kernel computes all pairs and masks the pairs that are not chosen. The
-result is exact, but the kernel is no faster than for dense attention.
+Under a dynamic index the CPU kernel computes all pairs and masks those that are not chosen.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.decode import decode_on_gpu
-from mtrain_cli.attention.kernel import KernelRequest, Saved
+from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.mask import SliceKind
 from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype, merge
-from mtrain_cli.attention.reference import DefinitionColumns
 from mtrain_cli.attention.tiles import Tiles
 
 MASK_BYTES = 16 << 20  # maximum size of the additive mask of one CPU call
@@ -27,11 +24,10 @@ ROWS_PER_CALL = 512
 Call = tuple[slice, slice | Tensor, Tensor | bool | SliceKind]
 
 
-class SdpaKernel(DefinitionColumns):
+class SdpaKernel(Kernel):
     """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA."""
 
     name = "sdpa"
-    needs_out = False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device == "cpu":
@@ -54,23 +50,27 @@ class SdpaKernel(DefinitionColumns):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
         batch, queries, heads, _ = q.shape
         high = accumulation_dtype(q.dtype)
-        out, lse = torch.zeros_like(q), q.new_full((batch, heads, queries), -torch.inf, dtype=high)
-        if _on_gpu(q) and tiles.intervals > 1:
-            return _merged_forward(q, k, v, tiles, scale)
+        merges = _on_gpu(q) and tiles.intervals > 1  # several slices share queries
+        out = torch.zeros(q.shape, dtype=high if merges else q.dtype, device=q.device)
+        lse = q.new_full((batch, heads, queries), -torch.inf, dtype=high)
         forward = _cuda_forward if _on_gpu(q) else _cpu_forward
         for b in range(batch):
             for rows, keys, mask in _calls(tiles, b, q):
-                out[b, rows], lse[b, :, rows] = forward(
-                    q[b, rows], k[b, keys], v[b, keys], mask, scale
-                )
+                part, part_lse = forward(q[b, rows], k[b, keys], v[b, keys], mask, scale)
+                if merges:
+                    merge(out[b : b + 1, rows], lse[b : b + 1, :, rows], part[None], part_lse[None])
+                else:
+                    out[b, rows], lse[b, :, rows] = part, part_lse
         if not _on_gpu(q) and tiles.index is None:
             # For a row that sees no key, the CPU kernel returns lse 0.
             lse.masked_fill_((tiles.low >= tiles.high).all(1)[:, None], float("-inf"))
-        return out, lse
+        return out.to(q.dtype), lse
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
         if _on_gpu(q):
-            return decode_on_gpu(q, k, v, used, scale)
+            from mtrain_cli.kernels.triton import decode
+
+            return decode.decode(q, k, v, used, scale)
         batch, _, heads, _ = q.shape
         lse = q.new_full((batch, heads, 1), -torch.inf, dtype=accumulation_dtype(q.dtype))
         out = torch.zeros_like(q)
@@ -82,8 +82,9 @@ class SdpaKernel(DefinitionColumns):
     def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
         q, k, v, out, lse, delta = saved
         high = accumulation_dtype(q.dtype)
-        adds = _on_gpu(q) and tiles.intervals > 1  # several slices share queries
-        dq = torch.zeros(q.shape, dtype=high if adds else q.dtype, device=q.device)
+        # Under several intervals, slices share queries on a GPU.
+        low, adds = q.dtype, _on_gpu(q) and tiles.intervals > 1
+        dq = torch.zeros(q.shape, dtype=high if adds else low, device=q.device)
         dk, dv = (torch.zeros(k.shape, dtype=high, device=k.device) for _ in range(2))
         if not _on_gpu(q):
             # Given 16-bit inputs, the CPU kernel rounds dk and dv after every tile of queries.
@@ -102,30 +103,14 @@ class SdpaKernel(DefinitionColumns):
                 part_dq, part_dk, part_dv = backward(
                     dout[b, rows], q[b, rows], k[b, keys], v[b, keys], *of_rows, mask, scale
                 )
-                if adds:
-                    dq[b, rows] += part_dq
-                else:
-                    dq[b, rows] = part_dq
+                dq[b, rows] += part_dq
                 dk[b, keys] += part_dk
                 dv[b, keys] += part_dv
-        return dq.to(q.dtype) if adds else dq, dk, dv
+        return dq.to(low), dk, dv
 
 
 def _on_gpu(q: Tensor) -> bool:
     return q.is_cuda
-
-
-def _merged_forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
-    """Return out and lse on CUDA under a mask in which several slices share queries."""
-    batch, queries, heads, _ = q.shape
-    high = accumulation_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=high, device=q.device)
-    lse = q.new_full((batch, heads, queries), -torch.inf, dtype=high)
-    for b in range(batch):
-        for rows, keys, mask in _calls(tiles, b, q):
-            part, part_lse = _cuda_forward(q[b, rows], k[b, keys], v[b, keys], mask, scale)
-            merge(out[b : b + 1, rows], lse[b : b + 1, :, rows], part[None], part_lse[None])
-    return out.to(q.dtype), lse
 
 
 def _surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
@@ -193,15 +178,14 @@ def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
         stop = min(stop, start + max(16, MASK_BYTES // (4 * width)))
         group_low, group_high = low[start:stop], high[start:stop]
         sees_keys = group_low < group_high
-        if not bool(sees_keys.any()):
-            break
-        first, last = int(group_low[sees_keys].min()), int(group_high[sees_keys].max())
-        mask: Tensor | bool = False
-        if bool((group_low != first).any()) or bool((group_high != last).any()):
-            slots = torch.arange(first, last, dtype=torch.int32)
-            hidden = (slots < group_low[:, None]) | (slots >= group_high[:, None])
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        yield slice(start, stop), slice(first, last), mask
+        if bool(sees_keys.any()):
+            first, last = int(group_low[sees_keys].min()), int(group_high[sees_keys].max())
+            mask: Tensor | bool = False
+            if bool((group_low != first).any()) or bool((group_high != last).any()):
+                slots = torch.arange(first, last, dtype=torch.int32)
+                hidden = (slots < group_low[:, None]) | (slots >= group_high[:, None])
+                mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            yield slice(start, stop), slice(first, last), mask
         start = stop
 
 
@@ -298,9 +282,8 @@ def _cpu_backward(dout, q, k, v, out, lse, mask, scale):
 def flash_window(queries: int, keys: int, kind: SliceKind) -> tuple[bool, dict[str, int]]:
     """Return (is_causal, window sizes) with which FlashAttention-2 computes a slice.
 
-    FlashAttention-2 lets row i see the keys ``i + keys - queries - left <= j <= i + keys - queries
-    + right``, and takes a missing size for no limit. Every row of a slice sees a key, so keys >=
-    queries unless the slice is full.
+    Row i sees the keys ``i + keys - queries - left <= j <= i + keys - queries + right``, without a
+    size all. Every row of a slice sees a key, so keys >= queries unless the slice is full.
     """
     if not kind & SliceKind.INVERSE:
         return bool(kind & SliceKind.CAUSAL), {}

@@ -24,11 +24,10 @@ class Tiles:
 
     low, high: int32 [batch, intervals, queries]. Each query sees the key slots ``low <= j < high``
         of each interval. Intervals are disjoint and ascend, apart from empty ones.
-    cache: what kernels derive from the mask, such as block lists. All layers and both passes share
-        this cache.
+    cache: what kernels derive from the mask, shared by all layers and both passes.
     index: narrows the mask for one layer; None for dense attention.
-    index_cache: what kernels derive from the index, such as slots of columns. A layer's forward
-        pass fills this cache, and the layer's backward pass reads it.
+    index_cache: what kernels derive from the index in a layer's forward pass, for its backward
+        pass.
     """
 
     low: Tensor
@@ -118,10 +117,7 @@ class Tiles:
         return queries[: self.num_queries], keys[: self.num_keys]
 
     def seen(self) -> Tensor:
-        """Return which query sees which key, bool [batch, heads or 1, queries, keys].
-
-        The result takes memory for every pair, so use it for the oracle and for small masks only.
-        """
+        """Return which query sees which key, [batch, heads or 1, queries, keys]."""
         slots = torch.arange(self.num_keys, device=self.low.device)
         seen = (slots >= self.low[..., None]) & (slots < self.high[..., None])
         seen = seen.any(1, keepdim=True)
@@ -129,7 +125,7 @@ class Tiles:
 
     @property
     def empty(self) -> bool:
-        """Whether the mask allows no pair. If True, callers skip the kernel, but communicate."""
+        """Whether the mask allows no pair, so that callers skip the kernel, but communicate."""
         return self.pairs == 0
 
     @cached_property

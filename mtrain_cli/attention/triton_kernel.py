@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
-from mtrain_cli.attention.decode import decode_on_gpu
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
-from mtrain_cli.attention.kernel import KernelRequest, Saved
+from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.partials import Pair, Triple
@@ -31,13 +30,15 @@ BLOCKS = (16, 32, 64, 128)
 _DENSE_BLOCK, _DENSE_BLOCK_32 = 128, 64
 
 
-class TritonColumns:
+class TritonColumns(Kernel):
     """Methods of a `Kernel` for gathered columns and a cache, by the GPU's kernels."""
 
     skips = True
 
     def decode(self, q, k, v, used, scale):
-        return decode_on_gpu(q, k, v, used, scale)
+        from mtrain_cli.kernels.triton import decode
+
+        return decode.decode(q, k, v, used, scale)
 
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.kernels.triton import sparse
@@ -63,7 +64,6 @@ class TritonKernel(TritonColumns):
     """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1)."""
 
     name = "triton"
-    needs_out = False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -109,7 +109,7 @@ class TritonKernel(TritonColumns):
             columns_dk, columns_dv = sparse.backward_columns(
                 dout, q, columns, lse, delta, plan, scale
             )
-            add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
+            add_column_gradients(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
         return dq, dk, dv
 
 
@@ -135,10 +135,8 @@ def make_span_plans(tiles: Tiles, dtype: torch.dtype) -> tuple[SpanPlan, SpanPla
 def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:
     """Return mask and index in the form that the Triton kernels read.
 
-    If the tiles hold all keys, small tables are cached in the tiles (see `local_columns`). The
-    block lists of a bitmap and the bits of covered columns are built on every call.
-
-    backward: whether to include the query blocks of each key block, which dk and dv need.
+    Block lists and the bits of covered columns are built on every call. backward: include the query
+    blocks of each key block, which dk and dv need.
     """
     from mtrain_cli.kernels.triton.sparse import TilePlan
 

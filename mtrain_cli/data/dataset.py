@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import (
+from mtrain_cli.attention.mask import (
+    IntArray,
     causal_slices,
     continues,
     cut_slices,
     intervals_at_most,
-    lie_in,
 )
-from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.corpora import describe_left_out
@@ -242,7 +241,7 @@ class PackedDataset:
                 part = causal_slices(stop - start)
             else:
                 length = int(self.store.offsets[unit + 1] - self.store.offsets[unit])
-                if not lie_in(own, length) or not intervals_at_most(own, length, most):
+                if not intervals_at_most(own, length, most):
                     raise self._corrupt(SLICES)
                 part = cut_slices(own, start, stop)
             part[:, :4] += place

@@ -28,8 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import cut_slices
-from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.mask import IntArray, SequenceMask, cut_slices
 from mtrain_cli.config import documents
 from mtrain_cli.config.mask_settings import MOST_INTERVALS
 from mtrain_cli.config.schema import ConfigError

@@ -13,8 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import MOST_SLICES, slices_per_query
-from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
+from mtrain_cli.attention.mask import (
+    MOST_SLICES,
+    IntArray,
+    SequenceMask,
+    SliceKind,
+    slices_per_query,
+)
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.problem import as_typed
 from mtrain_cli.config.schema import ConfigError

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain_cli.attention.decode import merge_parts, pack_part
 from mtrain_cli.attention.kernel import Kernel
+from mtrain_cli.attention.partials import merge_parts, pack_part
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.model.decoder import Decoder

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain_cli.attention.decode import split_kernel
+from mtrain_cli import install_command
+from mtrain_cli.attention.partials import has_triton
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.config.problem import ConfigError, cli_option
 from mtrain_cli.inference.decode_step import DecodeStep, KvCache
@@ -99,9 +100,10 @@ class Engine(Scorer):
         self.source = source
         self.decode_kernel = self.choices.kernel.name
         if environment.device == "cuda" and self.decode_kernel != ReferenceKernel.name:
-            model = self.config.of_worker.model
-            shape = model.num_heads, model.num_kv_heads, model.head_dim
-            self.decode_kernel = split_kernel(*shape, self.choices.dtype)
+            if not has_triton():
+                hint = install_command("cuda")
+                raise ConfigError(f"new tokens need triton, which is not installed ({hint})")
+            self.decode_kernel = "triton"
         self._kept: _Decoding | None = None
         mesh = None
         if tensor is not None:

@@ -176,9 +176,9 @@ def load_decoder(
 
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.model.huggingface import load_into
-    from mtrain_cli.model.layer_execution import LayerExecution
     from mtrain_cli.model.loss import LossOptions
     from mtrain_cli.model.parallelize import cut_layers, execute_layers
+    from mtrain_cli.model.tiling import LayerExecution
 
     train = source.config.train
     loss = LossOptions(chunk_bytes=train.loss_chunk_mib << 20)
@@ -207,24 +207,16 @@ def _load_checkpoint(
 ) -> int:
     """Read the weights and the biases of routers tensor by tensor. Return the checkpoint's step."""
     from mtrain_cli.model.experts import reset_biases
-    from mtrain_cli.model.huggingface import parameter_problems
-    from mtrain_cli.model.stored_sizes import wrong_sizes
+    from mtrain_cli.model.huggingface import check_tensors
     from mtrain_cli.training import checkpointer
 
     reset_biases(decoder)  # float32, whatever the dtype of the weights
     parameters = {name: one.detach() for name, one in decoder.state_dict().items()}
 
     def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        expected = {name: tuple(one.shape) for name, one in parameters.items()}
         given = run_of(source.path) / RESOLVED
-        problems: Sequence[str] = wrong_sizes(source.config.model, shapes, source.path, given)
-        problems = problems or parameter_problems(
-            shapes,
-            {name: tuple(one.shape) for name, one in parameters.items()},
-            where=lambda _: source.path,
-            expected_by=str(given),
-        )
-        if problems:
-            raise ConfigError(*problems)
+        check_tensors(source.config.model, shapes, expected, source.path, given)
         return parameters
 
     try:

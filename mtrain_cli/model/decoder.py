@@ -1,9 +1,8 @@
 """The mathematics of a decoder-only language model. The caller passes attention in as a function.
 
-Parameters have the names of Hugging Face without the leading ``model.``.
-
-Shape suffixes: B batch, N local tokens, C hidden size, H query heads, K KV heads, D head dimension,
-F = D/2 rotary frequencies, V vocabulary size.
+Parameters have the names of Hugging Face without the leading ``model.``. Shape suffixes: B batch, N
+local tokens, C hidden size, H query heads, K KV heads, D head dimension, F = D/2 rotary
+frequencies, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ def projected(
     cos_BN1F: Tensor,
     sin_BN1F: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated q ``[B, N, H, D]`` and k, and v ``[B, N, K, D]``, all contiguous.
-
-    weights: those of all heads, or of the heads to compute.
-    """
+    """Return rotated q ``[B, N, H, D]`` and k, and v ``[B, N, K, D]``, all contiguous."""
     q_BNHD, k_BNKD, v_BNKD = (
         functional.linear(x_BNC, weight_AC, bias_A).unflatten(-1, (-1, head_dim))
         for weight_AC, bias_A in zip(weights[:3], weights[3:6], strict=True)
@@ -155,27 +151,62 @@ def _mlp(model: ModelConfig, layer: int) -> SwiGLU | MixtureOfExperts:
     return MixtureOfExperts(model, layer, shared)
 
 
+@dataclass(frozen=True)
+class VirtualStage:
+    """Consecutive layers that one worker computes without a message of the pipeline.
+
+    first, last: whether the embedding, or the final norm and the LM head, belong to it.
+    """
+
+    number: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def virtual_stages(layer_counts: Sequence[int]) -> tuple[VirtualStage, ...]:
+    """Return all virtual stages. layer_counts: number of layers of each."""
+    ends = [sum(layer_counts[: n + 1]) for n in range(len(layer_counts))]
+    return tuple(
+        VirtualStage(n, range(end - count, end), n == 0, n == len(ends) - 1)
+        for n, (end, count) in enumerate(zip(ends, layer_counts, strict=True))
+    )
+
+
 class Decoder(nn.Module):
     """A decoder-only language model.
 
     Construct it under ``torch.device("meta")``, prepare it for many workers (`parallelize`),
-    allocate with ``to_empty(device=...)``, then initialize (`init.py`) or load (`huggingface.py`).
+    allocate with ``to_empty(device=...)``, then `initialize` it or load weights (`load_into`).
 
-    rope_factor: factor by which positions are stretched (`rope.rope_factor`).
+    rope_factor: factor by which positions are stretched.
+    stages: the virtual stages of one worker of a pipeline; all layers by default. Parameters keep
+        their names, and tied embeddings are on the first and on the last stage.
     """
 
     def __init__(
-        self, model: ModelConfig, rope_factor: float = 1.0, loss: LossOptions | None = None
+        self,
+        model: ModelConfig,
+        rope_factor: float = 1.0,
+        loss: LossOptions | None = None,
+        stages: Sequence[VirtualStage] = (),
     ) -> None:
         super().__init__()
         self.model_config = model
         self.loss = loss or LossOptions()
         self.inverse_frequencies_F = inverse_frequencies(model.rope, model.head_dim, rope_factor)
         self.attention_factor = attention_factor(model.rope, rope_factor)
-        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(model, n) for n in range(model.num_layers))
-        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
-        if not model.tie_word_embeddings:
+        stages = stages or virtual_stages((model.num_layers,))
+        self.stages = {stage.number: stage for stage in stages}
+        first, last = (any(getattr(s, end) for s in stages) for end in ("first", "last"))
+        if first or (last and model.tie_word_embeddings):
+            self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList()
+        for number in sorted(n for stage in stages for n in stage.layers):
+            self.layers.add_module(str(number), DecoderLayer(model, number))
+        if last:
+            self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        if last and not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
     def forward(
@@ -192,22 +223,51 @@ class Decoder(nn.Module):
         The gradient includes the z-loss and the losses of ``routing``, but the value does not: it
         stays comparable with runs without them.
 
-        Args:
-            positions_BN: index of each token in the whole sequence. Any order is allowed.
-            labels_BN: the token that follows each token; -100 does not count.
-            loss_scale: number or float32 tensor. FSDP2 rounds the tensor to bfloat16, unless its
-                mixed-precision policy has ``cast_forward_inputs=False``.
-            routing: the sequences of the tokens, for the routers of a model with experts.
+        positions_BN: index of each token in the whole sequence, in any order.
+        labels_BN: the token that follows each token; -100 does not count.
+        loss_scale: FSDP2 rounds a tensor to bfloat16, unless its mixed-precision policy has
+            ``cast_forward_inputs=False``.
         """
         x_BNC = self.hidden(tokens_BN, positions_BN, attend, routing)
         return self.loss_of(x_BNC, labels_BN, loss_scale)
 
     def loss_of(self, x_BNC: Tensor, labels_BN: Tensor, loss_scale: float | Tensor) -> Tensor:
-        """Return the result of `forward` from hidden states, the result of `hidden`."""
+        """Return the result of `forward` from hidden states."""
         total, loss = with_z_loss(
             x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), loss_scale, self.loss
         )
         return loss + (total - total.detach()) if self.loss.z_loss else total
+
+    def run_stage(
+        self,
+        number: int,
+        x_BNC: Tensor | None,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        labels_BN: Tensor,
+        attend: Attend,
+        loss_scale: float | None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Return the hidden states after a virtual stage, or the loss after the last one.
+
+        x_BNC: hidden states after the previous virtual stage; None for the first.
+        loss_scale: None returns the loss of every token, as `Decoder.token_losses` does.
+        """
+        stage = self.stages[number]
+        with torch.set_grad_enabled(loss_scale is not None):
+            rope = self.rotation(positions_BN)
+            if x_BNC is None:
+                x_BNC = self.embed_tokens(tokens_BN)
+            for layer in stage.layers:
+                x_BNC = self.layers.get_submodule(str(layer))(x_BNC, rope, attend, routing)
+            assert x_BNC is not None
+            if not stage.last:
+                return x_BNC
+            normed_BNC = self.norm(x_BNC)
+            if loss_scale is None:
+                return self.token_losses_of(normed_BNC, labels_BN)
+            return self.loss_of(normed_BNC, labels_BN, loss_scale)
 
     def hidden(
         self,
@@ -247,7 +307,7 @@ class Decoder(nn.Module):
     def token_losses_of(
         self, x_BNC: Tensor, labels_BN: Tensor, is_greedy_BN: Tensor | None = None
     ) -> Tensor:
-        """Return the result of `token_losses` from hidden states, the result of `hidden`."""
+        """Return the result of `token_losses` from hidden states."""
         losses_N = token_losses(
             x_BNC.flatten(0, 1),
             self._head_weight(),
@@ -262,88 +322,9 @@ class Decoder(nn.Module):
         return self.head(self.hidden(tokens_BN, positions_BN, attend))
 
     def head(self, x_BNC: Tensor) -> Tensor:
-        """Return the logits ``[B, N, V]`` of hidden states, the result of `hidden`."""
+        """Return the logits ``[B, N, V]`` of hidden states."""
         return functional.linear(x_BNC, self._head_weight())
 
     def _head_weight(self) -> Tensor:
         tied = self.model_config.tie_word_embeddings
         return (self.embed_tokens if tied else self.lm_head).weight
-
-
-@dataclass(frozen=True)
-class VirtualStage:
-    """Consecutive layers that one worker computes without a message of the pipeline.
-
-    first, last: whether the embedding, or the final norm and the LM head, belong to it.
-    """
-
-    number: int
-    layers: range
-    first: bool
-    last: bool
-
-
-def virtual_stages(layer_counts: Sequence[int]) -> tuple[VirtualStage, ...]:
-    """Return all virtual stages. layer_counts: number of layers of each."""
-    ends = [sum(layer_counts[: n + 1]) for n in range(len(layer_counts))]
-    return tuple(
-        VirtualStage(n, range(end - count, end), n == 0, n == len(ends) - 1)
-        for n, (end, count) in enumerate(zip(ends, layer_counts, strict=True))
-    )
-
-
-class StageDecoder(Decoder):
-    """The virtual stages of one worker. Layers and parameters keep their names in the whole model.
-
-    Tied embeddings are on the first and on the last stage.
-    """
-
-    def __init__(
-        self, model: ModelConfig, rope_factor: float, stages: Sequence[VirtualStage]
-    ) -> None:
-        super().__init__(model, rope_factor)
-        self.stages = {stage.number: stage for stage in stages}
-        first, last = (any(getattr(s, end) for s in stages) for end in ("first", "last"))
-        layers, self.layers = self.layers, nn.ModuleList()
-        for number in sorted(n for stage in stages for n in stage.layers):
-            self.layers.add_module(str(number), layers[number])
-        if not first and not (last and model.tie_word_embeddings):
-            del self.embed_tokens
-        if not last:
-            del self.norm
-        if not last and not model.tie_word_embeddings:
-            del self.lm_head
-
-    def run_stage(
-        self,
-        number: int,
-        x_BNC: Tensor | None,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        labels_BN: Tensor,
-        attend: Attend,
-        loss_scale: float | None,
-        routing: Routing | None = None,
-    ) -> Tensor:
-        """Return the hidden states after a virtual stage, or the loss after the last one.
-
-        Args:
-            x_BNC: hidden states after the previous virtual stage; None for the first.
-            loss_scale: as in `Decoder.forward`. None returns the loss of every token instead, as
-                `Decoder.token_losses` does.
-            routing: as in `Decoder.forward`.
-        """
-        stage = self.stages[number]
-        with torch.set_grad_enabled(loss_scale is not None):
-            rope = self.rotation(positions_BN)
-            if x_BNC is None:
-                x_BNC = self.embed_tokens(tokens_BN)
-            for layer in stage.layers:
-                x_BNC = self.layers.get_submodule(str(layer))(x_BNC, rope, attend, routing)
-            assert x_BNC is not None
-            if not stage.last:
-                return x_BNC
-            normed_BNC = self.norm(x_BNC)
-            if loss_scale is None:
-                return self.token_losses_of(normed_BNC, labels_BN)
-            return self.loss_of(normed_BNC, labels_BN, loss_scale)

@@ -6,7 +6,7 @@ once and need no sums of gradients. Rows of a worker's own experts are in no mes
 
 Only the numbers of rows are known on the host; the orders of the rows stay on the device. On a GPU,
 each step of a journey launches one kernel (`kernels.triton.expert_rows`): a part is computed so
-fast that the GPU would wait for the host.
+fast that the GPU would wait for the host. `expert_rows` computes the same with PyTorch.
 
 Shape suffixes: T own tokens, C hidden size, E experts, K chosen experts of a token, P workers of
 the group, L own experts, J parts, I width of an expert, W = 2 I. S own pairs of a token and an
@@ -24,28 +24,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from mtrain_cli.attention.decode import has_triton
+from mtrain_cli.attention.partials import has_triton
+from mtrain_cli.model import expert_rows
 from mtrain_cli.model.expert_products import (
     WeightGradients,
     grouped_rows,
     grouped_rows_back,
     inner_gradients,
-    outputs,
 )
-from mtrain_cli.model.experts import Experts, expert_layers
 from mtrain_cli.model.routing import Decision, part_of
 from mtrain_cli.model.tiling import expert_parts, scored_row
-from mtrain_cli.parallel.layer_groups import ExpertGroup, Message, own_part, staggered
+from mtrain_cli.parallel.layer_groups import ExpertGroup, Message, staggered
 
 
-def fused(tensor: Tensor) -> bool:
-    """Return whether kernels of Triton compute a worker's rows."""
-    return tensor.is_cuda and has_triton()
+def rows_module(tensor: Tensor) -> Any:
+    """Return the module whose functions move a worker's rows."""
+    if not (tensor.is_cuda and has_triton()):
+        return expert_rows
+    from mtrain_cli.kernels.triton import expert_rows as kernels
+
+    return kernels
 
 
 class Part(NamedTuple):
@@ -102,8 +103,7 @@ class Tile:
 class RowOrders(NamedTuple):
     """Orders of the rows that a worker computes, one part after another.
 
-    order_R: the rows of each part ordered by expert, numbered as they arrive: by worker, those of
-        own tokens last.
+    order_R: the rows of each part by expert, numbered as they arrive: by worker, own tokens last.
     place_R: the place of each row in that order.
     ends_JL: int32, the end of each expert's rows in its part.
     """
@@ -118,12 +118,10 @@ def start_plan(
 ) -> Callable[[], tuple[Tile, ...]]:
     """Start to exchange numbers of rows. Return a function that waits for them and plans tiles.
 
-    All workers of the group call this together. What is queued before the function's call, the
-    device computes meanwhile.
+    All workers of the group call this together. The device computes meanwhile what is queued.
 
-    Args:
-        bounds: first token of each tile, and the number of tokens.
-        tokens: the largest number of tokens of a worker.
+    bounds: first token of each tile, and the number of tokens.
+    tokens: the largest number of tokens of a worker.
     """
     whole = len(bounds) == 2
     tiles = [decision] if whole else [part_of(decision, *each) for each in pairwise(bounds)]
@@ -137,25 +135,24 @@ def start_plan(
         copied = torch.cuda.Event()
         copied.record()
     parts = expert_parts(tokens, counts_XE.shape[1] // group.size, len(tiles))
-    order_pairs, order_rows = (
-        (_fused_pairs, _fused_rows) if fused(counts_PXE) else (_ordered_pairs, _ordered_rows)
-    )
+    orders = rows_module(counts_PXE)
     pairs = [
-        order_pairs(tile, counts_E, group, parts)
+        orders.pair_order(tile.order_S, counts_E, group.rank, group.size, parts)
         for tile, counts_E in zip(tiles, counts_XE, strict=True)
     ]
 
     def end() -> tuple[Tile, ...]:
-        if copied is not None:
-            copied.synchronize()
-        counts, found = on_host.numpy(), []
-        for n, (tile, begin) in enumerate(zip(tiles, bounds, strict=False)):
-            steps = _parts(counts[:, n], group.rank, parts)
-            rows = order_rows(counts_PXE[:, n], group.rank, steps)
-            end, top_k = begin + len(tile.chosen_TK), tile.chosen_TK.shape[1]
-            order_S = pairs[n][0][: steps[-1].stay.stop]
-            found.append(Tile(begin, end, order_S, pairs[n][1], rows, steps, top_k))
-        return tuple(found)
+        with group.observer.waiting():
+            if copied is not None:
+                copied.synchronize()
+            return tuple(map(plan, range(len(tiles))))
+
+    def plan(n: int) -> Tile:
+        steps = _parts(on_host.numpy()[:, n], group.rank, parts)
+        rows = orders.row_order(counts_PXE[:, n], group.rank, parts, steps[-1].rows.stop)
+        order_S, place_S = pairs[n]
+        order_S, top_k = order_S[: steps[-1].stay.stop], tiles[n].chosen_TK.shape[1]
+        return Tile(bounds[n], bounds[n + 1], order_S, place_S, RowOrders(*rows), steps, top_k)
 
     return end
 
@@ -181,97 +178,41 @@ def _parts(counts_PE: np.ndarray, rank: int, parts: int) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _fused_pairs(
-    tile: Decision, counts_E: Tensor, group: ExpertGroup, parts: int
-) -> tuple[Tensor, Tensor]:
-    from mtrain_cli.kernels.triton import expert_rows
-
-    return expert_rows.pair_order(tile.order_S, counts_E, group.rank, group.size, parts)
-
-
-def _fused_rows(counts_PE: Tensor, rank: int, parts: tuple[Part, ...]) -> RowOrders:
-    from mtrain_cli.kernels.triton import expert_rows
-
-    rows = parts[-1].rows.stop
-    return RowOrders(*expert_rows.row_order(counts_PE, rank, len(parts), rows))
-
-
-def _ordered_pairs(
-    tile: Decision, counts_E: Tensor, group: ExpertGroup, parts: int
-) -> tuple[Tensor, Tensor]:
-    """Return `Tile.order_S`, followed by pairs that no expert computes, and `Tile.place_S`."""
-    turns = [*(worker for worker in range(group.size) if worker != group.rank), group.rank]
-    ends_PJ = counts_E.cumsum(0).view(group.size, parts, -1)[:, :, -1].flatten().tolist()
-    pieces = tile.order_S.tensor_split(ends_PJ)
-    computed_S = torch.cat([pieces[p * parts + n] for n in range(parts) for p in turns])
-    order_S, pairs = torch.cat([computed_S, pieces[-1]]), len(tile.order_S)
-    place_S = order_S.new_full((pairs,), pairs)
-    place_S[computed_S] = torch.arange(len(computed_S), device=order_S.device)
-    return order_S, place_S
-
-
-def _ordered_rows(counts_PE: Tensor, rank: int, parts: tuple[Part, ...]) -> RowOrders:
-    """Return the orders of the rows of own experts. counts_PE: rows of workers for all experts."""
-    own = counts_PE.shape[1] // len(counts_PE)
-    from_PL = counts_PE[:, rank * own : (rank + 1) * own]
-    counts_PL = torch.cat([from_PL[:rank], from_PL[rank + 1 :], from_PL[rank : rank + 1]])
-    counts_JPL = counts_PL.unflatten(1, (len(parts), -1)).transpose(0, 1)
-    # Both orders have one part after the other.
-    sizes = [part.rows.stop - part.rows.start for part in parts]
-    numbers = torch.arange(max(sizes), device=counts_PE.device)
-    number_R = torch.cat([numbers[:size] for size in sizes])
-    behind_JPL = counts_JPL.flatten(1).cumsum(1).view_as(counts_JPL)
-    begin_JLP = (behind_JPL - counts_JPL).transpose(1, 2).flatten(1)
-    counts_JLP = counts_JPL.transpose(1, 2).flatten(1)
-    shift_JLP = begin_JLP - (counts_JLP.cumsum(1) - counts_JLP)
-    # Number of a row in its part, by worker. Then the place in the order of all parts.
-    order_R = number_R + shift_JLP.flatten().repeat_interleave(
-        counts_JLP.flatten(), output_size=sum(sizes)
-    )
-    place_R = torch.empty_like(order_R)
-    for part in parts:
-        place_R[part.rows][order_R[part.rows]] = number_R[part.rows]
-    ends_JL = counts_JPL.sum(1).cumsum(1).to(torch.int32)
-    return RowOrders(order_R, place_R, ends_JL)
-
-
-def make_journey(tile: Tile, group: ExpertGroup, scores_TK: Tensor) -> Journey:
-    """Return the journey of a tile's rows. scores_TK: scores of all own tokens."""
-    return (FusedJourney if fused(scores_TK) else Journey)(tile, group, scores_TK)
-
-
 class Journey:
     """The rows of a tile in one pass. All parts of the tile return to one tensor."""
 
     def __init__(self, tile: Tile, group: ExpertGroup, scores_TK: Tensor) -> None:
-        self._tile, self._group = tile, group
+        """Prepare a journey. scores_TK: scores of all own tokens."""
+        self._tile, self._group, self.rows = tile, group, rows_module(scores_TK)
         self._own = slice(tile.begin, tile.end)
         self._scores_TK = scores_TK[self._own]
         self._returned_SD: Tensor | None = None
 
     def start_rows(self, rows_TC: Tensor, part: Part, *, scored: bool = False) -> Message:
         """Start to send the row of the token of each pair that leaves. scored: with its score."""
+        tile, scores = self._tile, self._scores_TK if scored else None
         leaving_AD = _message(rows_TC, part.leave.stop - part.leave.start, scored)
-        self._leave(rows_TC[self._own], part, leaving_AD, scored)
+        self.rows.leaving(
+            rows_TC[self._own], tile.order_S[part.leave], tile.top_k, leaving_AD, scores
+        )
         return self._group.start(leaving_AD, part.send, part.receive)
 
     def arrived(
         self, message: Message, rows_TC: Tensor, part: Part, *, scored: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return arrived and staying rows by expert, ``[R, C]``, and ``[R, 1]`` scores or None."""
-        return self._merged(message.wait(), rows_TC[self._own], part, scored)
+        tile, scores = self._tile, self._scores_TK if scored else None
+        orders = tile.order_S[part.stay], tile.order_R(part)
+        return self.rows.merged(message.wait(), rows_TC[self._own], *orders, tile.top_k, scores)
 
     def start_back(self, rows_RC: Tensor, part: Part, numbers_R: Tensor | None = None) -> Message:
-        """Start to send the rows of others' tokens back, and keep those of own tokens.
-
-        numbers_R: a number of each row that travels with it.
-        """
+        """Start to send the rows of others' tokens back, with numbers; keep those of own tokens."""
         scored = numbers_R is not None
         if self._returned_SD is None:
             self._returned_SD = _message(rows_RC, len(self._tile.order_S), scored)
         leaving_AD = _message(rows_RC, part.arriving, scored)
-        self._part(rows_RC, part, leaving_AD, self._returned_SD[part.stay], numbers_R)
-        into_AD = self._returned_SD[part.leave]
+        staying_BD, into_AD = self._returned_SD[part.stay], self._returned_SD[part.leave]
+        self.rows.parted(rows_RC, self._tile.place_R(part), leaving_AD, staying_BD, numbers_R)
         return self._group.start(leaving_AD, part.receive, part.send, into=into_AD)
 
     def add_up(self, out_TC: Tensor, numbers_TK: Tensor | None = None) -> None:
@@ -282,113 +223,8 @@ class Journey:
         returned_SD, self._returned_SD = self._returned_SD, None
         assert returned_SD is not None
         numbers_TK = None if numbers_TK is None else numbers_TK[self._own]
-        self._sum(returned_SD, out_TC[self._own], numbers_TK)
-
-    def outputs(
-        self, gate_up_RW: Tensor, scores_R1: Tensor, down_LCI: Tensor, ends_L: Tensor
-    ) -> Tensor:
-        return outputs(gate_up_RW, scores_R1, down_LCI, ends_L)
-
-    def inner_gradients(
-        self, rows: list[Tensor], gate_up_RW: Tensor, scores_R1: Tensor, down_LCI: Tensor,
-        ends_L: Tensor, later: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return what `expert_products.inner_gradients` returns. later: receives what it takes."""
-        return inner_gradients(
-            rows, gate_up_RW, scores_R1, down_LCI, ends_L, lambda *both: later.extend(both)
-        )
-
-    def _leave(self, own_TC: Tensor, part: Part, leaving_AD: Tensor, scored: bool) -> None:
-        order_A, width = self._tile.order_S[part.leave], own_TC.shape[1]
-        leaving_AD[:, :width] = own_TC.index_select(0, order_A // self._tile.top_k)
-        if scored:
-            scores = self._scores_TK.flatten()
-            leaving_AD.view(scores.dtype)[:, -1] = scores[order_A]
-
-    def _merged(
-        self, arrived_AD: Tensor, own_TC: Tensor, part: Part, scored: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        tile, width = self._tile, own_TC.shape[1]
-        order_R, order_B = tile.order_R(part), tile.order_S[part.stay]
-        rows_RC = own_TC.new_empty(len(order_R), width)
-        place_A, place_B = tile.place_R(part).split([part.arriving, len(order_B)])
-        rows_RC[place_A] = arrived_AD[:, :width]
-        rows_RC[place_B] = own_TC.index_select(0, order_B // tile.top_k)
-        if not scored:
-            return rows_RC, None
-        scores = self._scores_TK.flatten()
-        arrived_A = arrived_AD.view(scores.dtype)[:, -1]
-        return rows_RC, torch.cat([arrived_A, scores[order_B]])[order_R][:, None]
-
-    def _part(
-        self, rows_RC: Tensor, part: Part, leaving_AD: Tensor, staying_BD: Tensor,
-        numbers_R: Tensor | None,
-    ) -> None:  # fmt: skip
-        width = rows_RC.shape[1]
-        places = self._tile.place_R(part).split([len(leaving_AD), len(staying_BD)])
-        for place, into in zip(places, (leaving_AD, staying_BD), strict=True):
-            into[:, :width] = rows_RC[place]
-            if numbers_R is not None:
-                into.view(numbers_R.dtype)[:, -1] = numbers_R[place]
-
-    def _sum(self, rows_SD: Tensor, out_TC: Tensor, numbers_TK: Tensor | None) -> None:
-        tile, places = self._tile, len(rows_SD)
-        if numbers_TK is not None:
-            numbers_TK.zero_().view(-1)[tile.order_S] = rows_SD.view(numbers_TK.dtype)[:, -1]
-        total_TC = torch.zeros_like(out_TC, dtype=self._scores_TK.dtype)
-        for place_T in tile.place_S.view(-1, tile.top_k).unbind(1) if places else ():
-            rows_TC = rows_SD[place_T.clamp(max=places - 1)][:, : out_TC.shape[1]]
-            total_TC += rows_TC.masked_fill((place_T >= places)[:, None], 0)
-        out_TC.copy_(total_TC)
-
-
-class FusedJourney(Journey):
-    """A journey whose steps are kernels of Triton."""
-
-    def __init__(self, tile: Tile, group: ExpertGroup, scores_TK: Tensor) -> None:
-        from mtrain_cli.kernels.triton import expert_rows
-
-        super().__init__(tile, group, scores_TK)
-        self._kernels = expert_rows
-
-    def outputs(
-        self, gate_up_RW: Tensor, scores_R1: Tensor, down_LCI: Tensor, ends_L: Tensor
-    ) -> Tensor:
-        return grouped_rows(self._kernels.gated(gate_up_RW, scores_R1), down_LCI, ends_L)
-
-    def inner_gradients(
-        self, rows: list[Tensor], gate_up_RW: Tensor, scores_R1: Tensor, down_LCI: Tensor,
-        ends_L: Tensor, later: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        grad_RC = rows.pop()
-        dinner_RI = grouped_rows_back(grad_RC, down_LCI, ends_L)
-        inner_RI, dgate_up_RW, dscores_R = self._kernels.gate_backward(
-            gate_up_RW, dinner_RI, scores_R1
-        )
-        later += grad_RC, inner_RI
-        return dgate_up_RW, dscores_R
-
-    def _leave(self, own_TC: Tensor, part: Part, leaving_AD: Tensor, scored: bool) -> None:
-        tile, scores = self._tile, self._scores_TK if scored else None
-        self._kernels.leaving(own_TC, tile.order_S[part.leave], tile.top_k, leaving_AD, scores)
-
-    def _merged(
-        self, arrived_AD: Tensor, own_TC: Tensor, part: Part, scored: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        tile, scores = self._tile, self._scores_TK if scored else None
-        order_B, order_R = tile.order_S[part.stay], tile.order_R(part)
-        return self._kernels.merged(arrived_AD, own_TC, order_B, order_R, tile.top_k, scores)
-
-    def _part(
-        self, rows_RC: Tensor, part: Part, leaving_AD: Tensor, staying_BD: Tensor,
-        numbers_R: Tensor | None,
-    ) -> None:  # fmt: skip
-        place_R = self._tile.place_R(part)
-        self._kernels.parted(rows_RC, place_R, leaving_AD, staying_BD, numbers_R)
-
-    def _sum(self, rows_SD: Tensor, out_TC: Tensor, numbers_TK: Tensor | None) -> None:
-        high = self._scores_TK.dtype
-        self._kernels.summed(rows_SD, self._tile.place_S, out_TC, high, numbers_TK)
+        place_S, high = self._tile.place_S, self._scores_TK.dtype
+        self.rows.summed(returned_SD, place_S, out_TC[self._own], high, numbers_TK)
 
 
 def _message(rows_RC: Tensor, rows: int, scored: bool) -> Tensor:
@@ -397,55 +233,19 @@ def _message(rows_RC: Tensor, rows: int, scored: bool) -> Tensor:
     return rows_RC.new_empty(rows, scored_row(width, rows_RC.element_size()) if scored else width)
 
 
-@dataclass(frozen=True)
-class ExpertSharing:
-    """How workers share the experts of a layer."""
+def agreed(bounds: list[int], group: ExpertGroup, device: torch.device) -> tuple[list[int], int]:
+    """Return bounds of as many tiles on all workers, and the largest number of tokens.
 
-    group: ExpertGroup
-
-    def agreed(self, bounds: list[int], device: torch.device) -> tuple[list[int], int]:
-        """Return bounds of as many tiles on all workers, and the largest number of tokens.
-
-        All workers of the group call this together. Only in an evaluation may these numbers differ.
-        """
-        count, tokens = self.group.most([len(bounds) - 1, bounds[-1]], device)
-        return [bounds[-1] * n // count for n in range(count + 1)], tokens
-
-    def start_plan(
-        self, decision: Decision, bounds: list[int], tokens: int
-    ) -> Callable[[], tuple[Tile, ...]]:
-        """Return what `expert_parallel.start_plan` returns."""
-        plan = start_plan(decision, self.group, bounds, tokens)
-
-        def end() -> tuple[Tile, ...]:
-            with self.group.observer.waiting():
-                return plan()
-
-        return end
-
-    def compute(
-        self,
-        x_TC: Tensor,
-        scores_TK: Tensor,
-        experts: Experts,
-        decision: Decision,
-        *,
-        recompute: bool,
-        inputs_only: bool,
-        compile: bool = False,  # noqa: ARG002  # own kernels compute the rows
-    ) -> Tensor:
-        """Return what `compute_experts` returns, with experts on all workers of the group."""
-        weights = own_part(experts.gate_up), own_part(experts.down)
-        # Workers with popular experts take longer, so the time of all is not compared.
-        with self.group.observer.waiting():
-            return _SharedExperts.apply(
-                x_TC, scores_TK, *weights, decision.chunks, self.group,
-                recompute, inputs_only,
-            )  # fmt: skip
+    All workers of the group call this together. Only in an evaluation may these numbers differ.
+    """
+    count, tokens = group.most([len(bounds) - 1, bounds[-1]], device)
+    return [bounds[-1] * n // count for n in range(count + 1)], tokens
 
 
-class _SharedExperts(torch.autograd.Function):
-    """Forward keeps the received rows, the scores, and gate and up.
+class SharedExperts(torch.autograd.Function):
+    """The experts of a layer on all workers of a group, for own tokens (`ChunkedExperts`).
+
+    Forward keeps the received rows, the scores, and gate and up.
 
     With recomputation, backward fetches rows again instead, part by part, and the second forward
     pass of the checkpoint has nothing to do.
@@ -472,7 +272,8 @@ class _SharedExperts(torch.autograd.Function):
             else:
                 kept.extend((x_RC, scores_R1, gate_up_RW))
             del x_RC, rows
-            out_RC = journey.outputs(gate_up_RW, scores_R1, down_LCI[part.experts], ends_L)
+            gated = journey.rows.gated
+            out_RC = grouped_rows(gated(gate_up_RW, scores_R1), down_LCI[part.experts], ends_L)
             del gate_up_RW
             back = journey.start_back(out_RC, part)
             del out_RC
@@ -510,9 +311,10 @@ class _SharedExperts(torch.autograd.Function):
                 gate_up_RW = grouped_rows(x_RC, gate_up, ends_L)
             rows = [journey.arrived(messages.pop(), grad_TC, part)[0]]
             later: list[Tensor] = []
-            dgate_up_RW, dscores_R = journey.inner_gradients(
-                rows, gate_up_RW, scores_R1, down, ends_L, later
-            )
+            dgate_up_RW, dscores_R = inner_gradients(
+                rows, gate_up_RW, scores_R1, down, ends_L, lambda *both: later.extend(both),
+                fused=journey.rows.gate_backward,
+            )  # fmt: skip
             del gate_up_RW
             dx_RC = grouped_rows_back(dgate_up_RW, gate_up, ends_L)
             dx = journey.start_back(dx_RC, part, dscores_R)
@@ -535,17 +337,6 @@ def _journeys(
     tiles: tuple[Tile, ...], group: ExpertGroup, scores_TK: Tensor
 ) -> Iterator[tuple[Tile, Journey, Part]]:
     for tile in tiles:
-        journey = make_journey(tile, group, scores_TK)
+        journey = Journey(tile, group, scores_TK)
         for part in tile.parts:
             yield tile, journey, part
-
-
-def deal_experts(decoder: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each worker its part of the experts of a decoder on the meta device, in place.
-
-    The parameters keep their names and whole shapes. mesh: the expert group, one-dimensional.
-    """
-    for mlp in expert_layers(decoder.layers):  # type: ignore[arg-type]
-        for name, parameter in list(mlp.experts.named_parameters()):
-            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            mlp.experts.register_parameter(name, nn.Parameter(part))

@@ -7,7 +7,6 @@ of a grouped product are not initialized: nothing here lets them reach a result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.schema import MoeConfig
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.routing import Decision, part_of
-from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks
+from mtrain_cli.model.tiling import ONE_ADDITION, LayerExecution, expert_chunks
 
 _ALIGNMENT = 16  # bytes of a row that CUDA's grouped product requires
 
@@ -89,10 +88,7 @@ def dispatch(rows: Tensor, decision: Decision, *, compile: bool = False) -> Tens
 
 
 def combine(rows_SC: Tensor, decision: Decision, *, compile: bool = False) -> Tensor:
-    """Return the float32 sum of each token's rows, ``[T, C]``. The inverse way of `dispatch`.
-
-    Rows of pairs that no expert computes do not count.
-    """
+    """Return the sum of each token's rows, ``[T, C]``, without those that no expert computes."""
     ends_E, (tokens, top_k) = decision.ends_E, decision.chosen_TK.shape
     if compile and len(rows_SC) == 0:
         return rows_SC.new_zeros(tokens, rows_SC.shape[1])
@@ -109,20 +105,6 @@ def by_place(scores_TK: Tensor, decision: Decision) -> Tensor:
     return scores_TK.flatten()[decision.order_S][:, None]
 
 
-def outputs(
-    gate_up_SW: Tensor,
-    scores_S1: Tensor,
-    down_ECI: Tensor,
-    ends_E: Tensor,
-    *,
-    compile: bool = False,
-) -> Tensor:
-    """Return the experts' outputs times the scores, ``[S, C]``."""
-    if compile:
-        return grouped_rows(_run(_gated, gate_up_SW, scores_S1), down_ECI, ends_E)
-    return grouped_rows(_gated(gate_up_SW, scores_S1), down_ECI, ends_E)
-
-
 def inner_gradients(
     rows: list[Tensor],
     gate_up_SW: Tensor,
@@ -131,22 +113,19 @@ def inner_gradients(
     ends_E: Tensor,
     take: Callable[[Tensor, Tensor], None],
     *,
-    compile: bool = False,
+    fused: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up and of the scores.
 
-    Args:
-        rows: the gradient of the experts' outputs ``[S, C]``, which leaves the list to be freed.
-        take: receives this gradient and the input of the down projection ``[S, I]``, from which the
-            gradient of the down projection follows. If it does not keep them, they are free before
-            the gradients of gate and up exist.
+    rows: the gradient of the experts' outputs ``[S, C]``, which leaves the list to be freed.
+    take: receives this gradient and the input of the down projection ``[S, I]``. If it does not
+        keep them, they are free before the gradients of gate and up exist.
+    fused: computes what `gate_backward` returns in one kernel.
     """
     grad_SC, dtype = rows.pop(), gate_up_SW.dtype
     dinner_SI = grouped_rows_back(grad_SC, down_ECI, ends_E)
-    if compile:
-        inner_SI, dgate_up_SW, dscores_S = _run(
-            _gate_backward, gate_up_SW, dinner_SI, scores_S1, ends_E
-        )
+    if fused is not None:
+        inner_SI, dgate_up_SW, dscores_S = fused(gate_up_SW, dinner_SI, scores_S1)
         take(grad_SC, inner_SI)
         return dgate_up_SW, dscores_S
     gate_SI, up_SI = gate_up_SW.chunk(2, -1)
@@ -180,15 +159,16 @@ def _summed(rows_SC: Tensor, place_S: Tensor, ends_E: Tensor, top_k: int) -> Ten
     return total_TC.to(rows_SC.dtype)
 
 
-def _gated(gate_up_SW: Tensor, scores_S1: Tensor) -> Tensor:
+def gated(gate_up_SW: Tensor, scores_S1: Tensor) -> Tensor:
+    """Return silu(gate) * up * score, the input of the down projection, ``[S, I]``."""
     gate_SI, up_SI = gate_up_SW.chunk(2, -1)
     return (functional.silu(gate_SI) * up_SI * scores_S1).to(gate_up_SW.dtype)
 
 
-def _gate_backward(
+def gate_backward(
     gate_up_SW: Tensor, dinner_SI: Tensor, scores_S1: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `_gated`, and the gradients of gate and up and of the scores."""
+    """Return the result of `gated`, and the gradients of gate and up and of the scores."""
     dtype, high = gate_up_SW.dtype, scores_S1.dtype
     gate_SI, up_SI = gate_up_SW.chunk(2, -1)
     gate_SI, up_SI, dinner_SI = gate_SI.to(high), up_SI.to(high), dinner_SI.to(high)
@@ -203,10 +183,10 @@ def _gate_backward(
     return (outer_SI * scores_S1).to(dtype), dgate_up_SW, dscores_S
 
 
-def _run(function: Callable[..., Any], *arguments: Any) -> Any:
+def _run(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     # Compiled code depends on whether a tensor requires a gradient, and compiles anew for no rows.
     given = [each.detach() if isinstance(each, Tensor) else each for each in arguments]
-    return (_compiled(function) if len(given[0]) > 1 else function)(*given)
+    return (_compiled(function) if len(given[0]) > 1 else function)(*given, **options)
 
 
 @cache
@@ -218,41 +198,23 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 # --- the experts of one worker, one chunk of tokens after another -----
 
 
-@dataclass(frozen=True)
-class ExpertExecution:
-    """How the experts of a layer run.
-
-    tile_bytes: maximum bytes of temporary tensors, which sets the number of chunks; 0 for no limit.
-    chunks: value of ``topology.expert_chunks``.
-    recompute: whether the layer is checkpointed. Its second forward pass then leaves the products
-        to the backward pass, if there are several chunks or if workers share the experts.
-    compile: compile the operations between the matrix products.
-    """
-
-    tile_bytes: int = 0
-    chunks: int | str = "auto"
-    recompute: bool = False
-    compile: bool = False
-
-    def bounds(self, x_TC: Tensor, moe: MoeConfig, *, degree: int) -> list[int]:
-        """Return the first token of each chunk, and the number of tokens.
-
-        degree: number of workers that share the experts.
-        """
-        tokens, hidden = x_TC.shape
-        count = expert_chunks(
-            tokens, hidden, moe, x_TC.element_size(), self.tile_bytes,
-            degree=degree, chunks=self.chunks,
-        )  # fmt: skip
-        return [tokens * n // count for n in range(count + 1)]
+def token_bounds(
+    x_TC: Tensor, moe: MoeConfig, execution: LayerExecution, *, degree: int
+) -> list[int]:
+    """Return the first token of each chunk, and the number of tokens."""
+    tokens, hidden = x_TC.shape
+    count = expert_chunks(
+        tokens, hidden, moe, x_TC.element_size(), execution.tile_bytes, degree=degree,
+        chunks=execution.expert_chunks,
+    )  # fmt: skip
+    return [tokens * n // count for n in range(count + 1)]
 
 
 class WeightGradients:
     """Gradients of the experts' weights, summed over chunks; each part has some of the experts.
 
-    The sum of more than two chunks is float32. For one or two chunks, it has the compute dtype, as
-    the gradient of autograd does: a single addition computes in float32 and rounds once, as a
-    float32 sum that is rounded at the end does. It moves a quarter of the bytes.
+    The sum of more than two chunks is float32. That of two has the compute dtype: one addition
+    computes in float32 and rounds once, as a float32 sum would, with a quarter of the bytes.
     """
 
     def __init__(self, chunks: int, parts: int = 1) -> None:
@@ -297,6 +259,7 @@ class ChunkedExperts(torch.autograd.Function):
         kept: list[Tensor] = []
         several = len(bounds) > 2
         again = recompute and several
+        activate = partial(_run, gated) if compile else gated
         out_TC = torch.empty_like(x_TC) if several and not inputs_only else None
         for own, part in () if inputs_only and again else _chunks(decision, bounds):
             rows_SC = dispatch(x_TC[own], part, compile=compile)
@@ -306,7 +269,7 @@ class ChunkedExperts(torch.autograd.Function):
                 kept.append(gate_up_SW)
             if not inputs_only:
                 scores_S1 = by_place(scores_TK[own], part)
-                out_SC = outputs(gate_up_SW, scores_S1, down_ECI, part.ends_E, compile=compile)
+                out_SC = grouped_rows(activate(gate_up_SW, scores_S1), down_ECI, part.ends_E)
                 summed_TC = combine(out_SC, part, compile=compile)
                 if out_TC is None:
                     out_TC = summed_TC
@@ -334,7 +297,8 @@ class ChunkedExperts(torch.autograd.Function):
                 gate_up_SW = grouped_rows(x_SC, gate_up_EWC, part.ends_E)
             dgate_up_SW, dscores_S = inner_gradients(
                 rows, gate_up_SW, by_place(scores_TK[own], part), down_ECI, part.ends_E,
-                partial(sums.add, "down", ends_E=part.ends_E), compile=ctx.compile,
+                partial(sums.add, "down", ends_E=part.ends_E),
+                fused=partial(_run, gate_backward, ends_E=part.ends_E) if ctx.compile else None,
             )  # fmt: skip
             del gate_up_SW
             if x_SC is None:

@@ -8,9 +8,8 @@ token, S = T K pairs of a token and an expert, ordered by expert, I width of an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,25 +17,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain_cli.config.schema import SIGMOID, ModelConfig
-from mtrain_cli.model.expert_products import ChunkedExperts, ExpertExecution
+from mtrain_cli.model.expert_parallel import SharedExperts, agreed, start_plan
+from mtrain_cli.model.expert_products import ChunkedExperts, token_bounds
 from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone, router_logits
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.layer_groups import own_part
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE, Recorder
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import SwiGLU
-    from mtrain_cli.model.expert_parallel import ExpertSharing
+    from mtrain_cli.parallel.layer_groups import ExpertGroup
 
 BIAS = "selection_bias"  # name of the router's buffer
 
 
 class Experts(nn.Module):
-    """The weights of all experts of a layer.
-
-    gate_up: the gate and the up projection of each expert, ``[E, 2 I, C]``.
-    down: the down projection of each expert, ``[E, C, I]``.
-    """
+    """The weights of all experts of a layer: gate and up ``[E, 2 I, C]``, down ``[E, C, I]``."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -65,8 +62,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, model: ModelConfig, layer: int, shared: SwiGLU | None) -> None:
         super().__init__()
         self.moe, self.layer = model.moe, layer
-        self.sharing: ExpertSharing | None = None
-        self.execution = ExpertExecution()
+        self.sharing: ExpertGroup | None = None
+        self.execution = LayerExecution()
         self.gate = nn.Linear(model.hidden_size, model.moe.experts, bias=False)
         self.experts = Experts(model)
         self.shared = shared
@@ -77,26 +74,30 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor:
         """Return the sum of the chosen experts' outputs, each times its score.
 
-        Args:
-            routing: the sequences of the tokens, for the losses of training. None if there are no
-                losses, and no token is padding.
-            kept: receives the decision, which the second forward pass of a checkpoint takes: other
-                rounding would let some tokens have other experts.
+        routing: the sequences of the tokens, for the losses of training; None without losses and
+            padding.
+        kept: receives the decision, which the second forward pass of a checkpoint takes: other
+            rounding would let some tokens have other experts.
         """
         x_TC, again = x_BNC.flatten(0, -2), bool(kept)
         direction = RECOMPUTE if again else FORWARD
         with profiler_labels.of_layer(profiler_labels.ROUTER, self.layer, direction):
             scores, decision, bounds = self._route(x_TC, routing, kept)
         logits_TE, scores_TE, scores_TK = scores
-        compute = self.sharing.compute if self.sharing else partial(compute_experts, bounds=bounds)
-        options = self.execution
-        out_TC = record_experts(
-            lambda x_TC: compute(
-                x_TC, scores_TK, self.experts, decision, recompute=options.recompute,
-                compile=options.compile, inputs_only=again,
-            ),
-            x_TC, None if routing is None else routing.recorder, self.layer, again=again,
-        )  # fmt: skip
+        weights = own_part(self.experts.gate_up), own_part(self.experts.down)
+        options, group = self.execution, self.sharing
+
+        def compute(x_TC: Tensor) -> Tensor:
+            if group is None:
+                more = bounds, options.recompute, options.compile, again
+                return ChunkedExperts.apply(x_TC, scores_TK, *weights, decision, *more)
+            # Workers with popular experts take longer, so the time of all is not compared.
+            with group.observer.waiting():
+                travel = decision.chunks, group, options.recompute, again
+                return SharedExperts.apply(x_TC, scores_TK, *weights, *travel)
+
+        recorder = None if routing is None else routing.recorder
+        out_TC = record_experts(compute, x_TC, recorder, self.layer, again=again)
         if self.shared is not None:
             out_TC = out_TC + _shared(x_TC, self.shared)
         if routing is not None:
@@ -112,14 +113,15 @@ class MixtureOfExperts(nn.Module):
         is_sigmoid = self.moe.score == SIGMOID
         scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
         decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
-        degree = 1 if self.sharing is None else self.sharing.group.size
-        bounds = self.execution.bounds(x_TC, self.moe, degree=degree)
+        group = self.sharing
+        degree = 1 if group is None else group.size
+        bounds = token_bounds(x_TC, self.moe, self.execution, degree=degree)
         plan = None
-        if not kept and self.sharing is not None:
+        if not kept and group is not None:
             tokens = len(x_TC)
             if routing is None:
-                bounds, tokens = self.sharing.agreed(bounds, x_TC.device)
-            plan = self.sharing.start_plan(decision, bounds, tokens)
+                bounds, tokens = agreed(bounds, group, x_TC.device)
+            plan = start_plan(decision, group, bounds, tokens)
         scores_TK = scores_TE.gather(1, decision.chosen_TK)
         if self.moe.normalize:
             least = 1e-20 if is_sigmoid else 0.0  # sigmoids may all round to 0
@@ -141,10 +143,7 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def change_bias(self, counts_E: Tensor, step: float) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, and lower that of the others.
-
-        counts_E: number of tokens of an optimizer step that chose each expert.
-        """
+        """Raise the bias of experts that fewer tokens chose than the mean; lower the others."""
         counts_E = counts_E.to(self.selection_bias.device, torch.float64)
         self.selection_bias += (step * (counts_E.mean() - counts_E).sign()).float()
 
@@ -171,33 +170,6 @@ def _shared(x_TC: Tensor, mlp: SwiGLU) -> Tensor:
     return functional.linear(inner, down)
 
 
-def compute_experts(
-    x_TC: Tensor,
-    scores_TK: Tensor,
-    experts: Experts,
-    decision: Decision,
-    *,
-    bounds: list[int],
-    recompute: bool,
-    inputs_only: bool,
-    compile: bool = False,
-) -> Tensor:
-    """Return the sum over a token's experts of score * down(silu(gate(x)) * up(x)), ``[T, C]``.
-
-    The experts' outputs are not kept for backward: the scores multiply the inputs of the down
-    projection instead.
-
-    Args:
-        bounds: first token of each chunk, and the number of tokens.
-        recompute: let the backward pass compute gate and up again, if there are several chunks.
-        inputs_only: compute only what backward needs, and return a placeholder not to be read.
-    """
-    weights = own_part(experts.gate_up), own_part(experts.down)
-    return ChunkedExperts.apply(
-        x_TC, scores_TK, *weights, decision, bounds, recompute, compile, inputs_only
-    )
-
-
 def record_experts(
     compute: Callable[[Tensor], Tensor],
     x_TC: Tensor,
@@ -209,64 +181,36 @@ def record_experts(
     """Return ``compute(x_TC)``; tell the recorder and a profiler of both its passes."""
     if recorder is None and not profiler_labels.listening():
         return compute(x_TC)
-    span = _BackwardSpan(recorder, layer)
-    x_TC = _End.apply(x_TC, span)
+    backward = ExitStack()  # enclosed by two nodes of the graph
+    x_TC = _InBackward.apply(x_TC, backward.close)
     with _pass(recorder, layer, RECOMPUTE if again else FORWARD):
         out_TC = compute(x_TC)
-    return _Begin.apply(out_TC, span)
+    return _InBackward.apply(
+        out_TC, lambda: backward.enter_context(_pass(recorder, layer, BACKWARD))
+    )
 
 
-def _pass(recorder: Recorder | None, layer: int, direction: str) -> ExitStack:
-    """Return an entered context that records one pass of a layer's experts."""
-    with ExitStack() as entered:
-        if recorder is not None:
-            entered.enter_context(recorder.expert_pass(layer, direction))
-        label = profiler_labels.of_layer(profiler_labels.EXPERTS, layer, direction)
-        entered.enter_context(label)
-        return entered.pop_all()
+@contextmanager
+def _pass(recorder: Recorder | None, layer: int, direction: str) -> Iterator[None]:
+    recorded = nullcontext() if recorder is None else recorder.expert_pass(layer, direction)
+    with recorded, profiler_labels.of_layer(profiler_labels.EXPERTS, layer, direction):
+        yield
 
 
-class _BackwardSpan:
-    """The backward pass of the experts, which two nodes of the graph enclose."""
-
-    def __init__(self, recorder: Recorder | None, layer: int) -> None:
-        self._recorder, self._layer, self._open = recorder, layer, ExitStack()
-
-    def begin(self) -> None:
-        self._open = _pass(self._recorder, self._layer, BACKWARD)
-
-    def end(self) -> None:
-        self._open.close()
-
-
-class _Begin(torch.autograd.Function):
-    """Returns its argument. Backward begins the span."""
+class _InBackward(torch.autograd.Function):
+    """Returns its first argument. Backward calls the second."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, span: _BackwardSpan) -> Tensor:
-        ctx.span = span
-        ctx.save_for_backward(out.new_empty(0))
-        return out.view_as(out)
+    def forward(ctx: Any, x: Tensor, call: Callable[[], Any]) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Under a checkpoint, reading a saved tensor runs the second forward pass: not backward.
         _ = ctx.saved_tensors
-        ctx.span.begin()
-        return grad, None
-
-
-class _End(torch.autograd.Function):
-    """Returns its argument. Backward ends the span."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, span: _BackwardSpan) -> Tensor:
-        ctx.span = span
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.span.end()
+        ctx.call()
         return grad, None
 
 

@@ -2,16 +2,14 @@
 
 Forward keeps only its inputs, and backward recomputes one tile at a time, so tensors of the MLP's
 intermediate size exist for one tile only (TiledMLP in ALST, arXiv:2506.13996, section 3.1.1).
-Backward is written by hand: autograd would allocate a weight gradient for each tile, but here all
-tiles add to one float32 sum.
+Backward is written by hand: autograd would allocate a weight gradient for each tile.
 
 With tensor parallelism, a worker has its own rows of the residual stream, the attention output of
 its heads for all rows, and the weights of these heads and of a part of the MLP. A tile has the same
 rows of every worker: it gathers rows before the worker's matrices, and adds up results after them.
 
-Shape suffixes: N tokens of all sequences of a batch, R own tokens of a tile, S tokens of a tile of
-all workers of a tensor group (R without one), C hidden size, A width of the attention output, I
-intermediate size.
+Shape suffixes: N tokens of all sequences, R own tokens of a tile, S tokens of a tile of all workers
+    of a tensor group, C hidden size, A width of the attention output, I intermediate size.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.loss import add_matmul
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel.layer_groups import Message, TensorGroup, staggered
 
 if TYPE_CHECKING:
@@ -60,21 +59,25 @@ class FeedForwardOptions:
 
     rows: own tokens per tile (`tiling.tile_rows`).
     layer: layer number, for messages about memory.
-    any_length: let the compiled code serve any number of tokens.
     inputs_only: only keep the inputs for backward, and return a placeholder not to be read, as the
         second forward pass of a checkpoint.
     keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product.
-    tensor: the workers that share the layer; None if this worker computes the whole layer.
     """
 
+    execution: LayerExecution
     eps: float
     rows: int
     layer: int
-    compile: bool = False
-    any_length: bool = False
     inputs_only: bool = False
     keep_products: bool = False
-    tensor: TensorGroup | None = None
+
+    @property
+    def tensor(self) -> TensorGroup | None:
+        return self.execution.tensor
+
+    @property
+    def elementwise(self) -> tuple[Callable[..., Any], ...]:
+        return _elementwise(self.execution.compile, self.execution.any_length)
 
     def gather(self, own_RC: Tensor) -> Message:
         """Start to gather the rows of all workers that share the layer."""
@@ -155,7 +158,7 @@ def _forward(
     options: FeedForwardOptions, products: list[Products],
 ) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the forward pass. Yield after each message that has started."""
-    gated = _elementwise(options.compile, options.any_length)[1]
+    gated = options.elementwise[1]
     gate = _at_gate(x_RC, out.flatten(0, 1), weights, options)
     h_RC, n_SC = yield from gate
     gate_SI, up_SI = n_SC @ weights.gate_IC.t(), n_SC @ weights.up_IC.t()
@@ -179,7 +182,7 @@ def _at_gate(
     x_RC: Tensor, out_SA: Tensor, weights: FeedForwardWeights, options: FeedForwardOptions
 ) -> Generator[None, None, tuple[Tensor, Tensor]]:
     """Compute a tile up to the inputs of the MLP. Return h of own rows, and n of all rows."""
-    join = _elementwise(options.compile, options.any_length)[0]
+    join = options.elementwise[0]
     message = options.scatter(out_SA @ weights.o_CA.t())
     del out_SA
     yield
@@ -199,7 +202,7 @@ def _backward(
 ) -> Iterator[None]:  # fmt: skip
     """Compute one tile of the backward pass. Yield after each message that has started."""
     o_CA, norm_C, gate_IC, up_IC, down_CI = weights
-    _, _, gate_backward, norm_backward, normed = _elementwise(options.compile, options.any_length)
+    _, _, gate_backward, norm_backward, normed = options.elementwise
     out_SA = out.flatten(0, 1)
     kept = products.pop(0) if products else None
     if kept is not None:
@@ -288,10 +291,11 @@ def _tiles(options: FeedForwardOptions, *tensors: Tensor) -> Iterator[tuple[Tens
 def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return h, the residual stream after attention, and n, the normalized h."""
     h_RC = x_RC + projected_RC
-    return h_RC, _normed(h_RC, norm_C, eps)
+    return h_RC, normalized(h_RC, norm_C, eps)
 
 
-def _normed(h_RC: Tensor, norm_C: Tensor, eps: float) -> Tensor:
+def normalized(h_RC: Tensor, norm_C: Tensor, eps: float) -> Tensor:
+    """Return the normalized rows, as `RMSNorm` does."""
     return functional.rms_norm(h_RC, norm_C.shape, norm_C, eps)
 
 
@@ -330,5 +334,5 @@ def _norm_backward(
 @cache
 def _elementwise(compile: bool, any_length: bool) -> tuple[Callable[..., Any], ...]:
     """Return the functions that run between the matrix products, the same for all layers."""
-    functions = (_join, _gated, _gate_backward, _norm_backward, _normed)
+    functions = (_join, _gated, _gate_backward, _norm_backward, normalized)
     return tuple(compiled(f, any_length) for f in functions) if compile else functions

@@ -1,4 +1,4 @@
-"""Read, load and write the weights of a Hugging Face folder."""
+"""Read, load and write the weights of a Hugging Face folder, and check stored tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.config.documents import reason
 from mtrain_cli.config.mask_settings import MaskSettings
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.launch.failures import RunError, read_failure, write_failure
@@ -38,7 +40,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUMS = "SHA256SUMS"  # `sha256sum -c SHA256SUMS` checks a folder, too
 MAX_FILE_BYTES = 5 * 10**9
-_SHOWN_PROBLEMS = 8
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _LAYER = re.compile(r"layers\.\d+\.mlp\.")
@@ -47,60 +48,77 @@ _EXPERT_NAMES = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
+_SHOWN_PROBLEMS = 8
+_GATE_UP = ".experts.gate_up"  # of all experts: [experts, 2 * expert_size, hidden_size]
+# The size that the rows of a matrix give, by the end of its name. Checkpoints and Hugging Face
+# folders name the matrices of experts differently.
+_ROWS = {
+    "embed_tokens.weight": "vocab_size",
+    ".mlp.gate_proj.weight": "intermediate_size",
+    ".self_attn.q_proj.weight": "num_heads",
+    ".self_attn.k_proj.weight": "num_kv_heads",
+    ".mlp.gate.weight": "moe.experts",
+    ".block_sparse_moe.gate.weight": "moe.experts",
+    ".experts.0.gate_proj.weight": "moe.expert_size",
+    ".experts.0.w1.weight": "intermediate_size",
+    _GATE_UP: "moe.expert_size",
+}
 Region = tuple[slice, ...]
 
 
 class StoredPart(NamedTuple):
-    """A tensor of a folder: a whole parameter, or from row ``start`` of an expert's matrix."""
+    """A tensor of a folder, with the region of the parameter that it holds.
+
+    dims: dimensions of the tensor, the last of the parameter's.
+    """
 
     name: str
-    expert: int | None
-    start: int
-    shape: tuple[int, ...]
+    region: Region
+    dims: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(one.stop - one.start for one in self.region[-self.dims :])
 
     def overlap(self, region: Region) -> tuple[Region, Region] | None:
-        """Return the region of this tensor that a region of the parameter covers, or None.
-
-        The second result is the same region, counted in the given one.
-        """
-        if self.expert is None:
-            return region, tuple(slice(0, one.stop - one.start) for one in region)
-        experts, rows, *columns = region
-        begin = max(rows.start - self.start, 0)
-        end = min(rows.stop - self.start, self.shape[0])
-        if not (experts.start <= self.expert < experts.stop and begin < end):
+        """Return the region of this tensor that a parameter's region covers, and where it lies."""
+        cut = [
+            slice(max(own.start, other.start), min(own.stop, other.stop))
+            for own, other in zip(self.region, region, strict=True)
+        ]
+        if any(one.start >= one.stop for one in cut):
             return None
-        at, place = self.start + begin - rows.start, self.expert - experts.start
-        whole = (slice(0, one.stop - one.start) for one in columns)
-        inside = slice(place, place + 1), slice(at, at + end - begin), *whole
-        return (slice(begin, end), *columns), inside
+        return _from(self.region, cut)[-self.dims :], _from(region, cut)
+
+
+def _from(start: Region, region: Sequence[slice]) -> Region:
+    """Return a region, counted from the start of another one."""
+    pairs = zip(start, region, strict=True)
+    return tuple(slice(two.start - one.start, two.stop - one.start) for one, two in pairs)
 
 
 def stored_parts(name: str, shape: tuple[int, ...], model: ModelConfig) -> list[StoredPart]:
-    """Return the tensors of a folder that make up a parameter of this name and shape.
-
-    The weights of all experts of a layer are one parameter, but a folder has a tensor for each.
-    """
+    """Return the tensors of a folder that make up a parameter; each expert has its own."""
     stored = name if name.startswith("lm_head.") else f"model.{name}"
     layer = _LAYER.match(name)
-    if layer is None or model.family not in _EXPERT_NAMES:
-        return [StoredPart(stored, None, 0, shape)]
-    module, (gate, up, down) = _EXPERT_NAMES[model.family]
-    kind = name[layer.end() :]
-    prefix = f"model.{layer.group().replace('mlp', module)}"
-    if kind == "gate.weight":
-        return [StoredPart(prefix + kind, None, 0, shape)]
-    width, hidden = model.moe.expert_size, model.hidden_size
+    kind = name[layer.end() :] if layer is not None else ""
+    if kind.startswith(("gate.", "experts.")):
+        module, (gate, up, down) = _EXPERT_NAMES[model.family]
+        stored = stored.replace(".mlp.", f".{module}.")
+    if not kind.startswith("experts."):
+        return [StoredPart(stored, whole(shape), len(shape))]
+    experts, rows, columns = shape
+    matrices = {down: slice(0, rows)}
     if kind == "experts.gate_up":
-        matrices = [(gate, 0, (width, hidden)), (up, width, (width, hidden))]
-    elif kind == "experts.down":
-        matrices = [(down, 0, (hidden, width))]
-    else:  # the MLP of a layer without experts
-        return [StoredPart(stored, None, 0, shape)]
+        matrices = {gate: slice(0, rows // 2), up: slice(rows // 2, rows)}
     return [
-        StoredPart(f"{prefix}experts.{expert}.{matrix}.weight", expert, start, part)
-        for expert in range(shape[0])
-        for matrix, start, part in matrices
+        StoredPart(
+            f"{stored.removesuffix(kind)}experts.{expert}.{matrix}.weight",
+            (slice(expert, expert + 1), of_matrix, slice(0, columns)),
+            dims=2,
+        )
+        for expert in range(experts)
+        for matrix, of_matrix in matrices.items()
     ]
 
 
@@ -120,57 +138,84 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a decoder, by name."""
+def parameter_shapes(model: ModelConfig, *, biases: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a decoder, and of biases of routers, by name."""
     with torch.device("meta"):
         decoder = Decoder(model)
-    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    tensors = decoder.state_dict() if biases else dict(decoder.named_parameters())
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def state_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a checkpoint: parameters and the biases of routers."""
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    return {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
-
-
-def parameter_problems(
-    actual: Mapping[str, tuple[int, ...]],
+def check_tensors(
+    model: ModelConfig,
+    stored: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, tuple[int, ...]],
-    *,
-    where: Callable[[str], object],
-    expected_by: str,
-) -> list[str]:
-    """Return a line for each tensor that is missing, unexpected or has the wrong shape; at most 9.
+    folder: object,
+    given: object,
+    file_of: Mapping[str, object] | None = None,
+) -> None:
+    """Raise ConfigError unless the stored tensors have the expected shapes.
+
+    A size of the model that they contradict is one line; other tensors are at most nine.
 
     Args:
-        where: returns the file or folder of a tensor, for the message.
-        expected_by: source of the expected shapes, for the message.
+        stored, expected: shapes of tensors by name.
+        folder, given: where the tensors are, and the file of the configuration.
+        file_of: the file of each tensor, if a folder has several.
     """
-    problems = [
-        f"{where(name)}: tensor {name} is missing"
-        if name not in actual
-        else f"{where(name)}: tensor {name} has shape {actual[name]}; "
-        f"{expected_by} requires {shape}"
-        for name, shape in expected.items()
-        if actual.get(name) != shape
+    problems: list[str] = [
+        Problem(
+            f"model.{key}={ours}: the weights in {folder} have {size}. Correct {given}",
+            f"model.{key}",
+            value=ours,
+        )
+        for key, size in _sizes(model, stored)
+        if size != (ours := attrgetter(key)(model))
     ]
-    problems += [
-        f"{where(name)}: unexpected tensor {name}; {expected_by} describes no such tensor"
-        for name in sorted(actual.keys() - expected)
-    ]
-    if (more := len(problems) - _SHOWN_PROBLEMS) > 0:
-        problems[_SHOWN_PROBLEMS:] = [f"... and {more} more like these"]
-    return problems
+    if not problems:
+        wrong = {
+            name: f"has shape {stored[name]}; {given} requires {shape}"
+            if name in stored
+            else "is missing"
+            for name, shape in expected.items()
+            if stored.get(name) != shape
+        } | dict.fromkeys(sorted(stored.keys() - expected), f"is in no model of {given}")
+        problems = [
+            f"{(file_of or {}).get(name, folder)}: tensor {name} {why}"
+            for name, why in list(wrong.items())[:_SHOWN_PROBLEMS]
+        ]
+        if more := len(wrong) - len(problems):
+            problems.append(f"... and {more} more like these")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _sizes(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
+    """Yield each size that the tensors give, by the name of its key."""
+    parts = (name.removeprefix("model.").split(".") for name in shapes)
+    layers = {part[1] for part in parts if part[0] == "layers"}
+    if layers:
+        yield "num_layers", len(layers)
+    for end, key in _ROWS.items():
+        shape = next((shape for name, shape in shapes.items() if name.endswith(end)), ())
+        if end == _GATE_UP and len(shape) == 3:
+            yield key, shape[1] // 2
+        if len(shape) != 2:
+            continue
+        rows = shape[0]
+        if key == "vocab_size":
+            yield "hidden_size", shape[1]
+        if "heads" not in key:
+            yield key, rows
+        elif rows % model.head_dim == 0:
+            yield key, rows // model.head_dim
 
 
 class HuggingFaceFolder:
     """A Hugging Face folder: config.json, and model.safetensors or several files with an index.
 
-    The constructor reads config.json and the headers of the weight files, but no weights.
-
-    Raises:
-        ConfigError: a file is missing or corrupt, or its tensors do not match config.json.
+    The constructor reads config.json and the headers of the weight files, but no weights. It raises
+    ConfigError if a file is missing or corrupt, or if its tensors do not match config.json.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -203,11 +248,7 @@ class HuggingFaceFolder:
             yield place, tensor
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compare every ``parts``-th file from ``part`` with the checksums of mtrain's exports.
-
-        Raises:
-            ConfigError: a file is missing or has changed, or `SUMS` is damaged.
-        """
+        """Compare every ``parts``-th file from ``part`` with the checksums of mtrain's exports."""
         sums = self.path / SUMS
         if not sums.is_file():
             return
@@ -275,13 +316,10 @@ class HuggingFaceFolder:
         }
         kept = self._file_of.keys() - ignored
         actual = {name: tuple(self._slice(name).get_shape()) for name in kept}
-        if problems := parameter_problems(
-            actual,
-            expected,
-            where=lambda name: self.path / self._file_of.get(name, ""),
-            expected_by=str(self.path / "config.json"),
-        ):
-            raise ConfigError(*problems)
+        check_tensors(
+            self.model, actual, expected, self.path, self.path / "config.json",
+            {name: self.path / file for name, file in self._file_of.items()},
+        )  # fmt: skip
 
     def _repeats_embedding(self) -> bool:
         """Return whether the LM head of a tied model is its embedding."""
@@ -300,13 +338,8 @@ def load_into(decoder: Decoder, folder: Path | str, part: int = 0, parts: int = 
     """Verify a Hugging Face folder, and load its weights into a decoder, sharded or not.
 
     Each worker reads only the rows of its shards. Rotary settings may differ, which extends a model
-    to a longer context.
-
-    Args:
-        part, parts: as in `HuggingFaceFolder.verify`.
-
-    Raises:
-        ConfigError: the folder is damaged, or the decoder has another shape. Nothing has changed.
+    to a longer context. part, parts: as in `HuggingFaceFolder.verify`. ConfigError leaves the
+    decoder as it was.
     """
     source = HuggingFaceFolder(folder)
     source.verify(part, parts)
@@ -343,19 +376,14 @@ def write_folder(
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a Hugging Face folder that transformers can open.
+    """Write a Hugging Face folder that transformers can open, whole or not at all.
 
-    The files are written to a temporary folder, which gets the name ``path`` at the end.
+    read: returns the whole parameters of the given names. Called once per weight file.
+    rope_factor, seq, mask: as in `huggingface_config.config_json`.
+    max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
 
-    Args:
-        read: returns the whole parameters of the given names. Called once per weight file.
-        rope_factor, seq, mask: as in `huggingface_config.config_json`.
-        max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
-
-    Raises:
-        ConfigError: the folder is not empty or cannot be written, or no Hugging Face model has this
-            shape.
-        RunError: the disk fails or is full.
+    Raises ConfigError if the folder is not empty or not writable, or no Hugging Face model has this
+    shape, and RunError if the disk fails or is full.
     """
     huggingface_config.require_new_folder(path)
     config = huggingface_config.config_json(
@@ -403,13 +431,7 @@ def _write_weights(
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = file if len(groups) > 1 else SINGLE
         tensors = {
-            part.name: (
-                tensor
-                if part.expert is None
-                else tensor[part.expert, part.start : part.start + part.shape[0]]
-            )
-            .to(dtype)
-            .contiguous()
+            part.name: tensor[part.region].reshape(part.shape).to(dtype).contiguous()
             for name, tensor in read(names).items()
             for part in stored_parts(name, tuple(tensor.shape), model)
         }

@@ -9,31 +9,47 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config import documents, keys
 from mtrain_cli.config.mask_settings import FULL_LAYERS, MaskSettings
-from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
+from mtrain_cli.config.schema import (
+    DENSE,
+    SOFTMAX,
+    ConfigError,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+)
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import adapter_hint
-from mtrain_cli.model import huggingface_experts
 
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    **huggingface_experts.ARCHITECTURES,
+
+class _Family(NamedTuple):
+    """Name in ``architectures``, and transformers' defaults for keys that a config.json lacks.
+
+    kv_heads: None for the number of query heads.
+    """
+
+    architecture: str
+    max_position: int
+    kv_heads: int | None = None
+    epsilon: float = 1e-6
+    theta: float = 1e4
+    experts: int = 0
+    top_k: int = 0
+
+
+_FAMILIES = {
+    "qwen2": _Family("Qwen2ForCausalLM", 32768, 32),
+    "qwen3": _Family("Qwen3ForCausalLM", 32768, 32),
+    "llama": _Family("LlamaForCausalLM", 2048),
+    "mistral": _Family("MistralForCausalLM", 131072, 8),
+    "qwen3_moe": _Family("Qwen3MoeForCausalLM", 32768, 4, experts=128, top_k=8),
+    "mixtral": _Family("MixtralForCausalLM", 131072, 8, 1e-5, 1e6, experts=8, top_k=2),
 }
-# Defaults of transformers for keys that a config.json lacks.
-_MAX_POSITION = {
-    "qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072, "qwen3_moe": 32768,
-    "mixtral": 131072,
-}  # fmt: skip
-# llama: the number of query heads
-_KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8, "qwen3_moe": 4, "mixtral": 8}
-_EPSILON, _THETA = {"mixtral": 1e-5}, {"mixtral": 1e6}  # other families: 1e-6 and 1e4
+_EXPERT_SIZE = 768
 # Rotary settings that may also be at the top level of config.json.
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
 # Keys to write that only some architectures have.
@@ -47,12 +63,6 @@ _ALIKE = ("mistral", "qwen3_moe", "mixtral")  # all their layers have the same w
 # Sliding windows: defaults of transformers, and its names of layers without and with a window.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What to do about a scaling that the decoder does not have.
-_WAYS_OUT = {
-    "linear": "remove it, or give yarn with the same factor, and train on",
-    "dynamic": "remove it: up to max_position_embeddings tokens, nothing changes",
-    "longrope": "its factors for each frequency have no counterpart; give a checkpoint without it",
-}
 # The settings that say which frequencies are scaled, for each kind of scaling.
 RAMP = {
     "none": (),
@@ -74,7 +84,9 @@ _SHAPE_KEYS = {
 }
 _KEYS = {
     **_SHAPE_KEYS,
-    **huggingface_experts.KEYS,
+    **dict.fromkeys(("num_experts", "num_local_experts"), "model.moe.experts"),
+    "num_experts_per_tok": "model.moe.top_k",
+    "moe_intermediate_size": "model.moe.expert_size",
     "rms_norm_eps": "model.rms_norm_eps",
     "initializer_range": "model.init_std",
     "max_position_embeddings": "model.rope.original_max_position",
@@ -100,7 +112,8 @@ class ConfigFields:
         self.path, self.raw, self.problems = path, raw, list[str]()
 
     def problem(self, text: str) -> None:
-        self.problems.append(f"{self.path}: {text}")
+        if (line := f"{self.path}: {text}") not in self.problems:
+            self.problems.append(line)
 
     def number(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the positive number under ``key``, or ``default`` for a missing or null value.
@@ -158,28 +171,26 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(folder: Path) -> tuple[ModelConfig, int]:
     """Return the model that config.json describes, and its max_position_embeddings in tokens.
 
-    Raises:
-        ConfigError: config.json is missing or invalid, or asks for what the decoder does not have.
+    Raises ConfigError if it is missing or invalid, or asks for what the decoder does not have.
     """
     path = folder / "config.json"
     raw = read_json(path)
     family = raw.get("model_type")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise ConfigError(
-            f"{path}: model_type={format_value(family)}: must be one of {', '.join(ARCHITECTURES)}"
+            f"{path}: model_type={format_value(family)}: must be one of {', '.join(_FAMILIES)}"
         )
-    fields = ConfigFields(path, raw)
+    fields, usual = ConfigFields(path, raw), _FAMILIES[family]
     for key, only in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         fields.refuse(key, only)
     _window(fields, family)
     fields.refuse("quantization_config", None)
     hidden_size = fields.number("hidden_size", int)
     num_heads = fields.number("num_attention_heads", int)
-    is_given = "num_key_value_heads" in raw
-    kv_heads = num_heads if is_given else _KV_HEADS.get(family, num_heads)
+    kv_heads = num_heads if "num_key_value_heads" in raw else usual.kv_heads or num_heads
     head_dim = 128 if family == "qwen3" else max(1, hidden_size // num_heads)
     num_layers = fields.number("num_hidden_layers", int)
-    max_position = fields.number("max_position_embeddings", int, _MAX_POSITION[family])
+    max_position = fields.number("max_position_embeddings", int, usual.max_position)
     model = ModelConfig(
         name=folder.resolve().name,
         family=family,
@@ -193,10 +204,10 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         qkv_bias=family == "qwen2",
         qk_norm=family in _QK_NORM,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", float, _EPSILON.get(family, 1e-6)),
+        rms_norm_eps=fields.number("rms_norm_eps", float, usual.epsilon),
         init_std=fields.number("initializer_range", float, 0.02),
-        rope=_read_rope(fields, max_position, _THETA.get(family, 10000.0)),
-        moe=huggingface_experts.read(fields, family, num_layers),
+        rope=_read_rope(fields, max_position, usual.theta),
+        moe=_read_experts(fields, family, num_layers),
     )
     if fields.problems:
         raise ConfigError(*fields.problems)
@@ -224,7 +235,7 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
     if kind not in ("default", "yarn", "llama3"):
         outer.problem(
             f"rope_type={format_value(kind)} is not supported; only default, yarn and llama3 are. "
-            f"{_WAYS_OUT.get(str(kind), 'give a checkpoint with one of them').capitalize()}"
+            "Give a checkpoint with one of them, or remove it and train on"
         )
     original, factor = max_position, 1.0
     if scaling != "none":
@@ -252,7 +263,7 @@ def _rope_parameters(outer: ConfigFields) -> dict[str, Any]:
             first, known = settings_by_name.setdefault(key, (name, value))
             if known is None:
                 settings_by_name[key] = (name, value)
-            elif known != value and value is not None:
+            elif value not in (known, None):
                 outer.problem(
                     f"{first}={known} and {name}={value} contradict each other; keep one of them"
                 )
@@ -274,12 +285,7 @@ def _rope_object(outer: ConfigFields, key: str) -> dict[str, Any]:
 
 
 def read_mask(folder: Path) -> MaskSettings | None:
-    """Return the mask of a model whose layers have a sliding window; None without one.
-
-    Raises:
-        ConfigError: config.json is invalid, or `mask.full_every` and `mask.full_first` cannot
-            describe which layers have a window.
-    """
+    """Return the mask of a model whose layers have a sliding window; None without one."""
     path = folder / "config.json"
     fields = ConfigFields(path, read_json(path))
     mask = _window(fields, str(fields.raw.get("model_type")))
@@ -290,34 +296,27 @@ def read_mask(folder: Path) -> MaskSettings | None:
 
 def _window(fields: ConfigFields, family: str) -> MaskSettings | None:
     """Return the mask of the layers. Record a problem if no `MaskSettings` describes them."""
-    kinds = fields.raw.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else None
-    others = [kind for kind in kinds or () if kind not in _LAYER_TYPES]
-    if others:
-        fields.problem(
-            f"layer_types has {json.dumps(others[0])}, which is not supported; only "
-            f"{' and '.join(_LAYER_TYPES)} are"
-        )
-        return None
-    known = len(fields.problems)
-    layers = fields.number("num_hidden_layers", int) if "num_hidden_layers" in fields.raw else 1
+    known, kinds = len(fields.problems), fields.raw.get("layer_types")
+    layers = fields.number("num_hidden_layers", int, 1)
     window, of_layers = _given_window(fields, family, layers)
-    if len(fields.problems) > known:
-        return None
-    if kinds is not None and len(kinds) != layers:
-        fields.problem(
-            f"layer_types has {with_count(len(kinds), 'value')}, but num_hidden_layers={layers}; "
-            "give one value for each layer"
-        )
-        return None
-    if kinds is not None:
-        of_layers = [kind != _FULL for kind in kinds]
-        if window is None and any(of_layers):
+    if isinstance(kinds, list):
+        of_layers = [kind == _SLIDING for kind in kinds]
+        if others := [kind for kind in kinds if kind not in _LAYER_TYPES]:
+            fields.problem(
+                f"layer_types has {json.dumps(others[0])}, which is not supported; only "
+                f"{' and '.join(_LAYER_TYPES)} are"
+            )
+        elif len(kinds) != layers:
+            fields.problem(
+                f"layer_types has {with_count(len(kinds), 'value')}, but num_hidden_layers="
+                f"{layers}; give one value for each layer"
+            )
+        elif window is None and any(of_layers):
             fields.problem(
                 f'layer_types has "{_SLIDING}", but config.json has no sliding window for them; '
                 "set use_sliding_window and sliding_window, or give full_attention"
             )
-    if window is None or not any(of_layers):
+    if len(fields.problems) > known or window is None or not any(of_layers):
         return None
     first = of_layers.index(True)
     every = 0 if first or all(of_layers) else of_layers.index(False) + 1
@@ -337,16 +336,69 @@ def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int |
         is_null = fields.raw.get("sliding_window", 0 if family == "mistral" else None) is None
         window = None if is_null else fields.number("sliding_window", int, _WINDOW)
         return window, [True] * layers
-    if family == "qwen3_moe":
-        return huggingface_experts.window(fields, _WINDOW), [True] * layers
-    if family not in ("qwen2", "qwen3") or not fields.flag("use_sliding_window"):
+    if family not in ("qwen2", "qwen3", "qwen3_moe") or not fields.flag("use_sliding_window"):
         return None, [False] * layers
     full = fields.raw.get("max_window_layers", _MAX_WINDOW_LAYERS)
-    if not isinstance(full, int) or isinstance(full, bool) or full < 0:
+    if family == "qwen3_moe":
+        if fields.raw.get("max_window_layers") not in (None, 0):
+            fields.problem(
+                f"max_window_layers={format_value(full)}: releases of transformers disagree on "
+                "which layers have the sliding window then; only 0 is supported"
+            )
+        full = 0
+    elif not isinstance(full, int) or isinstance(full, bool) or full < 0:
         fields.problem(f"max_window_layers={format_value(full)}: must be an integer, 0 or more")
         full = 0
     window = fields.number("sliding_window", int, _WINDOW)
     return window, [layer >= full for layer in range(layers)]
+
+
+def _read_experts(fields: ConfigFields, family: str, layers: int) -> MoeConfig:
+    """Return the experts that config.json describes. Record a problem for each wrong key."""
+    usual = _FAMILIES[family]
+    if not usual.experts:
+        return DENSE
+    # Keys of a shared expert, which the transformers models of these families lack, and others.
+    shared = "shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"
+    only = dict.fromkeys(shared, 0) | {"scoring_func": SOFTMAX, "routed_scaling_factor": 1.0}
+    only |= {"router_jitter_noise": 0.0}
+    only |= {"norm_topk_prob": True} if family == "mixtral" else {"decoder_sparse_step": 1}
+    for key, allowed in only.items():
+        fields.refuse(key, allowed)
+    # Releases of transformers store the number of experts under two names.
+    given = {key: fields.raw.get(key) for key in ("num_experts", "num_local_experts")}
+    known = {key: value for key, value in given.items() if value is not None}
+    if len(set(map(str, known.values()))) > 1:
+        pairs = " and ".join(f"{key}={value}" for key, value in known.items())
+        fields.problem(f"{pairs} contradict each other; keep one of them")
+    moe = MoeConfig(
+        experts=fields.number(next(iter(known), "num_experts"), int, usual.experts),
+        top_k=fields.number("num_experts_per_tok", int, usual.top_k),
+        expert_size=fields.number("intermediate_size", int)
+        if family == "mixtral"
+        else fields.number("moe_intermediate_size", int, _EXPERT_SIZE),
+        normalize=family == "mixtral" or fields.flag("norm_topk_prob"),
+        dense_layers=_dense_layers(fields, layers) if family == "qwen3_moe" else 0,
+    )
+    if moe.top_k > moe.experts and not fields.problems:
+        fields.problem(
+            f"num_experts_per_tok={moe.top_k}: must be at most the number of experts, {moe.experts}"
+        )
+    return moe
+
+
+def _dense_layers(fields: ConfigFields, layers: int) -> int:
+    """Return the number of layers at the start that have no experts."""
+    given = fields.raw.get("mlp_only_layers")
+    given = [] if given is None else given
+    is_list = isinstance(given, list) and all(type(layer) is int for layer in given)
+    if is_list and sorted(given) == list(range(len(given))) and len(given) < layers:
+        return len(given)
+    fields.problem(
+        f"mlp_only_layers={format_value(given)} is not supported; only a list of the first layers "
+        f"(0, 1, ...), fewer than all {layers}, is"
+    )
+    return 0
 
 
 def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
@@ -418,13 +470,11 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the content of a config.json that describes ``model`` to transformers 4 and 5.
 
-    Args:
-        rope_factor: factor by which positions are stretched (`rope.rope_factor`).
-        seq: tokens per sequence in training.
-        mask: the mask of the run. Only sliding windows without global tokens have keys.
+    rope_factor: factor by which positions are stretched (`rope.rope_factor`).
+    seq: tokens per sequence in training.
+    mask: the mask of the run. Only sliding windows without global tokens have keys.
 
-    Raises:
-        ConfigError: no Hugging Face model of this family has this shape or a sliding window.
+    Raises ConfigError if no Hugging Face model of this family has this shape or window.
     """
     expected = (model.family == "qwen2", model.family in _QK_NORM)
     if (model.qkv_bias, model.qk_norm) != expected:
@@ -439,7 +489,7 @@ def config_json(
             "in a llama model of transformers. Use model.family=mistral, which computes the same "
             "without that condition."
         )
-    of_experts = huggingface_experts.written(model)
+    of_experts = _expert_keys(model)
     rope = model.rope
     scaling: dict[str, Any] | None = None
     if rope.scaling != "none" and rope_factor > 1.0:
@@ -447,7 +497,7 @@ def config_json(
         scaling["original_max_position_embeddings"] = rope.original_max_position
         scaling |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
     return {
-        "architectures": [ARCHITECTURES[model.family]],
+        "architectures": [_FAMILIES[model.family].architecture],
         "model_type": model.family,
         **{key: getattr(model, ours.removeprefix("model.")) for key, ours in _SHAPE_KEYS.items()},
         "hidden_act": "silu",
@@ -464,6 +514,39 @@ def config_json(
         "use_cache": True,
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
+    }
+
+
+def _expert_keys(model: ModelConfig) -> dict[str, Any]:
+    moe, family = model.moe, model.family
+    if (moe.experts > 0) != (_FAMILIES[family].experts > 0):
+        others = "qwen3_moe or mixtral" if moe.experts else "qwen3, mistral or another dense family"
+        raise ConfigError(
+            f"model.moe.experts={moe.experts}: does not suit a Hugging Face {family} model; use "
+            f"model.family={others}"
+        )
+    if moe.experts == 0:
+        return {}
+    needed: dict[str, Any] = {"shared_size": 0, "score": SOFTMAX, "scale": 1.0}
+    if family == "mixtral":
+        needed |= {"normalize": True, "dense_layers": 0}
+    if problems := [
+        f"model.moe.{key}={keys.show(given)}: a Hugging Face {family} model has no such experts, "
+        f"only {key}={keys.show(value)}"
+        for key, value in needed.items()
+        if (given := getattr(moe, key)) != value
+    ]:
+        raise ConfigError(*problems)
+    chosen = {"num_experts_per_tok": moe.top_k, "output_router_logits": False}
+    if family == "mixtral":
+        sizes = {"num_local_experts": moe.experts, "intermediate_size": moe.expert_size}
+        return chosen | sizes | {"router_jitter_noise": 0.0}
+    return chosen | {
+        "num_experts": moe.experts,
+        "moe_intermediate_size": moe.expert_size,
+        "norm_topk_prob": moe.normalize,
+        "mlp_only_layers": list(range(moe.dense_layers)),
+        "decoder_sparse_step": 1,
     }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -17,52 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
-from mtrain_cli.model.expert_products import ExpertExecution
 from mtrain_cli.model.experts import MixtureOfExperts
-from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
+from mtrain_cli.model.feed_forward import (
+    FeedForwardOptions,
+    FeedForwardWeights,
+    feed_forward,
+    normalized,
+)
 from mtrain_cli.model.rope import Rotation
 from mtrain_cli.model.routing import Decision, Routing
-from mtrain_cli.model.tiling import shared_tile_rows
+from mtrain_cli.model.tiling import LayerExecution, shared_tile_rows
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 from mtrain_cli.parallel.layer_groups import TensorGroup, gather_rows, own_part, scatter_rows
-
-
-@dataclass(frozen=True)
-class LayerExecution:
-    """How a layer runs.
-
-    recompute: checkpoint the layer: backward runs a second forward pass, which repeats `project`,
-        reuses what attention kept, and computes the inputs of `feed_forward`. (The modes of
-        ``train.activation_checkpoint`` differ only in what attention keeps.)
-    any_length: let the compiled code serve any number of tokens. Otherwise each number compiles
-        faster code of its own, and after eight of them nothing is compiled.
-    tile_bytes: maximum bytes of temporary tensors after attention; 0 for no limit.
-    keep_products: keep the matrix products of `feed_forward` for the backward pass. With neither
-        ``recompute`` nor tiles, autograd keeps all intermediate results anyway.
-    offload: host memory for the layer's input until the backward pass. Requires ``recompute``.
-    tensor: the workers that share each layer; None if this worker computes whole layers. A layer
-        then takes and returns the worker's own tokens ``[1, own tokens, C]``, whatever the batch.
-    tensor_chunks, expert_chunks: values of the keys of ``topology``.
-    """
-
-    recompute: bool = False
-    compile: bool = False
-    any_length: bool = False
-    tile_bytes: int = 0
-    keep_products: bool = False
-    offload: ActivationOffload | None = None
-    tensor: TensorGroup | None = None
-    tensor_chunks: int | str = "auto"
-    expert_chunks: int | str = "auto"
-
-    @property
-    def of_experts(self) -> ExpertExecution:
-        return ExpertExecution(self.tile_bytes, self.expert_chunks, self.recompute, self.compile)
-
-    def __post_init__(self) -> None:
-        assert self.offload is None or self.recompute, (
-            "offload needs recompute=True: the second forward pass reads what it moves"
-        )
 
 
 class ExecutedLayer(DecoderLayer):
@@ -122,16 +87,9 @@ class ExecutedLayer(DecoderLayer):
         elif not execution.recompute and rows == tokens:
             after = staged(finish, execution.compile, execution.any_length)
             return after(self, x_BNC, out_BNHD)
-        options = FeedForwardOptions(
-            eps=self.post_attention_layernorm.eps,
-            rows=rows,
-            layer=self.index,
-            compile=execution.compile,
-            any_length=execution.any_length,
-            inputs_only=passes.second,
-            keep_products=execution.keep_products and torch.is_grad_enabled(),
-            tensor=tensor,
-        )
+        eps = self.post_attention_layernorm.eps
+        keep = execution.keep_products and torch.is_grad_enabled()
+        options = FeedForwardOptions(execution, eps, rows, self.index, passes.second, keep)
         return feed_forward(x_BNC, out_BNHD, weights, options)
 
 
@@ -151,10 +109,7 @@ def project_shared(
     tensor: TensorGroup,
     compile: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute q, k and v of this worker's heads, for the tokens of all workers.
-
-    x_BNC: this worker's tokens, ``[1, own tokens, C]``. cos, sin: those of all tokens.
-    """
+    """Compute q, k and v of this worker's heads for the tokens of all workers."""
     norm, attention = layer.input_layernorm, layer.self_attn
     own_RC = staged(normalized, compile)(x_BNC[0], own_part(norm.weight), norm.eps)
     batch, tokens = cos_BN1F.shape[:2]
@@ -170,10 +125,7 @@ def project_shared(
 def before_experts(
     layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor, tensor: TensorGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a layer from attention to its experts. Return h = x + o(out) and norm(h).
-
-    With tensor parallelism, a worker's experts compute its own tokens, as x has them.
-    """
+    """Compute a layer up to its experts. Return h = x + o(out) and norm(h) of own tokens."""
     norm, o_CA = layer.post_attention_layernorm, own_part(layer.self_attn.o_proj.weight)
     if tensor is None:
         sums_BNC = torch.nn.functional.linear(out_BNHD.flatten(-2), o_CA)
@@ -196,11 +148,6 @@ def staged(
 ) -> Callable[..., Any]:
     """Return a function that all layers share, compiled once if ``compile``."""
     return compiled(stage, any_length) if compile else stage
-
-
-def normalized(x_RC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """Return the normalized rows, as `RMSNorm` does."""
-    return torch.nn.functional.rms_norm(x_RC, weight_C.shape, weight_C, eps)
 
 
 def _input_offloaded(offload: ActivationOffload, layer: int) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype, high_product
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.model.compilation import compiled
 from mtrain_cli.parallel import profiler_labels
@@ -31,7 +31,6 @@ class LossOptions:
 
     chunk_bytes: maximum size of the float32 logits of a chunk, beside which a bfloat16 gradient of
         the logits takes memory. A chunk has at least one row.
-    z_loss: coefficient of the z-loss (`with_z_loss`).
     recompute: compute the gradients in backward, from recomputed logits.
     """
 
@@ -44,21 +43,15 @@ class LossOptions:
 def with_z_loss(
     x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, scale: float | Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return the total loss and the cross entropy. The total loss includes the z-loss.
+    """Return the total loss, which includes the z-loss, and the cross entropy.
 
     Cross entropy: ``scale`` times the sum of -log softmax(x W^T)[label]. z-loss: ``scale`` times
-    the sum of z_loss * logsumexp(x W^T)^2, which keeps logits from drifting (arXiv:2204.02311,
-    section 5; arXiv:2202.08906, equation 5). Both are float32 scalars, or float64 for float64
-    input, over rows whose label is not -100. Only the total has a gradient; that of W is summed in
-    float32.
+        the sum of z_loss * logsumexp(x W^T)^2, which keeps logits from drifting (arXiv:2204.02311,
+        section 5; arXiv:2202.08906, equation 5). Both are float32 scalars, or float64 for float64
+        input, over rows whose label is not -100. Only the total has a gradient; that of W is summed
+        in float32.
 
-    The function does not synchronize with a GPU, where a label outside [0, V) makes the loss NaN.
-
-    Args:
-        scale: a number, or a 0-dimensional tensor without gradient.
-
-    Raises:
-        ValueError: a label is outside [0, V) (CPU only).
+    A label outside [0, V) raises ValueError on a CPU, and gives NaN on a GPU, which must not wait.
     """
     num_rows, hidden = x_NC.shape
     vocab_size = weight_VC.shape[0]
@@ -141,7 +134,7 @@ def _chunks(
     for x_RC, labels_R, dx_RC in zip(
         x_NC.split(rows), labels_N.split(rows), dx_NC.split(rows), strict=True
     ):
-        logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
+        logits_RV = high_product(x_RC, weight_VC.t())
         loss_R, total_R, dlogits_RV = row_losses(
             logits_RV, labels_R, scale, gradient_dtype, options.z_loss
         )
@@ -172,17 +165,17 @@ def _row_losses(
     exponentials_RV = logits_RV.sub_(highest_R1)
     label_logit_R1 = exponentials_RV.gather(1, label_R1)
     sum_R1 = exponentials_RV.exp_().sum(dim=1, keepdim=True)
-    row = _row_terms(
+    loss_R, total_R, factor_R1, label_gradient_R1 = _row_terms(
         labels_R, logits_RV.shape[1], highest_R1, sum_R1, label_logit_R1, scale, z_loss
     )
     if gradient_dtype is None:
-        return row.loss_R, row.total_R, exponentials_RV
+        return loss_R, total_R, exponentials_RV
     gradient_RV = exponentials_RV
     if gradient_dtype != logits_RV.dtype:
         gradient_RV = torch.empty_like(logits_RV, dtype=gradient_dtype)
-    torch.mul(exponentials_RV, row.factor_R1, out=gradient_RV)
-    gradient_RV.scatter_(1, label_R1, row.label_gradient_R1.to(gradient_dtype))
-    return row.loss_R, row.total_R, gradient_RV
+    torch.mul(exponentials_RV, factor_R1, out=gradient_RV)
+    gradient_RV.scatter_(1, label_R1, label_gradient_R1.to(gradient_dtype))
+    return loss_R, total_R, gradient_RV
 
 
 def _row_losses_out_of_place(
@@ -197,35 +190,27 @@ def _row_losses_out_of_place(
     exponentials_RV = (logits_RV - highest_R1).exp()
     sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
     label_logit_R1 = logits_RV.gather(1, label_R1) - highest_R1
-    row = _row_terms(
+    loss_R, total_R, factor_R1, label_gradient_R1 = _row_terms(
         labels_R, logits_RV.shape[1], highest_R1, sum_R1, label_logit_R1, scale, z_loss
     )
     if gradient_dtype is None:
-        return row.loss_R, row.total_R, logits_RV[:0]
+        return loss_R, total_R, logits_RV[:0]
     is_label_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device) == label_R1
-    gradient_RV = torch.where(
-        is_label_RV, row.label_gradient_R1, exponentials_RV * row.factor_R1
-    ).to(gradient_dtype)
-    return row.loss_R, row.total_R, gradient_RV
-
-
-@dataclass(frozen=True)
-class _RowTerms:
-    """Cross entropy, the total loss, and gradients of the rows.
-
-    factor_R1: gradient of a logit other than the label's / exp(logit - largest logit of the row).
-    """
-
-    loss_R: Tensor
-    total_R: Tensor
-    factor_R1: Tensor
-    label_gradient_R1: Tensor
+    gradient_RV = torch.where(is_label_RV, label_gradient_R1, exponentials_RV * factor_R1).to(
+        gradient_dtype
+    )
+    return loss_R, total_R, gradient_RV
 
 
 def _row_terms(
     labels_R: Tensor, vocab_size: int, highest_R1: Tensor, sum_R1: Tensor, label_logit_R1: Tensor,
     scale: Tensor, z_loss: float,
-) -> _RowTerms:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return cross entropy and total loss of the rows, and two terms of their gradients.
+
+    These are the gradient of a logit other than the label's / exp(logit - largest of the row), and
+    the gradient of the label's logit.
+    """
     ignored_R1 = (labels_R == IGNORED)[:, None]
     inside_R1 = ((labels_R >= 0) & (labels_R < vocab_size))[:, None]
     loss_R1 = torch.where(
@@ -236,14 +221,13 @@ def _row_terms(
     # lose its small difference from 1.
     label_exponential_R1 = label_logit_R1.exp()
     if not z_loss:
-        return _RowTerms(
-            loss_R1[:, 0], loss_R1[:, 0], factor_R1, (label_exponential_R1 - sum_R1) * factor_R1
-        )
+        label_gradient_R1 = (label_exponential_R1 - sum_R1) * factor_R1
+        return loss_R1[:, 0], loss_R1[:, 0], factor_R1, label_gradient_R1
     logsumexp_R1 = sum_R1.log() + highest_R1
     total_R1 = loss_R1 + torch.where(ignored_R1, 0.0, z_loss * logsumexp_R1.square())
     weight_R1 = 1.0 + 2.0 * z_loss * logsumexp_R1
     label_gradient_R1 = (label_exponential_R1 * weight_R1 - sum_R1) * factor_R1
-    return _RowTerms(loss_R1[:, 0], total_R1[:, 0], factor_R1 * weight_R1, label_gradient_R1)
+    return loss_R1[:, 0], total_R1[:, 0], factor_R1 * weight_R1, label_gradient_R1
 
 
 def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
@@ -254,15 +238,6 @@ def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
 @cache
 def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return compiled(_row_losses if in_place else _row_losses_out_of_place, False)
-
-
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in ``dtype``. The sums are accumulated in ``dtype``, too."""
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -295,10 +270,9 @@ def token_losses(
 ) -> Tensor:
     """Return the cross entropy of each row without gradients, ``[N]``; 0 for label -100.
 
-    Args:
-        chunk_bytes: maximum size of the logits of a chunk of rows.
-        is_greedy_N: receives whether the label of each row has the largest logit, bool ``[N]``. Of
-            equal logits, the lowest id counts as the largest.
+    chunk_bytes: maximum size of the logits of a chunk of rows.
+    is_greedy_N: receives whether each label has the largest logit, the first of equal ones, bool
+        ``[N]``.
     """
     dtype = accumulation_dtype(x_NC.dtype)
     rows = max(1, chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.decode import has_triton
+from mtrain_cli.attention.partials import has_triton
 from mtrain_cli.config.schema import ConfigError, RopeConfig
 
 
@@ -59,10 +59,7 @@ def attention_factor(rope: RopeConfig, factor: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
-    """Return the radians per position of each pair of dimensions, float32 ``[F]`` on the CPU.
-
-    Released models were trained with frequencies rounded to float32.
-    """
+    """Return the radians per position of each pair, float32 as in released models, on the CPU."""
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F
     if rope.scaling == "none":
@@ -107,8 +104,7 @@ def rotation(
 ) -> Rotation:
     """Return the cosine and sine of the angles of tokens at any positions, in any order.
 
-    In float64: a float32 angle at position 4 million is wrong by up to a quarter of a radian, and
-    q.k would not depend only on the distance of two tokens.
+    In float64: a float32 angle at position 4 million is wrong by up to a quarter of a radian.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
     return Rotation(
@@ -118,10 +114,7 @@ def rotation(
 
 
 def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
-    """Rotate each pair of dimensions (i, i + D/2) of every head by the token's angle.
-
-    The rotation is computed in float32. The result is contiguous and has the dtype of the input.
-    """
+    """Rotate the dimensions (i, i + D/2) of every head by the token's angle, in float32."""
     if _fuses(x_BNHD):
         from mtrain_cli.kernels.triton import rope
 

@@ -7,7 +7,6 @@ experts of a token, S = T K pairs of a token and an expert.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import has_triton, high_product
 from mtrain_cli.config.schema import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
@@ -40,7 +38,7 @@ class RouterOptions:
     """What training adds to the routing.
 
     sequences: sequences of an optimizer step, over all workers.
-    capacity: most tokens of a sequence for an expert, as a multiple of the mean; 0 for no limit.
+    capacity: most tokens of a sequence for an expert / the mean; 0 for no limit.
     """
 
     sequences: int
@@ -62,7 +60,6 @@ class SharingGroup:
 class Decision(NamedTuple):
     """Which experts compute which tokens of a layer.
 
-    chosen_TK: the experts of each token.
     order_S, place_S: pairs of token and expert, numbered token * K + k, by expert, and the place of
         each pair. Pairs that no expert computes (padding, or beyond the capacity) come last.
     ends_E: int32, number of pairs of this and all earlier experts.
@@ -81,9 +78,9 @@ class Decision(NamedTuple):
 class Routing:
     """The sequences of a micro-batch, for the routers of all layers in training.
 
-    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the parts
-        of balance loss and z-loss (without coefficients, summed over sequences), the entropy of the
-        scores in nats, and the number of pairs beyond the capacity.
+    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, balance
+        loss and z-loss without coefficients, entropy of the scores in nats, and pairs beyond the
+        capacity.
     beyond: float64 [layers, E], pairs beyond the capacity of an expert; None without a capacity.
     decided: numbers of the layers whose routers decided on this worker.
     """
@@ -100,10 +97,9 @@ class Routing:
     ) -> None:
         """Prepare the routing of a micro-batch.
 
-        Args:
-            slots: for each of this worker's tokens, sequence * padded_seq + position, or `PADDING`.
-            lengths: number of tokens of each sequence, without padding.
-            groups: the groups of workers that share these sequences, innermost first.
+        slots: for each of this worker's tokens, sequence * padded_seq + position, or `PADDING`.
+        lengths: number of tokens of each sequence, without padding.
+        groups: the groups of workers that share these sequences, innermost first.
         """
         self.options, self.groups, self.moe = options, tuple(groups), moe
         slots_T = slots.flatten()
@@ -187,8 +183,8 @@ class Routing:
         """Return this worker's part of a layer's losses, means over the sequences of the step.
 
         Balance loss: sum over experts of f P (arXiv:2101.03961, equation 4): share of the chosen
-        experts / mean, times mean share of the scores. z-loss: mean over tokens of
-        logsumexp(logits)^2 (arXiv:2202.08906, equation 5). count: add the values to `loads`.
+            experts / mean, times mean share of the scores. z-loss: mean over tokens of
+            logsumexp(logits)^2 (arXiv:2202.08906, equation 5). count: add the values to `loads`.
         """
         assert decision.load_BE is not None
         shares_TE = scores_TE
@@ -214,7 +210,7 @@ class Routing:
 def choose(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     """Return each token's experts with the highest scores + bias, ``[T, K]``; lowest of equals."""
     is_float = scores_TE.dtype == bias_E.dtype == torch.float32
-    if scores_TE.is_cuda and is_float and importlib.util.find_spec("triton") is not None:
+    if scores_TE.is_cuda and is_float and has_triton():
         from mtrain_cli.kernels.triton import router
 
         return router.chosen_experts(scores_TE, bias_E, top_k)
@@ -258,8 +254,7 @@ def _decision(
 def router_logits(x_TC: Tensor, weight_EC: Tensor) -> Tensor:
     """Return ``x @ weight.T`` in float32, or in float64 for float64 inputs, ``[T, E]``.
 
-    Tensor cores of a GPU compute it from bfloat16 tokens without a float32 copy: their products are
-    exact in float32. Autograd keeps only the inputs, in their own dtype.
+    Tensor cores multiply bfloat16 tokens exactly in float32, and autograd keeps only the inputs.
     """
     return _RouterLogits.apply(x_TC, weight_EC)
 
@@ -270,10 +265,7 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_EC: Tensor) -> Tensor:
         ctx.save_for_backward(x_TC, weight_EC)
-        if _on_tensor_cores(x_TC, weight_EC):
-            return _mixed_product(x_TC, weight_EC.t())
-        high = accumulation_dtype(x_TC.dtype)
-        return functional.linear(x_TC.to(high), weight_EC.to(high))
+        return high_product(x_TC, weight_EC.t())
 
     @staticmethod
     @once_differentiable
@@ -297,13 +289,9 @@ def _split_gradients(grad_TE: Tensor, x_TC: Tensor, weight_EC: Tensor) -> tuple[
     first_TE = grad_TE.to(low)
     terms = torch.cat([first_TE, (grad_TE - first_TE).to(low)], 1)  # [T, 2 E]
     dx_TC = terms @ torch.cat([weight_EC, weight_EC])
-    of_terms = _mixed_product(terms.t(), x_TC).unflatten(0, (2, -1))
+    of_terms = high_product(terms.t(), x_TC).unflatten(0, (2, -1))
     return dx_TC, of_terms.sum(0).to(weight_EC.dtype)
 
 
 def _on_tensor_cores(x_TC: Tensor, weight_EC: Tensor) -> bool:
     return x_TC.is_cuda and x_TC.dtype == weight_EC.dtype == torch.bfloat16
-
-
-def _mixed_product(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left, right, out_dtype=torch.float32)  # only on GPUs

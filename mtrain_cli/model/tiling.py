@@ -1,4 +1,4 @@
-"""How many tokens a tile of the sequence has, and how many layers keep their MLP products.
+"""How layers run: tokens of a tile of the sequence, and layers that keep their MLP products.
 
 `feed_forward.py` computes the second half of a layer tile by tile. Planning reads the same numbers,
 so this module does not import PyTorch.
@@ -6,7 +6,14 @@ so this module does not import PyTorch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from mtrain_cli.config.schema import MoeConfig
+
+if TYPE_CHECKING:
+    from mtrain_cli.parallel.activation_offload import ActivationOffload
+    from mtrain_cli.parallel.layer_groups import TensorGroup
 
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
@@ -22,16 +29,43 @@ ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition su
 _ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a multiple
 
 
+@dataclass(frozen=True)
+class LayerExecution:
+    """How a layer runs.
+
+    recompute: checkpoint the layer: backward runs a second forward pass, which repeats `project`,
+        reuses what attention kept, and computes the inputs of `feed_forward`.
+    any_length: let the compiled code serve any number of tokens. Otherwise each number compiles
+        faster code of its own, and after eight of them nothing is compiled.
+    tile_bytes: maximum bytes of temporary tensors after attention; 0 for no limit.
+    keep_products: keep the matrix products of `feed_forward` for the backward pass.
+    offload: host memory for the layer's input until the backward pass. Requires ``recompute``.
+    tensor: the workers that share each layer. A layer then takes and returns the worker's own
+        tokens ``[1, own tokens, C]``, whatever the batch.
+    """
+
+    recompute: bool = False
+    compile: bool = False
+    any_length: bool = False
+    tile_bytes: int = 0
+    keep_products: bool = False
+    offload: ActivationOffload | None = None
+    tensor: TensorGroup | None = None
+    tensor_chunks: int | str = "auto"
+    expert_chunks: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        assert self.offload is None or self.recompute, (
+            "offload needs recompute=True: the second forward pass reads what it moves"
+        )
+
+
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
-    """Return the number of tokens per tile.
+    """Return the number of tokens per tile. tile_bytes: limit of temporary tensors; 0 for none.
 
     Code is compiled once if all tiles have the same size, so prefer a number of tiles that divides
     the tokens, unless it exceeds the smallest possible number by more than a quarter (or 1): each
     tile of 1,024 tokens adds half a millisecond per pass on an H200 (profiles/notes.md).
-
-    Args:
-        tokens: tokens of all sequences of a batch on this worker.
-        tile_bytes: maximum size of a tile's temporary tensors; 0 for no limit.
     """
     # At the MLP's gate, a token has six tensors of the intermediate size and four of the hidden
     # size.
@@ -55,8 +89,7 @@ def shared_tile_rows(
 ) -> int:  # fmt: skip
     """Return the number of a worker's own tokens per tile if several workers share a layer.
 
-    Messages of one tile overlap with the computation of other tiles. Sizes are those of the whole
-    layer. chunks: value of ``topology.tensor_chunks``.
+    Messages of one tile overlap with the computation of others. Sizes are those of the whole layer.
     """
     rows = tile_rows(own_tokens, hidden * workers, intermediate, itemsize, tile_bytes)
     if workers == 1:
@@ -72,12 +105,8 @@ def expert_chunks(
 ) -> int:  # fmt: skip
     """Return the number of chunks of a worker's own tokens in a layer with experts.
 
-    Chunks bound the temporary tensors. If workers hold too few experts for the parts of
-    `expert_parts`, rows of one chunk also travel while others are computed.
-
-    Args:
-        degree: number of workers that share the experts; they get the same number.
-        chunks: value of ``topology.expert_chunks``.
+    Chunks bound the temporary tensors. If ``degree`` workers hold too few experts each for the
+    parts of `expert_parts`, rows of one chunk also travel while others are computed.
     """
     if not isinstance(chunks, str):
         return max(1, min(chunks, own_tokens))
@@ -93,10 +122,7 @@ def expert_chunks(
 
 
 def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
-    """Return the number of parts in which a worker of an expert group computes its experts.
-
-    While one part is computed, the rows of other parts travel, and those of other chunks.
-    """
+    """Return the number of parts in which a worker computes its experts."""
     most = max(1, min(_CHUNKS, own_tokens // _PART_TOKENS) // chunks)
     return max(n for n in range(1, most + 1) if own_experts % n == 0)
 
@@ -108,8 +134,5 @@ def scored_row(hidden: int, itemsize: int) -> int:
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:
-    """Return how many layers, counted from the last, keep their MLP's gate and up outputs.
-
-    keep: value of ``train.keep_mlp``.
-    """
+    """Return how many layers, counted from the last, keep their MLP products (train.keep_mlp)."""
     return layers if keep is True else min(int(keep), layers)

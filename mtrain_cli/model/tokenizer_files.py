@@ -82,11 +82,8 @@ class NoTokenizerError(ConfigError):
 def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
     """Return the tokenizer of a Hugging Face folder, with the ids of its config.json.
 
-    eos: id of the token that ends a document, for a folder that names none.
-
-    Raises:
-        NoTokenizerError: the folder has no tokenizer files.
-        ConfigError: a file cannot be read.
+    eos: id of the token that ends a document, for a folder that names none. Without tokenizer files
+        it raises NoTokenizerError, and ConfigError if a file cannot be read.
     """
     files = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
     if not files.keys() - {GENERATION_CONFIG}:
@@ -106,8 +103,7 @@ def of_file(path: Path, eos: int | None) -> TokenizerFiles:
 
 def exported_bytes() -> bytes:
     """Return the tokenizer.json of the byte tokenizer."""
-    assert ByteTokenizer.eos is not None
-    return of_bytes(ByteTokenizer.bos, ByteTokenizer.eos, ByteTokenizer.pad).files[TOKENIZER]
+    return of_bytes().files[TOKENIZER]
 
 
 def encodes_bytes(file: Path) -> bool:
@@ -118,9 +114,9 @@ def encodes_bytes(file: Path) -> bool:
         return False
 
 
-def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
-    """Return the byte tokenizer (ids 0 to 255 are bytes) with these ids of special tokens."""
-    numbers = {"bos": bos, "eos": eos, "pad": pad}
+def of_bytes() -> TokenizerFiles:
+    """Return the byte tokenizer: ids 0 to 255 are bytes."""
+    numbers = {name: getattr(ByteTokenizer, name) for name in BYTE_SPECIALS}
     added = [
         {"id": number, "content": BYTE_SPECIALS[name], "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -136,7 +132,9 @@ def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
         "decoder": byte_level, "model": model,
     }  # fmt: skip
     token_ids = {f"{name}_token_id": number for name, number in numbers.items()}
-    return TokenizerFiles("bytes", *_complete({TOKENIZER: _json(content)}, token_ids, eos))
+    return TokenizerFiles(
+        "bytes", *_complete({TOKENIZER: _json(content)}, token_ids, ByteTokenizer.eos)
+    )
 
 
 def token_ids(folder: Path) -> dict[str, Any]:

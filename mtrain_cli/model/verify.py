@@ -24,7 +24,6 @@ from mtrain_cli.model.rope import rope_factor
 class LogitAgreement:
     """Differences of the decoder's logits from those of transformers, the reference.
 
-    largest_logit: largest absolute logit of the reference.
     mean_kl: mean over tokens of KL(reference || decoder), in nats.
     """
 
@@ -50,15 +49,9 @@ def require_transformers() -> str:
 def verify(
     folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0
 ) -> LogitAgreement:
-    """Compare the logits of random tokens from the decoder and from transformers.
+    """Compare the logits of random tokens from the decoder and from transformers, on the CPU.
 
-    Both models compute in float32 on the CPU, with the weights of a Hugging Face folder.
-
-    Args:
-        report: called with a line of progress before each of the two models runs.
-
-    Raises:
-        ConfigError: transformers is missing, or mtrain or transformers cannot read the folder.
+    Raises ConfigError if transformers is missing, or if it or mtrain cannot read the folder.
     """
     require_transformers()
     import transformers

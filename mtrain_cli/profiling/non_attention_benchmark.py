@@ -86,7 +86,7 @@ class _Bench:
         self.config, self.choices, self.device = config, choices, device
         with torch.device("meta"):
             decoder = Decoder(config.model, rope_factor(config.model.rope, config.seq))
-        set_execution(decoder, config.train, compile=choices.compile)
+        set_execution(decoder, config, compile=choices.compile)
         self.decoder = decoder.to(choices.dtype).to_empty(device=device)
         self.generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():

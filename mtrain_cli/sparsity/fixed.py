@@ -19,12 +19,11 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 class FixedPattern(FixedSettings):
     """Draw each layer's index from a seed, so a layer has the same index in every step.
 
-    Sequences with an equal number of blocks have the same index, apart from columns past their end:
-    a text that is one token shorter than those of the training keeps what it was trained with.
+    Sequences with an equal number of blocks have the same index, apart from columns past their end.
 
     seed: seed of layer 0. Layer n uses seed + 1000 n.
     part: which of several equal parts of the heads this worker has, and the number of parts. Every
-        worker draws the index of all heads, so that a head's index does not depend on the parts.
+        worker draws all heads, so that a head's index does not depend on the parts.
     """
 
     seed: int = 0
@@ -39,16 +38,6 @@ class FixedPattern(FixedSettings):
             diagonals = f"diagonals of {self.density:.1%} of the causal blocks"
         columns = f"{self.columns} columns per head"
         return f"{diagonals} and {columns}, drawn from a seed, not from the data"
-
-    def covers(self, seq: int) -> str | None:
-        blocks = -(-seq // self.block)
-        if self.columns >= seq:
-            return f"{self.columns} columns cover"
-        if self.density >= 1:
-            return f"diagonals of {self.density:.0%} of the blocks cover"
-        if not self.density and self.slashes >= blocks:
-            return f"{self.slashes} block diagonals cover"
-        return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
@@ -120,9 +109,7 @@ def fixed_index(
     """Draw an index: diagonals 0 and 1, further diagonals, and columns.
 
     Diagonals near the recent past are more probable; all columns have equal probability. Every head
-    draws its own index, which all sequences of the batch share.
-
-    slashes: number of diagonals per head, at least 1. Ignored if ``density`` is given.
+    draws its own index, which all sequences of the batch share. A density replaces ``slashes``.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)

@@ -20,13 +20,10 @@ _SCORE_BYTES = 1 << 28  # maximum bytes of scores at a time
 
 @dataclass(frozen=True)
 class MobaPattern(MobaSettings):
-    """Choose ``top_k`` chunks of keys per query: its own chunk, and the chunks with the best score.
+    """Choose a query's own chunk of keys, and those whose mean key has the best product with it.
 
-    The score of a chunk is the product of the query and the chunk's mean key, without padding. If
-    scores are equal, the earlier chunk wins.
-
-    With ``gate="query"``, every query chooses its chunks, as in the paper. With ``gate="block"``,
-    the mean query of each block chooses for all queries of the block.
+    Of equal scores, the earlier chunk wins. With ``gate="query"``, every query chooses, as in the
+    paper; with ``gate="block"``, the mean query of each block chooses for its queries.
     """
 
     @property
@@ -39,11 +36,6 @@ class MobaPattern(MobaSettings):
     def describe(self) -> str:
         chooser = "query" if self.by_query else f"block of {self.block} queries"
         return f"{self.top_k} chunks of {self.chunk} keys for every {chooser}"
-
-    def covers(self, seq: int) -> str | None:
-        if self.top_k * self.chunk < seq:
-            return None
-        return f"{self.top_k} chunks of {self.chunk} keys cover"
 
     def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS

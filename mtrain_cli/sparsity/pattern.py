@@ -20,14 +20,10 @@ from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
 from mtrain_cli.attention.partials import Pair
 from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
 from mtrain_cli.config.schema import Config
-from mtrain_cli.config.sizes import format_size
 
 
 class IndexGroup(Protocol):
-    """The workers that estimate an index together.
-
-    All workers must call the methods of their groups in the same order.
-    """
+    """The workers that estimate an index together, which call its methods in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -88,8 +84,7 @@ class MaskedPositions:
     ) -> MaskedPositions:
         """Build the positions of one worker on the host, with `SingleWorkerGroup`.
 
-        shards: for each worker its ascending positions, int64 [tokens]; None if one worker has
-            the whole sequence.
+        shards: ascending positions of each worker; None if one worker has the whole sequence.
         """
         padded = masks[0].padded
         shards = shards or [np.arange(padded, dtype=np.int64)]
@@ -158,12 +153,10 @@ def _numbers(blocks: IntArray) -> IntArray:
 class Pattern(Protocol):
     """The interface that every pattern implements: estimate an index from queries and keys.
 
-    The same queries and keys give the same index on any number of workers. Only near ties may
-    differ, because rounding decides them.
+    The same queries and keys give the same index on any number of workers, apart from near ties,
+    which rounding decides.
 
-    name: the value of the setting ``sparsity``, such as ``moba``.
-    synthetic: whether the index does not depend on the data. Such a pattern is for benchmarks only,
-        and reports mark it.
+    synthetic: whether the index does not depend on the data: for benchmarks only.
     """
 
     name: ClassVar[str]
@@ -175,29 +168,16 @@ class Pattern(Protocol):
     def describe(self) -> str:
         """Return one line for banners that says what the pattern chooses."""
 
-    def covers(self, seq: int) -> str | None:
-        """Return why the index contains every pair of ``seq`` tokens for any data.
-
-        Return None if the index may leave out pairs. The reason ends with a verb, such as "3 chunks
-        of 4096 keys cover", and messages append "all of seq=...".
-        """
-
     def probed_rows(self, length: int) -> Tensor:
         """Return the positions of the queries that choose the index for all queries, int64 [rows].
 
-        Recall is measured on the remaining queries. Return no positions if every query chooses its
-        own keys, or if a seed chooses the index.
+        Recall is measured on the others. No positions if every query, or a seed, chooses its own.
         """
 
     def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> Index:
-        """Return the index: the pairs worth computing.
+        """Return the whole index, but of a bitmap only the query blocks of this worker.
 
-        All workers of ``masked.group`` call this together, once per layer and step, without
-        gradients.
-
-        Returns:
-            The whole index, the same on every worker. A bitmap has only the query blocks of this
-            worker.
+        All workers of ``masked.group`` call this together, without gradients.
         """
 
 
@@ -232,9 +212,8 @@ def base_rank_keys(forced: Tensor, numbers: Tensor, n: int) -> Tensor:
 def rank_keys(units: Tensor, without_mass: Tensor) -> Tensor:
     """Return an int64 key per candidate: the larger the key, the better the rank.
 
-    Forced candidates rank before all other candidates. More mass gives a better rank, and among
-    candidates with equal mass the lower number ranks first. No two keys are equal, so the keys of
-    several workers can be sorted together.
+    Forced candidates rank first, then more mass, then lower numbers. No two keys are equal, so the
+    keys of several workers can be sorted together.
 
     units: int64 [..., candidates], mass in units, at most `MOST_UNITS`.
     """
@@ -269,17 +248,13 @@ def select_by_mass(
 ) -> Pair:
     """Select the fewest candidates that hold a share of the mass (MTraining, algorithm 1).
 
-    The selection includes the candidate that crosses the share. Of two candidates with equal mass,
-    the candidate with the lower number ranks first.
+    The selection includes the candidate that crosses the share.
 
-    mass: float [..., n], not negative, with sums of at most 1 over the last dimension; or
-        the same mass in units, int64.
-    forced: bool [n] or like mass, whether to select a candidate whatever its mass. Forced
-        candidates rank before all other candidates.
+    mass: float [..., n], not negative, with sums of at most 1; or the same in units, int64.
+    forced: bool [n] or like mass, whether to select a candidate whatever its mass.
 
     Returns:
-        numbers: int64 [..., min(at_most, n)], the candidates with the best ranks, best first.
-        kept: bool like numbers, whether the candidate is selected.
+        Numbers of the candidates, int64 [..., min(at_most, n)], best first, and which are selected.
     """
     n = mass.shape[-1]
     units = (to_mass_units(mass) if mass.is_floating_point() else mass).clamp(max=MOST_UNITS)
@@ -302,32 +277,18 @@ def make_pattern(settings: PatternSettings, seed: int) -> Pattern | None:
 _DENSE_SHARE = 4  # one layer in four; with the last two of eight dense, small models lost nothing
 
 
-def computes_everything(config: Config) -> str | None:
-    """Return why the pattern chooses every pair for any data, or None if it may leave out pairs."""
-    pattern = make_pattern(config.sparsity, config.seed)
-    covering = pattern.covers(config.seq) if pattern is not None else None
-    if not covering:
-        return None
-    seq = f"seq={format_size(config.seq)}"
-    return f"{covering} all of {seq}: computes every pair, like sparsity=dense"
-
-
 def remarks(config: Config) -> list[str]:
-    sparsity = config.sparsity
-    notes = [line for line in (computes_everything(config),) if line is not None]
+    sparsity, layers = config.sparsity, config.model.num_layers
     if sparsity.dense_steps >= config.train.steps:
-        notes.append(
+        return [
             f"no step is sparse: sparsity.dense_steps={sparsity.dense_steps} must be below "
             f"train.steps={config.train.steps}"
-        )
-    if notes:
-        return notes
-    layers = config.model.num_layers
-    if sparsity.loses_in_all_layers and not sparsity.dense_layers and layers > 1:
-        dense = max(1, layers // _DENSE_SHARE)
-        last = "the last layer" if dense == 1 else f"the last {dense} layers"
-        notes.append(
-            "every layer is sparse: such models found fewer needles than dense ones in `mtrain "
-            f"study learning` (docs/studies.md); sparsity.dense_layers={dense} keeps {last} dense"
-        )
-    return notes
+        ]
+    if not sparsity.loses_in_all_layers or sparsity.dense_layers or layers == 1:
+        return []
+    dense = max(1, layers // _DENSE_SHARE)
+    last = "the last layer" if dense == 1 else f"the last {dense} layers"
+    return [
+        "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
+        f"learning` (docs/studies.md); sparsity.dense_layers={dense} keeps {last} dense"
+    ]

@@ -19,8 +19,8 @@ def row_probabilities(
 ) -> Iterator[tuple[slice, int, slice, Tensor]]:
     """Yield the softmax probabilities of some queries over all keys that the mask allows.
 
-    Each item is (slice of ``rows``, sequence, slice of the query heads, probabilities [heads, rows,
-    keys]). The items fit the memory budget. All items of a slice of ``rows`` follow each other.
+    Each item is (slice of ``rows``, sequence, slice of the query heads, [heads, rows, keys]) within
+    the memory budget. All items of a slice of ``rows`` follow each other.
     """
     assert masked.group.size == 1, "needs all keys of a sequence on one worker"
     batch, seq, heads, dim = q.shape
@@ -42,11 +42,7 @@ def recall(index: Index, q: Tensor, k: Tensor, masked: MaskedPositions, rows: Te
     """Return the share of dense attention that the index keeps (MTraining, section 3.1).
 
     The share of a query is the sum of its softmax probabilities over the keys that the index
-    allows. The softmax runs over all keys that the mask allows, in float32, or in float64 for
-    float64 queries.
-
-    Returns:
-        float32 [batch, heads, rows]; NaN for padding.
+    allows, float32 [batch, heads, rows]; NaN for padding.
     """
     batch, seq, heads, _ = q.shape
     result = torch.full((batch, heads, len(rows)), float("nan"), device=q.device)

@@ -6,9 +6,7 @@ A sequence may be sharded over several workers. Workers add up integers
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +18,7 @@ from torch import Tensor
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype
+from mtrain_cli.attention.partials import Pair, Triple, accumulation_dtype, has_triton
 from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.sparsity.pattern import (
     MASS_UNITS,
@@ -43,16 +41,15 @@ Table = tuple[int, range, Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """The probed queries of one sequence. All tensors are on the device.
+    """The probed queries of one sequence, whose attention to all keys is computed, on the device.
 
-    Probed queries are the few queries whose attention to all keys is computed to estimate an index.
     A probed block is a query block that contains a probed query.
 
     rows: int64 [rows], positions of the probed queries, ascending.
     row_blocks: int64 [rows], index of each query's block among the probed blocks.
     local: int64 [local rows], indices into ``rows`` of the queries that this worker holds.
-    diagonals: int64 [probed blocks, local blocks], number of the block diagonal that contains a
-        probed block and a local key block; 0 if the keys are in the future and so have no mass.
+    diagonals: int64 [probed blocks, local blocks], block diagonal of a probed block and a local key
+        block; 0 if the keys are in the future and so have no mass.
     """
 
     rows: Tensor
@@ -85,43 +82,47 @@ class Probe:
         return self.first, self.rows.int(), self.row_blocks.int()
 
 
-class ProbedAttention(ABC):
+class ProbedAttention:
     """The attention from the probed queries of a batch to this worker's keys.
 
-    The constructor computes each probed query's log-sum-exp over the keys of all workers, with
-    three collectives: one gathers the probed queries, two merge the log-sum-exps of all tiles. If
-    the log-sum-exps of the tiles exceed the memory budget, the constructor processes the queries in
-    chunks, and merges each chunk with two collectives.
+    The constructor computes each probed query's log-sum-exp over the keys of all workers. One
+    collective gathers the probed queries, and two merge the log-sum-exps of all tiles, or of each
+    chunk of queries if the log-sum-exps of all queries exceed the memory budget.
 
+    fused: whether Triton kernels compute it, which never store scores.
     tile: number of keys per tile, a divisor of the block size.
     """
-
-    tile: int
 
     def __init__(
         self, q: Tensor, k: Tensor, probes: Sequence[Probe], masked: MaskedPositions
     ) -> None:
         self.k, self.probes, self.masked = k, probes, masked
         self.block, self.width = masked.tables.block, len(masked.host_positions)
+        self.fused = fused_probe_usable(q, self.block)
+        self.tile = tile_keys(self.block) if self.fused else self.block
+        blocks = masked.geometry.key_blocks
+        self._of_keys = blocks, self.block, self.tile, q.shape[-1] ** -0.5
+        self._hidden = (
+            []
+            if self.fused
+            else [~masked.visible(b, p.rows, k.shape[1]) for b, p in enumerate(probes)]
+        )
         self.queries = self._gather_queries(q)
         # Bytes of one number for every head.
         self._head_bytes = accumulation_dtype(q.dtype).itemsize * q.shape[2]
         self._lse = self._merged_lse()
 
     @property
-    def nbytes(self) -> int:
-        return sum(len(p.diagonals) for p in self.probes) * self._head_bytes * self.width
-
-    @property
     def is_small(self) -> bool:
-        return self.nbytes <= _SCORE_BYTES
+        """Whether all tables together fit the memory budget."""
+        blocks = sum(len(probe.diagonals) for probe in self.probes)
+        return blocks * self._head_bytes * self.width <= _SCORE_BYTES
 
     def tables(self) -> Iterator[Table]:
         """Yield tables of the mass that each probed block gives each local column.
 
-        A table covers as many probed blocks of one sequence as the memory budget allows. Its dtype
-        is float32, or float64 for float64 queries. Over the probed blocks of a sequence and the
-        columns of all workers, the mass of a head sums to 1.
+        A table covers as many probed blocks of one sequence as the memory budget allows. Over the
+        probed blocks of a sequence and the columns of all workers, the mass of a head sums to 1.
         """
         at_once = max(1, _SCORE_BYTES // (self._head_bytes * self.width))
         for b, probe in enumerate(self.probes):
@@ -154,64 +155,34 @@ class ProbedAttention(ABC):
             del partial
         return [_concatenate(parts).contiguous() for parts in chunks]
 
-    @abstractmethod
     def _tile_lse(self, b: int, rows: slice) -> Tensor:
         """Return log-sum-exps over each tile of local keys, [tiles, heads, rows]."""
+        queries, probe = self.queries[b][rows], self.probes[b]
+        if self.fused:
+            from mtrain_cli.kernels.triton import probe as kernel
 
-    @abstractmethod
-    def _columns(self, b: int, lse: Tensor, blocks: range) -> Tensor:
-        """Return the mass that probed blocks give each local column, [blocks, heads, columns]."""
-
-
-class FusedProbe(ProbedAttention):
-    """The attention of probed queries, from Triton kernels that never store scores."""
-
-    def __init__(self, q, k, probes, masked) -> None:
-        self.tile = tile_keys(masked.tables.block)
-        self._of_keys = (
-            masked.geometry.key_blocks, masked.tables.block, self.tile, q.shape[-1] ** -0.5
-        )  # fmt: skip
-        super().__init__(q, k, probes, masked)
-
-    def _tile_lse(self, b: int, rows: slice) -> Tensor:
-        from mtrain_cli.kernels.triton import probe as kernel
-
-        first, at, _ = (t[rows] for t in self.probes[b].for_kernels)
-        return kernel.tile_lse(self.queries[b][rows], self.k[b], first, at, *self._of_keys)
-
-    def _columns(self, b: int, lse: Tensor, blocks: range) -> Tensor:
-        from mtrain_cli.kernels.triton import probe as kernel
-
-        first, at, row_blocks = self.probes[b].for_kernels
-        return kernel.probed_columns(
-            self.queries[b], self.k[b], first, at, *self._of_keys, lse, row_blocks, blocks,
-            self.width,
-        )  # fmt: skip
-
-
-class PyTorchProbe(ProbedAttention):
-    """Probed attention by PyTorch, which stores the scores of some heads at a time."""
-
-    def __init__(self, q, k, probes, masked) -> None:
-        self.tile = masked.tables.block
-        self._hidden = [~masked.visible(b, p.rows, k.shape[1]) for b, p in enumerate(probes)]
-        super().__init__(q, k, probes, masked)
-
-    def _tile_lse(self, b: int, rows: slice) -> Tensor:
+            first, at, _ = (t[rows] for t in probe.for_kernels)
+            return kernel.tile_lse(queries, self.k[b], first, at, *self._of_keys)
         missing = -self.k.shape[1] % self.block
         parts = []
-        for _, scores in _scores(self.queries[b][rows], self.k[b], self._hidden[b][rows]):
+        for _, scores in _scores(queries, self.k[b], self._hidden[b][rows]):
             if missing:
                 scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
             parts.append(scores.unflatten(-1, (-1, self.block)).logsumexp(-1).permute(2, 0, 1))
         return torch.cat(parts, 1)
 
     def _columns(self, b: int, lse: Tensor, blocks: range) -> Tensor:
-        q, k, hidden, row_blocks = (
-            self.queries[b], self.k[b], self._hidden[b], self.probes[b].row_blocks
-        )  # fmt: skip
-        total = len(q)
-        if len(blocks) < len(self.probes[b].diagonals):
+        """Return the mass that probed blocks give each local column, [blocks, heads, columns]."""
+        q, k, probe = self.queries[b], self.k[b], self.probes[b]
+        if self.fused:
+            from mtrain_cli.kernels.triton import probe as kernel
+
+            first, at, row_blocks = probe.for_kernels
+            return kernel.probed_columns(
+                q, k, first, at, *self._of_keys, lse, row_blocks, blocks, self.width
+            )
+        total, hidden, row_blocks = len(q), self._hidden[b], probe.row_blocks
+        if len(blocks) < len(probe.diagonals):
             chosen = (row_blocks >= blocks.start) & (row_blocks < blocks.stop)
             q, hidden, lse = q[chosen], hidden[chosen], lse[:, chosen]
             row_blocks = row_blocks[chosen]
@@ -224,22 +195,14 @@ class PyTorchProbe(ProbedAttention):
         return columns
 
 
-def probed_attention(
-    q: Tensor, k: Tensor, probes: Sequence[Probe], masked: MaskedPositions
-) -> ProbedAttention:
-    """Return the attention of the probed queries, by the fastest implementation that can run."""
-    fused = fused_probe_usable(q, masked.tables.block)
-    return (FusedProbe if fused else PyTorchProbe)(q, k, probes, masked)
-
-
 def fused_probe_usable(q: Tensor, block: int) -> bool:
     if not q.is_cuda or q.dtype == torch.float64 or q.shape[-1] not in (16, 32, 64, 128):
         return False
-    return tile_keys(block) >= _SMALLEST_TILE and importlib.util.find_spec("triton") is not None
+    return tile_keys(block) >= _SMALLEST_TILE and has_triton()
 
 
 def tile_keys(block: int) -> int:
-    """Return the number of keys per tile of `FusedProbe`: a power of two that divides the block."""
+    """Return the keys per tile of the fused probe: a power of two that divides the block."""
     return math.gcd(block, _LARGEST_TILE)
 
 
@@ -290,16 +253,11 @@ _COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
 class VerticalSlashPattern(VerticalSlashSettings):
     """Choose the columns and slashes that hold a share of probed attention.
 
-    This is MTraining's section B.1 and algorithm 1. A column is a single key. A slash is a block
-    diagonal, and its mass is the sum over its blocks.
-
-    - `probed_rows` chooses the ``last_q`` probed queries of each window. Each of these queries sees
-      only its own packed document.
-    - The column or slash that crosses the share is kept.
-    - With ``joint``, slashes and columns together hold the share p_v: the columns count only mass
-      outside the chosen slashes.
-    - Diagonal 0 is always kept. Diagonal 1 is kept if min_slashes is above 1: without diagonal 1,
-      the first queries of a block would not see the recent past.
+    This is MTraining's section B.1 and algorithm 1: a column is a single key, a slash a block
+    diagonal with the mass of its blocks. The line that crosses the share is kept. With ``joint``,
+    slashes and columns together hold the share p_v: columns count only mass outside the slashes.
+    Diagonal 0 is always kept, and diagonal 1 if min_slashes is above 1: without it, the first
+    queries of a block would not see the recent past.
     """
 
     @property
@@ -316,31 +274,20 @@ class VerticalSlashPattern(VerticalSlashSettings):
             probe += f" of each of {self.windows} windows"
         if self.last_q < self._span:
             probe = f"{self.last_q} queries spread over {probe}"
-        bounds = ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
-        caps = [f"{at_most} {kind}" for at_most, kind in bounds if at_most]
         joint = ", joint with the diagonals," if self.joint else ""
-        parts = [
+        bounds = ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
+        caps = " and ".join(f"{at_most} {kind}" for at_most, kind in bounds if at_most)
+        return (
             f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold "
             f"{100 * self.p_s:g}% of the attention of {probe}"
-        ]
-        if caps:
-            parts.append(f"at most {' and '.join(caps)} per head")
-        if self.per_group:
-            parts.append("one index per KV head")
-        return ", ".join(parts)
-
-    def covers(self, seq: int) -> str | None:
-        blocks, columns = -(-seq // self.block), max(self.min_columns, self.sink_tokens)
-        if self.min_slashes >= blocks:
-            return f"at least {self.min_slashes} block diagonals of {self.block} tokens cover"
-        if columns >= seq:
-            return f"at least {columns} columns cover"
-        return f"one block of {self.block} tokens covers" if blocks == 1 else None
+            + (f", at most {caps} per head" if caps else "")
+            + (", one index per KV head" if self.per_group else "")
+        )
 
     def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:
         """Estimate the index, with five collectives over the batch."""
         group = q.shape[2] // k.shape[2] if self.per_group else 1
-        attention = probed_attention(q, k, self.probes(masked), masked)
+        attention = ProbedAttention(q, k, self.probes(masked), masked)
         # A joint budget reads the tables twice: for the diagonals, and for the columns outside the
         # chosen diagonals. Tables too large to keep are computed twice.
         cached = list(attention.tables()) if self.joint and attention.is_small else None
@@ -386,10 +333,9 @@ class VerticalSlashPattern(VerticalSlashSettings):
     def probed_rows(self, length: int) -> Tensor:
         """Return the positions of the probed queries, int64, ascending, distinct.
 
-        The probed queries of a window are evenly spaced over its last `_span` tokens, or over the
-        whole window if it is shorter. Even spacing samples every offset within a block equally. The
-        offset matters because a diagonal of tokens crosses two block diagonals: the first queries
-        of a block meet it in one block diagonal, the later queries in the other.
+        They are evenly spaced over the last `_span` tokens of each window, which samples every
+        offset within a block equally: the first queries of a block meet a diagonal of tokens in one
+        block diagonal, the later queries in the next.
         """
         rows, before = [], 0
         for window in range(self.windows):

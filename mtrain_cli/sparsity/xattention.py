@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.partials import high_product
 from mtrain_cli.config.pattern_settings import XAttentionSettings
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions, select_by_mass
 
@@ -22,9 +22,8 @@ _SCORE_BYTES = 1 << 30
 class XAttentionPattern(XAttentionSettings):
     """For every query block, choose the fewest key blocks that hold a share of antidiagonal mass.
 
-    The scores are cut into squares of ``stride`` queries and ``stride`` keys. Only the antidiagonal
-    of each square is computed: query r meets key stride - 1 - r. An estimate therefore takes
-    seq^2 / stride products. The block on the diagonal and the first block are always kept.
+    The scores are cut into squares of ``stride`` queries and keys. Only the antidiagonal of each is
+    computed: query r meets key stride - 1 - r. The first block and the own one are always kept.
     """
 
     def request(self) -> IndexRequest:
@@ -33,11 +32,6 @@ class XAttentionPattern(XAttentionSettings):
     def describe(self) -> str:
         share = f"{100 * self.threshold:g}%"
         return f"blocks that hold {share} of antidiagonal scores, stride {self.stride}"
-
-    def covers(self, seq: int) -> str | None:
-        if seq > 2 * self.block:
-            return None
-        return f"2 blocks of {self.block} tokens, the query's own and the first, cover"
 
     def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
@@ -89,7 +83,8 @@ class XAttentionPattern(XAttentionSettings):
             end = min(begin + at_once, local)
             rows = slice(begin * per_block, end * per_block)
             mine = own_squares[rows]
-            products = _products(queries[:, :, rows].flatten(1, 2), keys.transpose(-1, -2))
+            # Products rounded to 16 bits would choose other blocks.
+            products = high_product(queries[:, :, rows].flatten(1, 2), keys.transpose(-1, -2))
             scores = products.view(heads, -1, squares)
             scores *= dim**-0.5 / stride
             visible = (square <= mine[:, None]) & ((square + 1) * stride > first[mine][:, None])
@@ -106,12 +101,3 @@ class XAttentionPattern(XAttentionSettings):
 
 def make_pattern(settings: XAttentionSettings, seed: int) -> XAttentionPattern:
     return XAttentionPattern(**vars(settings))
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Return batched a @ b in the accumulation dtype."""
-    # Products rounded to 16 bits would choose other blocks.
-    high = accumulation_dtype(a.dtype)
-    if a.is_cuda and a.dtype != high:
-        return torch.bmm(a, b, out_dtype=high)
-    return a.to(high) @ b.to(high)

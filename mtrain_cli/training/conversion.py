@@ -25,10 +25,9 @@ from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
+from mtrain_cli.model.huggingface import check_tensors
 from mtrain_cli.model.huggingface_config import config_json, read_mask, require_new_folder
-from mtrain_cli.model.huggingface_experts import bias_problem
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.model.stored_sizes import wrong_sizes
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
@@ -66,7 +65,7 @@ def import_folder(source: Path, run: Path) -> Config:
         parameters = huggingface.parameter_shapes(folder.model)
         weights = {
             name: folder.read(name).float() if name in parameters else torch.zeros(shape)
-            for name, shape in huggingface.state_shapes(folder.model).items()
+            for name, shape in huggingface.parameter_shapes(folder.model, biases=True).items()
         }
         checkpointer.write_model_state(created.checkpoints, 0, weights)
         files, copy = None, created.path / TOKENIZER  # an export reads the copy
@@ -120,16 +119,16 @@ def export_checkpoint(
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    expected, by = huggingface.state_shapes(model), str(run / RESOLVED)
-    problems: Sequence[str] = wrong_sizes(model, shapes, source, by)
-    problems = problems or huggingface.parameter_problems(
-        shapes, expected, where=lambda _: source, expected_by=by
+    check_tensors(
+        model, shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED
     )
-    if problems:
-        raise ConfigError(*problems)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
-        raise ConfigError(bias_problem(model.family))
+        raise ConfigError(
+            f"train.balance_bias: the routers of this checkpoint have a bias, which a Hugging Face "
+            f"{model.family} model lacks; an export would choose other experts. Train without "
+            "train.balance_bias to export the model"
+        )
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: weights.pop(name) for name in names}
@@ -215,7 +214,7 @@ def _begin(config: Config) -> Begin | None:
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
     """Return the tokenizer that `data.tokenizer` names, with files such as a chat template."""
     if choice == "bytes":
-        return _bytes()
+        return of_bytes()
     path, eos = Path(choice), None
     with contextlib.suppress(ConfigError):  # the tokenizer does not open
         eos = open_tokenizer(choice).eos
@@ -231,7 +230,7 @@ def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles 
     if len({meta.tokenizer_identity for meta in metas}) != 1:
         return None
     if metas[0].tokenizer_identity == ByteTokenizer.identity:
-        return _bytes()
+        return of_bytes()
     file = _stores(config)[0] / TOKENIZER_JSON
     theirs = None if folder is None else folder / TOKENIZER_JSON
     if theirs and theirs.is_file() and file.is_file() and filecmp.cmp(theirs, file, shallow=False):
@@ -252,9 +251,3 @@ def _metas_of_stores(config: Config) -> list[StoreMeta]:
     if config.data.kind != "tokens" or not all((store / META).is_file() for store in stores):
         return []
     return [StoreMeta.read(store, str(store)) for store in stores]
-
-
-def _bytes() -> TokenizerFiles:
-    tokenizer = ByteTokenizer()
-    assert tokenizer.eos is not None
-    return of_bytes(tokenizer.bos, tokenizer.eos, tokenizer.pad)

@@ -18,7 +18,7 @@ from mtrain_cli.model.huggingface import SINGLE, has_weights
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.sparsity.pattern import computes_everything, display_name, make_pattern, remarks
+from mtrain_cli.sparsity.pattern import display_name, make_pattern, remarks
 from mtrain_cli.training import initial_weights
 from mtrain_cli.training.expert_traffic import ExpertRun
 from mtrain_cli.training.first_masks import FirstMasks
@@ -153,8 +153,7 @@ def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
     executed = f"{flop(flops.executed)} executed"
     step = f"{flop(flops.model * tokens)} model"
     sparsity = config.sparsity
-    sparse = sparsity.pattern != "dense" and sparsity.dense_steps < config.train.steps
-    if sparse and not computes_everything(config):
+    if sparsity.pattern != "dense" and sparsity.dense_steps < config.train.steps:
         model, executed, step = f"dense: {model}", f"dense: {executed}", f"dense: {step}"
         if estimate is None or estimate.density is None:
             executed += f"; {sparsity.pattern} executes less"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.model.decoder import Attend, Decoder, StageDecoder, VirtualStage, virtual_stages
+from mtrain_cli.model.decoder import Attend, Decoder, VirtualStage, virtual_stages
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.layer_groups import copies
 from mtrain_cli.parallel.pipeline_group import PipelineExecutor, PipelineGroup, make_pipeline_group
@@ -62,7 +62,6 @@ class PipelineStage:
 
         valid: number of labels in the whole step that count toward the loss.
         """
-        assert isinstance(decoder, StageDecoder)
         passes = _TrainingPasses(self, decoder, batches, attends, 1.0 / max(1, valid))
         executor = PipelineExecutor(self.group, self.pipeline, recorder)
         with nullcontext() if recorder is None else recorder.iteration():
@@ -86,7 +85,6 @@ class PipelineStage:
         batch: makes a micro-batch from its number.
         count: called with the number of a micro-batch, and its losses on the last stage.
         """
-        assert isinstance(decoder, StageDecoder)
         pipeline = replace(self.pipeline, micro_batches=rounds)
         passes = _EvaluationPasses(self, decoder, batch, count)
         actions = pipeline.forward_actions(self.group.stage)
@@ -119,7 +117,7 @@ def make_stage(
 @dataclass
 class _Passes:
     stage: PipelineStage
-    decoder: StageDecoder
+    decoder: Decoder
 
     def empty_like(self, batch: Batch) -> Tensor:
         """Return an uninitialized tensor for the hidden states of a micro-batch."""

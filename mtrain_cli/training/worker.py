@@ -14,11 +14,9 @@ from torch.distributed.checkpoint import state_dict
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.model.decoder import Decoder, StageDecoder
-from mtrain_cli.model.expert_parallel import ExpertSharing
+from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import load_into
-from mtrain_cli.model.init import initialize
-from mtrain_cli.model.parallelize import parallelize
+from mtrain_cli.model.parallelize import initialize, parallelize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel import layer_groups
 from mtrain_cli.parallel.activation_offload import ActivationOffload
@@ -113,10 +111,9 @@ class TrainState:
         """Build the decoder on the meta device, shard it, then fill the shards."""
         config, environment, stage = worker.config, worker.environment, worker.stage
         self._worker, self._loader = worker, loader
-        sharing = expert_mesh = None
+        expert_mesh = None
         mesh = make_parameter_mesh(environment.dims, environment.device)
         if (group := worker.experts) is not None:
-            sharing = ExpertSharing(group)
             expert_mesh = make_expert_mesh(environment.dims, group.size, environment.device)
         self.decoder: Decoder = parallelize(
             self._empty_decoder(),
@@ -126,7 +123,7 @@ class TrainState:
             compile=worker.choices.compile,
             offload=worker.offload,
             tensor=worker.tensor,
-            experts=sharing,
+            experts=group,
             expert_mesh=expert_mesh,
         )
         self.decoder.to_empty(device=worker.device)
@@ -154,9 +151,7 @@ class TrainState:
         config, stage = self._worker.config, self._worker.stage
         factor = rope_factor(config.model.rope, config.seq)
         with torch.device("meta"):
-            if stage is None:
-                return Decoder(config.model, factor)
-            return StageDecoder(config.model, factor, stage.stages)
+            return Decoder(config.model, factor, stages=() if stage is None else stage.stages)
 
     def set_rate(self) -> float:
         """Give the optimizer the learning rate of the next step, and return it."""

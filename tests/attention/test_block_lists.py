@@ -81,16 +81,7 @@ def test_lists_hold_the_blocks_that_index_and_mask_leave(
 ):
     for seed, seq in ((0, 109), (1, 96), (2, 33)):
         p = make_problem(
-            seed,
-            kind,
-            seq=seq,
-            block=SMALL,
-            heads=4,
-            kv_heads=2,
-            dim=16,
-            documents=documents,
-            window=window,
-            where=where,
+            seed, kind, seq=seq, block=SMALL, documents=documents, window=window, where=where
         )
         seen = blocks_of(p)
         touched, whole = seen.any(-1).any(-1), seen.all(-1).all(-1)
@@ -127,9 +118,7 @@ def test_lists_hold_the_blocks_that_index_and_mask_leave(
 
 
 def test_more_diagonals_than_max_slashes_raise_an_error():
-    p = make_problem(
-        0, "all", seq=109, block=SMALL, heads=4, kv_heads=2, dim=16, documents=False, where="whole"
-    )
+    p = make_problem(0, "all", seq=109, block=SMALL, documents=False)
     tiles = p.tiles.with_index(dataclasses.replace(p.tiles.index, max_slashes=3))
     with pytest.raises(AssertionError, match="more diagonals than its `max_slashes` allows"):
         index_lists(tiles, False)

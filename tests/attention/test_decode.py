@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtrain_cli.attention import decode, reference
-from mtrain_cli.attention.decode import merge_parts, pack_part
-from mtrain_cli.attention.kernel import Kernel
+from mtrain_cli.attention.kernel import Kernel, by_definition, per_query_head
 from mtrain_cli.attention.kernel_registry import make_kernel
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.attention.partials import merge_parts, pack_part
 
 SCALE = 0.3
 USED = (0, 1, 63, 64, 65, 200)
@@ -35,9 +33,9 @@ def oracle(q, k, v, used, first: int = 0):
     outs, lses = [], []
     for b, keys in enumerate(used.tolist()):
         shard = slice(first, max(first, keys))
-        per_head = reference.per_query_head(q[b : b + 1], k[b : b + 1, shard], v[b : b + 1, shard])
+        per_head = per_query_head(q[b : b + 1], k[b : b + 1, shard], v[b : b + 1, shard])
         seen = torch.ones(1, 1, 1, max(0, keys - first), dtype=torch.bool)
-        out, lse = reference.forward(*per_head, seen, SCALE)
+        out, lse = by_definition(*per_head, seen, SCALE)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -95,20 +93,3 @@ def test_the_parts_of_several_workers_merge_to_the_whole(interpreted):
     want_out, want_lse = oracle(q, k, v, used)
     torch.testing.assert_close(out.double(), want_out, atol=2e-6, rtol=0)
     torch.testing.assert_close(lse.double(), want_lse, atol=2e-6, rtol=1e-6)
-
-
-def test_flash_splits_only_for_shared_heads_in_16_bits():
-    assert decode.flash_splits(16, 2, 128, torch.bfloat16)
-    assert not decode.flash_splits(16, 16, 128, torch.bfloat16)
-    assert not decode.flash_splits(16, 2, 128, torch.float32)
-    assert not decode.flash_splits(16, 2, 100, torch.bfloat16)
-
-
-def test_the_kernel_for_a_gpu_has_a_name_or_says_what_is_missing(monkeypatch):
-    shared, own = (16, 2, 128, torch.bfloat16), (16, 16, 128, torch.bfloat16)
-    monkeypatch.setattr(decode, "has_triton", lambda: True)
-    assert [decode.split_kernel(*shape) for shape in (shared, own)] == ["triton", "triton"]
-    monkeypatch.setattr(decode, "has_triton", lambda: False)
-    assert decode.split_kernel(*shared) == "FlashAttention-2"
-    with pytest.raises(ConfigError, match="new tokens need triton, which is not installed"):
-        decode.split_kernel(*own)

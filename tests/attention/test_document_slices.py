@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 from attention.mask_definitions import by_slices
 
-from mtrain_cli.attention.document_slices import (
+from mtrain_cli.attention.mask import (
+    SequenceMask,
     causal_slices,
     continues,
     cut_slices,
     intervals_at_most,
-    lie_in,
     slices_per_query,
 )
-from mtrain_cli.attention.mask import SequenceMask
 
 
 def by_mask(slices: np.ndarray, length: int) -> np.ndarray:
@@ -73,7 +72,7 @@ def test_causal_slices_are_causal_attention():
     ],
 )
 def test_slices_lie_in_a_document(wrong, lies):
-    assert lie_in(np.array([[0, 9, 0, 9, 1], wrong]), 9) == lies
+    assert intervals_at_most(np.array([[0, 9, 0, 9, 1], wrong]), 9, 16) == lies
 
 
 @pytest.mark.parametrize("seed", range(20))

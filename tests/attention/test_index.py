@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -23,18 +21,7 @@ KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "gated")
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_equal_the_enumerated_pairs(kind, documents, window, seed):
-    p = make_problem(
-        seed,
-        kind,
-        seq=109 + seed,
-        block=16,
-        heads=4,
-        kv_heads=2,
-        dim=16,
-        documents=documents,
-        window=window,
-        where="whole",
-    )
+    p = make_problem(seed, kind, seq=109 + seed, documents=documents, window=window)
     index = p.tiles.index
     counts = index.counts(MaskTables.make(p.masks, 16, bitmap=kind in ("bitmap", "gated")))
     seen = p.tiles.seen()
@@ -65,9 +52,7 @@ def test_counts_equal_the_enumerated_pairs(kind, documents, window, seed):
 
 
 def test_joined_layers_have_the_counts_of_each_layer():
-    p = make_problem(
-        0, "both", seq=109, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole"
-    )
+    p = make_problem(0, "both", seq=109)
     rng = np.random.default_rng(1)
     layers = [
         make_index(kind, rng, 2, 4, p.masks[0].padded, 16)
@@ -95,27 +80,3 @@ def test_bitmap_counts_are_exact_for_any_number_of_rows_per_pass(monkeypatch):
         # More than float32 represents exactly.
         assert counts.pairs.tolist() == [[masks[0].pairs, masks[0].pairs - 128 * 128]]
         assert counts.blocks.tolist() == [[512 * 513 // 2, 512 * 513 // 2 - 1]]
-
-
-def test_comparison_ignores_the_padding_of_columns():
-    index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
-    wider = VerticalSlash(
-        16,
-        index.blocks,
-        index.slashes,
-        torch.nn.functional.pad(index.columns, (0, 5), value=index.blocks * 16),
-    )
-    assert same_index(index, wider)
-    other = index.slashes.clone()
-    other[0, 0, 3] ^= True
-    assert not same_index(index, VerticalSlash(16, index.blocks, other, index.columns))
-    moved = index.columns.clone()
-    moved[0, 1, 0] += 1
-    assert not same_index(index, VerticalSlash(16, index.blocks, index.slashes, moved))
-    assert not same_index(index, make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
-
-
-def test_indices_with_different_block_sizes_differ():
-    index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
-    assert not same_index(index, replace(index, block=32))
-    assert not same_index(index, replace(index, blocks=index.blocks + 1))

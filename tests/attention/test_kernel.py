@@ -11,7 +11,7 @@ from attention.sparse_problems import Problem, make_problem
 from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.packed_columns import SharedColumns
-from mtrain_cli.attention.reference import DefinitionColumns, ReferenceKernel
+from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.config.schema import KERNELS
 
 SCALE = 0.3
@@ -34,10 +34,7 @@ def test_a_kernel_has_the_attributes_and_arguments_of_the_contract(name):
 
 def columns_problem(kind: str) -> tuple[Problem, SharedColumns, torch.Tensor]:
     """Return a problem in float64, its columns, and their keys and values."""
-    p = make_problem(
-        1, kind, seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole",
-        dtype=torch.float64,
-    )  # fmt: skip
+    p = make_problem(1, kind, seq=61, dim=8, dtype=torch.float64)
     columns = SharedColumns.make(p.tiles, p.tiles)
     assert columns is not None
     return p, columns, columns.pack(p.k, p.v)
@@ -45,7 +42,7 @@ def columns_problem(kind: str) -> tuple[Problem, SharedColumns, torch.Tensor]:
 
 def test_columns_continue_from_other_keys_to_the_whole_index():
     p, columns, packed = columns_problem("both")
-    oracle, kernel = ReferenceKernel(), DefinitionColumns()
+    kernel = oracle = ReferenceKernel()
     want, want_lse = oracle.forward(p.q, p.k, p.v, p.tiles, SCALE)
     diagonals = p.tiles.with_index(p.tiles.index.without_columns())
     partial = oracle.forward(p.q, p.k, p.v, diagonals, SCALE)
@@ -60,7 +57,7 @@ def test_columns_continue_from_other_keys_to_the_whole_index():
 
 def test_gradients_of_columns_alone_equal_the_oracle():
     p, columns, packed = columns_problem("columns")
-    oracle, kernel = ReferenceKernel(), DefinitionColumns()
+    kernel = oracle = ReferenceKernel()
     out, lse = kernel.forward_columns(p.q, packed, columns, SCALE, None)
     torch.testing.assert_close(out, oracle.forward(p.q, p.k, p.v, p.tiles, SCALE)[0])
     want = oracle.backward(p.dout, Saved(p.q, p.k, p.v, out, lse, None), p.tiles, SCALE)

@@ -40,12 +40,6 @@ def test_block_pairs_equal_the_enumerated_pairs(block, documents):
         assert touched.tolist() == [np.trace(pairs > 0, -d) for d in diagonals]
 
 
-def test_geometry_refuses_shards_that_are_not_whole_blocks():
-    mask = SequenceMask.causal(100, 100)
-    with pytest.raises(ValueError, match="whole blocks"):
-        MaskTables.make([mask], 16).between(np.arange(8, 100), np.arange(100))
-
-
 def test_padding_prevents_full_blocks_but_positions_past_the_end_do_not():
     documents = np.repeat([0, 1, 2], [20, 16, 5])
     actual = MaskTables.make(

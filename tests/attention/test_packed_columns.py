@@ -28,9 +28,7 @@ from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 @pytest.mark.parametrize("where", ["whole", "striped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
-    p = make_problem(
-        0, "both", seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=False, where=where
-    )
+    p = make_problem(0, "both", seq=61, dim=8, documents=False, where=where)
     columns, slots = local_columns(p.tiles)
     packed = pack_columns(p.k, p.v, p.tiles)
     # Whole numbers sum exactly in both dtypes. Empty places hold NaN, which must not be used.
@@ -39,7 +37,7 @@ def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
         part[:, slots < 0] = float("nan")
     got = [torch.randint(-3, 4, t.shape).to(dtype) for t in (p.k, p.v)]
     want = [t.clone() for t in got]
-    add_column_gradients(*got, *parts, p.tiles)
+    add_column_gradients(*got, *parts, slots)
     keys = p.tiles.positions()[1].tolist()
     num_columns = 0
     for b, h, place in torch.cartesian_prod(*(torch.arange(n) for n in slots.shape)).tolist():
@@ -56,9 +54,7 @@ def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
 
 
 def test_columns_are_padded_to_whole_tiles_with_empty_places():
-    p = make_problem(
-        0, "columns", seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=False, where="whole"
-    )
+    p = make_problem(0, "columns", seq=61, dim=8, documents=False)
     given, empty = p.tiles.index.columns, p.tiles.index.blocks * p.tiles.index.block
     width = given.shape[-1]
     assert width % COLUMN_TILE

@@ -47,6 +47,20 @@ def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, see
             torch.testing.assert_close(a, b, atol=1e-11, rtol=0, msg=name)
 
 
+def test_rows_after_many_rows_without_keys_are_computed(monkeypatch):
+    """A worker may hold keys of a sequence's first and last document only."""
+    monkeypatch.setattr(sdpa, "ROWS_PER_CALL", 8)
+    ids = np.repeat([0, 1, 2], [10, 40, 30])
+    keys = np.concatenate([np.arange(5), np.arange(60, 70)])
+    tiles = Tiles.between([SequenceMask.from_documents(ids, 80)], np.arange(80), keys)
+    q, k = torch.randn(1, 80, 4, 8), torch.randn(1, 15, 2, 8)
+    got, want = (
+        kernel.forward(q, k, k, tiles, SCALE) for kernel in (SdpaKernel(), ReferenceKernel())
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "documents"), [(4, 4, 1), (4, 1, 1), (4, 2, 4)])
 def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_heads, documents):
     """Rounding a normal number to bfloat16 costs 1.7e-3 on average.

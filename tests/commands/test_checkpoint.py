@@ -18,7 +18,7 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into, write_folder
-from mtrain_cli.model.init import initialize
+from mtrain_cli.model.parallelize import initialize
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 
 MODEL = split(

@@ -17,7 +17,6 @@ import torch.multiprocessing as mp
 from model.test_expert_parallel import EXPERTS, TOKENS, in_float64, planned, travelled
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.model.expert_parallel import FusedJourney, Journey
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.training.trainer import Trainer
 
@@ -45,10 +44,8 @@ def test_kernels_do_what_separate_operations_do(dtype, limit, computed, hidden, 
     chosen = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3)).topk(2)
     decision = decide_alone(chosen.indices.cuda(), EXPERTS)
     decision = decision._replace(ends_E=decision.ends_E.clamp(max=computed))
-    apart, fused = (
-        travelled(kind, decision, dtype, hidden, width) for kind in (Journey, FusedJourney)
-    )
-    for expected, found in zip(apart, fused, strict=True):
+    apart, together = (travelled(fused, decision, dtype, hidden, width) for fused in (False, True))
+    for expected, found in zip(apart, together, strict=True):
         assert found.dtype == expected.dtype
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         torch.testing.assert_close(found, expected, rtol=limit, atol=limit * scale)

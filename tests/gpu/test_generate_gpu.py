@@ -12,8 +12,8 @@ from command import mtrain
 from inference.small_models import tokens, write_hf
 from model.tiny_models import PLAIN
 
-from mtrain_cli.attention import decode
-from mtrain_cli.attention.decode import decode_on_gpu, flash_splits, merge_parts, pack_part
+from mtrain_cli.attention.partials import merge_parts, pack_part
+from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.inference.decode_step import DecodeStep, KvCache
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import open_source
@@ -30,23 +30,17 @@ USED = (0, 1, 127, 128, 4999, 5000)
 NEW = 12
 
 
-@pytest.mark.parametrize("kernel", ["triton", "FlashAttention-2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (8, 8), (28, 4), (5, 5)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_decode_equals_the_oracle(heads, kv_heads, dim, dtype, kernel, monkeypatch):
-    if kernel != "triton":
-        if not flash_splits(heads, kv_heads, dim, dtype):
-            pytest.skip("FlashAttention-2 does not serve this shape")
-        monkeypatch.setattr(decode, "has_triton", lambda: False)
-    assert decode.split_kernel(heads, kv_heads, dim, dtype) == kernel
+def test_decode_equals_the_oracle(heads, kv_heads, dim, dtype):
     torch.manual_seed(0)
     q = torch.randn(len(USED), 1, heads, dim, device="cuda", dtype=dtype)
     k, v = (
         torch.randn(len(USED), 5000, kv_heads, dim, device="cuda", dtype=dtype) for _ in range(2)
     )
     used = torch.tensor(USED, dtype=torch.int32, device="cuda")
-    out, lse = decode_on_gpu(q, k, v, used, SCALE)
+    out, lse = TritonKernel().decode(q, k, v, used, SCALE)
     want_out, want_lse = oracle(*(t.cpu() for t in (q, k, v, used)))
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(out.double().cpu(), want_out, atol=tolerance, rtol=0)
@@ -76,9 +70,9 @@ def test_parts_of_workers_merge_to_the_whole():
     k, v = (torch.randn(2, 900, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     used = torch.tensor([900, 300], dtype=torch.int32, device="cuda")
     cut = 512
-    first = decode_on_gpu(q, k, v, used.clamp(max=cut), SCALE)
+    first = TritonKernel().decode(q, k, v, used.clamp(max=cut), SCALE)
     rest = (t[:, cut:].contiguous() for t in (k, v))
-    last = decode_on_gpu(q, *rest, (used - cut).clamp(min=0), SCALE)
+    last = TritonKernel().decode(q, *rest, (used - cut).clamp(min=0), SCALE)
     out, lse = merge_parts(torch.stack([pack_part(*first), pack_part(*last)]))
     want_out, want_lse = oracle(*(t.cpu() for t in (q, k, v, used)))
     torch.testing.assert_close(out.double().cpu(), want_out, atol=2e-2, rtol=0)

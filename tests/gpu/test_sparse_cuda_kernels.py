@@ -142,10 +142,8 @@ def test_strided_heads_are_accepted(name, kind):
         seq=1801,
         block=128,
         heads=8,
-        kv_heads=2,
         dim=128,
         documents=False,
-        where="whole",
         dtype=torch.bfloat16,
         device="cuda",
     )
@@ -164,17 +162,7 @@ def test_strided_heads_are_accepted(name, kind):
 def test_the_future_never_changes_an_output(name, kind):
     kernel = _KERNELS[name]()
     p = make_problem(
-        5,
-        kind,
-        seq=1500,
-        block=128,
-        heads=4,
-        kv_heads=2,
-        dim=128,
-        documents=False,
-        where="whole",
-        dtype=torch.bfloat16,
-        device="cuda",
+        5, kind, seq=1500, block=128, dim=128, documents=False, dtype=torch.bfloat16, device="cuda"
     )
     request = KernelRequest(
         "cuda",

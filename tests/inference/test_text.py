@@ -44,7 +44,7 @@ def test_a_run_has_the_tokenizer_of_its_training(tmp_path):
 
 def test_a_folder_has_its_tokenizer_and_all_its_end_tokens(tmp_path):
     folder = write_hf(tmp_path / "hf")
-    of_bytes(256, 257, 258).write(folder)
+    of_bytes().write(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [257, 5]}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 258}))
@@ -134,7 +134,7 @@ def test_an_incomplete_character_stays_to_the_end(tmp_path):
 
 def test_exported_bytes_need_no_tokenizers_package(tmp_path, monkeypatch):
     folder = write_hf(tmp_path / "hf")
-    of_bytes(256, 257, 258).write(folder)
+    of_bytes().write(folder)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     codec = open_codec(source(folder))
     assert codec.encode(TEXT) == list(TEXT.encode())

@@ -72,26 +72,11 @@ class Emulator:
                 for name in _KERNEL.findall(source.read_text())
             ]
             whole = self.folder / f"{file}.cpp"
-            whole.write_text(
-                "\n".join(
-                    [
-                        f'#include "{Path(__file__).with_name("warps.h")}"',
-                        f'#include "{source}"',
-                        *runs,
-                    ]
-                )
-            )
+            headers = Path(__file__).with_name("warps.h"), source
+            whole.write_text("\n".join([*(f'#include "{path}"' for path in headers), *runs]))
             library = self.folder / f"{file}.so"
-            command = [
-                str(COMPILER),
-                "-std=c++17",
-                "-O1",
-                "-shared",
-                "-fPIC",
-                "-o",
-                str(library),
-                str(whole),
-            ]
+            options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-o"]
+            command = [str(COMPILER), *options, str(library), str(whole)]
             compiled = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert compiled.returncode == 0, compiled.stderr
             self._libraries[file] = ctypes.CDLL(str(library))

@@ -20,14 +20,7 @@ def test_all_sources_are_present():
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_a_source_compiles_without_warnings(tmp_path: Path, source, architecture):
-    command = [
-        str(NVCC),
-        f"-arch={architecture}",
-        "-std=c++17",
-        "-cubin",
-        "-o",
-        str(tmp_path / "out.cubin"),
-        str(source),
-    ]
+    options = f"-arch={architecture} -std=c++17 -cubin -o".split()
+    command = [str(NVCC), *options, str(tmp_path / "out.cubin"), str(source)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")

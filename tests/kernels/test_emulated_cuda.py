@@ -23,9 +23,7 @@ def emulator(tmp_path_factory):
 def problem(
     kind: str, where: str, documents: bool | None, seed: int = 0, seq: int = 109
 ) -> Problem:
-    return make_problem(
-        seed, kind, seq=seq, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
-    )
+    return make_problem(seed, kind, seq=seq, documents=documents, where=where)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -75,13 +73,14 @@ def test_packing_columns_and_adding_gradients_equal_pytorch(dtype, where, emulat
     assert expected is not None
     columns = [torch.randn(3, *t.shape) for t in expected]
     sums = [t.clone() for t in (k, v)]
-    packed_columns.add_column_gradients(*sums, *columns, p.tiles)
+    slots = packed_columns.local_columns(p.tiles)[1]
+    packed_columns.add_column_gradients(*sums, *columns, slots)
     use_emulator(emulator, monkeypatch, packed_columns)
     packed = packed_columns.pack_columns(k, v, p.tiles)
     assert packed is not None
     assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
     actual = [t.clone() for t in (k, v)]
-    packed_columns.add_column_gradients(*actual, *columns, p.tiles)
+    packed_columns.add_column_gradients(*actual, *columns, slots)
     # Columns that heads of a group share are added one head at a time, rounded each time in
     # bfloat16.
     tolerance = 1e-5 if dtype == torch.float32 else 0.1

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
-from mtrain_cli.model.decoder import Decoder, StageDecoder, virtual_stages
-from mtrain_cli.model.init import initialize
+from mtrain_cli.model.decoder import Decoder, virtual_stages
+from mtrain_cli.model.parallelize import initialize
 from mtrain_cli.model.verify import causal_attend
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -147,12 +147,12 @@ def test_parameter_counts_are_the_published_ones(name, billions):
 WORDS = ["model.num_layers=5", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2"]
 
 
-def parts(counts: tuple[int, ...], stages: int, *words: str) -> tuple[Decoder, list[StageDecoder]]:
+def parts(counts: tuple[int, ...], stages: int, *words: str) -> tuple[Decoder, list[Decoder]]:
     """Return the whole decoder and that of each stage, with the same weights."""
     model = compose([*WORDS, *words]).model
     every = virtual_stages(counts)
     whole = Decoder(model)
-    own = [StageDecoder(model, 1.0, every[stage::stages]) for stage in range(stages)]
+    own = [Decoder(model, stages=every[stage::stages]) for stage in range(stages)]
     for decoder in (whole, *own):
         initialize(decoder, 3)
     return whole, own

@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from model.moe_models import make_module, moe_model
 
-from mtrain_cli.model import expert_parallel as expert_journey
-from mtrain_cli.model.expert_parallel import ExpertSharing, FusedJourney, Journey, Tile, start_plan
-from mtrain_cli.model.expert_products import ExpertExecution, WeightGradients
+from mtrain_cli.model import expert_parallel, expert_rows
+from mtrain_cli.model.expert_parallel import Journey, Tile, start_plan
+from mtrain_cli.model.expert_products import (
+    grouped_rows,
+    inner_gradients,
+)
 from mtrain_cli.model.routing import Decision, decide_alone
-from mtrain_cli.parallel.layer_groups import ExpertGroup
+from mtrain_cli.model.tiling import LayerExecution
+from mtrain_cli.parallel.layer_groups import ExpertGroup, MessageObserver
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -36,13 +40,13 @@ def in_float64(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
     whole, part = (make_module(moe_model()).to(device) for _ in range(2))
-    part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
-    part.execution = ExpertExecution(chunks=tiles, recompute=recompute)
+    part.sharing = ExpertGroup(rank, world, dist.group.WORLD)
+    part.execution = LayerExecution(expert_chunks=tiles, recompute=recompute)
     # Triton's interpreter runs the kernels.
-    expert_journey.fused = lambda _: fused
-    expert_journey.expert_parts = lambda *_: parts
+    expert_parallel.rows_module = lambda _: rows_of(fused)
+    expert_parallel.expert_parts = lambda *_: parts
     left_out: list[bool] = []
-    part.sharing.group.observer.waiting = lambda: nullcontext(left_out.append(True))
+    part.sharing.observer.waiting = lambda: nullcontext(left_out.append(True))
     own = slice(3 * rank, 3 * rank + 3)
     for name, weight in list(part.experts.named_parameters()):
         part.experts.register_parameter(name, torch.nn.Parameter(weight.detach()[own].clone()))
@@ -75,23 +79,13 @@ def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens():
 
 def of_other_lengths(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     whole, part = (make_module(moe_model()) for _ in range(2))
-    part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
+    part.sharing = ExpertGroup(rank, world, dist.group.WORLD)
     for name, weight in list(part.experts.named_parameters()):
         own = weight.detach()[3 * rank : 3 * rank + 3].clone()
         part.experts.register_parameter(name, torch.nn.Parameter(own))
     x = torch.randn(1, (5, 4500)[rank], 40, dtype=torch.float64)
     with torch.no_grad():
         return part(x), whole(x)
-
-
-def test_gradients_of_more_than_two_tiles_are_added_up_in_float32():
-    """Each addition of 2**-8 to 1 would round to 1 in bfloat16."""
-    left, right = torch.ones(1, 1).bfloat16(), torch.ones(1, 1).bfloat16()
-    ends = torch.ones(1, dtype=torch.int32)
-    sums = WeightGradients(9)
-    for number in range(9):
-        sums.add("down", left, right / 2**8 if number else right, ends)
-    assert sums.take("down", left) == 1 + 8 / 2**8
 
 
 TOKENS, EXPERTS, HIDDEN, WIDTH = 9, 6, 20, 12
@@ -108,7 +102,7 @@ class Message:
 class Mirror:
     """A group of two equal workers: each receives what it would send."""
 
-    rank, size = 0, 2
+    rank, size, observer = 0, 2, MessageObserver()
 
     def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
         own, other = counts.unflatten(1, (2, -1)).unbind(1)
@@ -126,16 +120,26 @@ class Mirror:
         return Message(rows if into is None else into.copy_(rows))
 
 
-def journey(kind: type[Journey], decision: Decision, scores: torch.Tensor) -> Journey:
+def rows_of(fused: bool) -> Any:
+    """Return the kernels, which Triton's interpreter runs, or what PyTorch does instead."""
+    if not fused:
+        return expert_rows
+    from mtrain_cli.kernels.triton import expert_rows as kernels
+
+    return kernels
+
+
+def journey(fused: bool, decision: Decision, scores: torch.Tensor) -> Journey:
     group: Any = Mirror()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_journey, "expert_parts", lambda *_: 1)
-        (tile,) = expert_journey.start_plan(decision, group, [0, TOKENS], TOKENS)()
-    return kind(tile, group, scores)
+        patch.setattr(expert_parallel, "expert_parts", lambda *_: 1)
+        patch.setattr(expert_parallel, "rows_module", lambda _: rows_of(fused))
+        (tile,) = start_plan(decision, group, [0, TOKENS], TOKENS)()
+        return Journey(tile, group, scores)
 
 
 def travelled(
-    kind: type[Journey],
+    fused: bool,
     decision: Decision,
     dtype: torch.dtype,
     hidden: int = HIDDEN,
@@ -149,7 +153,7 @@ def travelled(
 
     high = torch.promote_types(dtype, torch.float)
     scores = torch.rand(TOKENS, 2, generator=generator).to(device, high)
-    own = journey(kind, decision, scores)
+    own = journey(fused, decision, scores)
     (part,), x = own._tile.parts, numbers(TOKENS, hidden)
     rows, arrived = own.arrived(own.start_rows(x, part, scored=True), x, part, scored=True)
     assert arrived is not None
@@ -158,9 +162,12 @@ def travelled(
     assert torch.equal(rows, again)
     gate_up, down = numbers(len(rows), 2 * width), numbers(EXPERTS // 2, hidden, width)
     ends, later = own._tile.ends_L(part), list[torch.Tensor]()
-    out = own.outputs(gate_up, arrived, down, ends)
+    out = grouped_rows(own.rows.gated(gate_up, arrived), down, ends)
     found = [rows, arrived, out]
-    found += own.inner_gradients([rows], gate_up, arrived, down, ends, later)
+    found += inner_gradients(
+        [rows], gate_up, arrived, down, ends, lambda *both: later.extend(both),
+        fused=own.rows.gate_backward,
+    )  # fmt: skip
     assert later.pop(0) is rows
     sums, sums_back, back = torch.empty_like(x), torch.empty_like(x), torch.empty_like(scores)
     own.start_back(out, part)
@@ -180,19 +187,19 @@ def test_kernels_do_what_separate_operations_do(dtype, limit, computed):
     chosen = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3)).topk(2)
     decision = decide_alone(chosen.indices, EXPERTS)
     decision = decision._replace(ends_E=decision.ends_E.clamp(max=computed))
-    apart, fused = (travelled(kind, decision, dtype) for kind in (Journey, FusedJourney))
-    for expected, found in zip(apart, fused, strict=True):
+    apart, together = (travelled(fused, decision, dtype) for fused in (False, True))
+    for expected, found in zip(apart, together, strict=True):
         assert found.dtype == expected.dtype
         assert expected.isfinite().all()
         torch.testing.assert_close(found, expected, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("kind", [Journey, FusedJourney])
-def test_each_score_returns_to_its_pair_and_rows_are_added_up(kind):
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_score_returns_to_its_pair_and_rows_are_added_up(fused):
     pytest.importorskip("triton")
     chosen = torch.tensor([[0, 5], [3, 1], [4, 2]] * 3)
     scores = torch.rand(TOKENS, 2)
-    own = journey(kind, decide_alone(chosen, EXPERTS), scores)
+    own = journey(fused, decide_alone(chosen, EXPERTS), scores)
     (part,), x = own._tile.parts, torch.randn(TOKENS, HIDDEN)
     rows, arrived = own.arrived(own.start_rows(x, part, scored=True), x, part, scored=True)
     assert arrived is not None
@@ -204,11 +211,13 @@ def test_each_score_returns_to_its_pair_and_rows_are_added_up(kind):
     own.add_up(sums, back)
     assert torch.equal(sums, x + x)
     assert torch.equal(back, scores)
-    assert expert_journey.make_journey(own._tile, own._group, scores).__class__ is Journey
+    assert expert_parallel.rows_module(scores) is expert_rows
 
 
 class Alone:
     """A group whose only member plays each worker in turn: all have the same counts."""
+
+    observer = MessageObserver()
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -223,8 +232,8 @@ def planned(
     if fused:
         pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_journey, "expert_parts", lambda *_: parts)
-        patch.setattr(expert_journey, "fused", lambda _: fused)
+        patch.setattr(expert_parallel, "expert_parts", lambda *_: parts)
+        patch.setattr(expert_parallel, "rows_module", lambda _: rows_of(fused))
         group: Any = Alone(rank, 2)
         return start_plan(decision, group, bounds, len(decision.chosen_TK))()
 
@@ -267,7 +276,7 @@ def test_every_pair_is_computed_once_by_the_worker_of_its_expert(tiles, parts, r
 @pytest.mark.parametrize("bounds", [[0, 4], [0, 2, 4]])
 def test_parts_depend_on_the_tokens_the_own_experts_and_the_tiles(monkeypatch, bounds):
     given = []
-    monkeypatch.setattr(expert_journey, "expert_parts", lambda *sizes: given.append(sizes) or 1)
+    monkeypatch.setattr(expert_parallel, "expert_parts", lambda *sizes: given.append(sizes) or 1)
     group: Any = Alone(0, 2)
     start_plan(decide_alone(torch.tensor([[0], [3], [1], [5]]), 6), group, bounds, 4)()
     assert set(given) == {(4, 3, len(bounds) - 1)}
@@ -311,7 +320,7 @@ def test_rows_of_own_tokens_come_behind_those_that_arrive(
 ):
     if fused:
         pytest.importorskip("triton")
-    monkeypatch.setattr(expert_journey, "fused", lambda _: fused)
+    monkeypatch.setattr(expert_parallel, "rows_module", lambda _: rows_of(fused))
     group: Any = Uneven(rank, 2)
     (tile,) = start_plan(decide_alone(torch.tensor([[1], [0], [3], [1]]), 4), group, [0, 4], 4)()
     (part,) = tile.parts

@@ -13,14 +13,15 @@ from torch.utils._pytree import tree_iter
 
 from mtrain_cli.model import expert_products
 from mtrain_cli.model.expert_products import (
-    ExpertExecution,
+    ChunkedExperts,
     WeightGradients,
     grouped_rows,
     grouped_rows_back,
     grouped_sums,
+    token_bounds,
 )
-from mtrain_cli.model.experts import compute_experts
 from mtrain_cli.model.routing import Decision, decide_alone
+from mtrain_cli.model.tiling import LayerExecution
 
 TOKENS, EXPERTS = 23, 6
 NAMES = "out", "x", "scores", "gate_up", "down"
@@ -34,7 +35,7 @@ def decision(tokens: int, beyond: int) -> Decision:
 
 
 def computed(
-    execution: ExpertExecution,
+    execution: LayerExecution,
     dtype: torch.dtype = torch.float64,
     tokens: int = TOKENS,
     beyond: int = 5,
@@ -53,9 +54,11 @@ def computed(
     inputs = x.to(dtype), scores.to(torch.promote_types(dtype, torch.float32))
     for each in inputs:
         each.requires_grad_()
-    options = {"bounds": execution.bounds(inputs[0], model.moe, degree=1), **options}
-    options |= {"recompute": execution.recompute, "inputs_only": False}
-    out = compute_experts(*inputs, module.experts, decision(tokens, beyond), **options)
+    bounds = options.get("bounds", token_bounds(inputs[0], model.moe, execution, degree=1))
+    out = ChunkedExperts.apply(
+        *inputs, *module.experts.parameters(), decision(tokens, beyond), bounds,
+        execution.recompute, options.get("compile", False), False,
+    )  # fmt: skip
     out.backward(grad.to(dtype))
     found = (out.detach(), *(each.grad for each in inputs))
     weights = module.experts.gate_up.grad, module.experts.down.grad
@@ -65,15 +68,15 @@ def computed(
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("chunks", [2, 5, TOKENS])
 def test_chunks_give_output_and_gradients_of_one_chunk(chunks, recompute):
-    expected = computed(ExpertExecution())
-    found = computed(ExpertExecution(chunks=chunks, recompute=recompute))
+    expected = computed(LayerExecution())
+    found = computed(LayerExecution(expert_chunks=chunks, recompute=recompute))
     for name in NAMES:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_low_precision_gradients_of_weights_are_summed_in_float32():
     exact, one, many = (
-        computed(ExpertExecution(chunks=chunks), dtype, tokens=200)
+        computed(LayerExecution(expert_chunks=chunks), dtype, tokens=200)
         for chunks, dtype in ((1, torch.float64), (1, torch.bfloat16), (200, torch.bfloat16))
     )
     for name in ("gate_up", "down"):
@@ -115,7 +118,7 @@ def test_a_checkpointed_layer_keeps_no_products(recompute, more):
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor
     ):
-        computed(ExpertExecution(chunks=3, recompute=recompute))
+        computed(LayerExecution(expert_chunks=3, recompute=recompute))
     assert len(kept) == 4 + more, "the inputs, and gate and up of each chunk"
 
 
@@ -140,18 +143,19 @@ def test_no_temporary_tensor_is_larger_than_a_tile(recompute):
     tokens, tile = 4096, 1 << 20
     module = make_module(model).float()
     x = torch.randn(tokens, 40)
-    execution = ExpertExecution(tile_bytes=tile, recompute=recompute)
-    bounds = execution.bounds(x, model.moe, degree=1)
+    execution = LayerExecution(tile_bytes=tile, recompute=recompute)
+    bounds = token_bounds(x, model.moe, execution, degree=1)
     assert len(bounds) > 4
     chosen = torch.rand(tokens, 6).topk(4).indices
-    arguments = x.requires_grad_(), torch.rand(tokens, 4).requires_grad_(), module.experts
+    arguments = x.requires_grad_(), torch.rand(tokens, 4).requires_grad_()
+    arguments = *arguments, *module.experts.parameters()
     largest = {}
     for limits in ([0, tokens], bounds):
         with Largest() as mode:
-            compute_experts(
-                *arguments, decide_alone(chosen, 6),
-                bounds=limits, recompute=recompute, inputs_only=False,
-            ).sum().backward()  # fmt: skip
+            out = ChunkedExperts.apply(
+                *arguments, decide_alone(chosen, 6), limits, recompute, False, False
+            )
+            out.sum().backward()
         largest[len(limits)] = mode.bytes
     assert largest[2] > tile > largest[len(bounds)], largest
 
@@ -159,7 +163,7 @@ def test_no_temporary_tensor_is_larger_than_a_tile(recompute):
 def test_bounds_split_the_tokens_evenly():
     x = torch.empty(10, 40)
     for chunks in (1, 3, 10, 99):
-        bounds = ExpertExecution(chunks=chunks).bounds(x, moe_model().moe, degree=2)
+        bounds = token_bounds(x, moe_model().moe, LayerExecution(expert_chunks=chunks), degree=2)
         assert (bounds[0], bounds[-1]) == (0, 10)
         assert {end - begin for begin, end in pairwise(bounds)} <= {10, 3, 4, 1}
         assert len(bounds) == min(chunks, 10) + 1
@@ -188,7 +192,7 @@ def uncompiled(monkeypatch):
 @pytest.mark.usefixtures("uncompiled", "rows_behind_the_last_group")
 def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond):
     for recompute in (False, True):
-        execution = ExpertExecution(recompute=recompute)
+        execution = LayerExecution(recompute=recompute)
         expected, found = (
             computed(execution, beyond=beyond, bounds=bounds, compile=each)
             for each in (False, True)
@@ -201,7 +205,7 @@ def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond)
 @pytest.mark.slow
 def test_compiled_operations_in_bfloat16_are_as_close_as_separate_ones():
     exact, apart, fused = (
-        computed(ExpertExecution(), dtype, compile=compiled)
+        computed(LayerExecution(), dtype, compile=compiled)
         for dtype, compiled in (
             (torch.float64, False),
             (torch.bfloat16, False),

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
+from mtrain_cli.model.tiling import LayerExecution
 
 BATCH, TOKENS, HIDDEN, HEADS, HEAD_DIM, WIDE, EPS = 2, 9, 6, 3, 4, 10, 1e-6
 
@@ -36,7 +37,7 @@ def plain(x: Tensor, out: Tensor, o: Tensor, norm: Tensor, gate: Tensor, up: Ten
 
 
 def options(rows: int, **changes: bool) -> FeedForwardOptions:
-    return FeedForwardOptions(eps=EPS, rows=rows, layer=7, **changes)
+    return FeedForwardOptions(LayerExecution(), EPS, rows, layer=7, **changes)
 
 
 @pytest.mark.parametrize("keep_products", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from functools import partial
 from pathlib import Path
 
 import gloo
@@ -222,13 +221,7 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (
             lambda f: edit_config(f, rope_parameters=None,
                 rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-            "rope_type=dynamic is not supported; only default, yarn and llama3 are. Remove it: up",
-        ),
-        *(
-            (partial(edit_config, rope_parameters=None,
-                rope_scaling={"rope_type": kind, "factor": 2.0}), f"{kind} is not.* {way}")
-            for kind, way in (("linear", "Remove it, or give yarn"), ("longrope", "no counterpart"),
-                              ("other", "Give a checkpoint with one of them"))
+            "rope_type=dynamic is not supported; only default, yarn and llama3 are. Give a",
         ),
         (
             lambda f: edit_config(f, rope_parameters=None,
@@ -252,7 +245,7 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (lambda f: edit_tensors(f, model__norm__weight=torch.ones(39)),
             r"norm.weight has shape \(39,\); .*config.json requires \(40,\)"),
         (lambda f: edit_tensors(f, model__norm__bias=torch.ones(40)),
-            "unexpected tensor model.norm.bias"),
+            "tensor model.norm.bias is in no model of"),
         (lambda f: edit_tensors(f, lm_head__weight=torch.ones(97, 40)),
             r"lm_head.weight differs .* Set tie_word_embeddings=false .* or remove the tensor"),
         (lambda f: ((f / "config.json").unlink(), (f / "adapter_config.json").write_text("{}")),
@@ -260,7 +253,9 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (lambda f: ((f / SINGLE).unlink(), (f / "adapter_config.json").write_text("{}")),
             "has neither .* This is a PEFT adapter: merge it with"),
         (lambda f: edit_config(f, num_attention_heads=2, head_dim=32),
-            r"has shape \(32, 40\); .*config.json requires \(64, 40\)"),
+            "model.num_kv_heads=2: the weights in .*hf have 1. Correct .*config.json"),
+        (lambda f: edit_config(f, num_hidden_layers=5),
+            r"^model.num_layers=5: the weights in .*hf have 3. Correct .*config.json$"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_gives_an_error_that_names_the_damage(tmp_path, damage, message):
@@ -452,7 +447,7 @@ def test_any_region_is_read_from_the_parts_that_it_covers():
     assert parameter_shapes(model)[name] == shape
     values = torch.arange(6 * 112 * 40).view(shape)
     parts = stored_parts(name, shape, model)
-    stored = {p.name: values[p.expert, p.start : p.start + p.shape[0]] for p in parts}
+    stored = {p.name: values[p.region].view(p.shape) for p in parts}
     cuts = itertools.product(
         [slice(0, 6), slice(2, 5)], [slice(0, 112), slice(50, 60), slice(0, 20)], [slice(7, 30)]
     )

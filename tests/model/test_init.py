@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.init import initialize
+from mtrain_cli.model.parallelize import initialize
 
 # 97 embedding rows on 3 workers: unequal shards, and an empty one for the smallest norms.
 MODEL = tiny_model("qwen3", tied=False, qkv_bias=True, head_dim=2, init_std=0.02)

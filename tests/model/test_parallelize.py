@@ -35,7 +35,7 @@ def test_each_layer_runs_as_the_settings_say(overrides, recompute, tile_mib, kep
     decoder = meta_decoder()
     names = [name for name, _ in decoder.named_parameters()]
     offload = ActivationOffload(3, torch.device("cpu"), True) if recompute else None
-    set_execution(decoder, compose(overrides).train, compile=True, offload=offload)
+    set_execution(decoder, compose(overrides), compile=True, offload=offload)
     executions = [layer.execution for layer in decoder.layers]
     assert [e.keep_products for e in executions] == kept
     assert {(e.recompute, e.tile_bytes, e.compile, e.offload) for e in executions} == {
@@ -46,10 +46,8 @@ def test_each_layer_runs_as_the_settings_say(overrides, recompute, tile_mib, kep
 
 def test_the_loss_gets_its_settings():
     decoder = meta_decoder()
-    train = compose(
-        ["train.loss_chunk_mib=3", "train.z_loss=0.001", "train.loss_gradients=recompute"]
-    ).train
-    set_execution(decoder, train)
+    words = ["train.loss_chunk_mib=3", "train.z_loss=0.001", "train.loss_gradients=recompute"]
+    set_execution(decoder, compose(words), compile=False)
     loss = decoder.loss
     assert (loss.chunk_bytes, loss.z_loss, loss.recompute) == (3 << 20, 0.001, True)
     assert not loss.compile

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
 from tiny_models import LLAMA3, PLAIN, YARN
 
 from mtrain_cli.config.schema import ConfigError, RopeConfig
+from mtrain_cli.model.huggingface_config import RAMP
 from mtrain_cli.model.rope import (
     attention_factor,
     inverse_frequencies,
@@ -29,12 +29,7 @@ def transformers_parameters(
 
     parameters = {"rope_type": rope.scaling, "rope_theta": rope.theta, "factor": factor}
     parameters["original_max_position_embeddings"] = rope.original_max_position
-    names = (
-        ("beta_fast", "beta_slow")
-        if rope.scaling == "yarn"
-        else ("low_freq_factor", "high_freq_factor")
-    )
-    parameters |= {name: getattr(rope, name) for name in names}
+    parameters |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
     config = transformers.LlamaConfig(
         head_dim=head_dim,
         max_position_embeddings=int(factor * rope.original_max_position),
@@ -61,20 +56,6 @@ def test_stretched_frequencies_equal_transformers(rope, factor, head_dim):
         inverse_frequencies(rope, head_dim, factor), theirs, rtol=1e-6, atol=0
     )
     assert attention_factor(rope, factor) == pytest.approx(their_attention_factor)
-
-
-def test_yarn_ramp_starts_from_the_original_length():
-    # Qwen2.5 stretched 16 times: dimensions below 23 turn 32 times within 32,768 tokens and keep
-    # their speed; from 40 on all are slowed. From the stretched length the bounds would be 36 and
-    # 53.
-    ratio = inverse_frequencies(
-        dataclasses.replace(QWEN, scaling="none"), 128, 1.0
-    ) / inverse_frequencies(QWEN, 128, 16.0)
-    assert ratio[:24].tolist() == pytest.approx([1.0] * 24)
-    assert ratio[24] > 1.0
-    assert ratio[39] < 16.0
-    assert ratio[40:].tolist() == pytest.approx([16.0] * 24)
-    assert attention_factor(QWEN, 16.0) == pytest.approx(0.1 * math.log(16.0) + 1.0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from moe_models import moe_model
 from torch.nn import functional
 
-from mtrain_cli.model import routing as module
 from mtrain_cli.model import routing as routing_module
 from mtrain_cli.model.routing import (
     PADDING,
@@ -59,7 +58,7 @@ def test_a_kernel_chooses_only_float32_scores_on_a_gpu(
     from mtrain_cli.kernels.triton import router
 
     monkeypatch.setattr(router, "chosen_experts", lambda *_: "by the kernel")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: triton or None)
+    monkeypatch.setattr(routing_module, "has_triton", lambda: triton)
     scores_TE = torch.tensor([[0.1, 0.3, 0.2]], dtype=scores).as_subclass(OnGpu)
     found = choose(scores_TE, torch.tensor([0.5, 0.0, 0.0], dtype=bias), 1)
     assert found == "by the kernel" if by_kernel else found.tolist() == [[0]]
@@ -263,8 +262,7 @@ TOKENS, HIDDEN, EXPERTS = 37, 64, 6
 @pytest.fixture
 def as_on_gpus(monkeypatch):
     """Take the way of GPUs. A float32 product of the same numbers is that of tensor cores."""
-    monkeypatch.setattr(module, "_on_tensor_cores", lambda x, _: x.dtype == torch.bfloat16)
-    monkeypatch.setattr(module, "_mixed_product", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(routing_module, "_on_tensor_cores", lambda x, _: x.dtype == torch.bfloat16)
 
 
 def tensors(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

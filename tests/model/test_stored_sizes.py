@@ -8,31 +8,41 @@ import pytest
 from model.moe_models import moe_model
 from model.tiny_models import tiny_model
 
-from mtrain_cli.model.huggingface import parameter_shapes
-from mtrain_cli.model.stored_sizes import wrong_sizes
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.model.huggingface import check_tensors, parameter_shapes
 
 
 @pytest.mark.parametrize("model", [tiny_model(), tiny_model("qwen3"), moe_model()])
 def test_a_model_agrees_with_its_own_tensors(model):
-    assert wrong_sizes(model, parameter_shapes(model), "folder", "file") == []
+    shapes = parameter_shapes(model)
+    check_tensors(model, shapes, shapes, "folder", "file")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["num_layers", "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"],
-)
+    ["num_layers", "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads",
+     "moe.experts", "moe.expert_size"],
+)  # fmt: skip
 def test_a_wrong_size_is_one_line_with_both_values(name):
-    model = tiny_model()
-    trained = getattr(model, name)
-    edited = replace(model, **{name: 2 * trained})
-    (line,) = wrong_sizes(edited, parameter_shapes(model), "step-9", "file")
+    model = moe_model() if "." in name else tiny_model()
+    part, _, key = name.rpartition(".")
+    inner = getattr(model, part) if part else model
+    trained = getattr(inner, key)
+    inner = replace(inner, **{key: 2 * trained})
+    edited = replace(model, **{part: inner}) if part else inner
+    with pytest.raises(ConfigError) as caught:
+        check_tensors(edited, parameter_shapes(model), parameter_shapes(edited), "step-9", "file")
+    (line,) = caught.value.problems
     assert line == f"model.{name}={2 * trained}: the weights in step-9 have {trained}. Correct file"
     assert (line.key, line.value) == (f"model.{name}", 2 * trained)
 
 
-@pytest.mark.parametrize(("name", "trained"), [("experts", 6), ("expert_size", 24)])
-def test_a_wrong_size_of_experts_is_one_line_with_both_values(name, trained):
-    model = moe_model()
-    edited = replace(model, moe=replace(model.moe, **{name: 2 * trained}))
-    (line,) = wrong_sizes(edited, parameter_shapes(model), "step-9", "file")
-    assert line.startswith(f"model.moe.{name}={2 * trained}: the weights in step-9 have {trained}.")
+def test_wrong_tensors_are_named_up_to_eight():
+    model = tiny_model()
+    shapes = parameter_shapes(model)
+    stored = {name: shape for name, shape in shapes.items() if name.endswith("q_proj.weight")}
+    with pytest.raises(ConfigError) as caught:
+        check_tensors(model, stored | {"x": (1,)}, shapes, "folder", "file", {"x": "part"})
+    first, *others, last = caught.value.problems
+    assert first == "folder: tensor embed_tokens.weight is missing"
+    assert (len(others), last) == (7, f"... and {len(shapes) - 3 + 1 - 8} more like these")

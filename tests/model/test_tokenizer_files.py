@@ -10,7 +10,7 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer, train_bpe
-from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
+from mtrain_cli.model.tokenizer_files import of_bytes, of_file, of_folder
 
 # Decomposed and composed letters, foreign special tokens, spaces that a pre-tokenizer would split,
 # and line ends.
@@ -20,18 +20,9 @@ TEXT = (
 )
 
 
-@pytest.fixture
-def bytes_files() -> TokenizerFiles:
-    ours = ByteTokenizer()
-    assert ours.eos is not None
-    return of_bytes(ours.bos, ours.eos, ours.pad)
-
-
-def test_the_exported_byte_tokenizer_has_mtrains_ids(
-    tmp_path: Path, bytes_files: TokenizerFiles
-) -> None:
+def test_the_exported_byte_tokenizer_has_mtrains_ids(tmp_path: Path) -> None:
     library = pytest.importorskip("tokenizers")
-    bytes_files.write(tmp_path)
+    of_bytes().write(tmp_path)
     theirs, ours = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), ByteTokenizer()
     assert theirs.encode(TEXT).ids == ours.encode([TEXT])[0].tolist()
     every = bytes(range(256)).decode("latin-1")
@@ -56,7 +47,6 @@ def test_the_exported_byte_tokenizer_has_mtrains_ids(
 @pytest.mark.parametrize("trusted", [False, True])
 def test_transformers_gives_mtrains_ids_for_every_family(
     tmp_path: Path,
-    bytes_files: TokenizerFiles,
     family: str,
     trusted: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -69,7 +59,7 @@ def test_transformers_gives_mtrains_ids_for_every_family(
     train_bpe([TEXT * 5, "the quick brown fox\n" * 30], 400, tmp_path / "bpe.json")
     bpe = open_tokenizer(str(tmp_path / "bpe.json"))
     for name, files, ours in (
-        ("bytes", bytes_files, ByteTokenizer()),
+        ("bytes", of_bytes(), ByteTokenizer()),
         ("bpe", of_file(tmp_path / "bpe.json", bpe.eos), bpe),
     ):
         (tmp_path / name).mkdir()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from tiny_models import LLAMA3, PLAIN, YARN, make_decoder, tiny_model
+from tiny_models import LLAMA3, PLAIN, SEQ, YARN, export, make_decoder, tiny_model
 
-from mtrain_cli.config.schema import RopeConfig
-from mtrain_cli.model.huggingface import write_folder
-from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.verify import causal_attend, compare, verify
 
 transformers = pytest.importorskip("transformers")
-SEQ = 256  # four times the original length of the stretched models
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -24,7 +18,7 @@ SEQ = 256  # four times the original length of the stretched models
 def test_logits_equal_transformers(tmp_path, family, rope, num_kv_heads, tied):
     model = tiny_model(family, num_kv_heads=num_kv_heads, tied=tied, rope=rope)
     decoder = make_decoder(model)
-    _export(decoder, tmp_path / "hf", rope)
+    export(tmp_path / "hf", model)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", dtype=torch.float32
     ).eval()
@@ -37,8 +31,7 @@ def test_logits_equal_transformers(tmp_path, family, rope, num_kv_heads, tied):
 
 
 def test_verify_sees_agreement_and_disagreement(tmp_path):
-    decoder = make_decoder(tiny_model(rope=YARN))
-    _export(decoder, tmp_path / "hf", YARN)
+    export(tmp_path / "hf", tiny_model(rope=YARN))
     agreement = verify(tmp_path / "hf", tokens=100)
     assert agreement.tokens == 100
     assert agreement.largest_difference < 1e-4
@@ -48,15 +41,3 @@ def test_verify_sees_agreement_and_disagreement(tmp_path):
     other[0, 3, 2] += 0.5
     assert compare(ours, other).largest_difference == pytest.approx(0.5)
     assert compare(ours, other).mean_kl > 1e-3
-
-
-def _export(decoder, path: Path, rope: RopeConfig) -> None:
-    weights = dict(decoder.named_parameters())
-    write_folder(
-        path,
-        decoder.model_config,
-        lambda names: {name: weights[name].detach() for name in names},
-        rope_factor=rope_factor(rope, SEQ),
-        seq=SEQ,
-        dtype=torch.float32,
-    )

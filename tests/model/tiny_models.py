@@ -13,11 +13,10 @@ from torch import Tensor
 from mtrain_cli.config.schema import DENSE, ModelConfig, MoeConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import write_folder
-from mtrain_cli.model.init import initialize
-from mtrain_cli.model.layer_execution import LayerExecution
 from mtrain_cli.model.loss import LossOptions
-from mtrain_cli.model.parallelize import execute_layers
+from mtrain_cli.model.parallelize import execute_layers, initialize
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.model.verify import causal_attend
 
 SEQ = 256  # tokens per sequence that an exported model was trained on

@@ -11,11 +11,10 @@ import torch
 from attention.mask_definitions import by_slices, predicate, question
 from parallel.ways import Way, group_of
 
-from mtrain_cli.attention.document_slices import causal_slices, cut_slices
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import SequenceMask, causal_slices, cut_slices
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.parallel.context_attention import _Attend, gather_rows, make_index_group

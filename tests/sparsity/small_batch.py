@@ -7,7 +7,7 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.pattern import MaskedPositions
-from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern, probed_attention
+from mtrain_cli.sparsity.vertical_slash import ProbedAttention, VerticalSlashPattern
 
 SEQ, BLOCK, HEADS, KV_HEADS, DIM = 150, 16, 4, 2, 8
 
@@ -58,6 +58,6 @@ def fewest_that_reach(
 def mass(pattern, q, k, masked):
     """Return the mass that probed queries give to local keys, [blocks, heads, keys] a sequence."""
     masses = [[] for _ in masked.masks]
-    for sequence, _, table in probed_attention(q, k, pattern.probes(masked), masked).tables():
+    for sequence, _, table in ProbedAttention(q, k, pattern.probes(masked), masked).tables():
         masses[sequence].append(table)
     return [torch.cat(tables) for tables in masses]

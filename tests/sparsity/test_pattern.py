@@ -11,14 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from sparsity.small_batch import BLOCK, SEQ, inputs, pattern
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.pattern_settings import PATTERNS
-from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import make_pattern, remarks, select_by_mass
-from mtrain_cli.sparsity.xattention import XAttentionPattern
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
 from mtrain_cli.training.planning import make_plan
@@ -38,31 +34,28 @@ def kept(
     return candidates[keep].tolist()
 
 
-def test_the_candidate_that_crosses_the_share_is_kept():
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.5) == [1]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.51) == [1, 2]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.75) == [1, 2]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.76) == [1, 2, 0]
-    assert kept([0.125, 0.5, 0.25, 0.125], 1.0) == [1, 2, 0, 3]
+MASS = [0.125, 0.5, 0.25, 0.125]
 
 
-def test_ties_go_to_the_lower_number():
-    assert kept([0.25, 0.25, 0.25, 0.25], 0.6) == [0, 1, 2]
-
-
-def test_forced_candidates_come_first_and_count():
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.55, forced=(0,)) == [0, 1]
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.05, forced=(3, 0)) == [0, 3]
-
-
-def test_bounds_are_respected():
-    assert kept([0.125, 0.5, 0.25, 0.125], 0.1, least=3) == [1, 2, 0]
-    assert kept([0.125, 0.5, 0.25, 0.125], 1.0, most=2) == [1, 2]
-    assert kept([0.0, 0.0, 0.0], 0.9, least=1) == [0], "no mass at all"
-
-
-def test_nan_has_no_mass():
-    assert kept([float("nan"), 0.5, 0.5, float("inf")], 0.9) == [1, 2]
+@pytest.mark.parametrize(
+    ("mass", "share", "bounds", "expected"),
+    [
+        (MASS, 0.5, {}, [1]),  # the candidate that crosses the share is kept
+        (MASS, 0.51, {}, [1, 2]),
+        (MASS, 0.75, {}, [1, 2]),
+        (MASS, 0.76, {}, [1, 2, 0]),
+        (MASS, 1.0, {}, [1, 2, 0, 3]),
+        ([0.25] * 4, 0.6, {}, [0, 1, 2]),  # ties go to the lower number
+        (MASS, 0.55, {"forced": (0,)}, [0, 1]),  # forced candidates come first and count
+        (MASS, 0.05, {"forced": (3, 0)}, [0, 3]),
+        (MASS, 0.1, {"least": 3}, [1, 2, 0]),
+        (MASS, 1.0, {"most": 2}, [1, 2]),
+        ([0.0] * 3, 0.9, {"least": 1}, [0]),
+        ([float("nan"), 0.5, 0.5, float("inf")], 0.9, {}, [1, 2]),  # NaN has no mass
+    ],
+)
+def test_the_fewest_candidates_that_hold_the_share_are_kept(mass, share, bounds, expected):
+    assert kept(mass, share, **bounds) == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,41 +87,6 @@ def test_rows_are_selected_independently(seed):
             assert candidates[b, h][keep[b, h]].tolist() == kept(mass[b, h].tolist(), 0.7)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        MobaPattern(BLOCK, 64, 3, "query"), MobaPattern(BLOCK, 64, 2, "query"),
-        MobaPattern(BLOCK, 64, 10**20, "query"),
-        MobaPattern(BLOCK, BLOCK << 60, 1, "query"),
-        XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK,
-        9, 0, 0.0, 0),
-        FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK,
-        1, SEQ, 0.0, 0),
-        pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_columns=SEQ, max_columns=0),
-        pattern(min_columns=60, max_columns=0),
-    ],
-)  # fmt: skip
-def test_a_pattern_that_claims_to_cover_everything_does(made):
-    q, k, masked = inputs(7)
-    everywhere = torch.arange(SEQ)
-    dense = masked.visible(0, everywhere, SEQ)
-    seen = made.estimate(q, k, masked, 0).allowed(everywhere, everywhere) & dense
-    assert (made.covers(SEQ) is not None) == bool((seen == dense).all())
-
-
-@pytest.mark.parametrize("name", ["xattention", "vertical_slash", "fixed"])
-@pytest.mark.parametrize("length", [BLOCK, 2 * BLOCK, 2 * BLOCK + 1])
-def test_a_short_sequence_is_covered(name, length):
-    made = {
-        "xattention": XAttentionPattern(BLOCK, 4, 0.01),
-        "vertical_slash": pattern(last_q=1, p_v=0.01, p_s=0.01, min_columns=0),
-        "fixed": FixedPattern(BLOCK, 1, 0, 0.0, 0),
-    }[name]
-    assert (made.covers(length) is not None) == (
-        length <= (2 * BLOCK if name == "xattention" else BLOCK)
-    )
-
-
 def test_dense_attention_has_no_pattern():
     assert make_pattern(compose(["sparsity=dense"]).sparsity, seed=0) is None
 
@@ -146,7 +104,6 @@ def test_the_pattern_has_the_settings_of_the_run(name):
         assert pattern.seed == 3
 
 
-MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
 ALL_LAYERS = (
     "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
     "learning` (docs/studies.md); sparsity.dense_layers={} keeps {} dense"
@@ -158,27 +115,15 @@ ONE_OF_FOUR = ALL_LAYERS.format(1, "the last layer")
     ("overrides", "expected"),
     [
         ("", []),
-        ("sparsity=moba", [MOBA]),
         ("sparsity=moba sparsity.chunk=256", [ONE_OF_FOUR]),
         ("sparsity=moba sparsity.chunk=256 model.num_layers=1", []),
         ("sparsity=fixed", []),
-        (
-            "sparsity=fixed sparsity.columns=5000",
-            ["5000 columns cover all of seq=4k: computes every pair, like sparsity=dense"],
-        ),
         ("sparsity=vertical_slash", [ONE_OF_FOUR]),
         (
-            "sparsity=vertical_slash sparsity.windows=2 model.num_layers=36",
+            "sparsity=vertical_slash model.num_layers=36",
             [ALL_LAYERS.format(9, "the last 9 layers")],
         ),
-        ("sparsity=vertical_slash sparsity.windows=2 sparsity.dense_layers=2", []),
-        (
-            "sparsity=vertical_slash sparsity.min_slashes=32",
-            [
-                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every "
-                "pair, like sparsity=dense"
-            ],
-        ),
+        ("sparsity=vertical_slash sparsity.dense_layers=2", []),
         (
             "sparsity=xattention sparsity.dense_steps=60 train.steps=60",
             ["no step is sparse: sparsity.dense_steps=60 must be below train.steps=60"],
@@ -199,9 +144,7 @@ def test_banner_and_dry_run_show_remarks():
         console = Console(file=io.StringIO(), width=200, color_system=None)
         console.print(page)
         printed = console.file.getvalue()
-        assert MOBA in printed
         assert "no step is sparse" in printed
-        assert "executes less" not in printed
 
 
 def test_synthetic_patterns_are_marked_wherever_their_name_shows():

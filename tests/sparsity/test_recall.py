@@ -17,9 +17,7 @@ from mtrain_cli.sparsity.recall import recall
 @pytest.mark.parametrize("kind", ["slashes", "columns", "both", "none", "all", "bitmap"])
 def test_recall_equals_the_sum_over_pairs(monkeypatch, kind, score_bytes):
     monkeypatch.setattr("mtrain_cli.sparsity.recall._SCORE_BYTES", score_bytes)
-    p = make_problem(
-        3, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole"
-    )
+    p = make_problem(3, kind, seq=60, dim=8)
     rows = torch.tensor([0, 1, 17, 30, 45, 58, 59])
     actual = recall(
         p.tiles.index, p.q, p.k, MaskedPositions.make(p.masks, p.tiles.index.block), rows

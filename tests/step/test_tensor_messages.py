@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import feed_forward
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel import layer_groups
 from mtrain_cli.parallel.layer_groups import TensorGroup
 from mtrain_cli.parallel.layout import make_layout
@@ -161,7 +162,8 @@ def test_the_program_of_a_tile_is_what_the_layer_does(keep, monkeypatch):
     )
     x = torch.randn(1, rows, hidden, requires_grad=True)
     out = torch.randn(1, 2 * rows, 1, heads, requires_grad=True)
-    options = feed_forward.FeedForwardOptions(1e-6, rows, 0, keep_products=keep, tensor=group)
+    execution = LayerExecution(tensor=group)
+    options = feed_forward.FeedForwardOptions(execution, 1e-6, rows, 0, keep_products=keep)
     sizes = {heads: "o", width: "mlp"}
 
     def alike(program):

@@ -22,8 +22,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model import tiling
-from mtrain_cli.model.decoder import Decoder, StageDecoder
-from mtrain_cli.model.expert_parallel import ExpertSharing
+from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import parallelize, set_execution
 from mtrain_cli.model.routing import Routing
@@ -188,9 +187,7 @@ def step_peak(
 
     def empty() -> Decoder:
         with torch.device("meta"):
-            if stage is not None:
-                return StageDecoder(config.model, 1.0, stage.stages)
-            return Decoder(config.model)
+            return Decoder(config.model, stages=() if stage is None else stage.stages)
 
     mesh = make_parameter_mesh(dims, "cpu")
     degree = config.topology.expert_parallel
@@ -198,7 +195,7 @@ def step_peak(
     dealt = make_expert_group(rank, dims, degree, torch.device("cpu"))
     decoder = parallelize(
         empty(), config, mesh, dtype, compile=False, offload=offload, tensor=tensor,
-        experts=None if dealt is None else ExpertSharing(dealt),
+        experts=dealt,
         expert_mesh=None if dealt is None else make_expert_mesh(dims, degree, "cpu"),
     )  # fmt: skip
     decoder.to_empty(device="cpu")

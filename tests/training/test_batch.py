@@ -10,10 +10,9 @@ import pytest
 import torch
 from attention.mask_definitions import question
 
-from mtrain_cli.attention import reference
+from mtrain_cli.attention.kernel import by_definition, per_query_head
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import SlidingWindow
-from mtrain_cli.attention.reference import per_query_head
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.mask_settings import MASKS, MaskSettings
 from mtrain_cli.parallel.dispatch import Balancer
@@ -82,7 +81,7 @@ def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
     assert not bool((index & seen == seen).all())
     for batch in (mixed(samples), mixed.to_device(dense.on_host(samples))):
         for layer, allowed in ((1, index & seen), (2, seen[None, None])):
-            expected, _ = reference.forward(*per_query_head(q, k, v), allowed, 8**-0.5)
+            expected, _ = by_definition(*per_query_head(q, k, v), allowed, 8**-0.5)
             out = batch.attention(q, k, v, layer).transpose(1, 2)
             assert torch.allclose(out.double(), expected, atol=1e-5)
         assert [record.layer for record in batch.attend.index.records] == [1]

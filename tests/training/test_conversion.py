@@ -35,7 +35,7 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path):
     text = "\n".join(caught.value.problems)
     assert "tensor layers.1.mlp.up_proj.weight is missing" in text
     assert "tensor norm.weight has shape (31,)" in text
-    assert "unexpected tensor norm.bias" in text
+    assert "tensor norm.bias is in no model of" in text
 
 
 EXPERTS = split(
@@ -112,7 +112,7 @@ def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
 def test_a_run_with_its_own_tokenizer_records_what_its_documents_start_with(tmp_path):
     run = tmp_path / "run"
     (run / conversion.TOKENIZER).mkdir(parents=True)
-    files = of_bytes(256, 257, 258)
+    files = of_bytes()
     files.write(run / conversion.TOKENIZER)
     config = compose.compose(split("data=stdlib data.bos=true"))
     conversion.record_begin(config, run)

@@ -16,10 +16,9 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.init import initialize
-from mtrain_cli.model.layer_execution import LayerExecution
 from mtrain_cli.model.loss import LossOptions
-from mtrain_cli.model.parallelize import execute_layers
+from mtrain_cli.model.parallelize import execute_layers, initialize
+from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.model import expert_parallel
+from mtrain_cli.model import expert_parallel, experts
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.parallel.layer_groups import ExpertGroup
@@ -100,7 +100,7 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
     tiles = expert_parallel.start_plan(decision, group, [0, TOKENS], TOKENS)()
     DONE[:] = ["start"]
     with Products():
-        out = expert_parallel._SharedExperts.apply(
+        out = expert_parallel.SharedExperts.apply(
             x, scores, experts.gate_up, experts.down, tiles, group, checkpoint != "none", False
         )
     assert DONE[1:] == named(FORWARD_CHUNK)
@@ -147,7 +147,7 @@ def counted(rank: int, world: int, words: tuple[str, ...]) -> tuple[list[np.ndar
         return plan(decision, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_parallel, "start_plan", noted)
+        patch.setattr(experts, "start_plan", noted)
         trainer.train_step(False)
     assert trainer.experts is not None
     received = trainer.experts.received[0]

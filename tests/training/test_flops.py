@@ -9,8 +9,7 @@ from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.init import initialize
-from mtrain_cli.model.parallelize import set_execution
+from mtrain_cli.model.parallelize import initialize, set_execution
 from mtrain_cli.model.routing import RouterOptions, Routing
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout

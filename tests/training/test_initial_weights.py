@@ -123,7 +123,7 @@ def test_bytes_for_another_tokenizers_model_are_reported(folder: Path) -> None:
 
 
 def test_bytes_for_a_model_of_bytes_are_no_mistake(folder: Path) -> None:
-    of_bytes(256, 257, 258).write(folder)
+    of_bytes().write(folder)
     (line,) = banner_lines(folder, "data.tokenizer=bytes", vocab_size=264)
     assert line == "text is encoded as bytes, as by the folder's tokenizer.json"
 

@@ -14,7 +14,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.init import initialize
+from mtrain_cli.model.parallelize import initialize
 from mtrain_cli.parallel.layer_groups import own_region
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state
 from mtrain_cli.training.evaluation import evaluate

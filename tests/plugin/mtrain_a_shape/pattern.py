@@ -20,10 +20,6 @@ class AShapePattern(AShapeSettings):
     def describe(self) -> str:
         return f"{self.sinks} sink tokens and the nearest {self.nearest} block diagonals"
 
-    def covers(self, seq: int) -> str | None:
-        whole = self.nearest * self.block >= seq
-        return f"sparsity.nearest={self.nearest} covers" if whole else None
-
     def probed_rows(self, length: int) -> torch.Tensor:
         return NO_ROWS  # no query decides for the others
 
