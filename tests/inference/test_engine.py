@@ -324,7 +324,7 @@ def training_hidden(found: Engine, ids: list[int], words: tuple[str, ...]) -> to
     make = Batches(Layouts(exchange), attention_setups(config, choices), found.device)
     arrays = np.array(ids, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.int32)
     batch = make([Sample(*arrays)])
-    set_execution(found.decoder, config.train)
+    set_execution(found.decoder, config, compile=False)
     return found.decoder.hidden(batch.tokens, batch.positions, batch.attention)
 
 

@@ -155,28 +155,17 @@ def test_published_configs_equal_the_shipped_shapes(tmp_path, shape):
     ("given", "rope"),
     [
         ({"rope_theta": 5e5}, {"theta": 5e5, "scaling": "none"}),
-        (
-            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-            {"theta": 5e5, "scaling": "none"},
-        ),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            {"theta": 5e5, "scaling": "none"}),
         ({}, {"theta": 10000.0}),
-        (
-            {
-                "rope_theta": 5e5,
-                "rope_scaling": {"type": "yarn", "factor": 4.0},
-                "original_max_position_embeddings": 64,
-            },
-            {"theta": 5e5, "scaling": "yarn", "factor": 4.0, "original_max_position": 64},
-        ),
-        (
-            {
-                "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
-                "original_max_position_embeddings": 32,
-            },
-            {"theta": 5e5, "scaling": "llama3", "factor": 8.0, "original_max_position": 32},
-        ),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings": 64},
+            {"theta": 5e5, "scaling": "yarn", "factor": 4.0, "original_max_position": 64}),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+            "original_max_position_embeddings": 32},
+            {"theta": 5e5, "scaling": "llama3", "factor": 8.0, "original_max_position": 32}),
     ],
-)
+)  # fmt: skip
 def test_rotary_settings_are_read_from_every_place(tmp_path, given, rope):
     export(tmp_path / "hf", tiny_model("llama"))
     edit_config(
@@ -322,6 +311,7 @@ def test_a_shape_without_a_family_is_not_written(tmp_path):
         ),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be a positive integer"),
+        ("mixtral", {"num_hidden_layers": -1}, "num_hidden_layers=-1: must be a positive integer"),
         ("mixtral", {"num_experts_per_tok": 2.5}, "num_experts_per_tok=2.5: must be a positive"),
     ],
 )

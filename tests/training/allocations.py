@@ -314,7 +314,7 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     offloaded = config.train.offload_activations
     offload = ActivationOffload(layers, torch.device("cpu"), offloaded) if offloaded else None
     decoder = Decoder(config.model).to(dtype)
-    set_execution(decoder, config.train, offload=offload)
+    set_execution(decoder, config, compile=False, offload=offload)
     decoder.loss = LossOptions()
     masks = [SequenceMask.causal(config.seq, config.seq)]
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())

@@ -109,7 +109,7 @@ def test_executed_matmul_flops_equal_those_of_a_training_step(
     model, seq = whole.model, whole.seq
     with torch.device("cpu"):
         decoder = Decoder(model)
-    set_execution(decoder, whole.train)
+    set_execution(decoder, whole, compile=False)
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     tokens, positions = torch.zeros(1, seq, dtype=torch.long), torch.arange(seq)[None]
@@ -158,7 +158,7 @@ def test_executed_flops_with_experts_are_those_of_the_chosen_ones(checkpoint, ti
     words = [f"train.activation_checkpoint={checkpoint}", f"train.tile_mib={tile_mib}"]
     whole = compose(["model=tiny_moe", "seq=256", *overrides, *words])
     decoder = Decoder(whole.model)
-    set_execution(decoder, whole.train)
+    set_execution(decoder, whole, compile=False)
     initialize(decoder, 0)
     model, seq, numbers = whole.model, whole.seq, torch.arange(whole.seq)[None]
     with FlopCounterMode(display=False) as counter:
