@@ -9,6 +9,7 @@ from pathlib import Path
 from mtrain_cli.config import keys
 from mtrain_cli.config.exchanges import exchange_names
 from mtrain_cli.config.groups import Groups, open_groups, summary
+from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.schema import KERNELS, LAYOUTS
 
 Candidate = tuple[str, str]  # text to insert, and its help
@@ -135,6 +136,8 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
         return []
     words = [*key.choices, *_words_of(key)]
     words += ["true", "false"] if bool in key.types else []
+    if name == "train.callbacks":
+        words = [f"[{callback}]" for callback in callback_names()]
     if name == "seq":
         words = ["4k", "32k", "128k", "512k", "1m"]
     return [(word, key.help) for word in words]

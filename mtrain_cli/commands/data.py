@@ -104,7 +104,7 @@ def prepare(
             adds one.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_bar, rounded_vocabulary
-    from mtrain_cli.commands.data_ruler import token_count
+    from mtrain_cli.commands.options import token_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Filters
     from mtrain_cli.data.prepare import prepare_store

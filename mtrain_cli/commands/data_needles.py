@@ -9,12 +9,12 @@ from typing import Annotated
 
 from mtrain_cli.commands.completion import complete_tokenizers
 from mtrain_cli.commands.data import app
-from mtrain_cli.commands.data_ruler import token_count
 from mtrain_cli.commands.options import (
     MOST_DOCUMENTS,
     argument,
     bounded,
     option,
+    token_count,
     writing,
 )
 from mtrain_cli.config.schema import ConfigError

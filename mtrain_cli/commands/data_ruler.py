@@ -9,11 +9,11 @@ from mtrain_cli.commands.completion import complete_tokenizers
 from mtrain_cli.commands.data import app
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
-    MOST_TOKENS,
     argument,
     bounded,
     option,
     parse_names,
+    token_lengths,
     writing,
 )
 from mtrain_cli.config.schema import ConfigError
@@ -104,26 +104,3 @@ def ruler_tasks(text: str) -> list[str]:
     for task in tasks:
         find_task(task)
     return list(tasks)
-
-
-def token_lengths(option: str, text: str, least: int = 2) -> list[int]:
-    """Parse numbers of tokens such as ``4k,128k``, without duplicates."""
-    from mtrain_cli.config.sizes import EXPECTED, parse_size
-
-    lengths = []
-    for item in text.split(","):
-        try:
-            tokens = parse_size(item)
-        except ValueError:
-            raise ConfigError(f"{option} {text}: {item!r} is not {EXPECTED}") from None
-        if not least <= tokens <= MOST_TOKENS:
-            raise ConfigError(f"{option} {text}: must be from {least} to {MOST_TOKENS:,} tokens")
-        lengths.append(tokens)
-    return list(dict.fromkeys(lengths))
-
-
-def token_count(option: str, text: str, least: int = 2) -> int:
-    """Parse one number of tokens."""
-    if len(lengths := token_lengths(option, text, least)) > 1:
-        raise ConfigError(f"{option} {text}: give one number of tokens")
-    return lengths[0]

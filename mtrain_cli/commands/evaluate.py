@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_attentions, complete_models, complete_overrides
-from mtrain_cli.commands.data_ruler import token_count, token_lengths
 from mtrain_cli.commands.options import (
     MOST_DOCUMENTS,
     MOST_SAMPLES,
@@ -21,6 +20,8 @@ from mtrain_cli.commands.options import (
     flag,
     name_list,
     option,
+    token_count,
+    token_lengths,
     warn,
     with_options,
     writing,

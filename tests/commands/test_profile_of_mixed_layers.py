@@ -68,15 +68,8 @@ def test_each_kind_of_layer_has_the_pairs_of_its_mask(mixed):
 
 def test_tables_and_files_name_the_kind_of_layer(mixed):
     recorded = open_records(mixed)
-    for facts, result in zip(recorded.summary["cases"], recorded.summary["results"], strict=True):
+    for facts in recorded.summary["cases"]:
         assert facts["layer_kinds"] == {"window": [0, 2], "full": [1]}
-        assert [kind["layers"] for kind in result["kinds"]] == [[0, 2], [1]]
-        assert [kind["samples"] for kind in result["kinds"]] == [2, 1]
-    # Cells wrap, so only the words of a label are next to each other.
-    text = (mixed.parents[1] / "stdout").read_text()
-    table = text[text.index("Time breakdown") :]
-    for kind in ("window", "full"):
-        assert f"dense zigzag ring, {kind} layers" in table
     events = json.loads((mixed / "trace.json").read_text())["traceEvents"]
     slices = [e["args"] for e in events if e["ph"] == "X"]
     assert {(args["layer"], args.get("layer_kind")) for args in slices} == {

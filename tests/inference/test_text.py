@@ -68,7 +68,7 @@ def test_a_broken_tokenizer_and_broken_text_are_refused(tmp_path):
     folder = write_hf(tmp_path / "hf")
     (folder / "tokenizer.json").write_text("{broken")
     with pytest.raises(
-        ConfigError, match=r"hf: tokenizer.json: not a Hugging Face tokenizer.json \(une.* 1, c"
+        ConfigError, match=r"hf: tokenizer.json: not a Hugging Face tokenizer.json \(.* at line 1"
     ):
         open_codec(source(folder))
     write_run(tmp_path / "run")

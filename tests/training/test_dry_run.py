@@ -74,7 +74,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
     assert (plan.environment.device, plan.dims.workers, plan.dtype) == ("cuda", 64, "bfloat16")
     assert re.fullmatch(
         r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
-        r"no GPU, and 64 CPU workers would need [\d,.]+ GiB, but this machine has 24 GiB",
+        r"no GPU, and 64 CPU workers would need [\d,.]+ GiB, but this machine has 24 GiB for this "
+        r"process",
         plan.machine,
     )
     assert (
