@@ -48,7 +48,7 @@ class Priced(Prices):
 
 
 class Player:
-    """Keeps what it is told to play."""
+    """Stands in for the timeline's player and records each operation."""
 
     def __init__(self, *_) -> None:
         self.played = []
