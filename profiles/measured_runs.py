@@ -77,7 +77,7 @@ class Pool(worker_pool.Pool):
             count = () if workers is None else (f"topology.workers={workers}",)
             try:
                 config = compose(run_words(*words, *count, folder=folder, record=record))
-                environment = checked_environment(config, [])
+                environment = checked_environment(config)
                 run = run_dir.create(config, [])
             except ConfigError as error:
                 raise RunFailed(str(error)) from error
