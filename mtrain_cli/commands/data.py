@@ -115,8 +115,9 @@ def prepare(
         raise ConfigError(f"--bos {bos}: expected auto, true or false")
     begins = bos if bos == "auto" else bos == "true"
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
-    least = token_count("--min-tokens", min_tokens, 0)
-    filters = Filters(domains, least, token_count("--max-tokens", max_tokens, 0), truncate)
+    least = token_count("--min-tokens", min_tokens, 0, MOST_DOCUMENTS)
+    most = token_count("--max-tokens", max_tokens, 0, MOST_DOCUMENTS)
+    filters = Filters(domains, least, most, truncate)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key)
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)

@@ -251,7 +251,7 @@ def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(run, dir=folder))
 
 
-def token_lengths(option: str, text: str, least: int = 2) -> list[int]:
+def token_lengths(option: str, text: str, least: int = 2, most: int = MOST_TOKENS) -> list[int]:
     """Parse numbers of tokens such as ``4k,128k``, without duplicates."""
     from mtrain_cli.config.sizes import EXPECTED, parse_size
 
@@ -261,14 +261,14 @@ def token_lengths(option: str, text: str, least: int = 2) -> list[int]:
             tokens = parse_size(item)
         except ValueError:
             raise ConfigError(f"{option} {text}: {item!r} is not {EXPECTED}") from None
-        if not least <= tokens <= MOST_TOKENS:
-            raise ConfigError(f"{option} {text}: must be from {least} to {MOST_TOKENS:,} tokens")
+        if not least <= tokens <= most:
+            raise ConfigError(f"{option} {text}: must be from {least} to {most:,} tokens")
         lengths.append(tokens)
     return list(dict.fromkeys(lengths))
 
 
-def token_count(option: str, text: str, least: int = 2) -> int:
+def token_count(option: str, text: str, least: int = 2, most: int = MOST_TOKENS) -> int:
     """Parse one number of tokens."""
-    if len(lengths := token_lengths(option, text, least)) > 1:
+    if len(lengths := token_lengths(option, text, least, most)) > 1:
         raise ConfigError(f"{option} {text}: give one number of tokens")
     return lengths[0]

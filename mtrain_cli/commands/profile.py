@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -71,7 +72,7 @@ def check_output(
         raise ConfigError(f"{option} {out}: is a folder; give a file")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not out.exists()
+        is_new = not os.path.lexists(out)  # a link to a missing file is the user's
         with out.open("ab"):
             pass
         if is_new:

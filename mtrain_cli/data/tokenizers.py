@@ -62,7 +62,8 @@ class ByteTokenizer:
 
     identity: fingerprint, which differs between tokenizers that may encode a text to different ids.
     begin: begin token of documents and prompts, empty for none.
-    prescribed, named: what ``begin`` is unless the user chose, and if the user wants one.
+    prescribed: what ``begin`` is unless the user chose. named: what it is if the user wants one and
+        none is prescribed.
     eos: id of the end token, which follows each document; None without.
     exact_pieces: whether the pieces of `corpora.split_text`, encoded one by one, give the same ids
         as the whole text.

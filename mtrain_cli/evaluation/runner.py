@@ -6,6 +6,7 @@ compute each sample together.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -352,15 +353,16 @@ class Runner(Evaluation):
 
     def _work(self) -> float:
         """Return the FLOP of the samples that the folder lacks, without short contexts."""
-        return sum(
-            self._cost(setting, cell)
-            * (
-                self._measurement.count(cell, self.request.samples)
-                - len(self._whole_rows(self._key(setting, cell), cell))
-            )
-            for setting in self.settings
-            for cell in self._measurement.cells()
-        )
+        work, measurement = 0.0, self._measurement
+        self._measurement = copy.copy(measurement)  # learns whose key tokens others use
+        for setting in self.settings:
+            for cell in self._measurement.cells():
+                missing = self._measurement.count(cell, self.request.samples)
+                missing -= len(self._whole_rows(self._key(setting, cell), cell))
+                work += self._cost(setting, cell) * missing
+            self._measurement.learn(setting.origin, setting.label, [])
+        self._measurement = measurement
+        return work
 
 
 def tokenizer_text(request: EvaluationRequest, source: ModelSource) -> str:

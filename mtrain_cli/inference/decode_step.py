@@ -120,8 +120,8 @@ class DecodeStep:
     def begin(self, logits_BV: Tensor, positions: list[int], uniforms: list[np.ndarray]) -> None:
         """Choose the first token of each sequence of a new batch, by the logits after its prompt.
 
-        positions, uniforms: of each prompt, its tokens and its random numbers. The last rows of the
-            cache may have no prompt.
+        positions: number of tokens of each prompt. uniforms: random numbers of each
+            (`Sampling.uniforms`). Rows of the cache after these have no prompt.
         """
         rows = len(positions)
         numbers = torch.from_numpy(np.stack(uniforms, axis=1))

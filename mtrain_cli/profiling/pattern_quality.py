@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What a layer's attention reads, and what the patterns chose from it.
+    """What a layer's attention reads, and where it is measured.
 
     q, k: [1, seq, heads, head_dim] and [1, seq, kv_heads, head_dim], rotated.
     positions: int64 [seq], rotary positions.
@@ -54,7 +54,6 @@ class LayerAttention:
     positions: torch.Tensor
     masked: MaskedPositions
     rows: IntArray
-    indices: dict[str, Index]
     per_position: torch.Tensor
     factor: float
 
@@ -197,17 +196,17 @@ class Measurement(Callback):
 
     @torch.no_grad()
     def _measure(self, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int) -> None:
-        place, indices = self._place(layer), dict[str, Index]()
+        place = self._place(layer)
         sampled = sampled_rows(self._patterns, batch.masks[0].length, place.step, self._rows)
         for pattern in self._patterns:
             masked = self._masked_of(pattern, batch, q.device)
-            index = indices[pattern.name] = pattern.estimate(q, k, masked, layer)
+            index = pattern.estimate(q, k, masked, layer)
             self.records += _heads(pattern.name, index, q, k, masked, place, sampled, self._seq)
         if self._analyzer is not None:
             masked, decoder = self._masked_of(self._patterns[0], batch, q.device), self._decoder
             self._analyzer.on_layer(
                 LayerAttention(
-                    place, q, k, batch.positions[0], masked, sampled, indices,
+                    place, q, k, batch.positions[0], masked, sampled,
                     decoder.inverse_frequencies_F, decoder.attention_factor,
                 )
             )  # fmt: skip

@@ -142,7 +142,7 @@ def compare_table(sources: Sequence[ReportSource]) -> Table:
         Column("what", lambda row: row.what, key="what", words=True),
         Column("first", lambda row: row.first, four_digits, "first", drop=1),
         Column("this", lambda row: row.other, four_digits, "this"),
-        Column("difference", lambda row: row.difference, key="difference"),
+        Column("difference", lambda row: row.difference),
         Column("", lambda row: row.ratio, key="ratio"),
         Column("", lambda row: row.noise, key="noise"),
         Column("noise", lambda row: row.spread),

@@ -56,7 +56,7 @@ _WAITS = {
     EXPERTS: "rows of experts",
     "weights": "weights and gradients",
     PIPELINE: "other stages",
-    "offload": "activations from the host",
+    "offload": "activations that move to or from the host",
 }
 
 

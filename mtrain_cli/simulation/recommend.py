@@ -333,9 +333,13 @@ def reasons(
     for difference, name in listed:
         if abs(difference) > 0.002 * step:
             times = f"{here.get(name, 0.0):.3g} s instead of {there.get(name, 0.0):.3g} s"
-            explanation.append(f"{'but ' * (difference < 0)}{part_name(name)} takes {times}")
-    imbalances = (fmean(p.work.worker for p in o.attention.passes.values()) for o in (best, other))
-    explanation.append("worker imbalance of work {:.2f} instead of {:.2f}".format(*imbalances))
+            explanation.append(f"{'but ' * (difference < 0)}{part_name(name)} {times}")
+    own, others = (
+        fmean(p.work.worker for p in scenario.attention.passes.values())
+        for scenario in (best, other)
+    )
+    if abs(own - others) > 0.005:
+        explanation.append(f"worker imbalance of work {own:.2f} instead of {others:.2f}")
     explanation.append(
         f"memory {best.step.gib:.1f} GiB instead of {other.step.gib:.1f} GiB, of "
         f"{usable(best.plan):.1f} GiB usable ({USABLE:.0%})"

@@ -80,6 +80,13 @@ def test_perplexity_and_needles_share_a_folder_that_report_shows():
     assert "perplexity" in Path("page/tables/evaluations.csv").read_text()
 
 
+def test_a_finished_evaluation_with_a_short_context_has_nothing_to_compute():
+    words = ("perplexity", "run", "--text", "text.txt", "--length", "256", "--short", "64")
+    both = ("--samples", "1", "--attention", "dense,vertical_slash", "sparsity.block=16")
+    assert "FLOP to compute" in evaluate(*words, *both).stderr
+    assert "holds all samples; nothing to compute" in evaluate(*words, *both).stderr
+
+
 def test_ruler_scores_tasks_and_files():
     lines = [{"input": f"The number is {n}. Which?", "outputs": [str(n)]} for n in range(3)]
     Path("mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -176,6 +176,7 @@ def test_two_runs_are_compared_in_the_given_folder():
     with Path("both/tables/compare.csv").open() as file:
         rows = {row["what"]: row for row in csv.DictReader(file)}
     assert float(rows["worker imbalance, time"]["ratio"]) == pytest.approx(1 / 1.6, rel=1e-4)
+    assert not any(value.startswith("'") for row in rows.values() for value in row.values())
     assert not Path("measurements/one/report.html").exists()
 
 
