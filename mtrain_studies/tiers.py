@@ -132,6 +132,10 @@ _WITH_DENSE_LAYERS = f"{_SPARSE}-{DENSE_LAYERS}"
 _BEFORE_AGAIN = 2  # variants of a tier that come before the repetition of dense
 
 
+def _block_topk(*settings: str) -> tuple[str, ...]:
+    return ("sparsity=block_topk", *(f"sparsity.{setting}" for setting in settings))
+
+
 def _toy_slash(*more: str) -> tuple[str, ...]:
     sizes = ("block=32", "last_q=32", "min_columns=8", "max_columns=64")
     return _vertical_slash(0.6, *(f"sparsity.{size}" for size in sizes), *more)
@@ -251,6 +255,15 @@ _A = Tier(
         ),
         *_dense_layers(2, _vertical_slash(0.6, "sparsity.dense_layers=2")),
         Variant("xattention", ("sparsity=xattention",), about="blocks by antidiagonal sums"),
+        *(
+            Variant(f"block_topk-{name}", _block_topk(*settings), about=about)
+            for name, settings, about in (
+                ("exact-15", ("score=exact", "density=0.15"), "15 % of the pairs by exact scores"),
+                ("exact-5", ("score=exact", "density=0.05"), "5 % of the pairs by exact scores"),
+                ("mean-15", ("score=mean", "density=0.15"), "by mean query and key: a control"),
+                ("pca-15", ("score=pca", "density=0.15"), "by scores of 32 dimensions"),
+            )
+        ),
     ),
 )  # fmt: skip
 

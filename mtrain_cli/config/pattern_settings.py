@@ -7,6 +7,7 @@ To add a pattern to mtrain, add its settings here, ``mtrain_cli/sparsity/NAME.py
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,6 +22,7 @@ from mtrain_cli.config.option import (
     STEPS,
     TOKENS_OF_SEQ,
     Range,
+    at_least,
     option,
 )
 from mtrain_cli.config.plugins import Plugins
@@ -237,6 +239,55 @@ class MobaSettings(SparseSettings):
 
 
 @dataclass(frozen=True)
+class BlockTopkSettings(SparseSettings):
+    """Key blocks for each block of queries, by the largest score of any of its query-key pairs.
+
+    density: share of the causal pairs that each head computes, forced blocks included; 0 =
+        sparsity.threshold decides
+    threshold: least bound of an attention probability that chooses a block: with exact scores, no
+        pair above it is lost; 0 = sparsity.density decides
+    row_cap: most blocks of a row of blocks, as a multiple of its share of the density
+    score: exact = products of whole queries and keys; pca = of their projections on the directions
+        that matter most to the products; mean = of the mean query and key of a block (a control)
+    rank: dimensions of a projection
+    index_per: what has an index of its own: each query head, or each group of query heads that
+        shares a key-value head
+    """
+
+    name: ClassVar[str] = "block_topk"
+    bitmap: ClassVar[bool] = True
+    instead: ClassVar[Mapping[str, str]] = {"threshold": "density"}
+
+    density: float = option(FRACTION)
+    threshold: float = option(FRACTION)
+    row_cap: float = option(at_least(1).up_to(10**6, "no row has so many blocks"))
+    score: str = option(("exact", "pca", "mean"))
+    rank: int = option(POSITIVE.up_to(1024, "no head is wider"))
+    index_per: str = option(("query_head", "kv_group"))
+
+    def problems(self, seq: int) -> Iterator[str]:
+        if bool(self.density) == bool(self.threshold):
+            given = f"sparsity.density={self.density:.10g}"
+            yield f"{given}: with sparsity.threshold={self.threshold:.10g}; give one of the two"
+        elif self.block >= 1 and 0 < self.density < (least := self.forced_share(seq)):
+            yield (
+                f"sparsity.density={self.density:.10g}: a block of queries always sees itself, the "
+                f"block before it and the first one, {least:.4f} of the pairs of {seq:,} tokens; "
+                f"give at least {math.ceil(1e4 * least) / 1e4:g}, or a longer sequence"
+            )
+
+    def forced_share(self, seq: int) -> float:
+        """Return the share of causal pairs that every index of this pattern computes."""
+        blocks, block = -(-seq // self.block), self.block
+        others = max(0, blocks - 1) + max(0, blocks - 2)
+        pairs = blocks * block * (block + 1) / 2 + others * block**2
+        return min(1.0, pairs / (blocks * block * (blocks * block + 1) / 2)) if seq else 1.0
+
+    def known_density(self, seq: int) -> float | None:
+        return self.density or None
+
+
+@dataclass(frozen=True)
 class FixedSettings(SparseSettings):
     """Random slashes and columns, chosen by the seed. Only for measurements of speed.
 
@@ -278,6 +329,7 @@ OWN: dict[str, type[PatternSettings]] = {
         VerticalSlashSettings,
         XAttentionSettings,
         MobaSettings,
+        BlockTopkSettings,
         FixedSettings,
     )
 }

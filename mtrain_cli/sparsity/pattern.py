@@ -138,6 +138,27 @@ class MaskedPositions:
         """Return how many of this worker's slots hold a token of a sequence instead of padding."""
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
 
+    def in_blocks(self, tokens: Tensor, sequence: int) -> Tensor:
+        """Return a sequence's local tokens with zeros as padding, [local blocks, block, ...].
+
+        tokens: [local tokens, heads, head_dim].
+        """
+        num_tokens = self.num_tokens(sequence)
+        missing = len(self.host_positions) - num_tokens
+        padded = torch.nn.functional.pad(tokens[:num_tokens], (0, 0, 0, 0, 0, missing))
+        return padded.unflatten(0, (-1, self.tables.block))
+
+    def gather_blocks(self, mine: Tensor) -> Tensor:
+        """Return the tokens of all workers in sequence order, [batch, tokens, heads, dim].
+
+        mine: [batch, local blocks, tokens per block, heads, dim].
+        """
+        if "order of blocks" not in self.cache:
+            order = np.argsort(np.concatenate(self.shards))
+            self.cache["order of blocks"] = to_device(order, mine.device)
+        gathered = self.group.gather(mine).transpose(0, 1).flatten(1, 2)
+        return gathered.index_select(1, self.cache["order of blocks"]).flatten(1, 2)
+
     def visible(self, sequence: int, rows: Tensor, keys: int) -> Tensor:
         """Return which of the first ``keys`` local keys each query sees, bool [rows, keys]."""
         position = self.positions[:keys]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import high_product
@@ -39,28 +37,9 @@ class XAttentionPattern(XAttentionSettings):
     def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:
         """Return the index. One collective gathers all keys, as in MTraining's baseline."""
         geometry = masked.geometry
-        padded = [self._pad_to_blocks(t, masked, b) for b, t in enumerate(k)]
-        keys = self._gather_sequence(torch.stack(padded), masked)
-        bits = [
-            self._choose(self._pad_to_blocks(t, masked, b), keys[b], masked, b)
-            for b, t in enumerate(q)
-        ]
+        keys = masked.gather_blocks(torch.stack([masked.in_blocks(t, b) for b, t in enumerate(k)]))
+        bits = [self._choose(masked.in_blocks(t, b), keys[b], masked, b) for b, t in enumerate(q)]
         return BlockBitmap(self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks)
-
-    def _pad_to_blocks(self, tokens: Tensor, masked: MaskedPositions, sequence: int) -> Tensor:
-        """Return a sequence's local tokens as blocks, [local blocks, block, heads, head_dim]."""
-        num_tokens = masked.num_tokens(sequence)
-        missing = len(masked.host_positions) - num_tokens
-        padded = torch.nn.functional.pad(tokens[:num_tokens], (0, 0, 0, 0, 0, missing))
-        return padded.unflatten(0, (-1, self.block))
-
-    def _gather_sequence(self, mine: Tensor, masked: MaskedPositions) -> Tensor:
-        """Return the tokens of all workers in sequence order, [batch, tokens, heads, head_dim]."""
-        if type(self).__name__ not in masked.cache:
-            order = np.argsort(np.concatenate(masked.shards))
-            masked.cache[type(self).__name__] = to_device(order, mine.device)
-        gathered = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
-        return gathered.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
 
     def _choose(self, q: Tensor, k: Tensor, masked: MaskedPositions, sequence: int) -> Tensor:
         """Return the key blocks of each local query block, bool [heads, local blocks, blocks]."""

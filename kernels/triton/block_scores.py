@@ -1,0 +1,74 @@
+"""Find the largest score in each pair of a query block and a key block, without storing scores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS, _KEYS = 128, 64  # most queries and keys of a tile
+
+
+@triton.jit
+def _largest(
+    Q, K, LSE, FIRST, NUMBERS, OUT, scale, local, blocks,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    # Late rows have the most work, so they start first.
+    slot = local - 1 - tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    number = tl.load(NUMBERS + slot)
+    d, key = tl.arange(0, D), tl.arange(0, KEYS)
+    kv_heads = HEADS // GROUP
+    for block in range(split, number, splits):
+        largest = float("-inf")
+        for start in tl.static_range(0, BLOCK, ROWS):
+            row = start + tl.arange(0, ROWS)
+            at = slot.to(tl.int64) * BLOCK + row
+            q = tl.load(Q + (at[:, None] * HEADS + h) * D + d)
+            lse = tl.load(LSE + (h * local + slot) * BLOCK + row)
+            first = tl.load(FIRST + number * BLOCK + row)
+            for begin in tl.static_range(0, BLOCK, KEYS):
+                position = block * BLOCK + begin + key
+                place = position.to(tl.int64)[:, None] * kv_heads + h // GROUP
+                k = tl.load(K + place * D + d)
+                s = tl.dot(q, tl.trans(k)) * scale - lse[:, None]
+                seen = (position[None, :] >= first[:, None]) & (s < float("inf"))
+                s = tl.where(seen, s, float("-inf"))
+                largest = tl.maximum(largest, tl.max(tl.max(s, 1), 0))
+        tl.store(OUT + (h * local + slot) * blocks + block, largest)
+
+
+def largest_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    first: torch.Tensor,
+    numbers: torch.Tensor,
+    scale: float,
+    block: int,
+) -> torch.Tensor:
+    """Return the largest of ``scale * q k - lse`` in each pair of a query block and a key block.
+
+    Args:
+        q: [local blocks, block, heads, dim], contiguous.
+        k: [blocks * block, kv_heads, dim], contiguous, all keys of the sequence in order.
+        lse: float32 [heads, local blocks, block]; +inf for padding.
+        first: int32 [blocks, block], position of the first key that each query sees.
+        numbers: int32 [local blocks], block number of each local query block.
+
+    Returns:
+        float32 [heads, local blocks, blocks]; -inf from the query block itself on.
+    """
+    local, _, heads, dim = q.shape
+    blocks, kv_heads = len(first), k.shape[1]
+    result = torch.full((heads, local, blocks), float("-inf"), device=q.device)
+    splits = 1 if local * heads >= 512 else 8
+    _largest[(local, heads, splits)](
+        q, k, lse.contiguous(), first.contiguous(), numbers, result, scale, local, blocks,
+        HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, ROWS=min(block, _ROWS),
+        KEYS=min(block, _KEYS), num_warps=4 if dim <= 64 else 8, num_stages=3,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,175 @@
+"""`block_topk` chooses what its definition says, and loses no pair above its threshold."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from sparsity.small_batch import BLOCK, DIM, HEADS, KV_HEADS, SEQ
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.problem import ConfigError
+from mtrain_cli.sparsity.block_topk import BlockTopkPattern
+from mtrain_cli.sparsity.pattern import MaskedPositions
+
+GROUP = HEADS // KV_HEADS
+
+
+def pattern(**changed) -> BlockTopkPattern:
+    default = {
+        "block": BLOCK, "density": 0.5, "threshold": 0.0, "row_cap": 100.0, "score": "exact",
+        "rank": 4, "index_per": "query_head",
+    }  # fmt: skip
+    return BlockTopkPattern(**{**default, **changed})
+
+
+def inputs(documents: bool = False, length: int = SEQ, seed: int = 0, scale: float = 1.0):
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, SEQ, HEADS, DIM), torch.randn(2, SEQ, KV_HEADS, DIM) * scale
+    ends = [np.sort(np.random.default_rng(b).integers(0, 3, length)) for b in range(2)]
+    masks = [
+        SequenceMask.from_documents(ends[b], SEQ) if documents else SequenceMask.causal(length, SEQ)
+        for b in range(2)
+    ]
+    return q, k, MaskedPositions.make(masks, BLOCK, bitmap=True)
+
+
+def exact_scores(q, k, mask: SequenceMask, h: int, sinks: int = 16) -> np.ndarray:
+    """Return each pair's score, and the probability of attention, in float64 [queries, keys]."""
+    z = (q[:, h].double() @ k[:, h // GROUP].double().T / math.sqrt(DIM)).numpy()
+    i, j = np.arange(mask.length)[:, None], np.arange(mask.length)[None]
+    z = np.where((j <= i) & (j >= mask.first[: mask.length, None]), z[: len(i), : len(i)], -np.inf)
+    near = np.where((j // BLOCK == i // BLOCK) | (j < sinks), z, -np.inf)
+    probability = np.exp(z - z.max(1, keepdims=True))
+    probability /= probability.sum(1, keepdims=True)
+    return z - np.log(np.exp(near).sum(1, keepdims=True)), probability
+
+
+def block_maxima(scores: np.ndarray) -> np.ndarray:
+    blocks = -(-SEQ // BLOCK)
+    whole = np.full((blocks * BLOCK,) * 2, -np.inf)
+    whole[: len(scores), : len(scores)] = scores
+    return whole.reshape(blocks, BLOCK, blocks, BLOCK).max((1, 3))
+
+
+def forced_blocks(blocks: int) -> np.ndarray:
+    own, key = np.arange(blocks)[:, None], np.arange(blocks)[None]
+    return (key <= own) & ((own - key < 2) | (key == 0))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("length", [SEQ, SEQ - 23])
+def test_the_largest_scores_fill_the_density(documents, length):
+    q, k, masked = inputs(documents, length)
+    index = pattern(density=0.6).estimate(q, k, masked, 0)
+    for b in range(2):
+        pairs = masked.tables.per_block[b].numpy().astype(np.int64)
+        for h in range(HEADS):
+            maxima = block_maxima(exact_scores(q[b], k[b], masked.masks[b], h)[0])
+            chosen = index.bits[b, h].numpy()
+            forced = forced_blocks(len(chosen)) & (pairs > 0)
+            assert (chosen >= forced).all()
+            assert not (chosen & (pairs == 0)).any()
+            far = chosen & ~forced
+            room = int((0.6 * pairs.sum() - (pairs * forced).sum()) // BLOCK**2)
+            candidates = np.isfinite(maxima) & ~forced
+            assert far.sum() == min(max(room, 0), candidates.sum())
+            left_out = candidates & ~far
+            if far.any() and left_out.any():
+                assert maxima[far].min() > maxima[left_out].max()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("index_per", ["query_head", "kv_group"])
+def test_no_pair_above_the_threshold_is_lost(documents, index_per):
+    q, k, masked = inputs(documents, scale=3.0)
+    k[:, 32:64] *= 0.001  # blocks that no query looks at
+    settings = {"density": 0.0, "threshold": 0.3, "index_per": index_per}
+    index = pattern(**settings).estimate(q, k, masked, 0)
+    lost = 0
+    for b in range(2):
+        for h in range(HEADS):
+            largest = block_maxima(exact_scores(q[b], k[b], masked.masks[b], h)[1])
+            kept = index.bits[b, h].numpy()
+            assert kept[largest > 0.3].all()
+            lost += (~kept & (largest > 0)).sum()
+    assert lost > 0, "the threshold must leave something out"
+
+
+def test_row_cap_limits_each_row():
+    q, k, masked = inputs()
+    k[:, :BLOCK] = k[:, -2 * BLOCK :] = 0  # the last rows look far, so they would take everything
+    loose, capped = (pattern(row_cap=cap).estimate(q, k, masked, 0).bits for cap in (100.0, 1.0))
+    blocks = torch.arange(capped.shape[-1])
+    share = (0.5 * (blocks + 1)).ceil()
+    most = torch.maximum(share, torch.tensor(forced_blocks(len(blocks))).sum(1) + 1)
+    assert (capped.sum(-1) <= most).all()
+    assert (loose.sum(-1) > most).any()
+
+
+def test_heads_of_a_group_share_their_blocks():
+    q, k, masked = inputs()
+    bits = pattern(index_per="kv_group", density=0.6).estimate(q, k, masked, 0).bits
+    assert torch.equal(bits[:, ::2], bits[:, 1::2])
+    apart = pattern(density=0.6).estimate(q, k, masked, 0).bits
+    assert not torch.equal(apart[:, ::2], apart[:, 1::2])
+
+
+def test_projections_of_full_rank_are_exact():
+    q, k, masked = inputs()
+    exact, projected = (
+        pattern(score=score, rank=rank).estimate(q.double(), k.double(), masked, 0).bits
+        for score, rank in (("exact", 4), ("pca", DIM - 1))
+    )
+    # A key of the same direction everywhere leaves DIM - 1 directions, which hold the products.
+    assert (exact != projected).float().mean() < 0.1
+    q[..., -1] = k[..., -1] = 0
+    exact, projected = (
+        pattern(score=score, rank=rank).estimate(q.double(), k.double(), masked, 0).bits
+        for score, rank in (("exact", 4), ("pca", DIM - 1))
+    )
+    assert torch.equal(exact, projected)
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+def test_triton_kernel_finds_the_same_maxima(dim):
+    from mtrain_cli.kernels.triton import block_scores
+
+    torch.manual_seed(0)
+    blocks, block, heads, kv_heads = 5, 32, 4, 2
+    numbers = torch.tensor([0, 2, 4], dtype=torch.int32)
+    q = torch.randn(3, block, heads, dim)
+    k = torch.randn(blocks * block, kv_heads, dim)
+    lse = torch.randn(heads, 3, block)
+    lse[:, 2, -5:] = math.inf  # padding
+    first = torch.zeros(blocks, block, dtype=torch.int32)
+    first[4] = 40
+    first[2, 3:] = 1 << 30
+    largest = block_scores.largest_scores(q, k, lse, first, numbers, 0.3, block)
+    position = torch.arange(blocks * block)
+    for h in range(heads):
+        for slot, number in enumerate(numbers.tolist()):
+            z = 0.3 * q[slot, :, h] @ k[:, h // 2].T - lse[h, slot][:, None]
+            seen = (position >= first[number][:, None]) & (position < number * block)
+            wanted = z.masked_fill(~seen, -math.inf).view(block, blocks, block).amax((0, 2))
+            torch.testing.assert_close(largest[h, slot], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["sparsity.density=0.001"], "sparsity.density=0.001: a block of queries always sees"),
+        (["sparsity.threshold=0.1", "sparsity.density=0.1"], "give one of the two"),
+        (["sparsity.density=1.5"], "sparsity.density=1.5: must be between 0 and 1"),
+        (["sparsity.score=random"], "sparsity.score=random: expected one of exact, pca, mean"),
+        (["sparsity.row_cap=0.5"], "sparsity.row_cap=0.5: must be at least 1"),
+        (["sparsity.rank=0"], "sparsity.rank=0: must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(words, line):
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        compose(["sparsity=block_topk", "seq=16384", *words])
