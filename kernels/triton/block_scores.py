@@ -11,9 +11,9 @@ _ROWS, _KEYS = 128, 64  # most queries and keys of a tile
 
 @triton.jit
 def _largest(
-    Q, K, LSE, FIRST, NUMBERS, OUT, scale, local, blocks,
+    Q, K, LSE, FIRST, NUMBERS, LEVEL, OUT, scale, local, blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     # Late rows have the most work, so they start first.
     slot = local - 1 - tl.program_id(0)
@@ -22,8 +22,11 @@ def _largest(
     number = tl.load(NUMBERS + slot)
     d, key = tl.arange(0, D), tl.arange(0, KEYS)
     kv_heads = HEADS // GROUP
+    if STARTS:
+        level = tl.load(LEVEL + h)
     for block in range(split, number, splits):
         largest = float("-inf")
+        start_row = BLOCK
         for start in tl.static_range(0, BLOCK, ROWS):
             row = start + tl.arange(0, ROWS)
             at = slot.to(tl.int64) * BLOCK + row
@@ -36,9 +39,14 @@ def _largest(
                 k = tl.load(K + place * D + d)
                 s = tl.dot(q, tl.trans(k)) * scale - lse[:, None]
                 seen = (position[None, :] >= first[:, None]) & (s < float("inf"))
-                s = tl.where(seen, s, float("-inf"))
-                largest = tl.maximum(largest, tl.max(tl.max(s, 1), 0))
-        tl.store(OUT + (h * local + slot) * blocks + block, largest)
+                of_rows = tl.max(tl.where(seen, s, float("-inf")), 1)
+                if STARTS:
+                    start_row = tl.minimum(
+                        start_row, tl.min(tl.where(of_rows >= level, row, BLOCK), 0)
+                    )
+                else:
+                    largest = tl.maximum(largest, tl.max(of_rows, 0))
+        tl.store(OUT + (h * local + slot) * blocks + block, start_row if STARTS else largest)
 
 
 def largest_scores(
@@ -49,8 +57,11 @@ def largest_scores(
     numbers: torch.Tensor,
     scale: float,
     block: int,
+    level: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the largest of ``scale * q k - lse`` in each pair of a query block and a key block.
+
+    With a level, return instead the first query of the query block that reaches it for any key.
 
     Args:
         q: [local blocks, block, heads, dim], contiguous.
@@ -58,17 +69,25 @@ def largest_scores(
         lse: float32 [heads, local blocks, block]; +inf for padding.
         first: int32 [blocks, block], position of the first key that each query sees.
         numbers: int32 [local blocks], block number of each local query block.
+        level: float32 [heads].
 
     Returns:
-        float32 [heads, local blocks, blocks]; -inf from the query block itself on.
+        float32 [heads, local blocks, blocks]; -inf from the query block itself on. With a level,
+        int32, and ``block`` if no query reaches it.
     """
     local, _, heads, dim = q.shape
     blocks, kv_heads = len(first), k.shape[1]
-    result = torch.full((heads, local, blocks), float("-inf"), device=q.device)
+    shape, device = (heads, local, blocks), q.device
+    if level is None:
+        result = torch.full(shape, float("-inf"), device=device)
+    else:
+        result = torch.full(shape, block, dtype=torch.int32, device=device)
     splits = 1 if local * heads >= 512 else 8
     _largest[(local, heads, splits)](
-        q, k, lse.contiguous(), first.contiguous(), numbers, result, scale, local, blocks,
+        q, k, lse.contiguous(), first.contiguous(), numbers, lse if level is None else level,
+        result, scale, local, blocks,
         HEADS=heads, GROUP=heads // kv_heads, D=dim, BLOCK=block, ROWS=min(block, _ROWS),
-        KEYS=min(block, _KEYS), num_warps=4 if dim <= 64 else 8, num_stages=3,
+        KEYS=min(block, _KEYS), STARTS=level is not None, num_warps=4 if dim <= 64 else 8,
+        num_stages=3,
     )  # fmt: skip
     return result

@@ -255,3 +255,9 @@ class GatedBitmap(BlockBitmap):
             keys = (end - first).clamp_(min=0)  # [batch, queries, chunks]
             pairs += (self.gated(rows) * keys[:, None]).sum((-1, -2))
         return replace(block_counts, pairs=pairs)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack bool [..., n] into int32 [..., ceil(n / 32)]: flag i is bit i % 32 of word i // 32."""
+    words = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 32)).unflatten(-1, (-1, 32)).long()
+    return (words << torch.arange(32, device=bits.device)).sum(-1).to(torch.int32)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
-from mtrain_cli.attention.index import BlockBitmap
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, pack_bits
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import Pair, accumulation_dtype, has_triton, high_product
 from mtrain_cli.config.pattern_settings import BlockTopkSettings
@@ -33,10 +34,17 @@ class BlockTopkPattern(BlockTopkSettings):
     lse is a query's log-sum-exp over its own block and the first keys. The attention that a query
     gives to a key is at most exp(q k - lse), so no larger attention lies in a block that ranks
     lower. Queries that rest on near keys rank low, and leave the density to those that look far.
+
+    A query sees a chosen block only from the first query of its block on that ranks it so high:
+    what later queries look for would tell the model what the next tokens are.
     """
 
+    @property
+    def is_causal(self) -> bool:
+        return self.score != "mean"
+
     def request(self) -> IndexRequest:
-        return IndexRequest(self.block, bitmap=True)
+        return IndexRequest(self.block, bitmap=True, chunk=self.block if self.is_causal else 0)
 
     def describe(self) -> str:
         scores = {
@@ -68,15 +76,40 @@ class BlockTopkPattern(BlockTopkSettings):
             queries, keys = (t.float().sum(2, keepdim=True) / counts for t in (queries, keys))
             lse = lse.masked_fill(lse.isposinf(), 0.0).mean(-1, keepdim=True)
         everyone = masked.gather_blocks(keys)  # [batch, keys, kv_heads, dim]
-        bits = []
+        heads, groups = q.shape[2], k.shape[2] if self.index_per == "kv_group" else q.shape[2]
+        bits, gates = [], []
         for b in range(len(q)):
-            scores = self._scores(queries[b], everyone[b], lse[b], q.shape[-1] ** -0.5, masked, b)
-            if self.index_per == "kv_group":
-                scores = scores.unflatten(0, (k.shape[2], -1)).amax(1)
-            bits.append(self._choose(scores, masked, b))
-        chosen = torch.stack(bits).repeat_interleave(q.shape[2] // bits[0].shape[0], 1)
+            find = partial(
+                self._find, queries[b], everyone[b], lse[b], q.shape[-1] ** -0.5, masked, b
+            )
+            scores = find().unflatten(0, (groups, -1)).amax(1)
+            forced = self._forced(masked, b)
+            chosen, level = self._choose(scores, forced, masked, b)
+            bits.append(chosen.repeat_interleave(heads // groups, 0))
+            if self.is_causal:
+                per_head = level.repeat_interleave(heads // groups)
+                starts = find(per_head).unflatten(0, (groups, -1)).amin(1)
+                gates.append(self._gates(chosen, starts.masked_fill(forced, 0)))
         geometry = masked.geometry
-        return BlockBitmap(self.block, geometry.blocks, chosen, geometry.query_blocks)
+        index = BlockBitmap(self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks)
+        if not gates:
+            return index
+        by_head = torch.stack(gates).repeat_interleave(heads // groups, 1)
+        return GatedBitmap(**vars(index), gates=by_head, chunk=self.block)
+
+    def _gates(self, chosen: Tensor, starts: Tensor) -> Tensor:
+        """Return which blocks each query sees, int32 [heads, local queries, words].
+
+        starts: [heads, local, blocks], first query of a query block that sees a key block.
+        """
+        row, words = torch.arange(self.block, device=starts.device), -(-starts.shape[-1] // 32)
+        gates = torch.empty(
+            *starts.shape[:2], self.block, words, dtype=torch.int32, device=starts.device
+        )
+        for slot in range(starts.shape[1]):
+            seen = chosen[:, slot, None] & (starts[:, slot, None] <= row[:, None])
+            gates[:, slot] = pack_bits(seen)
+        return gates.flatten(1, 2)
 
     def _near_lse(self, q: Tensor, k: Tensor, masked: MaskedPositions) -> Tensor:
         """Return each query's lse over near keys, [batch, heads, local blocks, block].
@@ -152,16 +185,25 @@ class BlockTopkPattern(BlockTopkSettings):
             result[b].index_copy_(0, at, own.flatten(0, 1).index_select(0, source))
         return masked.group.sum(result)  # exact: one worker has each token and others add zeros
 
-    def _scores(
-        self, q: Tensor, k: Tensor, lse: Tensor, scale: float, masked: MaskedPositions, b: int
+    def _find(
+        self,
+        q: Tensor,
+        k: Tensor,
+        lse: Tensor,
+        scale: float,
+        masked: MaskedPositions,
+        b: int,
+        level: Tensor | None = None,
     ) -> Tensor:
         """Return the largest score of each local query block and earlier key block.
 
         q: [local blocks, rows, heads, dim]. k: [blocks * rows, kv_heads, dim]. rows: the block
             size, or 1 for means.
+        level: float [heads], for the first query of a block with a score of that level instead.
 
         Returns:
-            float [heads, local blocks, blocks]; -inf where no query sees a key.
+            [heads, local blocks, blocks]; -inf where no query sees a key, or the block size if no
+            query has such a score.
         """
         local, rows, heads, _ = q.shape
         blocks, kv_heads = masked.geometry.blocks, k.shape[1]
@@ -173,9 +215,9 @@ class BlockTopkPattern(BlockTopkSettings):
             from mtrain_cli.kernels.triton import block_scores
 
             return block_scores.largest_scores(
-                q.contiguous(), k.contiguous(), lse, first, numbers, scale, self.block
+                q.contiguous(), k.contiguous(), lse, first, numbers, scale, self.block, level
             )
-        result = torch.full((heads, local, blocks), -math.inf, dtype=lse.dtype, device=q.device)
+        results = []
         key = torch.arange(len(k), device=q.device)
         transposed = k.permute(1, 2, 0)
         # The shapes of these products do not depend on the number of workers, nor does rounding.
@@ -186,19 +228,29 @@ class BlockTopkPattern(BlockTopkSettings):
             scores = scores.mul_(scale).sub_(lse[:, i, :, None])
             seen = (key >= first[number][:, None]) & (key < number * rows)
             scores.masked_fill_(~seen | ~(scores < math.inf), -math.inf)
-            result[:, i] = scores.view(heads, rows, blocks, rows).amax((1, 3))
-        return result
+            of_queries = scores.view(heads, rows, blocks, rows).amax(-1)
+            if level is None:
+                results.append(of_queries.amax(1))
+            else:
+                reached = (of_queries.float() >= level[:, None, None]).to(torch.int32)
+                results.append(torch.where(reached.any(1), reached.argmax(1), rows))
+        return torch.stack(results, 1)
 
-    def _choose(self, scores: Tensor, masked: MaskedPositions, b: int) -> Tensor:
-        """Return the chosen blocks of each local query block, bool [heads, local, blocks]."""
-        numbers, blocks = masked.geometry.query_blocks.long()[:, None], masked.geometry.blocks
-        pairs = masked.tables.per_block[b]
-        key_block = torch.arange(blocks, device=scores.device)
-        forced = (key_block == numbers) | (key_block == numbers - 1) | (key_block == 0)
-        forced &= pairs > 0
+    def _forced(self, masked: MaskedPositions, b: int) -> Tensor:
+        """Return the first block, the own one and the one before, bool [local, blocks]."""
+        numbers = masked.geometry.query_blocks.long()[:, None]
+        block = torch.arange(masked.geometry.blocks, device=numbers.device)
+        forced = (block == numbers) | (block == numbers - 1) | (block == 0)
+        return forced & (masked.tables.per_block[b] > 0)
+
+    def _choose(self, scores: Tensor, forced: Tensor, masked: MaskedPositions, b: int) -> Pair:
+        """Return the chosen blocks, bool [heads, local, blocks], and their least score [heads]."""
         if self.threshold:
-            return forced | (scores >= math.log(self.threshold))
+            level = scores.new_full((len(scores),), math.log(self.threshold), dtype=torch.float32)
+            return forced | (scores.float() >= level[:, None, None]), level
+        pairs = masked.tables.per_block[b]
         ranks = _ordered(scores.float().masked_fill_(forced, -math.inf))
+        numbers = masked.geometry.query_blocks.long()[:, None]
         allowed = self.row_cap * self.density * (numbers + 1)
         cap = (allowed.ceil().long() - forced.sum(-1, keepdim=True)).clamp(min=1)
         ranks.masked_fill_(ranks < _level(ranks, cap, lambda count: count), 0)
@@ -206,7 +258,7 @@ class BlockTopkPattern(BlockTopkSettings):
         total, used = masked.group.sum(sums)
         room = ((self.density * total.double() - used) / self.block**2).floor().long().clamp(min=0)
         level = _level(ranks.flatten(1), room, masked.group.sum)
-        return forced | (ranks >= level[..., None])
+        return forced | (ranks >= level[..., None]), _score_of(level[:, 0])
 
 
 def fused_scores_usable(q: Tensor, block: int) -> bool:
@@ -215,12 +267,20 @@ def fused_scores_usable(q: Tensor, block: int) -> bool:
     return q.shape[-1] in (16, 32, 64, 128) and has_triton()
 
 
+_LOWEST = -(0x7F800000 + 1)  # of -inf
+
+
 def _ordered(scores: Tensor) -> Tensor:
     """Return int64 numbers in the order of float32 scores: 0 for -inf, more for all others."""
     bits = scores.view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    lowest = -(0x7F800000 + 1)  # of -inf
-    return (ordered - lowest).clamp_(min=0)
+    return (ordered - _LOWEST).clamp_(min=0)
+
+
+def _score_of(ranks: Tensor) -> Tensor:
+    """Return the float32 scores with these `_ordered` numbers."""
+    ordered = (ranks + _LOWEST).to(torch.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def _level(ranks: Tensor, room: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:

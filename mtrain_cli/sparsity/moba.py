@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, pack_bits
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import Pair, accumulation_dtype
 from mtrain_cli.config.pattern_settings import MobaSettings
@@ -87,7 +87,7 @@ class MobaPattern(MobaSettings):
                 scores = (queries @ keys[b, :, None]).flatten(0, 1)
                 position = masked.positions[begin:end]
                 seen = self._best_chunks(scores, position, geometry.tables.first[b, position], size)
-                gates[b, :, begin:end] = _pack_bits(seen)
+                gates[b, :, begin:end] = pack_bits(seen)
                 whole = torch.nn.functional.pad(seen, (0, 0, 0, -(end - begin) % block))
                 block_chunks = whole.unflatten(1, (-1, block)).any(2)
                 rows = slice(begin // block, -(-end // block))
@@ -138,12 +138,6 @@ def _with_own_first(scores: Tensor, candidate: Tensor, own: Tensor) -> Tensor:
     """Return scores that rank a query's own chunk first, and chunks it cannot choose last."""
     scores = scores.nan_to_num(0.0).masked_fill(~candidate, float("-inf"))
     return scores.masked_fill(own, float("inf"))
-
-
-def _pack_bits(bits: Tensor) -> Tensor:
-    """Pack bool [..., n] into int32 [..., ceil(n / 32)]: flag i is bit i % 32 of word i // 32."""
-    words = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 32)).unflatten(-1, (-1, 32)).long()
-    return (words << torch.arange(32, device=bits.device)).sum(-1).to(torch.int32)
 
 
 def _block_sums(tokens: Tensor, masked: MaskedPositions) -> Tensor:

@@ -93,19 +93,21 @@ def test_no_pair_above_the_threshold_is_lost(documents, index_per):
     lost = 0
     for b in range(2):
         for h in range(HEADS):
-            largest = block_maxima(exact_scores(q[b], k[b], masked.masks[b], h)[1])
-            kept = index.bits[b, h].numpy()
-            assert kept[largest > 0.3].all()
-            lost += (~kept & (largest > 0)).sum()
+            probability = exact_scores(q[b], k[b], masked.masks[b], h)[1]
+            at = torch.arange(len(probability))
+            kept = index.allowed(at, at)[b, h].numpy()
+            assert kept[probability > 0.3].all()
+            lost += (~kept & (probability > 0)).sum()
     assert lost > 0, "the threshold must leave something out"
 
 
 def test_row_cap_limits_each_row():
     q, k, masked = inputs()
-    k[:, :BLOCK] = k[:, -2 * BLOCK :] = 0  # the last rows look far, so they would take everything
-    loose, capped = (pattern(row_cap=cap).estimate(q, k, masked, 0).bits for cap in (100.0, 1.0))
+    # The last rows look far, so they would take everything.
+    q[:, : -2 * BLOCK] = k[:, :BLOCK] = k[:, -2 * BLOCK :] = 0
+    loose, capped = (pattern(density=0.7, row_cap=cap).estimate(q, k, masked, 0).bits for cap in (100.0, 1.0))
     blocks = torch.arange(capped.shape[-1])
-    share = (0.5 * (blocks + 1)).ceil()
+    share = (0.7 * (blocks + 1)).ceil()
     most = torch.maximum(share, torch.tensor(forced_blocks(len(blocks))).sum(1) + 1)
     assert (capped.sum(-1) <= most).all()
     assert (loose.sum(-1) > most).any()
@@ -150,6 +152,8 @@ def test_triton_kernel_finds_the_same_maxima(dim):
     first[4] = 40
     first[2, 3:] = 1 << 30
     largest = block_scores.largest_scores(q, k, lse, first, numbers, 0.3, block)
+    level = torch.tensor([0.5, 1.0, 1.5, 2.0])
+    starts = block_scores.largest_scores(q, k, lse, first, numbers, 0.3, block, level)
     position = torch.arange(blocks * block)
     for h in range(heads):
         for slot, number in enumerate(numbers.tolist()):
@@ -157,6 +161,25 @@ def test_triton_kernel_finds_the_same_maxima(dim):
             seen = (position >= first[number][:, None]) & (position < number * block)
             wanted = z.masked_fill(~seen, -math.inf).view(block, blocks, block).amax((0, 2))
             torch.testing.assert_close(largest[h, slot], wanted, rtol=1e-4, atol=1e-4)
+            of_rows = z.masked_fill(~seen, -math.inf).view(block, blocks, block).amax(2)
+            reached = (of_rows >= level[h]).int()
+            first_row = torch.where(reached.any(0), reached.argmax(0), block)
+            assert torch.equal(starts[h, slot].long(), first_row)
+            assert (first_row == block).any() or number == 0
+
+
+def test_later_queries_change_nothing():
+    q, k, masked = inputs(scale=3.0)
+    k[:, 32:64] *= 0.001
+    choose = pattern(density=0.0, threshold=0.3)
+    rows, keys, since = torch.arange(SEQ), torch.arange(SEQ), 100  # within a block
+    before = choose.estimate(q, k, masked, 0)
+    q[:, since:], k[:, since:] = torch.randn_like(q[:, since:]), torch.randn_like(k[:, since:])
+    after = choose.estimate(q, k, masked, 0)
+    seen = [index.allowed(rows, keys)[:, :, :since, :since] for index in (before, after)]
+    assert torch.equal(*seen)
+    last = since // BLOCK
+    assert not torch.equal(before.bits[:, :, last], after.bits[:, :, last])
 
 
 @pytest.mark.parametrize(
