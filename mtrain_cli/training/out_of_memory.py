@@ -54,7 +54,7 @@ _PARTS = {
     "training/checkpointer.py": "checkpoint",
     ":project": "q, k and v",
     ":finish": "MLP",
-    ":_make_decoder": "making the model",
+    ":to_empty": "making the model",
 }
 
 

@@ -25,6 +25,7 @@ from mtrain_cli.training.out_of_memory import (
     OPTIMIZER,
     MemoryFullError,
     _change,
+    failure_location,
     is_out_of_memory,
 )
 from mtrain_cli.training.trainer import Trainer
@@ -167,6 +168,18 @@ def test_the_error_names_the_location_and_the_largest_tensors(reports, where):
         line.startswith("To fit, try: ") and "a shorter seq (now 96)" in line for line in lines
     )
     assert lines[-1] == f"All tensors: {folder / where / 'oom-rank-0.json'}"
+
+
+def test_an_error_while_memory_is_allocated_for_the_model_says_so(monkeypatch):
+    def no_room(*_, **__):
+        raise RuntimeError(CPU_WORDS)
+
+    with torch.device("meta"):
+        decoder = decoders.Decoder(compose(SMALL).model)
+    monkeypatch.setattr(torch, "empty_like", no_room)
+    with pytest.raises(RuntimeError) as caught:
+        decoder.to_empty(device="cpu")
+    assert "making the model" in failure_location(caught.value)
 
 
 @pytest.mark.parametrize(
