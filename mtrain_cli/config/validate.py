@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys, parallel_checks
-from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS
@@ -315,8 +314,7 @@ def _train(config: Config) -> Iterator[str]:
         folder = Path(train.init_from).expanduser()
         if not folder.is_dir():
             wrong = "is a file" if folder.exists() else "no such folder"
-            line = f"{wrong}; give a Hugging Face folder{hub_hint(train.init_from)}"
-            yield conflict(config, "{train.init_from}: {line}", line=line)
+            yield f"{{train.init_from}}: {wrong}; give a Hugging Face folder"
         elif not (folder / "config.json").is_file():
             hint = adapter_hint(folder)
             yield f"{{train.init_from}}: has no config.json; give a Hugging Face folder{hint}"
