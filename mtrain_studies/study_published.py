@@ -43,8 +43,7 @@ def list_tables(as_json: Json = False) -> None:
           List names for `mtrain study NAME`
     """
     from mtrain_cli.reporting.table import text_table
-    from mtrain_cli.reporting.terminal import make_console
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal import make_console, print_table
 
     tables = [published.read(name) for name in published.names()]
     if as_json:

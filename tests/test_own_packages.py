@@ -25,7 +25,7 @@ IMPORTED = {
         attention.mask attention.partials commands.options config
         config.atomic_files config.schema config.sizes console evaluation.cost
         model.rope profiling.pattern_quality reporting reporting.plots reporting.tables
-        reporting.terminal_width sparsity.pattern sparsity.recall
+        reporting.terminal sparsity.pattern sparsity.recall
     """,
 }
 

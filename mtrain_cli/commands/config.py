@@ -157,6 +157,6 @@ def _split(
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from mtrain_cli.console import Console
     from mtrain_cli.reporting.table import text_table
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal import print_table
 
     print_table(Console(), text_table(header, rows, words=len(header), title=title))

@@ -40,7 +40,7 @@ from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
 from mtrain_cli.reporting.table import Column, Table, count, percent
-from mtrain_cli.reporting.terminal_width import print_table
+from mtrain_cli.reporting.terminal import print_table
 
 _SNIPPET = 240  # tokens
 _SECONDS_PER_LINE = 10.0

@@ -65,7 +65,7 @@ def show(
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
     from mtrain_cli.reporting.mask_page import layouts_note, layouts_table, views
-    from mtrain_cli.reporting.terminal_width import print_table, say
+    from mtrain_cli.reporting.terminal import print_table, say
 
     config = compose(list(overrides or ()), config_dir, plan=True)
     if plot is not None and not plot.is_dir() and plot.suffix not in _SUFFIXES:

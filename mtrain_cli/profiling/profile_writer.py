@@ -21,8 +21,9 @@ from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.expert_loads import analyse_experts
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.reporting.report_source import open_source
+from mtrain_cli.reporting.sections import show_sources
 from mtrain_cli.reporting.tables import recording_cost
-from mtrain_cli.reporting.terminal import make_console, show_sources
+from mtrain_cli.reporting.terminal import make_console
 from mtrain_cli.reporting.trace import write_trace
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.router_batches import OwnLoads

@@ -294,8 +294,7 @@ def _write_results(
 
 def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None:
     from mtrain_cli.reporting.step_tables import step_section
-    from mtrain_cli.reporting.terminal import make_console
-    from mtrain_cli.reporting.terminal_width import print_section
+    from mtrain_cli.reporting.terminal import make_console, print_section
 
     console = make_console()
     print_section(console, step_section(document))

@@ -41,7 +41,7 @@ from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_
 from mtrain_cli.reporting.run_files import RESOLVED, RunFiles, read_run_files, with_choices
 from mtrain_cli.reporting.step_tables import step_section
 from mtrain_cli.reporting.sweeps import sweep_table
-from mtrain_cli.reporting.terminal_width import print_section
+from mtrain_cli.reporting.terminal import print_section
 from mtrain_cli.training.evaluation import Evaluation
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mtrain_cli.config.sizes import with_count
+from mtrain_cli.console import Console
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
 from mtrain_cli.records.record_files import by_kind
 from mtrain_cli.records.record_sums import EXPOSED, LATE
@@ -14,10 +16,12 @@ from mtrain_cli.reporting.comparison import compare_table
 from mtrain_cli.reporting.pipeline_page import pipeline_figure, pipeline_table
 from mtrain_cli.reporting.program_figure import program_figure, program_table
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
+from mtrain_cli.reporting.run_files import attention_lines
 from mtrain_cli.reporting.sparsity import sparsity_tables
 from mtrain_cli.reporting.study_tables import study_sections
-from mtrain_cli.reporting.sweeps import scaling_figure, sweep_table, why_not
+from mtrain_cli.reporting.sweeps import sweep_table, why_not
 from mtrain_cli.reporting.table import Lines, Section, Table, data
+from mtrain_cli.reporting.terminal import print_section, say
 
 Row = dict[str, Any]
 _TRAINING = (
@@ -86,6 +90,32 @@ def shared_sections(sources: Sequence[ReportSource]) -> list[Section]:
     ]
 
 
+def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
+    """Print the tables of all sources, and why workers wait."""
+    for source in sources:
+        about = filter(None, (source.where, source.facts.get("started"), _samples(source)))
+        line = f"{source.name}: {', '.join([source.kind, *about])}"
+        say(console, line, indent=2, style="bold")
+        for line in attention_lines(source.settings):
+            say(console, f"  {line}", indent=4, style="dim")
+        for remark in source.remarks:
+            say(console, f"  {remark}", indent=2, style="yellow")
+        for section in own_sections(source):
+            print_section(console, section)
+    for section in shared_sections(sources):
+        print_section(console, section)
+
+
+def _samples(source: ReportSource) -> str:
+    if not source.cases:
+        return ""
+    most = max(source.cases, key=lambda case: case.samples)
+    layers = max(1, len(most.layers))
+    of_layers = f" of {layers} layers" * (layers > 1)
+    times = with_count(most.samples // layers, "sample")
+    return f"{times}{of_layers}{' of each case' * (len(source.cases) > 1)}"
+
+
 def files(sources: Sequence[ReportSource]) -> list[Table]:
     """Return the CSV files that have rows."""
     swept = [(source.name, source.swept) for source in sources if source.swept]
@@ -133,7 +163,6 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     cases = labelled_cases(sources)
     trained = [source for source in sources if source.metrics]
     drawn = [
-        scaling_figure([(source.name, source.swept) for source in sources]),
         training.held_out_figure(trained),
         training.training_figure(trained),
         training.layers_over_steps(

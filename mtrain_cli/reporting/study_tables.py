@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mtrain_cli.console import Console
 from mtrain_cli.records.study_rows import TARGET, StudyTable, StudyValue, errors
 from mtrain_cli.reporting.table import Column, Lines, Section, Table, number, percent
-from mtrain_cli.reporting.terminal_width import print_section
+from mtrain_cli.reporting.terminal import print_section
 
 NOTE = (
     "predicted: for the paper's cluster, with nothing fitted to the paper. best - worst: all "
