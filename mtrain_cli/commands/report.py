@@ -134,7 +134,6 @@ def _document(source: ReportSource) -> dict[str, Any]:
         "step": source.step,
         "sparsity": list(source.sparsity),
         "experts": [{"case": e.case, "label": e.label, **e.to_json()} for e in source.experts],
-        "study": [table.to_json() for table in source.study],
     }
     for kind, records in source.others:
         optional |= kind.rows(records)

@@ -37,7 +37,6 @@ from mtrain_cli.records.record_files import (
     open_records,
     read_others,
 )
-from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
 from mtrain_cli.reporting.run_files import RESOLVED, RunFiles, read_run_files, with_choices
 from mtrain_cli.reporting.step_tables import step_section
 from mtrain_cli.reporting.sweeps import sweep_table
@@ -84,7 +83,6 @@ class ReportSource:
     sparsity: tuple[dict[str, Any], ...] = ()
     results: tuple[evaluation_results.Result, ...] = ()
     others: tuple[tuple[RecordKind, Any], ...] = ()
-    study: tuple[StudyTable, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
     experts: tuple[ExpertAnalysis, ...] = ()
@@ -95,7 +93,6 @@ class ReportSource:
         kinds = {
             "recorded step": self.step,
             "sparsity profile": self.sparsity,
-            "study": self.study,
             "evaluation": self.results and not self.metrics and self.recorded is None,
             "training run": self.metrics or self.recorded is None,
         }
@@ -128,8 +125,6 @@ class ReportSource:
         cluster = self.summary.get("cluster")
         if isinstance(cluster, dict):
             return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
-        if self.study:
-            return ""  # nothing ran on this machine
         gpus = self.facts.get("gpus") or []
         return f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if self.facts else ""
 
@@ -250,7 +245,7 @@ def known() -> list[Path]:
 def _dated(root: Path) -> dict[Path, float]:
     """Return when each folder in ``root`` changed, for those that have something to report."""
     # A profile without a sample, or a run without a step, has nothing to report.
-    measured = RECORDS, SWEEP, KERNELS, HEAD_ROWS, STUDY_ROWS, f"{PARTS}/*.parquet"
+    measured = RECORDS, SWEEP, KERNELS, HEAD_ROWS, f"{PARTS}/*.parquet"
     dated = {}
     for folder in root.iterdir() if root.is_dir() and os.access(root, os.R_OK) else ():
         with contextlib.suppress(PermissionError):
@@ -320,8 +315,6 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
     kind = summary.get("kind")
     if kind == STEP:
         return _with_experts(replace(source, step=summary), recorded)
-    if kind == STUDY:
-        return replace(source, study=tables_of(summary, folder))
     if kind == SPARSITY:
         return replace(source, sparsity=_sparsity(folder), others=read_others(folder))
     recorded.check_schemas()

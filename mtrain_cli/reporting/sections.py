@@ -10,7 +10,6 @@ from mtrain_cli.console import Console
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
 from mtrain_cli.records.record_files import by_kind
 from mtrain_cli.records.record_sums import EXPOSED, LATE
-from mtrain_cli.records.study_rows import sheet_rows
 from mtrain_cli.reporting import evaluations, experts, plots, step_tables, tables, training
 from mtrain_cli.reporting.comparison import compare_table
 from mtrain_cli.reporting.pipeline_page import pipeline_figure, pipeline_table
@@ -18,7 +17,6 @@ from mtrain_cli.reporting.program_figure import program_figure, program_table
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
 from mtrain_cli.reporting.run_files import attention_lines
 from mtrain_cli.reporting.sparsity import sparsity_tables
-from mtrain_cli.reporting.study_tables import study_sections
 from mtrain_cli.reporting.sweeps import sweep_table, why_not
 from mtrain_cli.reporting.table import Lines, Section, Table, data
 from mtrain_cli.reporting.terminal import print_section, say
@@ -60,7 +58,7 @@ def own_sections(source: ReportSource) -> list[Section]:
         Section("Evaluations", [*evaluations.evaluation_tables(source.results), *legend])
     )
     sections += [table.section for kind, records in source.others for table in kind.tables(records)]
-    return [*sections, *study_sections(source.study)]
+    return sections
 
 
 def shared_sections(sources: Sequence[ReportSource]) -> list[Section]:
@@ -119,7 +117,7 @@ def _samples(source: ReportSource) -> str:
 def files(sources: Sequence[ReportSource]) -> list[Table]:
     """Return the CSV files that have rows."""
     swept = [(source.name, source.swept) for source in sources if source.swept]
-    rows: dict[str, list[Row]] = {"training": [], "positions": [], "evaluations": [], "study": []}
+    rows: dict[str, list[Row]] = {"training": [], "positions": [], "evaluations": []}
     for source in sources:
         run = {"run": source.name}
         for metrics in source.metrics:
@@ -128,7 +126,6 @@ def files(sources: Sequence[ReportSource]) -> list[Table]:
             names = {**run, "step": e.step, "attention": e.attention}
             rows["positions"] += [names | vars(bucket) for bucket in e.buckets]
         rows["evaluations"] += [run | row for row in _results(source)]
-        rows["study"] += [run | row for row in sheet_rows(source.study)]
         for kind, records in source.others:
             for name, own in kind.rows(records).items():
                 rows.setdefault(name, []).extend({**run, **row} for row in own)
