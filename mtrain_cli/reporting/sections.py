@@ -1,11 +1,12 @@
-"""What a report shows: the sections of terminal and page, the figures, and the CSV files."""
+"""What a report shows: main settings, sections of terminal and page, figures, and CSV files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mtrain_cli.config.sizes import with_count
+from mtrain_cli.config import keys
+from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.console import Console
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
 from mtrain_cli.records.record_files import by_kind
@@ -15,7 +16,6 @@ from mtrain_cli.reporting.comparison import compare_table
 from mtrain_cli.reporting.pipeline_page import pipeline_figure, pipeline_table
 from mtrain_cli.reporting.program_figure import program_figure, program_table
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
-from mtrain_cli.reporting.run_files import attention_lines
 from mtrain_cli.reporting.sparsity import sparsity_tables
 from mtrain_cli.reporting.sweeps import sweep_table, why_not
 from mtrain_cli.reporting.table import Lines, Section, Table, data
@@ -40,6 +40,34 @@ _HEATS = (
     ("work: pairs", "pairs", "pairs"),
     ("work: blocks", "blocks", "blocks"),
 )
+
+
+# Keys that only name a run. They differ between any two runs, so a report leaves them out.
+_NAMES = ("run.name", "run.dir")
+_OF_MASK = "mask.*"  # the keys of the mask but its kind
+# Values that the card leaves out.
+_PLAIN = {
+    **dict.fromkeys((f"topology.{name}_parallel" for name in ("tensor", "pipeline", "expert")), 1),
+    **{"sparsity.dense_layers": 0, "sparsity.dense_steps": 0},
+}
+_CARD = {
+    "model": ("model.name", "model.num_layers", "model.hidden_size"),
+    "sequence": ("seq", "train.global_batch", "train.micro_batch"),
+    "workers": (
+        *("topology.workers", "topology.context_parallel", "topology.tensor_parallel"),
+        *("topology.pipeline_parallel", "topology.expert_parallel", "topology.layout"),
+        "topology.exchange",
+    ),
+    "mask": ("data.mask_key", "mask.kind", _OF_MASK, "data.document_mask"),
+    "attention": (
+        *("sparsity.pattern", "sparsity.dense_layers", "sparsity.dense_steps", "train.kernel"),
+        "train.dtype",
+    ),
+    "optimizer": ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm"),
+    "steps": ("train.steps", "seed"),
+    "data": ("data.kind", "data.path"),
+    "memory": ("train.memory", "train.activation_checkpoint", "train.shard"),
+}
 
 
 def own_sections(source: ReportSource) -> list[Section]:
@@ -112,6 +140,41 @@ def _samples(source: ReportSource) -> str:
     of_layers = f" of {layers} layers" * (layers > 1)
     times = with_count(most.samples // layers, "sample")
     return f"{times}{of_layers}{' of each case' * (len(source.cases) > 1)}"
+
+
+def attention_lines(settings: Mapping[str, Any]) -> list[str]:
+    """Return a line on the mask, and lines on how workers share and compute the attention."""
+    rows = dict(card(settings))
+    return [f"{name}: {rows[name]}" for name in ("mask", "workers", "attention") if name in rows]
+
+
+def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (heading, values) of the main settings of a run."""
+    of_mask = [name for name in settings if name.startswith("mask.") and name != "mask.kind"]
+    rows = []
+    for heading, names in _CARD.items():
+        every = [key for name in names for key in (of_mask if name == _OF_MASK else [name])]
+        parts = [
+            f"{name.rpartition('.')[2]} {shown(name, value)}"
+            for name in every
+            if (value := settings.get(name)) is not None and value != _PLAIN.get(name)
+        ]
+        if parts:
+            rows.append((heading, ", ".join(parts)))
+    return rows
+
+
+def differing(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return (key, value in each run) of every setting that differs. A missing value is blank."""
+    names = dict.fromkeys(name for run in runs for name in run if name not in _NAMES)
+    rows = [(n, [shown(n, run[n]) if n in run else "" for run in runs]) for n in names]
+    return [row for row in rows if len(set(row[1])) > 1]
+
+
+def shown(name: str, value: Any) -> str:
+    if name == "seq" and isinstance(value, int):
+        return format_size(value)
+    return keys.show(value)
 
 
 def files(sources: Sequence[ReportSource]) -> list[Table]:
