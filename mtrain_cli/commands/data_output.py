@@ -117,8 +117,6 @@ def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
     columns, total = meta.columns, meta.num_documents
     if meta.left_out:
         console.print(f"  {describe_left_out(meta.left_out)}")
-    if meta.cut:
-        console.print(f"  cut at --max-tokens, without an end token: {meta.cut:,} documents")
     if meta.mask_key:
         console.print(
             f"  masks in the column {meta.mask_key}: {columns.masked:,} of {total:,} documents, at "
