@@ -52,6 +52,7 @@ from mtrain_cli.records.record_files import (
 )
 from mtrain_cli.reporting.step_tables import step_section
 from mtrain_cli.reporting.sweeps import sweep_table
+from mtrain_cli.reporting.tables import recording_cost
 from mtrain_cli.reporting.terminal import print_section
 from mtrain_cli.training.evaluation import EVALUATIONS_FILE, Evaluation, read_evaluations
 
@@ -313,6 +314,8 @@ def _profiled(run: ReportSource, folder: Path) -> ReportSource:
     try:
         source = _recorded(run, open_records(folder))
         sweep_table([("", source.steps)]).cells()
+        recording_cost(source.summary)
+        sum(int(case.facts.get("padded_seq") or 0) for case in source.cases)
         if source.step is not None:
             print_section(Console(file=io.StringIO()), step_section(source.step))
     except ConfigError:

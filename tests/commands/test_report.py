@@ -226,6 +226,8 @@ def test_other_schemas_are_refused_in_one_line():
         ("cases", {"cp": -2}),
         ("cases", {"steps": {"forward": "x"}}),
         ("cases", {"workers": 10**9}),
+        ("cases", {"padded_seq": [4096]}),
+        ("cases", {"iteration_ms": 3}),
         ("records.parquet", {"dur_us": float("inf")}),
         ("records.parquet", {"rank": None}),
         ("records.parquet", {"phase": None}),
