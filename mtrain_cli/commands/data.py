@@ -101,7 +101,7 @@ def prepare(
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
     """
-    from mtrain_cli.commands.data_output import describe_store, progress_bar, rounded_vocabulary
+    from mtrain_cli.commands.data_output import describe_store, progress_lines, rounded_vocabulary
     from mtrain_cli.commands.options import token_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Filters
@@ -121,8 +121,8 @@ def prepare(
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
-        with progress_bar() as report:
-            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
+        report = progress_lines()
+        store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
     except KeyboardInterrupt:
         console.print("Interrupted. Finished work is kept: run the same command to continue.")
         raise

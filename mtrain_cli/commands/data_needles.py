@@ -63,7 +63,7 @@ def needles(
             sources. It repeats if it is too short.
         tokenizer: Tokenizer that counts tokens: that of the training run.
     """
-    from mtrain_cli.commands.data_output import progress_bar
+    from mtrain_cli.commands.data_output import progress_lines
     from mtrain_cli.config.atomic_files import replacing
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
@@ -88,11 +88,10 @@ def needles(
     first = next(made)  # a mistake leaves no folder behind
     with writing(f"OUT={out}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with progress_bar() as report:
-            whole = itertools.chain([first], made)
-            with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
-                shown = reported(whole, documents, "writing", report)
-                file.writelines(document.line() for document in shown)
+        whole = itertools.chain([first], made)
+        with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
+            shown = reported(whole, documents, "writing", progress_lines())
+            file.writelines(document.line() for document in shown)
     console = Console(soft_wrap=True, highlight=False)
     size = format_size(settings.length)
     console.print(

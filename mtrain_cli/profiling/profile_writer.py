@@ -116,11 +116,12 @@ class ProfileWriter:
         if not self.first:
             return
         rows = np.concatenate(self._waiting)
-        loads = self._loads or [np.empty(0, expert_loads.ROW)]
+        loads = np.concatenate(self._loads or [np.empty(0, expert_loads.ROW)])
         self._waiting, self._loads = [], []
         self._note_density(rows)
         record_files.write_part(rows, self.folder, number)
-        expert_loads.write_loads(np.concatenate(loads), self.folder, number)
+        if len(loads):
+            record_files.write_part(loads, self.folder, number, expert_loads.LOAD_PARTS)
         record_files.write_summary(self.folder, self._document)
 
     def peer(self, measured: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class ProfileWriter:
         self._document["complete"] = self.samples >= self.plan.samples
         if analysed:
             record_files.join_parts(self.folder)
-            expert_loads.join_loads(self.folder)
+            record_files.join_parts(self.folder, expert_loads.LOAD_PARTS, expert_loads.LOADS)
         record_files.write_summary(self.folder, self._document)
         if not self._latest:
             return
