@@ -23,8 +23,8 @@ IMPORTED = {
     """,
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
-        config.atomic_files config.schema config.sizes console evaluation.cost
-        model.rope profiling.pattern_quality reporting reporting.plots reporting.tables
+        config.documents config.schema config.sizes console evaluation.cost
+        model.rope profiling.pattern_quality reporting reporting.plots
         reporting.terminal sparsity.pattern sparsity.recall
     """,
 }

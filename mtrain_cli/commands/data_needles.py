@@ -64,7 +64,7 @@ def needles(
         tokenizer: Tokenizer that counts tokens: that of the training run.
     """
     from mtrain_cli.commands.data_output import progress_lines
-    from mtrain_cli.config.atomic_files import replacing
+    from mtrain_cli.config.documents import replacing
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import describe_left_out, stdlib_corpus

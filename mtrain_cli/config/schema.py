@@ -27,7 +27,7 @@ from mtrain_cli.config.option import (
     at_least,
     option,
 )
-from mtrain_cli.config.pattern_settings import PatternSettings
+from mtrain_cli.config.pattern_settings import SPARSE_KINDS, PatternSettings
 from mtrain_cli.config.plugins import callbacks_expected
 from mtrain_cli.config.problem import ConfigError as ConfigError
 
@@ -584,6 +584,15 @@ class Config:
             return self.topology.layout
         is_even = self.sparsity.pattern == "dense" and not self.data.document_mask
         return "zigzag" if is_even else "striped"
+
+    @property
+    def layer_kinds(self) -> dict[str, list[int]]:
+        """The layers by `SPARSE_KINDS` or `mask_settings.LAYER_KINDS`; by "" if all are alike."""
+        layers = self.model.num_layers
+        if not (dense := self.sparsity.dense_of(layers)):
+            return self.mask.layer_kinds(layers)
+        sparse = [layer for layer in range(layers) if layer not in dense]
+        return dict(zip(SPARSE_KINDS, (sparse, sorted(dense)), strict=True))
 
     @property
     def of_worker(self) -> Config:

@@ -15,7 +15,7 @@ from typing import Any
 from mtrain_cli.config import keys, parallel_checks
 from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.mask_settings import mask_problems
-from mtrain_cli.config.option import MOST_TOKENS
+from mtrain_cli.config.option import MOST_TOKENS, Variant
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import Problem
@@ -30,7 +30,6 @@ from mtrain_cli.config.schema import (
 )
 from mtrain_cli.config.sizes import divisors, format_size
 from mtrain_cli.config.suggest import adapter_hint, no_such
-from mtrain_cli.config.variants import Variant
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.printable import same_width
 from mtrain_cli.reporting.plots import Figure
 from mtrain_cli.reporting.table import Section, Table

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.printable import printable
 from mtrain_cli.records.imbalance import Estimate
 
