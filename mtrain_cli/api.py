@@ -213,7 +213,7 @@ class Model:
         Requests that the model cannot compute raise `ConfigError`. No request is truncated.
         beyond: allow more positions than the model was trained for.
         """
-        from mtrain_cli.evaluation.other_kinds import find
+        from mtrain_cli.evaluation.runner import find
 
         if (lm_eval := find("lm-eval")) is None:
             raise ConfigError("lm_eval: this installation lacks mtrain_lm_eval; reinstall mtrain")

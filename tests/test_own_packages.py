@@ -21,6 +21,13 @@ IMPORTED = {
         inference.sampling inference.scorer inference.text inference.worker launch.environment
         parallel.collectives
     """,
+    "mtrain_ruler": """
+        commands.completion commands.evaluate commands.options config config.atomic_files
+        config.schema config.sizes config.suggest console data.checked_files data.tokenizers
+        evaluation.measurement evaluation.request evaluation.results evaluation.runner
+        inference.engine inference.limits inference.model_source inference.sampling
+        inference.scorer inference.text launch.environment
+    """,
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
         config.atomic_files config.schema config.sizes console evaluation.cost

@@ -21,7 +21,6 @@ from mtrain_cli.evaluation.request import (
     EvaluationRequest,
     NeedleOptions,
     PerplexityOptions,
-    RulerOptions,
     Weights,
     open_measurement,
 )
@@ -36,8 +35,8 @@ def run(tmp_path_factory):
 
 def test_workers_read_what_was_asked(run, tmp_path):
     both = ("dense", "vertical_slash")
-    options = RulerOptions(tasks=("vt",), files=("a.jsonl",))
-    request = request_of(run, NIAH, attentions=both, ruler=options, lengths=(1, 2))
+    options = {"tasks": ["vt"], "max_new": 2}
+    request = request_of(run, NIAH, attentions=both, options=options, lengths=(1, 2))
     request.save(tmp_path, configs_of(run, both))
     loaded, configs = EvaluationRequest.load(tmp_path)
     assert loaded == request
@@ -124,16 +123,14 @@ def starts_of(run, text: Path) -> list[list[int]]:
     """Return the first ids of each kind of text of a run: in training, evaluated and generated."""
     found = source(run)
     codec = open_codec(found)
-    file = text.parent / "own.jsonl"
-    file.write_text(json.dumps({"input": "Line 1 says 1.", "outputs": ["1"]}) + "\n")
-    short = RulerOptions(tasks=("fwe",), files=(str(file),))
     python = NeedleOptions(form=PYTHON, haystack=str(text), needles=2)
     sentences = NeedleOptions(haystack=str(text), needles=2)
     perplexity = PerplexityOptions(str(text))
     requests = [
-        request_of(run, NIAH, niah=sentences), request_of(run, NIAH, niah=python),
-        request_of(run, PERPLEXITY, perplexity=perplexity), request_of(run, "ruler", ruler=short),
-    ]  # fmt: skip
+        request_of(run, NIAH, niah=sentences),
+        request_of(run, NIAH, niah=python),
+        request_of(run, PERPLEXITY, perplexity=perplexity),
+    ]
     items = [
         item["ids"]
         for request in requests
