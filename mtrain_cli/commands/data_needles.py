@@ -67,20 +67,15 @@ def needles(
     from mtrain_cli.config.atomic_files import replacing
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
-    from mtrain_cli.data.corpora import describe_left_out, stdlib_corpus
-    from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
-    from mtrain_cli.data.text_files import text_corpus
+    from mtrain_cli.data.corpora import describe_left_out
+    from mtrain_cli.data.needles import NeedleSettings, needle_documents, open_haystack, reported
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     settings = NeedleSettings(
         token_count("--length", length, 1), pairs, parse_chains(chains), seed, questions
     )
     opened = open_tokenizer(tokenizer, "--tokenizer")
-    if haystack == "stdlib":
-        corpus = stdlib_corpus(origin="--haystack stdlib")
-    else:
-        key = "the haystack's key"
-        corpus = text_corpus(haystack, "text", path_option="--haystack", key_option=key)
+    corpus = open_haystack(haystack)
     made = needle_documents(corpus, opened, settings, documents)
     path = out.expanduser() / _FILE
     if path.exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,8 +174,9 @@ def niah(
         seed: Determines names, numbers and places.
     """
     from mtrain_cli.commands.data_needles import parse_chains
-    from mtrain_cli.config.schema import NIAH, PYTHON, SENTENCES
+    from mtrain_cli.config.schema import NIAH
     from mtrain_cli.evaluation.request import NeedleOptions
+    from mtrain_cli.evaluation.retrieval import PYTHON, SENTENCES
 
     if form not in (SENTENCES, PYTHON):
         raise ConfigError(f"--form {form}: expected {SENTENCES} or {PYTHON}")
@@ -212,9 +213,10 @@ def run_evaluation(
         )
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.evaluation.request import EvaluationRequest
-    from mtrain_cli.evaluation.results import FOLDER, model_name, require_own
+    from mtrain_cli.evaluation.results import FOLDER, locked, model_name, require_own
     from mtrain_cli.evaluation.runner import find
     from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.launch.job import job_rank
     from mtrain_cli.training.checkpoint_source import run_of
 
     weights = _weights(first, common.checkpoints)
@@ -246,9 +248,11 @@ def run_evaluation(
     else:
         lines += _check_samples(request, first)
     warn(lines)
-    with _locked(out):
-        code = _evaluate(request, configs, environment, words, tasks)
-        if code:
+    with contextlib.ExitStack() as stack:
+        if not job_rank():
+            with writing(f"--out {out}"):
+                stack.enter_context(locked(out))
+        if code := _evaluate(request, configs, environment, words, tasks):
             raise typer.Exit(code)
     _show(request, as_json=common.as_json)
 
@@ -351,29 +355,6 @@ def _check_samples(request: EvaluationRequest, source: ModelSource) -> list[str]
             require_known_ids(ids, vocabulary, str(cell), tokenizer)
     remarks = measurement.remarks.values() if isinstance(measurement, Perplexity) else ()
     return [f"perplexity: {line}" for line in remarks]
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Keep other evaluations out of a folder of results."""
-    from mtrain_cli.launch.job import job_rank
-    from mtrain_cli.launch.run_dir import RunLock
-
-    if job_rank():
-        yield
-        return
-    with writing(f"--out {out}"):
-        out.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = RunLock(out)
-    except ConfigError:
-        raise ConfigError(
-            f"--out {out}: another `mtrain eval` writes here; wait for it or give another folder"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _evaluate(

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from random import Random
 
 from mtrain_cli.config.problem import ConfigError, cli_option, if_has, setting
-from mtrain_cli.data.corpora import Corpus, split_text
+from mtrain_cli.data.corpora import Corpus, split_text, stdlib_corpus
 from mtrain_cli.data.prepare import PreparationProgress
+from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import Tokenizer
 
 _ADJECTIVES = """
@@ -38,6 +39,7 @@ pig pony puma quail ram raven
 """
 # 4,096 names such as calm-otter.
 NAMES = tuple(f"{first}-{second}" for first in _ADJECTIVES.split() for second in _ANIMALS.split())
+STDLIB = "stdlib"
 TAIL = 2048  # tokens at the end with the last questions of half of the needles; see `tail`
 _LONGEST_LINE = 160  # characters of a line from the corpus
 _OWN_LINES = ("magic[", "expected[")
@@ -109,6 +111,13 @@ class _Pair:
     links: int
     answer: str
     in_tail: bool
+
+
+def open_haystack(haystack: str) -> Corpus:
+    """Open the text around the needles: `STDLIB` or a path. Raises ConfigError if it is missing."""
+    if haystack == STDLIB:
+        return stdlib_corpus(origin=f"--haystack {STDLIB}")
+    return text_corpus(haystack, "text", "--haystack", "the haystack's key")
 
 
 def needle_documents(

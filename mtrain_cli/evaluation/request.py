@@ -11,17 +11,16 @@ from typing import Any
 
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.problem import ConfigError
-from mtrain_cli.config.schema import PERPLEXITY, SENTENCES, Config
+from mtrain_cli.config.schema import PERPLEXITY, Config
+from mtrain_cli.data.needles import STDLIB
 from mtrain_cli.evaluation.measurement import Measurement
 from mtrain_cli.evaluation.perplexity import open_perplexity
 from mtrain_cli.evaluation.results import key_of
-from mtrain_cli.evaluation.retrieval import STDLIB, open_retrieval
+from mtrain_cli.evaluation.retrieval import SENTENCES, open_retrieval
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.text import TextCodec
 from mtrain_cli.launch.manifest import Manifest, ManifestError
 from mtrain_cli.launch.run_dir import PLAN
-
-_IN_TRAINING = "training-"  # begins the identity of weights that a run trains
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,7 @@ class Weights:
     @staticmethod
     def in_training(run: Path, step: int) -> Weights:
         """Return the weights that a run trains, after ``step`` optimizer steps."""
-        return Weights(str(run.absolute()), False, step, f"{_IN_TRAINING}{step}")
-
-    @property
-    def is_in_training(self) -> bool:
-        """Whether a run trains these weights."""
-        return self.identity.startswith(_IN_TRAINING)
+        return Weights(str(run.absolute()), False, step, f"training-{step}")
 
 
 @dataclass(frozen=True)

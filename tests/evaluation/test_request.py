@@ -12,7 +12,7 @@ from evaluation.evaluated_runs import configs_of, request_of, small_run, text_fi
 from inference.small_models import source, write_hf
 
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, ConfigError
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.prepare import prepare_store
 from mtrain_cli.data.store import TokenStore
@@ -25,6 +25,7 @@ from mtrain_cli.evaluation.request import (
     open_measurement,
 )
 from mtrain_cli.evaluation.results import Part, Result, ResultsFolder
+from mtrain_cli.evaluation.retrieval import PYTHON
 from mtrain_cli.inference.text import TextCodec, open_codec
 
 
