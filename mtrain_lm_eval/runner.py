@@ -138,14 +138,11 @@ class HarnessRunner(Evaluation):
         progress.say(f"{many}, up to {format_flop(flop)} each time (dense attention)")
         if self.codec.starts:
             progress.say(self.codec.starts)
-        try:
-            for number, setting in enumerate(self.settings):
-                started = time.perf_counter()
-                answers = _KeptAnswers(self, folder, number, setting, progress)
-                found = tasks.evaluate(self.codec, self.source.max_position, answers)
-                self._keep(folder, setting, found, time.perf_counter() - started, progress)
-        finally:
-            progress.close()
+        for number, setting in enumerate(self.settings):
+            started = time.perf_counter()
+            answers = _KeptAnswers(self, folder, number, setting, progress)
+            found = tasks.evaluate(self.codec, self.source.max_position, answers)
+            self._keep(folder, setting, found, time.perf_counter() - started, progress)
 
     def origin(self, setting: Setting) -> dict[str, Any]:
         """Return what determines the answers of a model, for a key."""

@@ -15,13 +15,12 @@ several questions about few needles, small models learn to retrieve from fewer t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from mtrain_cli.config.problem import ConfigError, cli_option, if_has, setting
 from mtrain_cli.data.corpora import Corpus, split_text, stdlib_corpus
-from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import Tokenizer
 
@@ -131,21 +130,6 @@ def needle_documents(
     lines = _lines(corpus)
     for number in range(count):
         yield _Builder(tokenizer, settings, Random(f"{settings.seed} {number}")).build(lines)
-
-
-def reported(
-    made: Iterable[NeedleDocument],
-    count: int,
-    stage: str,
-    report: Callable[[PreparationProgress], None],
-) -> Iterator[NeedleDocument]:
-    """Yield ``count`` documents, and report each under the name ``stage`` for a progress bar."""
-    read = 0
-    for number, document in enumerate(made, 1):
-        read += len(document.text)
-        size = read * count // number  # estimated: only tokens are equal
-        report(PreparationProgress(stage, read, size, number * document.length, number))
-        yield document
 
 
 class _Builder:

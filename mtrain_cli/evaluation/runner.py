@@ -196,17 +196,13 @@ class Runner(Evaluation):
         self._folder = folder
         shown = self.first and self._training is None
         work = self._work() if self.first else 0.0
-        self._progress = progress = EvaluationProgress(work, enabled=shown)
-        try:
-            if self.first:
-                for line in filter(None, (self._outlook(work), self.codec.starts)):
-                    progress.say(line)
-            for setting in self.settings:
-                rows = self._measure_setting(setting)
-                if folder is not None:
-                    self._measurement.learn(setting.origin, setting.label, rows)
-        finally:
-            progress.close()
+        self._progress = EvaluationProgress(work, enabled=shown)
+        for line in filter(None, (self._outlook(work), self.codec.starts)) if self.first else ():
+            self._progress.say(line)
+        for setting in self.settings:
+            rows = self._measure_setting(setting)
+            if folder is not None:
+                self._measurement.learn(setting.origin, setting.label, rows)
 
     def _measure_setting(self, setting: Setting) -> list[Row]:
         """Measure all cells. Return the first worker's rows."""
