@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,12 @@ from mtrain_ruler.ruler_files import NO_SOURCES, Sources
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
     from mtrain_cli.evaluation.request import EvaluationRequest
+    from mtrain_cli.evaluation.results import Result
     from mtrain_cli.evaluation.runner import Runner
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.inference.text import TextCodec
     from mtrain_cli.launch.environment import Environment
+    from mtrain_cli.reporting.table import Table
     from mtrain_ruler.generated import Generated
 
 
@@ -82,6 +84,11 @@ class Ruler:
 
         del tasks  # `check` returns none
         return Runner(request, configs, environment, stop, measure=open_generated)
+
+    def tables(self, results: Sequence[Result]) -> Iterator[Table]:
+        from mtrain_ruler.tables import ruler_tables
+
+        return ruler_tables(results)
 
 
 def open_generated(request: EvaluationRequest, _: ModelSource, codec: TextCodec) -> Generated:

@@ -19,9 +19,10 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec
 from mtrain_ruler import ruler
 from mtrain_ruler.ruler_files import Sources, read_samples
+from mtrain_ruler.tables import PREFIX
 from mtrain_ruler.word_lists import identity
 
-PREFIX, FILE = "ruler:", "file:"
+FILE = "file:"
 
 
 @dataclass

@@ -406,7 +406,8 @@ def find(kind: str) -> Any | None:
 
     Before any work, ``check(request, source, beyond=)`` checks what an `EvaluationRequest` asks of
     a `ModelSource`, and returns what ``runner`` gets as ``tasks``. ``runner`` takes the arguments
-    of `Runner` and ``tasks``, and returns an object whose ``run`` all workers call together.
+    of `Runner` and ``tasks``, and returns an object whose ``run`` all workers call together. If it
+    has ``tables``, this makes the tables of the results whose task begins with the name and ":".
     """
     return plugins.load_by_name("mtrain.evaluations").get(kind)
 
