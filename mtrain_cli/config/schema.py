@@ -57,7 +57,6 @@ SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
-SENTENCES, PYTHON = NEEDLE_FORMS = ("sentences", "python")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
@@ -480,11 +479,6 @@ class EvalConfig:
 
     length: tokens of a sample, or a list of lengths; auto = seq
     samples: number of samples of each task and length
-    form: niah: sentences, or python = the lines of `mtrain data needles`
-    haystack: niah: file or folder of the text around the needles; stdlib = Python's own sources
-    needles: niah: number of needles in each sequence
-    chains: niah: share of the questions that follow a link; form=python only
-    seed: niah: determines names, numbers and places
     """
 
     length: tuple[int, ...] | int | str = option(
@@ -493,11 +487,6 @@ class EvalConfig:
         expected="auto, a number of tokens such as 8k, or a list such as [8k,64k]",
     )
     samples: int = option(POSITIVE.up_to(*_SEQUENCES))
-    form: str = option(NEEDLE_FORMS)
-    haystack: str = option()
-    needles: int = option(POSITIVE.up_to(2048, "the maximum of `mtrain eval niah`"))
-    chains: float = option(FRACTION)
-    seed: int = option(NOT_NEGATIVE)
 
     def lengths(self, seq: int) -> tuple[int, ...]:
         """Return the lengths of samples. seq: tokens of a training sequence."""
