@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mtrain_cli.records.metrics import StepMetrics
     from mtrain_cli.training.batch import Batch, PackedSample
     from mtrain_cli.training.step import StepResult
+    from mtrain_cli.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,26 @@ class Callback:
 
     def close(self) -> None:
         """Run once after the last step, when the last checkpoint is on disk."""
+
+
+class PeriodicEvaluation(Callback):
+    """Evaluates at the start and end of training and every ``train.eval_every`` steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def before_training(self) -> None:
+        self._evaluate_after(is_end=self._trainer.step == 0)
+
+    def after_step(self, step: FinishedStep) -> None:
+        # After a stop request the user waits for the checkpoint, so do not evaluate.
+        if not step.result.stop:
+            self._evaluate_after(is_end=step.last)
+
+    def _evaluate_after(self, *, is_end: bool) -> None:
+        every = self._trainer.config.train.eval_every
+        self.evaluate(due=is_end or bool(every and self._trainer.step % every == 0))
+
+    def evaluate(self, *, due: bool) -> None:
+        """Evaluate the model if ``due``. Called after every step."""
+        raise NotImplementedError
