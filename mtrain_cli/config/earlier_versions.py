@@ -21,7 +21,7 @@ LATER: dict[str, Any] = {
     **dict.fromkeys((
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
         "train.tile_mib", "eval.chains", "run.spike_sigma", "run.straggler", "train.z_loss",
-        "train.router_z_loss", "train.balance_bias", "train.expert_capacity",
+        "train.router_z_loss", "train.balance_bias",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
@@ -46,6 +46,7 @@ LATER: dict[str, Any] = {
     "mask.kind": "causal",
 }  # fmt: skip
 
+REMOVED = {"train.expert_capacity"}  # keys of earlier versions that have no meaning any more
 # {old name: current name} in resolved.yaml.
 RENAMED = {
     "sparsity.bars": "sparsity.columns",
@@ -76,6 +77,7 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
     found = {**LATER, **gate, **mask, **bos, **dense, **renamed(flat)}
+    found = {name: value for name, value in found.items() if name not in REMOVED}
     if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}
