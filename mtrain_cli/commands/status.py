@@ -207,8 +207,7 @@ def _rows(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
-    from mtrain_cli.training.progress import sparkline
-    from mtrain_cli.training.step_estimate import exact
+    from mtrain_cli.training.progress import exact, sparkline
 
     written = run.written
     share = f", {run.step / run.steps:.0%}" if run.steps else ""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.environment import Environment
     from mtrain_cli.launch.run_dir import RunDir
     from mtrain_cli.training.loop import MakeCallback
+    from mtrain_cli.training.progress import StepEstimate
     from mtrain_cli.training.run_plan import RunPlan
-    from mtrain_cli.training.step_estimate import StepEstimate
 
 RESOLVED = "resolved.yaml"
 AUTO = "auto"
@@ -287,7 +287,7 @@ def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume
 def estimate(plan: RunPlan) -> StepEstimate:
     """Estimate a step for banner and status. A failure of the prediction must not stop a run."""
     from mtrain_cli.simulation.scenario import estimate_step
-    from mtrain_cli.training.step_estimate import StepEstimate
+    from mtrain_cli.training.progress import StepEstimate
 
     try:
         return estimate_step(plan)

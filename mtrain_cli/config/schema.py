@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from mtrain_cli.config.exchanges import exchange_names
-from mtrain_cli.config.mask_settings import MaskSettings
+from mtrain_cli.config.mask_settings import LAYER_KINDS, MaskSettings
 from mtrain_cli.config.option import (
     ABOVE_ZERO,
     FRACTION,
@@ -624,3 +624,29 @@ class Config:
         """Return a copy with other values, such as ``changed(topology={"workers": 8})``."""
         new = {name: replace(getattr(self, name), **values) for name, values in groups.items()}
         return replace(self, **new)
+
+
+# The kinds of layers under `sparsity.dense_layers`.
+SPARSE_KINDS = ("sparse", "dense")
+EVERY_KIND = (*LAYER_KINDS, *SPARSE_KINDS)
+
+
+def layer_kinds(config: Config) -> dict[str, list[int]]:
+    """Return the numbers of the layers of each kind.
+
+    The keys are `LAYER_KINDS` or `SPARSE_KINDS`, or "" if all layers are alike.
+    """
+    layers = config.model.num_layers
+    dense = config.sparsity.dense_of(layers)
+    if not dense:
+        return config.mask.layer_kinds(layers)
+    sparse = [layer for layer in range(layers) if layer not in dense]
+    return dict(zip(SPARSE_KINDS, (sparse, sorted(dense)), strict=True))
+
+
+def last_layers(config: Config) -> str:
+    """Return ``the last 2 layers``: those that are dense in a sparse model; "" without any."""
+    number = config.sparsity.dense_layers or 0
+    if number < 2:
+        return "the last layer" * number
+    return f"the last {number} layers"

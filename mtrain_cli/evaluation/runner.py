@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.dense_layers import last_layers
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, last_layers
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell, Item, Row
 from mtrain_cli.evaluation.other_kinds import find

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.dense_layers import last_layers
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, last_layers
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.inference.engine import LENGTH, Completion, Engine
 from mtrain_cli.inference.limits import MemoryNeed

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.model.compilation import compiled
+from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.model.loss import add_matmul
 from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel.layer_groups import Message, TensorGroup, staggered

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mtrain_cli.model.compilation import compiled
+from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.feed_forward import (

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.dense_layers import layer_kinds
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, layer_kinds
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.parallel.context_attention import ContextAttention

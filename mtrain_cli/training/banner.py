@@ -14,8 +14,8 @@ from mtrain_cli.console import grid
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.memory import size
 from mtrain_cli.training.optimizer import LearningRateSchedule
+from mtrain_cli.training.progress import StepEstimate
 from mtrain_cli.training.run_plan import RunPlan
-from mtrain_cli.training.step_estimate import StepEstimate
 
 
 def banner(

@@ -23,6 +23,7 @@ from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import NO_BEGIN, Begin, ByteTokenizer, choose_begin, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
+from mtrain_cli.launch.run_dir import RESOLVED, find_source, run_of
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface import check_tensors
@@ -31,7 +32,6 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
-from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 TOKENIZER = "tokenizer"  # in an imported run, the folder with the source's tokenizer files

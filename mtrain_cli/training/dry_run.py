@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -9,27 +10,25 @@ from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.derived import folder_of
-from mtrain_cli.config.dense_layers import last_layers
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError, last_layers
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import grid
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.model.huggingface import SINGLE, has_weights
+from mtrain_cli.model.huggingface_config import max_position, read_config
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
+from mtrain_cli.model.tokenizer_files import TOKENIZER, encodes_bytes
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.sparsity.pattern import display_name, make_pattern, remarks
-from mtrain_cli.training import initial_weights
 from mtrain_cli.training.expert_traffic import ExpertRun
-from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import causal_pairs
+from mtrain_cli.training.layout_choice import named_on
 from mtrain_cli.training.memory import GIB, size
-from mtrain_cli.training.memory_search import longest_seq, refusal, search
-from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.planning import longest_seq, make_plan, refusal, search
+from mtrain_cli.training.progress import StepEstimate
 from mtrain_cli.training.resolution import compiles
-from mtrain_cli.training.run_plan import FITS, RunPlan
-from mtrain_cli.training.stage_choice import named_on
-from mtrain_cli.training.step_estimate import StepEstimate
+from mtrain_cli.training.run_plan import FITS, FirstMasks, RunPlan
 
 Rows = list[tuple[str, str]]  # (topic or "", text)
 
@@ -365,19 +364,28 @@ def describe_rope(plan: RunPlan) -> str:
 
 def position_rows(config: Config) -> Rows:
     """Return a row if the sequence exceeds the positions that the model covers."""
-    line = initial_weights.beyond_reach(config)
+    line = beyond_reach(config)
     return [("warning" if config.train.init_from else "note", line)] if line else []
 
 
 def weights_rows(config: Config) -> Rows:
-    """Return rows on the folder of `train.init_from`, if any, and how the run differs from it."""
+    """Return rows on the folder of `train.init_from`, if any, and what it lacks or contradicts."""
     if config.train.init_from is None:
         return []
-    notes = [("", line) for line in initial_weights.remarks(config)]
-    folder = folder_of(config.train.init_from)
-    if folder is not None and not has_weights(folder):
-        notes.append(("", f"the folder has no {SINGLE} yet, which the run needs"))
-    return [("weights", f"from {config.train.init_from}"), *notes]
+    rows, data = [("weights", f"from {config.train.init_from}")], config.data
+    if (folder := folder_of(config.train.init_from)) is None:
+        return rows
+    file, as_bytes = (
+        folder / TOKENIZER,
+        data.kind in ("text", "stdlib") and data.tokenizer == "bytes",
+    )
+    if as_bytes and (folder / "config.json").is_file() and not encodes_bytes(file):
+        has = "" if file.is_file() else ", since it has no tokenizer.json"
+        text = f"text is encoded as bytes{has}, but the weights expect the ids of their own"
+        rows.append(("", f"{text} tokenizer. Set data.tokenizer=FILE."))
+    if not has_weights(folder):
+        rows.append(("", f"the folder has no {SINGLE} yet, which the run needs"))
+    return rows
 
 
 def describe_step(plan: RunPlan) -> str:
@@ -484,3 +492,35 @@ def flop(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
     return f"{number / 1e6:.3g} MFLOP"
+
+
+# Llama 3.1 and 3.2 were trained on to 16 times their original length, whatever their factor.
+_LLAMA3 = 16
+_UNRELEASED = ("tiny", "tiny_moe")  # presets without released weights
+
+
+def beyond_reach(config: Config) -> str:
+    """Return a line if the sequence is longer than the rotary positions cover, else ""."""
+    rope, model = config.model.rope, config.model.name
+    trained = rope.original_max_position
+    if rope.scaling == "llama3":
+        trained *= _LLAMA3
+    if (folder := folder_of(config.train.init_from)) is not None:
+        try:
+            theirs, trained = read_config(folder)
+        except ConfigError:
+            return ""  # loading the weights reports the problem
+        if rope.theta > theirs.rope.theta:
+            return ""  # a larger theta stretches the positions, by an unknown factor
+    reach = max_position(rope, rope_factor(rope, config.seq), trained)
+    if config.seq <= reach or (folder is None and model in _UNRELEASED):
+        return ""
+    factor = f"model.rope.factor={math.ceil(config.seq / rope.original_max_position)}"
+    remedy = factor if rope.scaling == "yarn" else f"model.rope.scaling=yarn {factor}"
+    exceeds = f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that the"
+    if folder is not None:
+        return f"{exceeds} model's rotary positions cover. Give {remedy}."
+    return (
+        f"{exceeds} rotary positions of model={model} cover. Random weights learn the positions "
+        f"of this length; released weights need {remedy}."
+    )

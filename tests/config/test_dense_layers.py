@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.dense_layers import last_layers, layer_kinds
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import ConfigError, last_layers, layer_kinds
 
 SPARSE = ["sparsity=vertical_slash", "model.num_layers=4"]
 

@@ -24,7 +24,7 @@ from mtrain_cli.step.program import (
     WAIT,
     Compute,
 )
-from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
+from mtrain_cli.training.run_plan import message_bytes, tensor_messages
 from mtrain_cli.training.trainer import Trainer
 
 RUN = (

@@ -19,8 +19,7 @@ from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import size
-from mtrain_cli.training.memory_search import longest_seq
-from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.planning import longest_seq, make_plan
 
 
 def text(renderable, width=80):

@@ -7,14 +7,14 @@ import re
 
 import pytest
 import torch
-from test_memory_search import planned
+from test_planning import planned
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
 from mtrain_cli.training import hardware
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import require_fit
+from mtrain_cli.training.planning import require_fit
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs that are not here"
