@@ -216,7 +216,7 @@ def _load_checkpoint(
     def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         expected = {name: tuple(one.shape) for name, one in parameters.items()}
         given = run_of(source.path) / RESOLVED
-        check_tensors(source.config.model, shapes, expected, source.path, given)
+        check_tensors(shapes, expected, source.path, given)
         return parameters
 
     try:

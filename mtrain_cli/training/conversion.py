@@ -119,9 +119,7 @@ def export_checkpoint(
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    check_tensors(
-        model, shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED
-    )
+    check_tensors(shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
         raise ConfigError(

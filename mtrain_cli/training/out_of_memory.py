@@ -16,7 +16,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,6 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import reporting_out_of_memory
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.model.decoder import DecoderLayer
 from mtrain_cli.training.memory import size
 
 if TYPE_CHECKING:
@@ -39,19 +37,6 @@ _GAPS = 0.1  # share of a GPU's memory above which the error reports unused memo
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 OPTIMIZER, GATHERED = "optimizer states", "gathered weights"
 ACTIVATIONS, REST = "activations", "other"
-# What a frame of the stack computes, by file or function.
-_PARTS = {
-    "model/loss.py": "LM head and loss",
-    "torch/optim/": "optimizer",
-    "model/feed_forward.py": "MLP",
-    "parallel/exchange.py": "attention",
-    "parallel/context_attention.py": "attention",
-    "torch/distributed/fsdp": "weights gathered or gradients reduced",
-    "training/checkpointer.py": "checkpoint",
-    ":project": "q, k and v",
-    ":finish": "MLP",
-    ":_make_decoder": "making the model",
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +97,7 @@ def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
     cuda, rank = context.environment.device == "cuda", context.environment.rank
     groups = held_tensors(context, error)
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in groups)
-    where = failure_location(error)
+    where = _failure_location()
     first = f"rank {rank} ran out of {'GPU ' * cuda}memory {where}"
     if tried := re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error)):
         first += f": it tried to allocate {tried[1]} more"
@@ -160,31 +145,13 @@ def _describe_room(counted: int, cuda: bool) -> str:
     return line
 
 
-def failure_location(error: BaseException) -> str:
-    """Describe where in the step an error was raised, such as the layer and the direction.
-
-    The stack of the error shows the layer and the direction, the worker's progress record the step
-    and, for an error outside the layers, the last activity.
-    """
-    backward, layer, part = False, None, ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
-        backward = backward or place.endswith((":backward", ":_engine_run_backward"))
-        module = _layer_in(frame)
-        # In backward, only `ctx` of `feed_forward` knows the layer.
-        layer = getattr(frame.f_locals.get("ctx"), "layer", layer)
-        layer = layer if module is None else module.index
-        part = next((what for word, what in _PARTS.items() if word in place), part)
+def _failure_location() -> str:
+    """Return the training step, and what this worker's progress record noted last."""
     here = progress_record.own_activity()
-    step = here.training_step if here is not None else None
-    parts = [f"in training step {step}" if step else "before the first training step"]
-    if layer is not None:
-        direction = "backward" if backward else "forward"
-        parts.append(f"{direction} of layer {layer}{f' ({part})' if part else ''}")
-    else:
-        doing = here is not None and here.doing and f"last activity: {here.doing}"
-        parts += [text for text in ("backward" * backward, part, doing) if text]
-    return ", ".join(parts)
+    if here is None or not here.training_step:
+        return "before the first training step"
+    activity = f", last activity: {here.doing}" if here.doing else ""
+    return f"in training step {here.training_step}{activity}"
 
 
 def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
@@ -260,16 +227,9 @@ def _tensors(device: str) -> Iterator[Tensor]:
 def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
     """Yield the storage address and name of each tensor in a stack variable, outermost first."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        layer = _layer_in(frame)
-        where = frame.f_code.co_qualname + (f" of layer {layer.index}" if layer else "")
+        where = frame.f_code.co_qualname
         for name, value in list(frame.f_locals.items()):
             for tensor in value[:8] if isinstance(value, list | tuple) else [value]:
                 if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                     with contextlib.suppress(RuntimeError, NotImplementedError):
                         yield tensor.untyped_storage().data_ptr(), f"{name} in {where}"
-
-
-def _layer_in(frame: FrameType) -> DecoderLayer | None:
-    """Return the decoder layer among the variables of a frame, or None."""
-    variables = frame.f_locals.values()
-    return next((value for value in variables if isinstance(value, DecoderLayer)), None)
