@@ -124,7 +124,6 @@ LEAST: dict[str, Any] = {
 DEGREE = "topology.expert_parallel"  # chosen by `auto` together with the memory setting
 KIND, OFFLOAD = "train.activation_checkpoint", "train.offload_activations"
 PRODUCTS = "train.keep_mlp"
-NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
 SHORTEST_SEQ, MOST_WORKERS = 1024, 1024  # to propose
 # A run that needs more than this share of a GPU is refused. Estimates err by up to 5 %.
 CERTAIN = 1.05
@@ -408,21 +407,14 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
 
 def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
     """Return changes as command-line overrides. Each change makes the run fit on its own."""
-    config, topology, changes = plan.requested or plan.config, plan.config.topology, []
-    fitting = [setting for setting in result.settings if setting.fits]
-    if fitting:
+    changes = []
+    if fitting := [setting for setting in result.settings if setting.fits]:
         changes.append(min(fitting, key=lambda setting: len(setting.changes)).overrides)
-    exchange = {f"topology.{key}": "auto" for key in ("exchange", "chunks", "circulates")}
-    exchange = {key: "auto" for key in exchange if get_setting(config, key) != "auto"}
-    if exchange and topology.exchange != "auto" and _would_fit(plan, exchange):
-        changes.append(as_overrides(exchange))
-    if plan.memory.saving and _would_fit(plan, NO_CHECKPOINTS):
-        changes.append(as_overrides(NO_CHECKPOINTS))
     if seq := longest_seq(plan):
         changes.append(f"seq={format_size(seq)}")
     workers = 2 * plan.dims.workers
     if plan.environment.device == "cuda":
-        while workers <= MOST_WORKERS and not _would_fit(plan, {"topology.workers": workers}):
+        while workers <= MOST_WORKERS and not _would_fit(plan, workers):
             workers *= 2
         if workers <= MOST_WORKERS:
             changes.append(f"{workers} GPUs (topology.workers={workers})")
@@ -455,8 +447,9 @@ def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 <<
     return longer[bisect_left(longer, True, lo=1, key=lambda seq: not fits(seq)) - 1]
 
 
-def _would_fit(plan: RunPlan, changes: dict[str, Any]) -> bool:
-    return _config_fits(plan, with_values(plan.requested or plan.config, changes))
+def _would_fit(plan: RunPlan, workers: int) -> bool:
+    config = plan.requested or plan.config
+    return _config_fits(plan, config.changed(topology={"workers": workers}))
 
 
 def _config_fits(plan: RunPlan, config: Config) -> bool:
