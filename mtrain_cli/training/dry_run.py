@@ -1,13 +1,18 @@
-"""Render the plan of a run, for `mtrain train --dry-run`. Planning needs no GPU."""
+"""Render the plan of a run, for `mtrain train --dry-run` and for the banner of a run that starts.
+
+Planning needs no GPU.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from mtrain_cli import __version__
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.schema import Config, ConfigError, last_layers
@@ -25,6 +30,7 @@ from mtrain_cli.training.expert_traffic import ExpertRun
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.layout_choice import named_on
 from mtrain_cli.training.memory import GIB, size
+from mtrain_cli.training.optimizer import LearningRateSchedule
 from mtrain_cli.training.planning import longest_seq, make_plan, refusal, search
 from mtrain_cli.training.progress import StepEstimate
 from mtrain_cli.training.resolution import compiles
@@ -93,6 +99,66 @@ def render(
     return Group(
         Text(title, "bold"), grid(rows), Text(""), memory_table(plan), *choice, *verdict(plan)
     )
+
+
+def banner(
+    plan: RunPlan,
+    run_dir: Path,
+    data: str,
+    targets: str = "",
+    *,
+    resumed: int | None = None,
+    estimate: StepEstimate | None = None,
+) -> RenderableType:
+    """Return the banner: the version, then a table with one row per topic.
+
+    Args:
+        data: one line that describes the corpus, from `PackedDataset.describe`.
+        targets: one line from `batch.describe_targets`; "" leaves it out.
+        resumed: step of the checkpoint that the run resumes from. None for a new run.
+        estimate: of a step. None leaves the time out.
+    """
+    config = plan.config
+    recomputation = f"recomputation: {describe_activations(config)}"
+    rows = [
+        ("model", f"{describe_model(plan)}, {describe_rope(plan)}"),
+        *position_rows(config),
+        ("weights", _weights(config, resumed)),
+        *weights_rows(config)[1:],
+        ("sequence", f"{format_size(config.seq)}; a step is {describe_step(plan)}"),
+        *time_rows(estimate),
+        *parallel_rows(plan, f", started by {plan.environment.launcher}"),
+        *mask_rows(config),
+        *sparsity_rows(plan),
+        ("dtype", f"{describe_dtype(plan)}; {recomputation}"),
+        ("schedule", LearningRateSchedule.of(config).describe(config.train.steps)),
+        ("compile", describe_compile(plan)),
+        ("memory", _memory(plan)),
+        *(("", line) for line in describe_choice(plan)),
+        ("data", f"{data}; order from seed {config.seed}"),
+        *([("targets", targets)] if targets else []),
+        ("run", str(run_dir)),
+    ]
+    return Group(Text(f"mtrain {__version__}", style="bold"), grid(rows))
+
+
+def _memory(plan: RunPlan) -> str:
+    total, capacity = plan.memory.total, plan.hardware.memory
+    share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
+    text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
+    if plan.config.data.mask_key is not None:
+        text += ", for causal documents"
+    return f"{text}; plus {size(plan.memory.host)} of host memory" if plan.memory.host else text
+
+
+def _weights(config: Config, resumed: int | None) -> str:
+    """Describe where the weights come from."""
+    origin = f"random, seed {config.seed}"
+    if config.train.init_from:
+        origin = f"{config.train.init_from} (train.init_from)"
+    if resumed is None:
+        return origin
+    return f"from the checkpoint of step {resumed}; the run started from {origin}"
 
 
 def parallel_rows(plan: RunPlan, launcher: str = "") -> Rows:

@@ -17,11 +17,11 @@ from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.records.metrics import MetricsWriter, nothing_left_out
-from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import Callback, FinishedStep, StragglerWatches
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.conversion import record_begin
+from mtrain_cli.training.dry_run import banner
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import StepEstimate, TrainingProgress

@@ -15,8 +15,7 @@ from rich.console import Console
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import Config
 from mtrain_cli.model.tokenizer_files import of_bytes
-from mtrain_cli.training.banner import banner
-from mtrain_cli.training.dry_run import beyond_reach, position_rows, render, weights_rows
+from mtrain_cli.training.dry_run import banner, beyond_reach, position_rows, render, weights_rows
 from mtrain_cli.training.planning import make_plan
 
 QWEN = {
