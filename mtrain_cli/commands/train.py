@@ -180,7 +180,6 @@ def _print_plan(
     config: Config, words: list[str], config_dir: Path | None, data: list[tuple[str, str]]
 ) -> None:
     from mtrain_cli.console import Console
-    from mtrain_cli.launch.run_dir import free_disk
     from mtrain_cli.simulation.scenario import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
@@ -189,8 +188,7 @@ def _print_plan(
     run_plan = make_plan(config)
     exchange, device = run_plan.exchange.name, run_plan.environment.device
     warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
-    free = None if run_plan.hardware.absent else free_disk(config)
-    Console().print(render(run_plan, estimate_step(run_plan), data, free))
+    Console().print(render(run_plan, estimate_step(run_plan), data))
     if not fits(run_plan):
         raise typer.Exit(1)
 

@@ -284,15 +284,6 @@ def _given_folder(config: Config) -> Path:
     return RUNS if config.run.name == "auto" else RUNS / config.run.name
 
 
-def free_disk(config: Config) -> int | None:
-    """Return the free bytes of the disk of a new run's folder; None if they are unknown."""
-    with contextlib.suppress(OSError, StopIteration):
-        folder = _given_folder(config).absolute()
-        place = next(place for place in (folder, *folder.parents) if place.is_dir())
-        return shutil.disk_usage(place).free
-    return None
-
-
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     folder, name = _given_folder(config), config.run.name
     if name == "auto":

@@ -59,13 +59,11 @@ def render(
     plan: RunPlan,
     estimate: StepEstimate | None = None,
     data: Sequence[tuple[str, str]] = (),
-    free_disk: int | None = None,
 ) -> RenderableType:
     """Render a plan as a table of facts, a table of a worker's memory, and a verdict on the fit.
 
     estimate: of a step; None leaves the time out.
     data: rows on the data of the run.
-    free_disk: free bytes for checkpoints. None if unknown.
     """
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
@@ -92,7 +90,7 @@ def render(
         *sparsity_rows(plan),
         ("dtype", describe_dtype(plan)),
         ("traffic", describe_traffic(plan)),
-        *checkpoint_rows(plan, free_disk),
+        ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained"
     choice = [Text(f"{line}.") for line in describe_choice(plan)]
@@ -232,18 +230,6 @@ def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
         ("step", describe_step(plan)),
         ("", step),
     ]
-
-
-def checkpoint_rows(plan: RunPlan, free_disk: int | None) -> Rows:
-    train, kept = plan.config.train, plan.config.train.keep_checkpoints
-    rows = [("checkpoint", f"{size(plan.checkpoint)} on disk, {kept} kept")]
-    saved = (train.steps - 1) // train.checkpoint_every if train.checkpoint_every else 0
-    # The oldest one is deleted only after the next one is complete.
-    needed = plan.checkpoint * min(kept + 1, saved + train.checkpoint_at_end)
-    if free_disk is not None and free_disk < needed:
-        text = f"the disk of the run has {size(free_disk)} free, but checkpoints take up to "
-        rows.append(("warning", f"{text}{size(needed)}; give another run.dir"))
-    return rows
 
 
 def time_rows(estimate: StepEstimate | None) -> Rows:

@@ -165,7 +165,8 @@ class MemorySetting:
 
     @property
     def overrides(self) -> str:
-        return as_overrides(self.changes)
+        """The changes as overrides of the command line."""
+        return " ".join(f"{key}={show(value)}" for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
@@ -188,11 +189,6 @@ def with_values(config: Config, changes: dict[str, Any]) -> Config:
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
     return config.changed(**groups)
-
-
-def as_overrides(changes: dict[str, Any]) -> str:
-    """Return changes as command-line overrides."""
-    return " ".join(f"{key}={show(value)}" for key, value in changes.items())
 
 
 def with_auto_memory(plan: RunPlan) -> RunPlan:
@@ -412,12 +408,11 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
         changes.append(min(fitting, key=lambda setting: len(setting.changes)).overrides)
     if seq := longest_seq(plan):
         changes.append(f"seq={format_size(seq)}")
-    workers = 2 * plan.dims.workers
-    if plan.environment.device == "cuda":
-        while workers <= MOST_WORKERS and not _would_fit(plan, workers):
-            workers *= 2
-        if workers <= MOST_WORKERS:
-            changes.append(f"{workers} GPUs (topology.workers={workers})")
+    config, workers = plan.requested or plan.config, 2 * plan.dims.workers
+    while plan.environment.device == "cuda" and workers <= MOST_WORKERS:
+        if _config_fits(plan, config.changed(topology={"workers": workers})):
+            return [*changes, f"{workers} GPUs (topology.workers={workers})"]
+        workers *= 2
     return changes
 
 
@@ -445,11 +440,6 @@ def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 <<
         low *= 2
     longer = [low + eighth * low // 8 for eighth in range(8)]
     return longer[bisect_left(longer, True, lo=1, key=lambda seq: not fits(seq)) - 1]
-
-
-def _would_fit(plan: RunPlan, workers: int) -> bool:
-    config = plan.requested or plan.config
-    return _config_fits(plan, config.changed(topology={"workers": workers}))
 
 
 def _config_fits(plan: RunPlan, config: Config) -> bool:
