@@ -225,7 +225,7 @@ def test_cpu_workers_get_no_message_about_cuda(tmp_path):
         made["gpu"] |= gpu
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
         words = ("model=tiny seq=16k --columns 64 --cluster mine.yaml", STRIPED)
-        for more in (("run",), ("recommend",), ("sweep", "workers=2,4")):
+        for more in (("run",), ("recommend",), ("workers=2,4",)):
             refused = simulate(*more, *words, "--no-files")
             assert refused.exit_code == 2
             message = (

@@ -134,7 +134,7 @@ CASES: dict[str, Case] = {
         "model=qwen3b seq=100000 --attention-only --density 5%", "zigzag,striped", "ring,all_gather"
     ),
     "kernel triton": Case(
-        "model=qwen3b seq=64k --attention-only --kernel triton --density 5%", "striped", "ring"
+        "model=qwen3b seq=64k --attention-only train.kernel=triton --density 5%", "striped", "ring"
     ),
     "several layers": Case(
         "model=qwen3b seq=64k --attention-only --density 5% --layers 3", "striped", "ring"
@@ -213,14 +213,13 @@ CASES: dict[str, Case] = {
 }
 _SWEEP, _RECOMMEND = "sweep", "recommend"
 TABLES: dict[str, str] = {
-    f"{_SWEEP} of lengths and nodes": "sweep model=qwen3b seq=64k,256k nodes=1,2,4 "
-    "--cluster a100_4x8 --layout striped --tokens 2b",
+    f"{_SWEEP} of lengths and nodes": "model=qwen3b seq=64k,256k nodes=1,2,4 "
+    "--cluster a100_4x8 --layout striped",
     f"{_SWEEP} of workers and density": (
-        "sweep model=llama8b seq=64k workers=2,4,8 density=2%,20% --exchange ring,ulysses "
+        "model=llama8b seq=64k workers=2,4,8 density=2%,20% --exchange ring,ulysses "
         "--layout striped --columns 512"
     ),
-    f"{_RECOMMEND} dense": "recommend model=qwen3b seq=128k --cluster h100_4x8 --nodes 1 "
-    "--tokens 1b --price 2.5",
+    f"{_RECOMMEND} dense": "recommend model=qwen3b seq=128k --cluster h100_4x8 --nodes 1",
     f"{_RECOMMEND} sparse": "recommend model=llama8b seq=512k --cluster a100_4x8 --nodes 2 "
     "--density 5% --exchange ring,hierarchical_ring",
 }
