@@ -91,9 +91,8 @@ class SimulateOptions:
         mask other than causal.
     exchange: Exchanges to compare; by default rings and gathers, and under a mask other than causal
         group casts. `recommend` compares all.
-    index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
-        dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
-        sparsity=; with density or columns, the family clustered.
+    index: Pairs to compute: a profile's folder or index.npz, or the name of a shipped profile. By
+        default the pairs of sparsity=; with density or columns, a synthetic index.
     density: Share of the causal blocks that the slashes of a synthetic index cover, such as
         0.05 or 5%; by default 5%. Columns add to it.
     columns: Single key columns per head of a synthetic index; 2048 by default.

@@ -122,23 +122,20 @@ class Request:
         return self.sets("sparsity") or config.sparsity.pattern != DENSE
 
     def pair_source(self, config: Config) -> PairSource:
-        """Return how to draw the pairs: by ``index``, else by the sparsity settings."""
+        """Return how to draw the pairs, by the sparsity settings."""
         from mtrain_cli.simulation.scenario import PairSource
 
-        index, density, columns, settings = self.index, self.density, self.columns, config.sparsity
+        density, columns, settings = self.density, self.columns, config.sparsity
         pattern = settings.pattern if self._has_pattern(config) else None
-        if pattern is index is density is columns is None:
+        if pattern is density is columns is None:
             pattern = DENSE  # the default of mtrain train
         layers = self._layers(config)
-        kinds = (DENSE, FIXED) if pattern is not None else (FIXED,)
-        if index is not None and any((index == kind) != (pattern == kind) for kind in kinds):
-            raise ConfigError(f"index={index}: contradicts sparsity={pattern or DENSE}; give one")
-        if DENSE in (index, pattern):
+        if pattern == DENSE:
             self._refuse("has no effect on dense attention; leave it out")
             return PairSource(DENSE, layers=layers)
         if pattern == FIXED:
             self._refuse("sparsity=fixed has its own keys: sparsity.density, slashes and columns")
-        source = PairSource.of(config if pattern else None, layers, index, density, columns)
+        source = PairSource.of(config if pattern else None, layers, density, columns)
         if pattern in (None, FIXED):
             return source
         if limit := next((k for k in ("min", "max") if self.sets(f"sparsity.{k}_slashes")), None):
@@ -166,7 +163,7 @@ class Request:
         one = "each sequence one document"
         if pairs == DENSE:
             line = f"dense: all {_allowed(config)}"
-            if self.index is not None or self.sets("sparsity") or config.data.mask_key:
+            if self.sets("sparsity") or config.data.mask_key:
                 return line
             return f"{line}, the default of mtrain train; set sparsity, density or index for fewer"
         if pairs == FIXED:
@@ -188,10 +185,8 @@ class Request:
         return self.layers or 1
 
     def recorded_file(self) -> Path | None:
-        """Return the index.npz that ``index`` names; None for dense or a synthetic index."""
-        from mtrain_cli.simulation.families import FAMILIES
-
-        if self.index is None or self.index in (DENSE, FIXED, *FAMILIES):
+        """Return the index.npz that ``index`` names, if it is given."""
+        if self.index is None:
             return None
         from mtrain_cli.config.suggest import no_such
         from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
@@ -200,7 +195,7 @@ class Request:
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
-            names = [DENSE, *FAMILIES, FIXED, *shipped_with("*/index.npz")]
+            names = shipped_with("*/index.npz")
             why = no_such("index", self.index, names, "a profile's folder or index.npz")
             raise ConfigError(f"index={self.index}: {why}")
         if not zipfile.is_zipfile(file):  # `load_indices` would refuse it after slow imports

@@ -26,7 +26,7 @@ MISTAKES = {
     "--layout zigzig": "topology.layout=zigzig: no such layout (did you mean zigzag?); allowed:",
     "topology.layout=zigzg": "topology.layout=zigzg: no such layout (did you mean zigzag?)",
     "--exchange rong": "topology.exchange=rong: no such exchange (did you mean ring?)",
-    "--index nothing": "index=nothing: no such index; allowed: dense, local, clustered, uniform,",
+    "--index nothing": "index=nothing: no such index; allowed: ",
     "model=huge": "model=huge: no such model",
     # the cluster and its GPUs
     "--cluster h200": "cluster=h200: no such cluster",
@@ -61,9 +61,6 @@ MISTAKES = {
     # pairs
     "--layers 5": "layers=5: tiny has 4 that are not in sparsity.dense_layers; allowed: 1 to 4",
     "sparsity=moba": "sparsity=moba: there are no synthetic indices for this pattern",
-    "sparsity=dense --index local": "index=local: contradicts sparsity=dense",
-    "--index fixed": "index=fixed: contradicts sparsity=dense",
-    "sparsity=fixed --index uniform": "index=uniform: contradicts sparsity=fixed",
     "sparsity=fixed --columns 3": "columns=3: sparsity=fixed has its own keys",
     "sparsity=vertical_slash --columns 5000": "columns=5000: sparsity=vertical_slash allows at most"
     " 4096 per head",

@@ -313,7 +313,6 @@ def test_the_first_line_says_which_pairs_are_predicted():
     drawn = "each sequence one document; set index for the pairs of a profile"
     for more, name in (
         ("--density 5%", "(clustered)"),
-        ("index=local", "(local)"),
         ("sparsity=vertical_slash", "(clustered) for sparsity=vertical_slash"),
     ):
         asked = "slashes on 5% of the blocks, plus 2,048 columns per head"
@@ -347,7 +346,7 @@ def test_step_parts_and_memory_are_printed():
 def test_mfu_is_shown_for_dense_attention_only():
     words = ("model=tiny seq=16k --workers 2", STRIPED)
     (dense,), (sparse,) = (
-        document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64"))
+        document(*words, *more)["predicted"] for more in ((), ("--columns", "64"))
     )
     assert dense["step"]["mfu"] == dense["step"]["mfu_as_dense"] > 0
     assert sparse["step"]["mfu"] is None

@@ -32,24 +32,15 @@ class Case:
         ]
 
 
-_FAMILIES = ("local", "clustered", "uniform", "drifting")
 CASES: dict[str, Case] = {
-    # Attention alone, with each index family and pattern.
-    **{
-        f"{family} on 8": Case(
-            f"model=qwen3b seq=64k --attention-only --index {family} --density 8% --columns 512"
-        )
-        for family in _FAMILIES
-    },
-    **{
-        f"{family} on 2 x 4": Case(
-            f"model=llama8b seq=64k --attention-only --index {family} --cluster a100_4x8 "
-            "--workers 8 topology.gpus_per_node=4",
-            "striped",
-            _RINGS,
-        )
-        for family in _FAMILIES
-    },
+    # Attention alone, with each pattern.
+    "clustered on 8": Case("model=qwen3b seq=64k --attention-only --density 8% --columns 512"),
+    "clustered on 2 x 4": Case(
+        "model=llama8b seq=64k --attention-only --density 5% --cluster a100_4x8 --workers 8 "
+        "topology.gpus_per_node=4",
+        "striped",
+        _RINGS,
+    ),
     "dense on 8": Case(
         "model=qwen3b seq=128k --attention-only", "contiguous,zigzag,striped", "ring,all_gather"
     ),

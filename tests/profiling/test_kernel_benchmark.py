@@ -28,8 +28,8 @@ from mtrain_cli.simulation.calibration import (
     SPARSE,
     load_calibration,
 )
-from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.scenario import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
 from mtrain_cli.simulation.workload import AttentionWorkload
 
@@ -117,7 +117,7 @@ def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(tmp_path):
     cluster = dataclasses.replace(base, gpu=dataclasses.replace(base.gpu, name=calibration.device))
 
     def attention(exchange: str, density: float) -> np.ndarray:
-        family = IndexFamily("uniform", density=density, columns=0, block=16)
+        family = SyntheticIndex(density=density, columns=0, block=16)
         problem = AttentionWorkload(
             made,
             (SequenceMask.causal(4096, 4096),),

@@ -19,8 +19,8 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW
-from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction, _CasePlayer, predict
+from mtrain_cli.simulation.scenario import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
 from mtrain_cli.simulation.workload import AttentionWorkload
 
@@ -39,7 +39,7 @@ def problem(family: str | None = "clustered", layers: int = 1, seq: int = SEQ) -
         layout="striped",
         exchange="ring",
     )
-    of = None if family is None else IndexFamily(family, density=0.1, columns=64)
+    of = None if family is None else SyntheticIndex(density=0.1, columns=64)
     masks = (SequenceMask.causal(seq, seq),)
     return AttentionWorkload(
         made,
