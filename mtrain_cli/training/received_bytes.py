@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.step.program import Message, layers, traffic
 from mtrain_cli.training.attention_memory import shard_sizes
@@ -45,7 +44,6 @@ def received_bytes(
     *,
     layout: Layout,
     exchange: ExchangeChoice,
-    kernel: str,
     workers: int,
     micro_batches: int,
     dtype_bytes: int,
@@ -56,8 +54,7 @@ def received_bytes(
     """
     sizes = shard_sizes(config.of_worker, layout, exchange, dtype_bytes)
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))
-    traits = Traits(make_kernel(kernel).needs_out)
-    forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
+    forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
     again = forward.recomputed(recomputed_attention(config.train, layout, exchange.heads))
     states = largest_states(config, workers, micro_batches, dtype_bytes)
     message, number = message_bytes(config, layout, dtype_bytes), config.model.num_layers

@@ -192,7 +192,6 @@ class RunPlan:
             self._dealt(self.config),
             layout=self.layout,
             exchange=self.exchange,
-            kernel=self.kernel,
             workers=self.dims.workers,
             micro_batches=self.micro_batches,
             dtype_bytes=self.dtype_bytes,

@@ -87,7 +87,7 @@ class Watching(SimpleNamespace):
 
 
 def test_dense_attention_is_timed_once_and_sparse_calls_get_the_index(monkeypatch):
-    kernel = Watching(name="watching", skips=True, needs_out=False, tiles=[], delta=[])
+    kernel = Watching(name="watching", skips=True, tiles=[], delta=[])
     monkeypatch.setattr(KernelBench, "kernels", lambda *_: iter([kernel]))
     other = replace(CASE, density=0.25)
     times = list(profile_kernels(KernelBench([], torch.float32, "cpu", 1), [CASE, other]))

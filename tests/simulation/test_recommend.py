@@ -133,6 +133,7 @@ def test_reasons_name_what_takes_longer():
     assert any(line.startswith("waiting for slower workers ") for line in said)
     assert any(line.startswith("worker imbalance of work 1.01 instead of") for line in said)
     assert any(line.startswith("waiting for keys and values ") for line in said)
+    assert any(line.startswith("but ") for line in reasons(other, best))
     close = reasons(best, best)
     assert "less than the prediction can resolve" in close[0]
 

@@ -62,7 +62,6 @@ def recorded(tmp_path_factory) -> Path:
         per_node=WORKERS,
         layout="striped",
         exchange="ring",
-        needs_out=True,
         columns={"vertical_slash": 64},
     )
     masks = (SequenceMask.causal(SEQ, SEQ),)
