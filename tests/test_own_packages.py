@@ -22,7 +22,7 @@ IMPORTED = {
         parallel.collectives reporting.evaluations reporting.table
     """,
     "mtrain_ruler": """
-        commands.completion commands.evaluate commands.options config config.atomic_files
+        commands.completion commands.evaluate commands.options config config.documents
         config.schema config.sizes config.suggest console data.checked_files data.tokenizers
         evaluation.measurement evaluation.request evaluation.results evaluation.runner grouping
         inference.engine inference.limits inference.model_source inference.sampling
