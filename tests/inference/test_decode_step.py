@@ -8,8 +8,7 @@ import torch
 from inference.small_models import engine, tokens, write_hf
 from model.tiny_models import tiny_model
 
-from mtrain_cli.inference.decode_step import DecodeStep, KvCache
-from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.engine import DecodeStep, Engine, KvCache
 from mtrain_cli.inference.sampling import Sampling
 
 NEW = 4
