@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, Config, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results
 from mtrain_cli.launch.environment import resolve_environment

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.checked_files import explain_read_errors

@@ -22,7 +22,7 @@ IMPORTED = {
         parallel.collectives reporting.evaluations reporting.table
     """,
     "mtrain_ruler": """
-        commands.completion commands.evaluate commands.options config config.atomic_files
+        commands.completion commands.evaluate commands.options config config.documents
         config.schema config.sizes config.suggest console data.checked_files data.tokenizers
         evaluation.measurement evaluation.request evaluation.results evaluation.runner grouping
         inference.engine inference.limits inference.model_source inference.sampling
@@ -30,9 +30,9 @@ IMPORTED = {
     """,
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
-        config.atomic_files config.schema config.sizes console evaluation.cost
-        model.rope profiling.pattern_quality reporting reporting.plots reporting.tables
-        reporting.terminal_width sparsity.pattern sparsity.recall
+        config.documents config.schema config.sizes console evaluation.cost
+        model.rope profiling.pattern_quality reporting reporting.plots
+        reporting.terminal sparsity.pattern sparsity.recall
     """,
 }
 

@@ -162,16 +162,13 @@ def _describe(error: Any) -> str:
         return f"{message} Commands: {names}.{hint if plugins.lacks_own() else ''}"
     parameters = context.command.params if context is not None else ()
     if option and any(parameter.name == "overrides" for parameter in parameters):
-        from mtrain_cli.config.foreign_words import counterpart
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
 
         similar = message.partition("Possible options")[2]
         # A command with a trained model takes few settings.
         is_option = option in similar or (similar and any(p.name == "model" for p in parameters))
-        if here := counterpart(option):
-            message = f"{message.rstrip('.')}; {here}"
-        elif not is_option and (key := nearest(option[2:].replace("-", "_"), all_keys())):
+        if not is_option and (key := nearest(option[2:].replace("-", "_"), all_keys())):
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
 

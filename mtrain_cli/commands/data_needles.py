@@ -63,7 +63,7 @@ def needles(
             sources. It repeats if it is too short.
         tokenizer: Tokenizer that counts tokens: that of the training run.
     """
-    from mtrain_cli.config.atomic_files import replacing
+    from mtrain_cli.config.documents import replacing
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import describe_left_out

@@ -97,7 +97,7 @@ def status(
         _watch(read, every)
     else:
         from mtrain_cli.console import Console
-        from mtrain_cli.reporting.terminal_width import limit
+        from mtrain_cli.reporting.terminal import limit
 
         console = Console(highlight=False)
         if limit(console) is None:
@@ -127,7 +127,7 @@ def _render(runs: list[RunStatus], every: bool, console: Console) -> RenderableT
     from rich.text import Text
 
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal import print_table
 
     if not every:
         return _sheet(runs[0])

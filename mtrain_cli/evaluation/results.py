@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import naming, replace_text
+from mtrain_cli.config.documents import naming, replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.run_dir import LOCK, RunLock
 

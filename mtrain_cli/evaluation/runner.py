@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from mtrain_cli.config import documents, plugins
-from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
@@ -383,7 +382,7 @@ def pattern_text(config: Config) -> str:
     pattern: Any = make_pattern(config.sparsity, config.seed)
     if pattern is None:
         return ""
-    last = last_layers(config)
+    last = config.sparsity.last_layers
     return f"{pattern.describe()}{f'; {last} dense' if last else ''}"
 
 

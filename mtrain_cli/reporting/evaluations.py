@@ -19,7 +19,7 @@ from mtrain_cli.grouping import grouped
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
 from mtrain_cli.reporting.table import Column, Table
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal import print_table, say
 
 Named = Sequence[tuple[str, Sequence[Result]]]  # (run, its results)
 

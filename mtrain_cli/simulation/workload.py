@@ -9,8 +9,8 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
-from mtrain_cli.config.dense_layers import SPARSE_KINDS
 from mtrain_cli.config.mask_settings import LAYER_KINDS
+from mtrain_cli.config.pattern_settings import SPARSE_KINDS
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.training.flops import causal_pairs
 

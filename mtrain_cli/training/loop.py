@@ -29,7 +29,7 @@ from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.step import NonFiniteError
 from mtrain_cli.training.step_estimate import StepEstimate
 from mtrain_cli.training.trainer import Trainer
-from mtrain_cli.training.watch import StragglerWatches
+from mtrain_cli.training.watch import StragglerWatch
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
 """Function that makes a callback from (trainer, run folder, `TrainingProgress.message`)."""
@@ -76,7 +76,7 @@ def train(
             trainer.callbacks.append(metrics)
             if first:
                 warn = partial(progress.message, warning=True)
-                watch = StragglerWatches(
+                watch = StragglerWatch(
                     config.run.straggler, environment.device, trainer.places, warn
                 )
                 trainer.callbacks.append(watch)

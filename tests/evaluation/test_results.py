@@ -16,7 +16,6 @@ from mtrain_cli.evaluation.results import (
     Result,
     ResultsFolder,
     format_score,
-    key_of,
     mean_and_error,
     model_name,
     read_results,
@@ -197,11 +196,6 @@ def test_other_folders_and_files_are_refused(tmp_path):
 def test_a_run_can_move_with_its_results(tmp_path):
     assert model_name(tmp_path / "run", tmp_path / "run" / "evaluation") == ".."
     assert model_name(tmp_path / "run", tmp_path / "other") == str(tmp_path / "run")
-
-
-def test_keys_depend_on_every_setting_but_not_on_their_order():
-    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
-    assert key_of({"a": 1, "b": 2}) != key_of({"a": 1, "b": 3})
 
 
 def test_what_a_run_trains_again_is_dropped(tmp_path):
