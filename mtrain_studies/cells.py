@@ -526,7 +526,7 @@ def _evaluate(
     )
     from mtrain_cli.evaluation.retrieval import PYTHON
     from mtrain_cli.evaluation.runner import Runner, evaluate
-    from mtrain_cli.training.checkpoint_source import checkpoints_of
+    from mtrain_cli.launch.run_dir import checkpoints_of
 
     tier, out = study.tier, folder / EVALUATION
     is_folder = (model / "config.json").is_file()

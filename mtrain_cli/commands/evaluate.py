@@ -217,7 +217,7 @@ def run_evaluation(
     from mtrain_cli.evaluation.runner import find
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.job import job_rank
-    from mtrain_cli.training.checkpoint_source import run_of
+    from mtrain_cli.launch.run_dir import run_of
 
     weights = _weights(first, common.checkpoints)
     if "perplexity" in options and options["perplexity"].short is not None:
@@ -285,7 +285,7 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
     """Return the weights by their steps. ``all`` leaves out damaged ones with a warning."""
     from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
-    from mtrain_cli.training.checkpoint_source import checkpoints_of
+    from mtrain_cli.launch.run_dir import checkpoints_of
 
     if source.is_folder:
         if checkpoints != "newest":

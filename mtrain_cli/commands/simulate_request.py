@@ -288,7 +288,7 @@ class Request:
 
 
 def _allowed(config: Config) -> str:
-    from mtrain_cli.training.first_masks import first_masks
+    from mtrain_cli.training.run_plan import first_masks
 
     read = first_masks(config)
     if read is not None and read.masks:

@@ -21,7 +21,7 @@ LATER: dict[str, Any] = {
     **dict.fromkeys((
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
         "train.tile_mib", "run.spike_sigma", "run.straggler", "train.z_loss",
-        "train.router_z_loss", "train.balance_bias", "train.expert_capacity",
+        "train.router_z_loss", "train.balance_bias",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
@@ -50,7 +50,14 @@ RENAMED = {
     "sparsity.max_bars": "sparsity.max_columns",
 }
 # Keys of earlier versions that have no effect any more.
-REMOVED = ("eval.form", "eval.haystack", "eval.needles", "eval.chains", "eval.seed")
+REMOVED = (
+    "train.expert_capacity",
+    "eval.form",
+    "eval.haystack",
+    "eval.needles",
+    "eval.chains",
+    "eval.seed",
+)
 # {old name: current name} in metrics.jsonl.
 RENAMED_METRICS = {"bars": "columns"}
 
@@ -74,8 +81,8 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     either = flat.get("data.kind") in ("tokens", "mds") or flat.get("data.tokenizer") == "bytes"
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
-    kept = {name: value for name, value in renamed(flat).items() if name not in REMOVED}
-    found = {**LATER, **gate, **mask, **bos, **dense, **kept}
+    found = {**LATER, **gate, **mask, **bos, **dense, **renamed(flat)}
+    found = {name: value for name, value in found.items() if name not in REMOVED}
     if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}

@@ -38,7 +38,6 @@ _OF_ROUTERS = {
     "train.balance_loss": ("auto", 0),
     "train.router_z_loss": (0,),
     "train.balance_bias": (0,),
-    "train.expert_capacity": (0,),
 }
 _TENSOR_SIZES = ("num_heads", "num_kv_heads", "intermediate_size")
 

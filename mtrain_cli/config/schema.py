@@ -426,8 +426,6 @@ class TrainConfig:
         gradient only; 0 = none (ST-MoE uses 0.001)
     balance_bias: experts: step of a bias in the router's choice, up for experts with few tokens,
         else down; 0 = none (DeepSeek-V3: 0.001)
-    expert_capacity: experts: most tokens of a sequence per expert, as a multiple of the mean; those
-        with the lowest scores are dropped; 0 = compute all tokens
     init_from: Hugging Face folder (config.json and safetensors) with the initial weights, and the
         model if no model=... is set; null = random weights
     eval_every: steps between evaluations on the held-out sequences and of train.eval_tasks, besides
@@ -462,7 +460,6 @@ class TrainConfig:
     )
     router_z_loss: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
     balance_bias: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
-    expert_capacity: float = option(NOT_NEGATIVE.up_to(65_536, "more than any number of experts"))
     init_from: str | None = option()
     eval_every: int = option(_STEPS_OR_0)
     eval_tasks: tuple[str, ...] = option(expected="a list of tasks such as [niah,perplexity]")

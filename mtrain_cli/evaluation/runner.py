@@ -15,8 +15,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mtrain_cli.config import documents, plugins
 from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
@@ -36,7 +34,7 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.inference.worker import describe, report, warn
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.failures import RunError, not_written
+from mtrain_cli.launch.failures import not_written, reporting_out_of_memory
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
@@ -426,11 +424,7 @@ def make_runner(
 
 
 def evaluate(runner: Any, environment: Environment) -> None:
-    """Run an evaluation. Raises RunError if the GPU ran out of memory."""
-    try:
+    """Run an evaluation. Raises RunError if the memory is full."""
+    advice = "Give a smaller --length or more topology.workers. The samples so far are kept."
+    with reporting_out_of_memory(lambda _: f"rank {environment.rank} ran out of memory. {advice}"):
         runner.run()
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"rank {environment.rank} ran out of GPU memory ({str(error).splitlines()[0]}). Give a "
-            "smaller --length or more topology.workers. The samples so far are kept."
-        ) from error

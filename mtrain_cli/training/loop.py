@@ -17,19 +17,22 @@ from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.records.metrics import MetricsWriter, nothing_left_out
-from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import describe_targets
-from mtrain_cli.training.callback import Callback, FinishedStep, PeriodicEvaluation
+from mtrain_cli.training.callback import (
+    Callback,
+    FinishedStep,
+    PeriodicEvaluation,
+    StragglerWatch,
+)
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.conversion import record_begin
+from mtrain_cli.training.dry_run import banner
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
-from mtrain_cli.training.progress import TrainingProgress
+from mtrain_cli.training.progress import StepEstimate, TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.step import NonFiniteError
-from mtrain_cli.training.step_estimate import StepEstimate
 from mtrain_cli.training.trainer import Trainer
-from mtrain_cli.training.watch import StragglerWatch
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
 """Function that makes a callback from (trainer, run folder, `TrainingProgress.message`)."""

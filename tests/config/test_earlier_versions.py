@@ -61,3 +61,10 @@ def test_a_file_without_a_newer_key_loads_with_its_old_behavior(tmp_path):
     ]
     (tmp_path / "resolved.yaml").write_text("\n".join(kept))
     assert load(tmp_path / "resolved.yaml") == config
+
+
+def test_a_file_with_a_removed_key_loads(tmp_path):
+    config, file = compose([]), tmp_path / "resolved.yaml"
+    save(config, file)
+    file.write_text(file.read_text().replace("train:\n", "train:\n  expert_capacity: 1.0\n"))
+    assert load(file) == config

@@ -283,9 +283,9 @@ def test_parts_depend_on_the_tokens_the_own_experts_and_the_tiles(monkeypatch, b
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_dropped_pairs_and_padding_do_not_travel(fused):
+def test_padding_does_not_travel(fused):
     decision = decide_alone(torch.tensor([[0, 1], [1, 0]]), 2)
-    # Pairs beyond the capacity come last: only the first pair of each expert is computed.
+    # Only the first pair of each expert is computed; padding comes last.
     kept = decision._replace(
         order_S=torch.tensor([0, 1, 2, 3]), place_S=torch.tensor([0, 1, 2, 3]),
         ends_E=torch.tensor([1, 2], dtype=torch.int32),
