@@ -67,18 +67,6 @@ def test_a_number_that_is_not_finite_is_null_in_the_files(tmp_path):
     assert [result.score for result in read_results(tmp_path)] == [None]
 
 
-def test_a_line_cut_short_is_dropped_and_the_next_line_is_whole(tmp_path):
-    folder = ResultsFolder.open(tmp_path, "m")
-    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write('{"key": "k1", "ind')
-    again = ResultsFolder.open(tmp_path, "m")
-    again.add_sample({"key": "k1", "index": 1, "score": 2.0})
-    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["index"] for line in lines] == [0, 1]
-    assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0, 1}
-
-
 @pytest.mark.parametrize("damage", ["{", "[1]", '{"key": "k2", "task": "niah"}'])
 def test_a_damaged_line_is_named_until_the_folder_is_written_again(tmp_path, damage):
     folder = ResultsFolder.open(tmp_path, "m")
