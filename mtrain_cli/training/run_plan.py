@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import mask_problems
@@ -20,7 +19,7 @@ from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch.environment import Environment, ParallelDims, resolve_environment
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.step.program import Message, layers, traffic
@@ -139,7 +138,6 @@ def received_bytes(
     *,
     layout: Layout,
     exchange: ExchangeChoice,
-    kernel: str,
     workers: int,
     micro_batches: int,
     dtype_bytes: int,
@@ -150,8 +148,7 @@ def received_bytes(
     """
     sizes = shard_sizes(config.of_worker, layout, exchange, dtype_bytes)
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))
-    traits = Traits(make_kernel(kernel).needs_out)
-    forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
+    forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
     again = forward.recomputed(recomputed_attention(config.train, layout, exchange.heads))
     states = largest_states(config, workers, micro_batches, dtype_bytes)
     message, number = message_bytes(config, layout, dtype_bytes), config.model.num_layers
@@ -338,7 +335,6 @@ class RunPlan:
             self._dealt(self.config),
             layout=self.layout,
             exchange=self.exchange,
-            kernel=self.kernel,
             workers=self.dims.workers,
             micro_batches=self.micro_batches,
             dtype_bytes=self.dtype_bytes,
