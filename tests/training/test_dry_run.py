@@ -10,14 +10,13 @@ import torch
 from attention.missing_packages import hide_packages
 from masked_documents import masked_store
 from rich.console import Console
-from training.test_run_plan import LARGE, without_gpu
+from training.test_run_plan import LARGE, dry_run, without_gpu
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
-from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.planning import longest_seq, make_plan
 
 

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from rich.console import RenderableType
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.training.dry_run import describe_fit
+from mtrain_cli.training.dry_run import describe_fit, render
 from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.planning import make_plan
@@ -24,6 +25,10 @@ LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs on a machine without"
 )
+
+
+def dry_run(config: Config) -> RenderableType:
+    return render(make_plan(config))
 
 
 def test_the_default_plan_is_for_this_machine():
