@@ -14,7 +14,7 @@ from mtrain_cli.grouping import grouped
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.table import BEST, NOT, Column, Table, count, fixed, number, percent
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal import print_table, say
 from mtrain_cli.simulation.families import FAMILIES
 from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequences_of
 from mtrain_cli.simulation.predicted_step import (

@@ -202,7 +202,7 @@ class Request:
         if self.index is None or self.index in (DENSE, FIXED, *FAMILIES):
             return None
         from mtrain_cli.config.suggest import no_such
-        from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
+        from mtrain_cli.records.record_files import find_shipped, shipped_with
 
         path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")

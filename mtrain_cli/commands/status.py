@@ -81,7 +81,7 @@ def status(
             print(json_text((values.pop("written") or {}) | values))
     else:
         from mtrain_cli.console import Console
-        from mtrain_cli.reporting.terminal_width import limit, print_table
+        from mtrain_cli.reporting.terminal import limit, print_table
 
         console = Console(highlight=False)
         if limit(console) is None:

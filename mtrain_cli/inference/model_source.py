@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import ConfigError, Names, setting
@@ -135,7 +134,6 @@ def _find_run(path: Path) -> Path:
         raise ConfigError(
             f"{path}: {reason}{adapter_hint(path)}. Give a Hugging Face folder (config.json and "
             ".safetensors files), a run such as runs/latest, or a checkpoint of a run"
-            f"{hub_hint(str(path))}"
         ) from None
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.schema import Config, last_layers
+from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.inference.engine import LENGTH, Completion, Engine
 from mtrain_cli.inference.limits import MemoryNeed
@@ -104,7 +104,7 @@ def describe(engine: Engine, *, generates: bool = True) -> list[str]:
     if config.mask.kind != "causal":
         pattern += f" under {config.mask.describe()}"
     attention = f"{pattern}, kernel {choices.kernel.name}"
-    if (last := last_layers(config)) and choices.dense_kernel is not None:
+    if (last := config.sparsity.last_layers) and choices.dense_kernel is not None:
         attention += f", {last} dense, kernel {choices.dense_kernel[0].name}"
     step = "" if engine.step is None else f", step {engine.step}"
     dtype = str(choices.dtype).removeprefix("torch.")

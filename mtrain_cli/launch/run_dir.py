@@ -22,7 +22,7 @@ from pathlib import Path
 
 import mtrain_cli
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.failures import RunError

@@ -46,22 +46,6 @@ def expert_facts(model: ModelConfig, parallel: int) -> dict[str, Any]:
     return {FACT: fact} if model.moe.experts else {}
 
 
-def write_loads(rows: np.ndarray, folder: Path, number: int) -> None:
-    """Write the loads of one sample. A model without experts has none, and gets no file."""
-    if len(rows):
-        record_files.write_part(rows, folder, number, LOAD_PARTS)
-
-
-def join_loads(folder: Path) -> None:
-    """Join the loads of all samples into one file."""
-    record_files.join_parts(folder, LOAD_PARTS, LOADS)
-
-
-def delete_loads_after(folder: Path, last: int) -> None:
-    """Delete the loads of training steps after ``last``."""
-    record_files.delete_parts_after(folder, last, LOAD_PARTS)
-
-
 @dataclass(frozen=True)
 class ExpertAnalysis:
     """The loads of one case. Tokens count once for each expert that computes them.

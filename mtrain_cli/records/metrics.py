@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.grouping import show_spans, spans

@@ -10,7 +10,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.config.mask_settings import LAYER_KINDS
-from mtrain_cli.config.schema import SPARSE_KINDS
+from mtrain_cli.config.pattern_settings import SPARSE_KINDS
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.training.flops import causal_pairs
 

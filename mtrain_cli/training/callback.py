@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mtrain_cli.records.metrics import StepMetrics
     from mtrain_cli.training.batch import Batch, PackedSample
     from mtrain_cli.training.step import StepResult
+    from mtrain_cli.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,29 @@ class Callback:
 
     def close(self) -> None:
         """Run once after the last step, when the last checkpoint is on disk."""
+
+
+class PeriodicEvaluation(Callback):
+    """Evaluates at the start and end of training and every ``train.eval_every`` steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def before_training(self) -> None:
+        self._evaluate_after(is_end=self._trainer.step == 0)
+
+    def after_step(self, step: FinishedStep) -> None:
+        # After a stop request the user waits for the checkpoint, so do not evaluate.
+        if not step.result.stop:
+            self._evaluate_after(is_end=step.last)
+
+    def _evaluate_after(self, *, is_end: bool) -> None:
+        every = self._trainer.config.train.eval_every
+        self.evaluate(due=is_end or bool(every and self._trainer.step % every == 0))
+
+    def evaluate(self, *, due: bool) -> None:
+        """Evaluate the model if ``due``. Called after every step."""
+        raise NotImplementedError
 
 
 WINDOW = 64  # number of latest steps to compare with
@@ -152,78 +176,55 @@ def _format_sigmas(sigmas: float) -> str:
     return f"{sigmas:.0f} sigma" if sigmas < 1000 else "over 1000 sigma"
 
 
-class StragglerWatch:
-    """Detect workers that have become slower than the other workers at one kind of work.
+class StragglerWatch(Callback):
+    """Warn of workers that have become slower than the others. Runs on the first worker.
 
     A rank is a straggler if it takes more than 1 + `share` times as long as the median of the other
-    ranks, in more than half of the last 20 steps. It is reported once, and when it has caught up.
-    A share of 0 disables the watch.
-    """
-
-    def __init__(self, share: float, places: Sequence[str], work: str) -> None:
-        self._share, self._places, self._work = share, places, work
-        self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
-        self._slow: set[int] = set()
-        self._seen = 0
-
-    def check(self, seconds: Sequence[float], base: float | None = None) -> list[str]:
-        """Return a line for each rank that has become a straggler or has caught up.
-
-        seconds: time that each rank took. 0 if not measured.
-        base: time by which to divide the difference from the others' median; None for it.
-        """
-        self._seen += 1
-        unmeasured = base is None and not all(seconds)
-        if not self._share or len(seconds) < 2 or self._seen <= STRAGGLER_WARM_UP or unmeasured:
-            return []
-        lines = []
-        for rank, own in enumerate(seconds):
-            others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
-            ratios = self._ratios[rank]
-            ratios.append(1 + (own - others) / (others if base is None else base))
-            if len(ratios) < STRAGGLER_STEPS:
-                continue
-            ratio, name = statistics.median_low(ratios), f"rank {rank} ({self._places[rank]})"
-            if rank not in self._slow and ratio > 1 + self._share:
-                self._slow.add(rank)
-                lasting = f"in most of the last {STRAGGLER_STEPS} steps"
-                slow = f"it takes {ratio:.2f}x as long as the others for {self._work}"
-                if base is not None:
-                    more = f"{ratio - 1:.0%} of a step more"
-                    slow = f"it spends {more} on {self._work} than the others"
-                lines.append(f"{name} is a straggler: {slow}, {lasting}")
-            # It catches up only below half the threshold, so as not to be reported repeatedly.
-            elif rank in self._slow and ratio < 1 + self._share / 2:
-                self._slow.remove(rank)
-                lines.append(f"{name} has caught up with the others")
-        return lines
-
-
-class StragglerWatches(Callback):
-    """Warn of workers whose device or data loading has become slow. Runs on the first worker.
-
-    Devices are compared by `ComputeTimer`, loaders by their waits' share of the previous step.
+    ranks for the same part of a layer (`ComputeTimer`), in more than half of the last 20 steps. It
+    is reported once, and when it has caught up. A share of 0 disables the watch.
     """
 
     def __init__(
         self, share: float | str, device: str, places: Sequence[str], warn: Callable[[str], None]
     ) -> None:
-        """Watch devices and data. share: ``auto`` is 0.1 on GPUs, 0.5 on CPUs that share cores."""
-        share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
-        self._devices = StragglerWatch(share, places, "the same part of a layer")
-        self._loaders = StragglerWatch(share, places, "loading its data")
-        self._warn, self._began, self._last_seconds = warn, 0.0, 0.0
-
-    def before_step(self) -> None:
-        now = time.perf_counter()
-        self._last_seconds, self._began = now - self._began, now
+        """share: ``auto`` is 0.1 on GPUs, 0.5 on CPUs that share cores."""
+        self._share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
+        self._places, self._warn = places, warn
+        self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
+        self._slow: set[int] = set()
+        self._seen = 0
 
     def after_step(self, step: FinishedStep) -> None:
-        reports = step.result.reports
-        lines = self._devices.check([report.compute_seconds for report in reports])
-        lines += self._loaders.check([r.data_seconds for r in reports], self._last_seconds)
-        for line in lines:
+        for line in self.check([report.compute_seconds for report in step.result.reports]):
             self._warn(line)
+
+    def check(self, seconds: Sequence[float]) -> list[str]:
+        """Return a line for each rank that has become a straggler or has caught up.
+
+        seconds: time that each rank took. 0 if not measured.
+        """
+        self._seen += 1
+        is_measured = len(seconds) > 1 and all(seconds)
+        if not self._share or self._seen <= STRAGGLER_WARM_UP or not is_measured:
+            return []
+        lines = []
+        for rank, own in enumerate(seconds):
+            ratios = self._ratios[rank]
+            ratios.append(own / statistics.median([*seconds[:rank], *seconds[rank + 1 :]]))
+            if len(ratios) < STRAGGLER_STEPS:
+                continue
+            ratio, name = statistics.median_low(ratios), f"rank {rank} ({self._places[rank]})"
+            if rank not in self._slow and ratio > 1 + self._share:
+                self._slow.add(rank)
+                lines.append(
+                    f"{name} is a straggler: it takes {ratio:.2f}x as long as the others for the "
+                    f"same part of a layer, in most of the last {STRAGGLER_STEPS} steps"
+                )
+            # It catches up only below half the threshold, so as not to be reported repeatedly.
+            elif rank in self._slow and ratio < 1 + self._share / 2:
+                self._slow.remove(rank)
+                lines.append(f"{name} has caught up with the others")
+        return lines
 
 
 LAYERS = 8  # number of layers timed, evenly spread

@@ -16,7 +16,7 @@ from torch import Tensor
 from mtrain_cli.composition import compose
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta

@@ -15,7 +15,7 @@ from rich.text import Text
 from mtrain_cli import __version__
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.derived import folder_of
-from mtrain_cli.config.schema import Config, ConfigError, last_layers
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import grid
 from mtrain_cli.data.open_dataset import most_intervals
@@ -244,7 +244,7 @@ def _dense_parts(config: Config) -> str:
     """Return ``the first 10 steps and the last 2 layers``: what is dense in a sparse run."""
     steps = config.sparsity.dense_steps
     first = "" if not steps else "the first step" if steps == 1 else f"the first {steps} steps"
-    return " and ".join(text for text in (first, last_layers(config)) if text)
+    return " and ".join(text for text in (first, config.sparsity.last_layers) if text)
 
 
 def _of_causal(pairs: float, seq: int) -> str:

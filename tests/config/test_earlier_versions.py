@@ -4,6 +4,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
 from mtrain_cli.config.earlier_versions import (
     LATER,
+    REMOVED,
     RENAMED,
     RENAMED_METRICS,
     completed,
@@ -25,6 +26,10 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
     assert "sparsity.gate" not in completed({"sparsity.pattern": "dense"})
     for kind, full_first in (("sliding_window", 0), ("prefix_lm", None)):
         assert completed({"mask.kind": kind}).get("mask.full_first") == full_first
+
+
+def test_keys_without_effect_are_left_out():
+    assert REMOVED[0] not in completed({REMOVED[0]: "python"})
 
 
 def test_masks_of_earlier_versions_lack_keys():

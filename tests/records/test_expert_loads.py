@@ -14,19 +14,23 @@ from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.expert_loads import (
     FACT,
+    LOAD_PARTS,
     LOADS,
     ROW,
     ExpertAnalysis,
     analyse_experts,
     dealt_degree,
-    delete_loads_after,
     expert_degrees,
-    join_loads,
     worker_tokens,
-    write_loads,
 )
 from mtrain_cli.records.record_files import ROW as RECORD
-from mtrain_cli.records.record_files import open_records, write_rows
+from mtrain_cli.records.record_files import (
+    delete_parts_after,
+    join_parts,
+    open_records,
+    write_part,
+    write_rows,
+)
 
 # Tokens of two ranks by expert, in two layers.
 TOKENS = np.array([[[8, 0, 2, 2], [4, 4, 0, 4]], [[3, 3, 3, 3], [3, 3, 3, 3]]])
@@ -53,7 +57,7 @@ def profile(
         rows.append(passes())
     write(folder, [np.concatenate(rows)], [facts])
     for number, each in enumerate(samples):
-        write_loads(each, folder, number)
+        write_part(each, folder, number, LOAD_PARTS)
     return folder
 
 
@@ -96,7 +100,7 @@ def test_an_analysis_covers_all_steps_and_layers(tmp_path, joined):
     earlier = loads(dtype=[*ROW.descr, ("dropped", "<i8")])
     profile(tmp_path, earlier, loads(2 * TOKENS, step=4))
     if joined:
-        join_loads(tmp_path)
+        join_parts(tmp_path, LOAD_PARTS, LOADS)
     found = analysed(tmp_path)
     assert (found.steps, found.layers, found.ranks, found.experts) == ((1, 4), (0, 1), (0, 1), 4)
     assert (found.worker.mean, found.worker.n) == (1.0, 4)
@@ -141,19 +145,18 @@ def test_expert_parallelism_is_taken_from_the_summary(tmp_path):
 def test_parts_are_joined_and_repeated_steps_deleted(tmp_path):
     folder = profile(tmp_path)
     for step in (2, 4, 6):
-        write_loads(loads(step=step), folder, step)
-    write_loads(np.empty(0, ROW), folder, 8)
-    delete_loads_after(folder, 4)
+        write_part(loads(step=step), folder, step, LOAD_PARTS)
+    delete_parts_after(folder, 4, LOAD_PARTS)
     before = analysed(folder)
     assert before.steps == (2, 4)
-    join_loads(folder)
+    join_parts(folder, LOAD_PARTS, LOADS)
     assert (folder / LOADS).is_file()
     assert analysed(folder).to_json() == before.to_json()
 
 
 def test_a_profile_without_the_file_has_no_loads(tmp_path):
     assert analyse_experts(open_records(profile(tmp_path))) == []
-    join_loads(tmp_path)
+    join_parts(tmp_path, LOAD_PARTS, LOADS)
     assert not (tmp_path / LOADS).exists()
 
 

@@ -18,8 +18,7 @@ from mtrain_cli.reporting.comparison import comparison
 from mtrain_cli.reporting.experts import expert_table, routing_table
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.sections import figures, files
-from mtrain_cli.reporting.terminal import show_sources
+from mtrain_cli.reporting.sections import figures, files, show_sources
 
 
 def with_experts(name: str, folder: Path, load: float = 2.0) -> ReportSource:
