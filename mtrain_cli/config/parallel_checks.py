@@ -101,7 +101,8 @@ def _experts(config: Config) -> Iterator[str]:
             given.append("topology.expert_parallel")
         if given:
             shown = ", ".join(f"{{{key}}}" for key in given)
-            yield f"{shown}: needs a model with experts, such as model=tiny_moe, or leave it out"
+            needs = "needs {model.moe.experts!s}, such as those of model=tiny_moe"
+            yield f"{shown}: {needs}, or leave it out"
         return
     if degree != 1:
         if isinstance(degree, int) and degree > 1 and moe.experts > 0 and moe.experts % degree:

@@ -400,16 +400,6 @@ class PredictedStep:
         self.hidden += times * hidden / 1e6
 
 
-def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
-    """Return the days of training on ``tokens``. rate: tokens per second and GPU."""
-    return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
-
-
-def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
-    """Return the cost of ``days`` of training. price: dollars per GPU hour."""
-    return days.map(lambda each: each * 24 * workers * price)
-
-
 def predict_step(
     cluster: Cluster,
     plan: RunPlan,

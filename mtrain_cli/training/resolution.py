@@ -103,7 +103,6 @@ def resolve_run(
         device_memory=hardware.memory or None,
         index=None if pattern is None else pattern.request(),
         columns=config.sparsity.column_bound,
-        needs_out=kernel.needs_out,
     )
     return ResolvedRun(
         layout=chosen.layout,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import mask_problems
@@ -19,7 +18,7 @@ from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch.environment import Environment, ParallelDims, resolve_environment
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.step.program import Message, layers, traffic
@@ -309,8 +308,7 @@ class RunPlan:
         e, number = self.dtype_bytes, config.model.num_layers
         sizes = shard_sizes(config.of_worker, layout, exchange, e)
         schedule = make_schedule(exchange.name, exchange.options(layout.workers))
-        traits = Traits(make_kernel(self.kernel).needs_out)
-        forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
+        forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
         states = largest_states(config, self.dims.workers, self.micro_batches, e)
         hidden = message_bytes(config, layout, e)
         tensor_forward, tensor_backward = tensor_messages(config)

@@ -71,19 +71,21 @@ def in_float64(
     return found, expected
 
 
-def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens():
-    """The chunks of 5 and of 4,500 tokens would be one and two."""
-    for found, expected in gloo.run(2, of_other_lengths):
+@pytest.mark.parametrize("fewest", [5, 1])
+def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens(fewest):
+    """A worker with one token has one chunk, and an empty one because the others have two."""
+    for found, expected in gloo.run(2, of_other_lengths, fewest):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
-def of_other_lengths(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+def of_other_lengths(rank: int, world: int, fewest: int) -> tuple[torch.Tensor, torch.Tensor]:
     whole, part = (make_module(moe_model()) for _ in range(2))
     part.sharing = ExpertGroup(rank, world, dist.group.WORLD)
+    part.execution = LayerExecution(expert_chunks=2)
     for name, weight in list(part.experts.named_parameters()):
         own = weight.detach()[3 * rank : 3 * rank + 3].clone()
         part.experts.register_parameter(name, torch.nn.Parameter(own))
-    x = torch.randn(1, (5, 4500)[rank], 40, dtype=torch.float64)
+    x = torch.randn(1, (fewest, 4500)[rank], 40, dtype=torch.float64)
     with torch.no_grad():
         return part(x), whole(x)
 

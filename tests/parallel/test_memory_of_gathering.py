@@ -60,8 +60,6 @@ class Held(TorchDispatchMode):
 class Stub:
     """A kernel that allocates its results and a temporary buffer."""
 
-    needs_out = False
-
     def __init__(self, grad: torch.dtype, buffer: int) -> None:
         self.grad, self.buffer = grad, buffer
 

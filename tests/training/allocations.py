@@ -115,7 +115,6 @@ class StandIn:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.needs_out = False
 
     def forward(self, q, k, v, tiles, scale):  # noqa: ARG002
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
