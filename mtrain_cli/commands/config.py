@@ -19,15 +19,7 @@ RECIPE = "recipe"  # a group whose options set keys of all other groups
 
 @app.callback()
 def config() -> None:
-    """List configuration groups and keys, and show what they mean.
-
-    [bold]Examples[/bold]
-
-      [cyan]mtrain config list[/cyan]
-          List groups and the names of all keys
-      [cyan]mtrain config show model/qwen3b[/cyan]
-          Show the keys of a model
-    """
+    """List configuration groups and keys, and show what they mean."""
 
 
 @app.command("list")
@@ -76,8 +68,6 @@ def show_option(
 
       [cyan]mtrain config show model/qwen3b[/cyan]
           Show the shape of a model
-      [cyan]mtrain config show topology/local[/cyan]
-          Show how workers share a sequence
 
     Args:
         option: An option from `mtrain config list`.

@@ -30,15 +30,7 @@ app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode="rich")
 
 @app.callback()
 def data() -> None:
-    """Tokenize a corpus once for many runs, inspect it, and write needles or RULER's samples.
-
-    [bold]Examples[/bold]
-
-      [cyan]mtrain data prepare books/ data/books[/cyan]
-          Tokenize a folder of text files
-      [cyan]mtrain data show data/books[/cyan]
-          Show documents, lengths and domains
-    """
+    """Tokenize a corpus once for many runs, inspect it, and write needles or RULER's samples."""
 
 
 @app.command()
@@ -69,8 +61,6 @@ def prepare(
           Train a BPE on Python's own sources and tokenize them with it
       [cyan]mtrain data prepare corpus/ data/qwen --tokenizer Qwen2.5-3B/tokenizer.json[/cyan]
           Tokenize a folder of text with a model's tokenizer
-      [cyan]mtrain data prepare books.jsonl data/books --text-key body[/cyan]
-          Read the text from another field
       [cyan]mtrain data prepare mds/ out/ --from-tokenizer a.json --tokenizer b.json[/cyan]
           Tokenize MDS shards again, for another model
       [cyan]mtrain data prepare q.jsonl data/q --tokens-key input_ids --mask-key mask[/cyan]
@@ -205,8 +195,6 @@ def show(
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain data show data/python[/cyan]
-          Show the size and document lengths of a token store
       [cyan]mtrain data show data/python --document 17 --check[/cyan]
           Show the start of document 17, and verify the checksums
       [cyan]mtrain data show prolong-data-512K/book-524288 --tokenizer llama3.json[/cyan]
