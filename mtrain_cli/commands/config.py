@@ -19,7 +19,15 @@ RECIPE = "recipe"  # a group whose options set keys of all other groups
 
 @app.callback()
 def config() -> None:
-    """List configuration groups and keys, and show what they mean."""
+    """List configuration groups and keys, and show what they mean.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain config list[/cyan]
+          List groups and the names of all keys
+      [cyan]mtrain config show model/qwen3b[/cyan]
+          Show the keys of a model
+    """
 
 
 @app.command("list")

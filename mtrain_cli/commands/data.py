@@ -30,7 +30,15 @@ app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode="rich")
 
 @app.callback()
 def data() -> None:
-    """Tokenize a corpus once for many runs, inspect it, and write needles or RULER's samples."""
+    """Tokenize a corpus once for many runs, inspect it, and write needles or RULER's samples.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain data prepare books/ data/books[/cyan]
+          Tokenize a folder of text files
+      [cyan]mtrain data show data/books[/cyan]
+          Show documents, lengths and domains
+    """
 
 
 @app.command()
@@ -195,6 +203,8 @@ def show(
 
     [bold]Examples[/bold]
 
+      [cyan]mtrain data show data/python[/cyan]
+          Show the size and document lengths of a token store
       [cyan]mtrain data show data/python --document 17 --check[/cyan]
           Show the start of document 17, and verify the checksums
       [cyan]mtrain data show prolong-data-512K/book-524288 --tokenizer llama3.json[/cyan]

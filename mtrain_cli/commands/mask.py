@@ -24,7 +24,15 @@ _WORKERS = 8  # if topology.context_parallel and topology.workers are auto
 
 @app.callback()
 def mask() -> None:
-    """Show what a mask allows, and how layouts share its work."""
+    """Show what a mask allows, and how layouts share its work.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain mask show mask=sliding_window mask.window=4k seq=128k[/cyan]
+          Count the pairs of a sliding window, and compare the layouts
+      [cyan]mtrain mask show mask=video seq=4k --plot video.html[/cyan]
+          Draw a mask
+    """
 
 
 @app.command("show")
@@ -41,8 +49,8 @@ def show(
 
       [cyan]mtrain mask show mask=prefix_lm mask.prefix=1k seq=8k[/cyan]
           Count pairs and labels of a prefix-LM
-      [cyan]mtrain mask show mask=video seq=4k --plot video.html topology.workers=32[/cyan]
-          Draw a mask, and compare layouts for 32 workers
+      [cyan]mtrain mask show mask=sliding_window seq=512k topology.workers=32[/cyan]
+          Compare layouts for 32 workers
 
     Args:
         plot: Also draw the mask, and which worker holds which rows, to this .html file.

@@ -96,7 +96,8 @@ def print_section(console: Console, section: Section) -> None:
 def print_table(console: Console, table: Table) -> None:
     """Print a table with its title and its note. Text may wrap; numbers never wrap.
 
-    A table that is too wide loses the columns that it may lose, and a line below names them.
+    A table that is too wide loses the columns that it may lose, and a line below names them. If it
+    is still too wide, each row becomes lines of headings and cells.
     """
     width = limit(console)
     if table.title:
@@ -111,13 +112,16 @@ def print_table(console: Console, table: Table) -> None:
             stacks.remove(rest[0])
             dropped.append(rest.pop(0).name)
         widths = [stack.width for stack in stacks]
-        while _total(widths) > width:
+        if _total([stack.least for stack in stacks]) > width:
+            stacks, dropped = [], []
+        while stacks and _total(widths) > width:
             # The widest column of text shrinks first.
             shrinkable = [i for i, stack in enumerate(stacks) if widths[i] > stack.least]
-            if not shrinkable:
-                break
             widths[max(shrinkable, key=widths.__getitem__)] -= 1
-    _print_columns(console, table, stacks, widths, padding)
+    if stacks:
+        _print_columns(console, table, stacks, widths, padding)
+    else:
+        _print_rows(console, table)
     if table.note:
         say(console, table.note, style="table.caption")
     if dropped:
@@ -204,3 +208,22 @@ def _print_columns(
     )
     wide.width = max(console.width, _total(widths, padding))
     wide.print(columns_table(columns, rows, padding))
+
+
+def _print_rows(console: Console, table: Table) -> None:
+    """Print a row as lines: its names, a line per group, and a line with all other columns."""
+    for row in table.rows:
+        names: list[str] = []
+        parts: dict[str, list[str]] = {}
+        for column in table.shown:
+            cell = ", ".join(_text(column.cell(row)).plain.split("\n"))
+            if column.words and not column.group:
+                names += [cell] * bool(cell)
+            elif cell:
+                name = " ".join(column.name.split())
+                parts.setdefault(column.group, []).append(f"{name} {cell}")
+        say(console, ", ".join(names), 2, "bold")
+        for group, texts in parts.items():
+            line = f"  {group}: {', '.join(texts)}" if group else f"  {', '.join(texts)}"
+            say(console, line, 4, _STYLES.get(table.state(row)))
+    console.print()

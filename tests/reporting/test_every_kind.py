@@ -75,7 +75,7 @@ def test_the_terminal_prints_every_cell_of_every_table(kinds, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [40, 80, 120])
 def test_tables_fit_the_terminal_and_say_what_they_lose(kinds, kind, width):
     for table in shown(kinds[kind]):
         text = printed(table, width)

@@ -53,6 +53,16 @@ def test_a_pipe_gets_every_column_and_one_line_per_sentence(monkeypatch):
     assert len([line for line in lines if "sentence" in line]) == 1
 
 
+def test_a_row_that_has_no_room_becomes_lines_that_lose_nothing(monkeypatch):
+    lines = printed(30, monkeypatch, spare=())
+    assert max(map(len, lines)) <= 30
+    text = " ".join(" ".join(lines).split())
+    for exchange in EXCHANGES:
+        assert f"striped, {exchange} best - worst 0.0095 - 0.147, tokens/s/GPU 1,284,949" in text
+    assert text.count("HFU 41.9%") == 3
+    assert "dropped" not in text
+
+
 def test_title_and_note_of_a_narrow_table_use_the_width_of_the_terminal(monkeypatch):
     narrow = text_table(
         ["n"], [["1"]], 0, title="a title of seven words for you", note="a note on it all"
@@ -85,13 +95,17 @@ def test_columns_of_a_group_stand_below_each_other():
     ]
 
 
-def test_names_that_repeat_the_row_above_are_blank():
+def test_names_that_repeat_the_row_above_are_blank_but_not_in_lines_of_their_own(monkeypatch):
     columns = [
         Column("run", lambda row: row[0], words=True, once=True),
         Column("value", lambda row: row[1]),
     ]
     table = Table("", columns, [("a" * 9, 1), ("a" * 9, 2), ("b", 3)])
     assert table.cells() == [["a" * 9, "1"], ["", "2"], ["b", "3"]]
+    monkeypatch.setenv("COLUMNS", "8")
+    file = io.StringIO()
+    print_table(Console(file=file, width=8), table)
+    assert file.getvalue().count("a" * 9) == 2
 
 
 def test_names_of_wide_characters_are_not_broken(monkeypatch):
