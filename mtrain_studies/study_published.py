@@ -117,7 +117,7 @@ def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scena
     drawn = row.index != _ALL_PAIRS
     return Request(
         row.words,
-        index=row.index if drawn else None,
+        index=row.index if drawn and row.index != "clustered" else None,
         density=row.density if drawn else None,
         columns=row.columns if drawn else None,
         calibration=calibration,

@@ -17,9 +17,16 @@ IMPORTED = {
         attention.named_masks commands.evaluate commands.options config.documents
         config.mask_settings config.problem config.schema config.suggest data.tokenizers
         evaluation.cost evaluation.request evaluation.results
-        evaluation.runner inference.engine inference.limits inference.model_source
+        evaluation.runner grouping inference.engine inference.limits inference.model_source
         inference.sampling inference.scorer inference.text inference.worker launch.environment
-        parallel.collectives
+        parallel.collectives reporting.evaluations reporting.table
+    """,
+    "mtrain_ruler": """
+        commands.completion commands.evaluate commands.options config config.documents
+        config.schema config.sizes config.suggest console data.checked_files data.tokenizers
+        evaluation.measurement evaluation.request evaluation.results evaluation.runner grouping
+        inference.engine inference.limits inference.model_source inference.sampling
+        inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config

@@ -35,7 +35,6 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "data.mix": (),
     "data.tokenizer": ("auto", "bytes"),
     "train.init_from": (),
-    "eval.haystack": ("stdlib",),
     "run.dir": ("auto",),
     "topology.cluster": ("auto", *cluster.shipped()),
 }

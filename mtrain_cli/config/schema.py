@@ -57,7 +57,6 @@ SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
-SENTENCES, PYTHON = NEEDLE_FORMS = ("sentences", "python")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
@@ -427,8 +426,6 @@ class TrainConfig:
         gradient only; 0 = none (ST-MoE uses 0.001)
     balance_bias: experts: step of a bias in the router's choice, up for experts with few tokens,
         else down; 0 = none (DeepSeek-V3: 0.001)
-    expert_capacity: experts: most tokens of a sequence per expert, as a multiple of the mean; those
-        with the lowest scores are dropped; 0 = compute all tokens
     init_from: Hugging Face folder (config.json and safetensors) with the initial weights, and the
         model if no model=... is set; null = random weights
     eval_every: steps between evaluations on the held-out sequences and of train.eval_tasks, besides
@@ -463,7 +460,6 @@ class TrainConfig:
     )
     router_z_loss: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
     balance_bias: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
-    expert_capacity: float = option(NOT_NEGATIVE.up_to(65_536, "more than any number of experts"))
     init_from: str | None = option()
     eval_every: int = option(_STEPS_OR_0)
     eval_tasks: tuple[str, ...] = option(expected="a list of tasks such as [niah,perplexity]")
@@ -480,11 +476,6 @@ class EvalConfig:
 
     length: tokens of a sample, or a list of lengths; auto = seq
     samples: number of samples of each task and length
-    form: niah: sentences, or python = the lines of `mtrain data needles`
-    haystack: niah: file or folder of the text around the needles; stdlib = Python's own sources
-    needles: niah: number of needles in each sequence
-    chains: niah: share of the questions that follow a link; form=python only
-    seed: niah: determines names, numbers and places
     """
 
     length: tuple[int, ...] | int | str = option(
@@ -493,11 +484,6 @@ class EvalConfig:
         expected="auto, a number of tokens such as 8k, or a list such as [8k,64k]",
     )
     samples: int = option(POSITIVE.up_to(*_SEQUENCES))
-    form: str = option(NEEDLE_FORMS)
-    haystack: str = option()
-    needles: int = option(POSITIVE.up_to(2048, "the maximum of `mtrain eval niah`"))
-    chains: float = option(FRACTION)
-    seed: int = option(NOT_NEGATIVE)
 
     def lengths(self, seq: int) -> tuple[int, ...]:
         """Return the lengths of samples. seq: tokens of a training sequence."""

@@ -23,7 +23,6 @@ from mtrain_cli.config.schema import (
     CHECKPOINTS,
     EVAL_TASKS,
     PERPLEXITY,
-    SENTENCES,
     Config,
     ConfigError,
     DataConfig,
@@ -324,18 +323,16 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _eval_tasks(config: Config) -> Iterator[str]:
-    tasks, chosen = config.train.eval_tasks, config.eval
+    tasks = config.train.eval_tasks
     for task in tasks:
         if task not in EVAL_TASKS:
             why = no_such("task", task, EVAL_TASKS)
             yield conflict(config, "{train.eval_tasks}: {task}: {why}", task=task, why=why)
     if not tasks:
         return
-    lengths = chosen.lengths(config.seq)
+    lengths = config.eval.lengths(config.seq)
     if not lengths or not all(2 <= length <= MOST_TOKENS for length in lengths):
         yield f"{{eval.length}}: must be from 2 to {format_size(MOST_TOKENS)} tokens"
-    if chosen.chains and chosen.form == SENTENCES:
-        yield "{eval.chains}: only with {eval.form!s}=python"
     if PERPLEXITY in tasks and not config.data.eval_sequences:
         yield f"{{train.eval_tasks}}: {PERPLEXITY} needs {{data.eval_sequences!s}}, such as 4"
     if PATTERNS[config.sparsity.pattern].synthetic:

@@ -17,8 +17,8 @@ from mtrain_cli.config.problem import ConfigError, Names, setting
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import adapter_hint, no_such
 from mtrain_cli.launch.job import current_job
+from mtrain_cli.launch.run_dir import RESOLVED, NotARunError, find_source, run_of
 from mtrain_cli.model import huggingface_config
-from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of
 
 if TYPE_CHECKING:
     import torch
@@ -214,7 +214,7 @@ def _load_checkpoint(
     def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         expected = {name: tuple(one.shape) for name, one in parameters.items()}
         given = run_of(source.path) / RESOLVED
-        check_tensors(source.config.model, shapes, expected, source.path, given)
+        check_tensors(shapes, expected, source.path, given)
         return parameters
 
     try:

@@ -24,7 +24,7 @@ from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.text import TextCodec, TextStream, open_codec
 from mtrain_cli.launch import guarded_streams
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.failures import reporting_out_of_memory
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
@@ -146,7 +146,7 @@ def answer(
     """Load the model and generate until the end, or until the user asked to ``stop``.
 
     The first worker prints. Raises ConfigError if the model cannot be loaded or a prompt does not
-    fit the memory, RunError if the GPU ran out of memory.
+    fit the memory, RunError if the memory is full.
     """
     source = ModelSource(Path(request.path), request.is_folder, config)
     longest = max(map(len, request.prompts))
@@ -167,7 +167,8 @@ def answer(
             if requested:
                 raise _StoppedError
 
-    try:
+    advice = "Give shorter prompts, a smaller --max-new or more topology.workers"
+    with reporting_out_of_memory(lambda _: f"rank {environment.rank} ran out of memory. {advice}"):
         engine = Engine(source, environment, warn if first else None)
         if first:
             report([*describe(engine), *filter(None, [codec.starts])])
@@ -177,11 +178,6 @@ def answer(
         ):
             if first:
                 printer.completed(completion)
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"rank {environment.rank} ran out of GPU memory ({str(error).splitlines()[0]}). Give "
-            "shorter prompts, a smaller --max-new or more topology.workers"
-        ) from error
     if first:
         report([printer.summary()])
 

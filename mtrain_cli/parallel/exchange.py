@@ -227,7 +227,7 @@ class Exchange:
         scale: float,
         label: str = "",
     ) -> Triple:
-        traits = Traits(kernel.needs_out, self.columns_of(shard_tiles) is not None)
+        traits = Traits(self.columns_of(shard_tiles) is not None)
         tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
         tensors[buffers.DOUT.on(self._side)] = dout
         run = self._begin(BACKWARD, tensors, shard_tiles, kernel, scale, label)
@@ -243,7 +243,7 @@ class Exchange:
 
     def _begin(self, direction, tensors, shard_tiles, kernel, scale, label) -> Executor:
         columns, backward = self.columns_of(shard_tiles), direction == BACKWARD
-        traits = Traits(kernel.needs_out, columns is not None)
+        traits = Traits(columns is not None)
         program = self.program(backward=backward, traits=traits)
         names = self.group, self.name, label, direction
         transport = Transport(*names, program.steps, self.recorder)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import Environment, ParallelDims
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange

@@ -221,7 +221,7 @@ class ProfileWriter:
             workers=self.bench.environment.dims.cp, per_node=schedule.per_node,
             layout=first.choices.layout.name, exchange=schedule.exchange,
             block_size=topology.block_size, chunk=topology.chunk,
-            needs_out=first.choices.kernel.needs_out, iteration=self._iteration,
+            iteration=self._iteration,
             columns={name: bound for name, bound in bounds.items() if bound != 0},
         )  # fmt: skip
         parts = self._parts_of_indices(cases)

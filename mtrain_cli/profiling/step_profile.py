@@ -28,7 +28,7 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.expert_loads import LOAD_PARTS, LOADS, expert_facts
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
-from mtrain_cli.training.banner import banner
+from mtrain_cli.training.dry_run import banner
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.trainer import Trainer
 

@@ -225,10 +225,11 @@ def join_parts(folder: Path, kind: str = PARTS, joined: str = RECORDS) -> None:
     parts = sorted((folder / kind).glob("*.parquet"))
     if not parts:
         return
-    schema, options = pq.read_schema(parts[0]), {"compression": "zstd"}
+    schema, options = pq.read_schema(parts[-1]), {"compression": "zstd"}
     with replacing(folder / joined) as draft, pq.ParquetWriter(draft, schema, **options) as writer:
         for part in parts:
-            writer.write_table(pq.read_table(part))
+            # Parts of earlier versions have more columns.
+            writer.write_table(pq.read_table(part, columns=schema.names))
     for part in parts:
         part.unlink()
     (folder / kind).rmdir()

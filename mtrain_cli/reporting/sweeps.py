@@ -15,7 +15,10 @@ from mtrain_cli.training.run_plan import FITS
 Row = Mapping[str, Any]
 LEGEND = (
     "s / step: one optimizer step; best and worst: all constants at their best or worst bound. "
-    "HFU: share of peak FLOP/s that kernels execute. GiB: per GPU. bold: the fastest that fits. "
+    "MFU, HFU: share of the peak FLOP/s, by the model's FLOP and by all executed FLOP. worker, "
+    "step: imbalance degrees of attention work, largest over mean. GiB: per GPU, as planned by "
+    "`mtrain train --dry-run`. bold: the fastest that fits. group_cast: only keys that a worker's "
+    "queries see travel to it. "
     f"all_gather in N: heads gathered in N parts. {FITS}"
 )
 _AXES = ("nodes", "workers")  # swept settings that change the number of GPUs
@@ -64,23 +67,33 @@ def sweep_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
     def fits(row: Row) -> str:
         return "impossible" if "cannot" in row else "yes" if row["fits"] else "no"
 
+    def degree(name: str) -> Callable[[Row], Any]:
+        return lambda row: row.get("degrees", {}).get(name)
+
     several_groups = any(row.get("dp", 1) > 1 for _, row in every)
+    named = any("configuration" in row for _, row in every)
+    sparse = any(row.get("density", 1) < 1 for _, row in every)
+    dense = any(row.get("mfu") is not None for _, row in every)
     columns = [
         Column("run" * (len(runs) > 1), itemgetter(0), key="run", words=True),
         *map(swept, points),
         _column("GPUs", _get("workers"), key="workers"),
         *([_column("data x context", groups, drop=3)] if several_groups else []),
         _column("", _get("cp"), key="cp"),
-        _column("layout", _get("layout"), key="layout", words=True),
-        _column("exchange", _get("exchange"), short_label, "exchange", words=True),
-        *(_column("", _get(name), key=name) for name in ("kernel", "seq", "density")),
+        _column("configuration" * named, _get("configuration"), words=True),
+        _column("" if named else "layout", _get("layout"), key="layout", words=True),
+        _column("" if named else "exchange", _get("exchange"), short_label, "exchange", words=True),
+        *(_column("", _get(name), key=name) for name in ("kernel", "seq")),
+        _column("density" * sparse, _get("density"), percent, "density", drop=7),
         _column("", seconds("low"), key="seconds_low"),
         _column("s / step", seconds("value"), partial(number, digits=4), "seconds"),
         _column("best - worst", possible(bounds), drop=2),
         _column("", seconds("high"), key="seconds_high"),
         _column("tokens/s/GPU", possible(rate), count, "tokens_per_second_per_gpu"),
-        _column("", _get("mfu"), key="mfu"),
+        _column("MFU" * dense, _get("mfu"), percent, "mfu", drop=4),
         _column("HFU", _get("hfu"), percent, "hfu", drop=1),
+        _column("worker", degree("worker_work"), fixed(2), drop=6),
+        _column("step", degree("step_work"), fixed(2), drop=5),
         _column("GiB", possible(lambda row: row["memory_bytes"] / 2**30), fixed(1), "memory_gib"),
         _column("fits", fits, words=True),
         _column("", lambda row: bool(row.get("fits")), key="fits"),

@@ -33,8 +33,7 @@ from mtrain_cli.training.flops import (
     layer_kinds,
     recomputed_pair_share,
 )
-from mtrain_cli.training.model_part import ModelPart, model_parts
-from mtrain_cli.training.pipeline_plan import PipelinePlan
+from mtrain_cli.training.pipeline_plan import ModelPart, PipelinePlan, model_parts
 from mtrain_cli.training.run_plan import RunPlan
 
 # Share of the time of the loss that the forward pass takes if backward computes the logits again:
@@ -399,16 +398,6 @@ class PredictedStep:
             late = min(needed, carried[outer])
         self.us["weights"] += times * (needed - hidden + share * hidden + late)
         self.hidden += times * hidden / 1e6
-
-
-def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
-    """Return the days of training on ``tokens``. rate: tokens per second and GPU."""
-    return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
-
-
-def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
-    """Return the cost of ``days`` of training. price: dollars per GPU hour."""
-    return days.map(lambda each: each * 24 * workers * price)
 
 
 def predict_step(

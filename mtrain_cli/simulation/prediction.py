@@ -176,8 +176,6 @@ def predict(
     """
     first = problem.index(problem.layers[0])
     name = kernel or default_kernel(cluster.gpu, first is None)
-    # Predict for a backward that takes delta instead of out. Every kernel supports it.
-    problem = replace(problem, made=replace(problem.made, needs_out=False))
     prices = prices or RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
     # Dense layers of a sparse model have the same masks, which a layout needs only once.
     mixed = problem.full is not None and first is None

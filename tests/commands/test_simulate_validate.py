@@ -45,7 +45,6 @@ def test_a_replay_uses_the_exchange_options_of_the_profile(tmp_path):
         per_node=4,
         layout="striped",
         exchange="ring",
-        needs_out=True,
     )
     masks = (SequenceMask.causal(4096, 4096),)
     problem = AttentionWorkload(setup, masks, (0,), lambda layer: None, "dense")  # noqa: ARG005

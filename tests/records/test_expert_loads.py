@@ -36,12 +36,12 @@ from mtrain_cli.records.record_files import (
 TOKENS = np.array([[[8, 0, 2, 2], [4, 4, 0, 4]], [[3, 3, 3, 3], [3, 3, 3, 3]]])
 
 
-def loads(tokens: Any = TOKENS, step: int = 1, dropped: int = 0, **more: Any) -> np.ndarray:
-    """Return rows of tokens [layers, ranks, E]. dropped: tokens of each row."""
+def loads(tokens: Any = TOKENS, step: int = 1, dtype: Any = ROW, **more: Any) -> np.ndarray:
+    """Return rows of tokens [layers, ranks, E]."""
     tokens = np.asarray(tokens)
-    rows = np.zeros(tokens.size, ROW)
+    rows = np.zeros(tokens.size, dtype)
     rows["layer"], rows["rank"], rows["expert"] = np.indices(tokens.shape).reshape(3, -1)
-    rows["tokens"], rows["step"], rows["dropped"] = tokens.reshape(-1), step, dropped
+    rows["tokens"], rows["step"] = tokens.reshape(-1), step
     for name, value in more.items():
         rows[name] = value
     return rows
@@ -94,8 +94,14 @@ def test_experts_on_several_workers_compute_the_tokens_of_all_of_them():
     assert four.tolist() == [[12, 4], [2, 6], [6, 6], [6, 6]]
 
 
-def test_an_analysis_covers_all_steps_and_layers(tmp_path):
-    found = analysed(profile(tmp_path, loads(), loads(2 * TOKENS, step=4, dropped=1)))
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_analysis_covers_all_steps_and_layers(tmp_path, joined):
+    """The first sample is of an earlier version, whose experts could drop tokens."""
+    earlier = loads(dtype=[*ROW.descr, ("dropped", "<i8")])
+    profile(tmp_path, earlier, loads(2 * TOKENS, step=4))
+    if joined:
+        join_parts(tmp_path, LOAD_PARTS, LOADS)
+    found = analysed(tmp_path)
     assert (found.steps, found.layers, found.ranks, found.experts) == ((1, 4), (0, 1), (0, 1), 4)
     assert (found.worker.mean, found.worker.n) == (1.0, 4)
     assert found.step.mean == pytest.approx((2 + 1) / 2)
@@ -105,7 +111,6 @@ def test_an_analysis_covers_all_steps_and_layers(tmp_path):
         4: pytest.approx(1.5),
     }
     assert found.shares[1, 0] == pytest.approx([12 / 24, 4 / 24, 2 / 24, 6 / 24])
-    assert found.dropped == pytest.approx(16 / (48 + 96 + 16))
     document = found.to_json()
     assert document["worker"] == {"mean": 1.0, "std": 0.0, "n": 4}
     assert document["dealt"]["2"]["mean"] == pytest.approx(7 / 6, abs=1e-4)

@@ -110,7 +110,7 @@ def test_a_tensor_group_is_as_slow_as_its_slowest_worker():
 
 def test_an_index_gives_each_worker_the_pairs_of_its_heads():
     found = predicted(name="uniform", density=0.1, columns=256)
-    pairs = PairSource("uniform", 0.1, 256)
+    pairs = PairSource("clustered", 0.1, 256)
     config = compose([*WORDS, *pairs.sparsity()])
     workload = pairs.problem(config)
     first, second = workload.part(0, 2), workload.part(1, 2)

@@ -13,15 +13,15 @@ from training.test_loop import SMALL, place
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import layer_execution
-from mtrain_cli.training.callback import FinishedStep
-from mtrain_cli.training.trainer import Trainer
-from mtrain_cli.training.watch import (
+from mtrain_cli.training.callback import (
     MIN_STEPS,
     STRAGGLER_STEPS,
     STRAGGLER_WARM_UP,
+    FinishedStep,
     SpikeWatch,
     StragglerWatch,
 )
+from mtrain_cli.training.trainer import Trainer
 
 
 def falling(step: int, noise: random.Random) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The cost of a training, the best configuration, and the figures of its row, each by hand."""
+"""The best configuration, and the figures of its row, each by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtrain_cli.commands.simulate_actions import row_of, with_cost
+from mtrain_cli.commands.simulate_actions import row_of
 from mtrain_cli.commands.simulate_output import best_line, main_outcome
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
@@ -17,15 +17,6 @@ from mtrain_cli.simulation.scenario import (
     evaluate,
     plan_on,
 )
-
-
-def test_days_and_dollars_of_a_row():
-    """86.4M tokens on 8 GPUs at 2 $: one day at 125 tokens/s/GPU, 2.5 at worst, 0.5 at best."""
-    row = {"workers": 8, "tokens_per_second_per_gpu": {"low": 50.0, "value": 125.0, "high": 250.0}}
-    found = with_cost(row, 86.4e6, 2.0)
-    assert found["days"] == pytest.approx({"low": 0.5, "value": 1.0, "high": 2.5})
-    assert found["dollars"] == pytest.approx({"low": 192.0, "value": 384.0, "high": 960.0})
-    assert with_cost(row, None, 2.0) == row
 
 
 def test_the_figures_of_a_row():
