@@ -87,7 +87,7 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A published table. The fields are those of `records.study_rows.StudyTable`."""
+    """A published table. The fields are those of `published_tables.StudyTable`."""
 
     name: str
     title: str

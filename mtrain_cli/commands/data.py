@@ -55,7 +55,6 @@ def prepare(
     domain: Annotated[str | None, option("A,B")] = None,
     min_tokens: Annotated[str, option("N")] = "0",
     max_tokens: Annotated[str, option("N")] = "0",
-    truncate: Annotated[bool, flag("--truncate")] = False,
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
     bos: Annotated[str, option("auto|true|false")] = "auto",
 ) -> None:
@@ -98,12 +97,11 @@ def prepare(
             first folder of its path below SOURCE.
         min_tokens: Leave out documents with fewer tokens, such as 64k.
         max_tokens: Leave out documents with more tokens; 0 = no limit.
-        truncate: Cut documents at --max-tokens instead of leaving them out.
         threads: CPU threads of the tokenizer; all cores by default.
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
     """
-    from mtrain_cli.commands.data_output import describe_store, progress_bar, rounded_vocabulary
+    from mtrain_cli.commands.data_output import describe_store, progress_lines, rounded_vocabulary
     from mtrain_cli.commands.options import token_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Filters
@@ -117,14 +115,14 @@ def prepare(
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
     least = token_count("--min-tokens", min_tokens, 0, MOST_DOCUMENTS)
     most = token_count("--max-tokens", max_tokens, 0, MOST_DOCUMENTS)
-    filters = Filters(domains, least, most, truncate)
+    filters = Filters(domains, least, most)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key)
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
-        with progress_bar() as report:
-            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
+        report = progress_lines()
+        store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
     except KeyboardInterrupt:
         console.print("Interrupted. Finished work is kept: run the same command to continue.")
         raise

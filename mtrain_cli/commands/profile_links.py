@@ -132,7 +132,7 @@ def _is_measured(path: Path) -> bool:
 
 def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> None:
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.terminal_width import print_table, say
+    from mtrain_cli.reporting.terminal import print_table, say
 
     console = Console(highlight=False, soft_wrap=True)
     print_table(console, _table(document))

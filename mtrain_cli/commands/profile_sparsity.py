@@ -96,7 +96,7 @@ def sparsity(
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import pattern_quality
     from mtrain_cli.reporting.sparsity import sparsity_tables
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal import print_table
     from mtrain_cli.sparsity.pattern import display_name
 
     analyzer: Any = None

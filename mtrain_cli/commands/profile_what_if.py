@@ -78,7 +78,7 @@ def what_if(
     from mtrain_cli.config.schema import LAYOUTS
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
-    from mtrain_cli.reporting.terminal_width import print_table, say
+    from mtrain_cli.reporting.terminal import print_table, say
     from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, replay
 
     layouts = parse_names("--layout", layout, LAYOUTS)

@@ -31,7 +31,7 @@ from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.pipeline_times import prediction_entry
 from mtrain_cli.reporting import sweeps
 from mtrain_cli.reporting.table import Table
-from mtrain_cli.reporting.terminal_width import print_table
+from mtrain_cli.reporting.terminal import print_table
 from mtrain_cli.simulation.calibration import Calibration, describe_source, load_user_calibration
 from mtrain_cli.simulation.expert_cost import dealt_over
 from mtrain_cli.simulation.methods import compare, sequences_of

@@ -12,7 +12,7 @@ from mtrain_cli.console import Console
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.table import BEST, Column, Table, fixed, number
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal import print_table, say
 from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequences_of
 from mtrain_cli.simulation.predicted_step import (
     part_name,

@@ -189,7 +189,7 @@ class Request:
         if self.index is None:
             return None
         from mtrain_cli.config.suggest import no_such
-        from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
+        from mtrain_cli.records.record_files import find_shipped, shipped_with
 
         path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
@@ -275,7 +275,7 @@ class Request:
 
 
 def _allowed(config: Config) -> str:
-    from mtrain_cli.training.first_masks import first_masks
+    from mtrain_cli.training.run_plan import first_masks
 
     read = first_masks(config)
     if read is not None and read.masks:

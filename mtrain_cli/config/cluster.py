@@ -439,7 +439,7 @@ def _with_defaults(gpu: Mapping[str, Any]) -> Mapping[str, Any]:
     given = _GPU_DEFAULTS | dict(gpu)
     peak = gpu.get("peak_tflops")
     value = _as_number(peak.get("value")) if isinstance(peak, Mapping) else 0.0
-    if "gemm_tflops" not in given and value > 0:
+    if given.get("gemm_tflops") is None and value > 0:
         note = "not in the file; an H200 reaches this share of its peak"
         low, likely, high = (share * value for share in _GEMM_SHARES)
         given["gemm_tflops"] = _guess(likely, note, low, high)

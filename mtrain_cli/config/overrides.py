@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config.earlier_versions import RENAMED
-from mtrain_cli.config.foreign_words import counterpart, hub_hint
 from mtrain_cli.config.groups import Groups
 from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
 from mtrain_cli.config.problem import Problem
@@ -83,8 +82,6 @@ def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> Problem:
     where = f"{file}: " if file else ""
     if name in sections():
         return Problem(f"{where}{name}={show(value)}: holds keys, not a value", f"{name}.")
-    if here := counterpart(name):
-        return Problem(f"{where}{name}={show(value)}: {here}")
     current = RENAMED.get(name)
     hint = f" (did you mean {current}?)" if current else did_you_mean(name, all_keys())
     return Problem(f"{where}no key is called {name}{hint}")
@@ -147,9 +144,6 @@ def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> Pro
     reason = no_such(group, option, options)
     if "," in option or _SWEEP.match(option):
         reason = ONE_VALUE
-    start, then = "is not a model of mtrain, which", "set train.init_from="
-    if group == "model" and (hint := hub_hint(option, start, then)):
-        reason = hint
     return Problem(f"{group}={raw}: {reason}", group, f"{group}.", value=raw, allowed=reason)
 
 
@@ -190,8 +184,6 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
     if name == "cluster":
         return Problem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
     bare = name.lstrip("-")
-    if here := counterpart(bare):
-        return Problem(f"{text}: {here}")
     close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
     line = f"{text}: no key or group is called {name}"
     if close is None:

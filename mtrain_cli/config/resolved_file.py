@@ -8,8 +8,7 @@ from typing import Any
 
 from mtrain_cli import __version__
 from mtrain_cli.config import earlier_versions, keys, sizes
-from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.config.documents import read_yaml, reason
+from mtrain_cli.config.documents import read_yaml, reason, replace_text
 from mtrain_cli.config.overrides import convert
 from mtrain_cli.config.schema import Config, ConfigError
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mtrain_cli.model.compilation import compiled
+from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.feed_forward import (
@@ -89,7 +89,7 @@ class ExecutedLayer(DecoderLayer):
             return after(self, x_BNC, out_BNHD)
         eps = self.post_attention_layernorm.eps
         keep = execution.keep_products and torch.is_grad_enabled()
-        options = FeedForwardOptions(execution, eps, rows, self.index, passes.second, keep)
+        options = FeedForwardOptions(execution, eps, rows, passes.second, keep)
         return feed_forward(x_BNC, out_BNHD, weights, options)
 
 

@@ -315,7 +315,7 @@ def _chunks(
 
 
 def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
-    # With ``auto``, `training.stage_choice` decides later, because it depends on the mask.
+    # With ``auto``, `training.layout_choice` decides later, because it depends on the mask.
     if topology.stages == "auto":
         return 1
     assert isinstance(topology.stages, int)

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.launch.environment import host_memory
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.config.documents import replace_text
+from mtrain_cli.launch.environment import ParallelDims, host_memory
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup

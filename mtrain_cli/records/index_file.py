@@ -30,7 +30,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1

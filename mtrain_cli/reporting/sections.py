@@ -1,23 +1,25 @@
-"""What a report shows: the sections of terminal and page, the figures, and the CSV files."""
+"""What a report shows: main settings, sections of terminal and page, figures, and CSV files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mtrain_cli.config import keys
+from mtrain_cli.config.sizes import format_size, with_count
+from mtrain_cli.console import Console
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
 from mtrain_cli.records.record_files import by_kind
 from mtrain_cli.records.record_sums import EXPOSED, LATE
-from mtrain_cli.records.study_rows import sheet_rows
 from mtrain_cli.reporting import evaluations, experts, plots, step_tables, tables, training
 from mtrain_cli.reporting.comparison import compare_table
 from mtrain_cli.reporting.pipeline_page import pipeline_figure, pipeline_table
 from mtrain_cli.reporting.program_figure import program_figure, program_table
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
 from mtrain_cli.reporting.sparsity import sparsity_tables
-from mtrain_cli.reporting.study_tables import study_sections
-from mtrain_cli.reporting.sweeps import scaling_figure, sweep_table, why_not
+from mtrain_cli.reporting.sweeps import sweep_table, why_not
 from mtrain_cli.reporting.table import Lines, Section, Table, data
+from mtrain_cli.reporting.terminal import print_section, say
 
 Row = dict[str, Any]
 _TRAINING = (
@@ -40,6 +42,34 @@ _HEATS = (
 )
 
 
+# Keys that only name a run. They differ between any two runs, so a report leaves them out.
+_NAMES = ("run.name", "run.dir")
+_OF_MASK = "mask.*"  # the keys of the mask but its kind
+# Values that the card leaves out.
+_PLAIN = {
+    **dict.fromkeys((f"topology.{name}_parallel" for name in ("tensor", "pipeline", "expert")), 1),
+    **{"sparsity.dense_layers": 0, "sparsity.dense_steps": 0},
+}
+_CARD = {
+    "model": ("model.name", "model.num_layers", "model.hidden_size"),
+    "sequence": ("seq", "train.global_batch", "train.micro_batch"),
+    "workers": (
+        *("topology.workers", "topology.context_parallel", "topology.tensor_parallel"),
+        *("topology.pipeline_parallel", "topology.expert_parallel", "topology.layout"),
+        "topology.exchange",
+    ),
+    "mask": ("data.mask_key", "mask.kind", _OF_MASK, "data.document_mask"),
+    "attention": (
+        *("sparsity.pattern", "sparsity.dense_layers", "sparsity.dense_steps", "train.kernel"),
+        "train.dtype",
+    ),
+    "optimizer": ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm"),
+    "steps": ("train.steps", "seed"),
+    "data": ("data.kind", "data.path"),
+    "memory": ("train.memory", "train.activation_checkpoint", "train.shard"),
+}
+
+
 def own_sections(source: ReportSource) -> list[Section]:
     """Return what a report says about one run."""
     sections = []
@@ -56,7 +86,7 @@ def own_sections(source: ReportSource) -> list[Section]:
         Section("Evaluations", [*evaluations.evaluation_tables(source.results), *legend])
     )
     sections += [table.section for kind, records in source.others for table in kind.tables(records)]
-    return [*sections, *study_sections(source.study)]
+    return sections
 
 
 def shared_sections(sources: Sequence[ReportSource]) -> list[Section]:
@@ -86,10 +116,71 @@ def shared_sections(sources: Sequence[ReportSource]) -> list[Section]:
     ]
 
 
+def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
+    """Print the tables of all sources, and why workers wait."""
+    for source in sources:
+        about = filter(None, (source.where, source.facts.get("started"), _samples(source)))
+        line = f"{source.name}: {', '.join([source.kind, *about])}"
+        say(console, line, indent=2, style="bold")
+        for line in attention_lines(source.settings):
+            say(console, f"  {line}", indent=4, style="dim")
+        for remark in source.remarks:
+            say(console, f"  {remark}", indent=2, style="yellow")
+        for section in own_sections(source):
+            print_section(console, section)
+    for section in shared_sections(sources):
+        print_section(console, section)
+
+
+def _samples(source: ReportSource) -> str:
+    if not source.cases:
+        return ""
+    most = max(source.cases, key=lambda case: case.samples)
+    layers = max(1, len(most.layers))
+    of_layers = f" of {layers} layers" * (layers > 1)
+    times = with_count(most.samples // layers, "sample")
+    return f"{times}{of_layers}{' of each case' * (len(source.cases) > 1)}"
+
+
+def attention_lines(settings: Mapping[str, Any]) -> list[str]:
+    """Return a line on the mask, and lines on how workers share and compute the attention."""
+    rows = dict(card(settings))
+    return [f"{name}: {rows[name]}" for name in ("mask", "workers", "attention") if name in rows]
+
+
+def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (heading, values) of the main settings of a run."""
+    of_mask = [name for name in settings if name.startswith("mask.") and name != "mask.kind"]
+    rows = []
+    for heading, names in _CARD.items():
+        every = [key for name in names for key in (of_mask if name == _OF_MASK else [name])]
+        parts = [
+            f"{name.rpartition('.')[2]} {shown(name, value)}"
+            for name in every
+            if (value := settings.get(name)) is not None and value != _PLAIN.get(name)
+        ]
+        if parts:
+            rows.append((heading, ", ".join(parts)))
+    return rows
+
+
+def differing(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return (key, value in each run) of every setting that differs. A missing value is blank."""
+    names = dict.fromkeys(name for run in runs for name in run if name not in _NAMES)
+    rows = [(n, [shown(n, run[n]) if n in run else "" for run in runs]) for n in names]
+    return [row for row in rows if len(set(row[1])) > 1]
+
+
+def shown(name: str, value: Any) -> str:
+    if name == "seq" and isinstance(value, int):
+        return format_size(value)
+    return keys.show(value)
+
+
 def files(sources: Sequence[ReportSource]) -> list[Table]:
     """Return the CSV files that have rows."""
     swept = [(source.name, source.swept) for source in sources if source.swept]
-    rows: dict[str, list[Row]] = {"training": [], "positions": [], "evaluations": [], "study": []}
+    rows: dict[str, list[Row]] = {"training": [], "positions": [], "evaluations": []}
     for source in sources:
         run = {"run": source.name}
         for metrics in source.metrics:
@@ -98,7 +189,6 @@ def files(sources: Sequence[ReportSource]) -> list[Table]:
             names = {**run, "step": e.step, "attention": e.attention}
             rows["positions"] += [names | vars(bucket) for bucket in e.buckets]
         rows["evaluations"] += [run | row for row in _results(source)]
-        rows["study"] += [run | row for row in sheet_rows(source.study)]
         for kind, records in source.others:
             for name, own in kind.rows(records).items():
                 rows.setdefault(name, []).extend({**run, **row} for row in own)
@@ -133,7 +223,6 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     cases = labelled_cases(sources)
     trained = [source for source in sources if source.metrics]
     drawn = [
-        scaling_figure([(source.name, source.swept) for source in sources]),
         training.held_out_figure(trained),
         training.training_figure(trained),
         training.layers_over_steps(

@@ -33,8 +33,7 @@ from mtrain_cli.training.flops import (
     layer_kinds,
     recomputed_pair_share,
 )
-from mtrain_cli.training.model_part import ModelPart, model_parts
-from mtrain_cli.training.pipeline_plan import PipelinePlan
+from mtrain_cli.training.pipeline_plan import ModelPart, PipelinePlan, model_parts
 from mtrain_cli.training.run_plan import RunPlan
 
 # Share of the time of the loss that the forward pass takes if backward computes the logits again:

@@ -14,8 +14,8 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.config.cluster import Cluster, Constant, Gpu
-from mtrain_cli.config.dense_layers import SPARSE_KINDS
 from mtrain_cli.config.mask_settings import LAYER_KINDS
+from mtrain_cli.config.pattern_settings import SPARSE_KINDS
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute

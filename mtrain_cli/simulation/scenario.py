@@ -24,12 +24,11 @@ from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, pred
 from mtrain_cli.simulation.tensor_cost import cluster_of_groups
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.first_masks import first_masks
+from mtrain_cli.training.dry_run import beyond_reach
 from mtrain_cli.training.hardware import Hardware
-from mtrain_cli.training.initial_weights import beyond_reach
 from mtrain_cli.training.planning import make_plan
-from mtrain_cli.training.run_plan import RunPlan
-from mtrain_cli.training.step_estimate import StepEstimate
+from mtrain_cli.training.progress import StepEstimate
+from mtrain_cli.training.run_plan import RunPlan, first_masks
 
 DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them

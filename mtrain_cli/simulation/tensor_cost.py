@@ -18,8 +18,7 @@ from mtrain_cli.step.program import (
     time,
 )
 from mtrain_cli.training.flops import layer_shapes, own_tiles
-from mtrain_cli.training.received_bytes import message_bytes
-from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.run_plan import RunPlan, message_bytes
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, DIRECTIONS, KINDS
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.records.index_file import RecordedIndices, load_indices
-from mtrain_cli.records.record_files import RecordedFolder
-from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
+from mtrain_cli.records.record_files import RecordedFolder, find_shipped, shipped_with
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource

@@ -87,20 +87,6 @@ def test_a_finished_evaluation_with_a_short_context_has_nothing_to_compute():
     assert "holds all samples; nothing to compute" in evaluate(*words, *both).stderr
 
 
-def test_ruler_scores_tasks_and_files():
-    lines = [{"input": f"The number is {n}. Which?", "outputs": [str(n)]} for n in range(3)]
-    Path("mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ("--tasks", "niah_single_1", "--samples", "1", "--file", "mine.jsonl", "--max-new", "4")
-    done = evaluate("ruler", "run", "--length", "1536", *words)
-    assert "RULER, % ± standard error" in done.stdout
-    assert "file:mine" in done.stdout
-    assert "FLOP to compute (dense attention) and the samples of --file" in done.stderr
-    again = evaluate("ruler", "run", "--length", "1536", *words)
-    assert "holds all samples; nothing to compute" in again.stderr
-    words = ("--tasks", "", "--file", "mine.jsonl", "--max-new", "2")
-    assert evaluate("ruler", "run", *words).stderr.startswith("the samples of --file\n")
-
-
 def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
     write_hf(tmp_path / "hf", vocab_size=264)
     line = refused("perplexity", str(tmp_path / "hf"), "--length", "256")
@@ -127,12 +113,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
             "/no: no such folder; give a folder with tokenizer.json",
         ),
         (("niah", "run", "--haystack", "none.txt"), "--haystack none.txt: no such file"),
-        (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: ruler6, "),
-        (("ruler", "run", "--tasks", "qa_1"), "give --squad FILE"),
-        (
-            ("ruler", "run", "--tasks", "niah_single_1", "--length", "64"),
-            "--length 64: too few tokens",
-        ),
         (("perplexity", "run", "--length", "512"), "the run held out no text"),
         (("perplexity", "run", "--text", "none.txt"), "--text none.txt: no such file"),
         (("perplexity", "run", "--short", "1"), "--short 1: must be from 2"),
@@ -148,10 +128,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (
             ("perplexity", "run", "--text", "text.txt", "--short", "64", "--keys-from", "gone"),
             "--keys-from /",
-        ),
-        (
-            ("ruler", "run", "--tasks", "niah_single_2@gone.txt", "--length", "2k"),
-            "--tasks niah_single_2@gone.txt: no such file",
         ),
         (("perplexity", "run", "--keys-from", "run"), "needs --short N"),
     ],
@@ -191,18 +167,6 @@ def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
     write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=48")
     line = refused("niah", str(tmp_path / "run"), "--length", "400")
     assert "mask prefix_lm, prefix 48: this evaluation needs the loss of each token" in line
-
-
-def test_samples_without_outputs_and_too_long_ones_are_refused():
-    Path("bad.jsonl").write_text('{"input": "a"}\n')
-    words = ("ruler", "run", "--tasks", "", "--file", "bad.jsonl")
-    assert "/bad.jsonl: line 1: outputs is missing" in refused(*words)
-    row = {"input": "a", "outputs": ["b"]}
-    Path("bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "input": ""}))
-    assert "bad.jsonl: sample 2 is empty" in refused(*words)
-    Path("bad.jsonl").write_text(json.dumps({"input": "a" * 5000, "outputs": ["b"]}) + "\n")
-    # Files have lengths of their own, so --length does not count.
-    assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
 def test_sequences_beyond_those_of_training_get_a_warning(tmp_path):

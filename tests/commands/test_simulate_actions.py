@@ -72,7 +72,6 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     assert shown.exit_code == 0, shown.stderr
     assert "predicted for a100_4x8" in shown.stdout
     page = (tmp_path / "swept/report.html").read_text()
-    assert "Scaling" in page
     assert "Predicted steps" in page
     again = run(*words, "nodes=1,2 --out swept")
     assert again.exit_code == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.dense_layers import last_layers, layer_kinds
 from mtrain_cli.config.schema import ConfigError
 
 SPARSE = ["sparsity=vertical_slash", "model.num_layers=4"]
@@ -30,18 +29,18 @@ def test_dense_attention_has_no_such_key():
 
 def test_layers_have_the_kinds_of_the_mask_or_of_the_pattern():
     sparse = compose([*SPARSE, "sparsity.dense_layers=1"])
-    assert layer_kinds(sparse) == {"sparse": [0, 1, 2], "dense": [3]}
-    assert layer_kinds(compose(SPARSE)) == {"": [0, 1, 2, 3]}
+    assert sparse.layer_kinds == {"sparse": [0, 1, 2], "dense": [3]}
+    assert compose(SPARSE).layer_kinds == {"": [0, 1, 2, 3]}
     window = ["mask=sliding_window", "mask.window=8", "mask.full_every=4", "model.num_layers=4"]
-    assert layer_kinds(compose(window)) == {"window": [0, 1, 2], "full": [3]}
+    assert compose(window).layer_kinds == {"window": [0, 1, 2], "full": [3]}
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(0, ""), (1, "the last layer"), (2, "the last 2 layers")]
 )
 def test_dense_layers_have_a_name_for_the_user(number, text):
-    assert last_layers(compose([*SPARSE, f"sparsity.dense_layers={number}"])) == text
-    assert last_layers(compose(["sparsity=dense"])) == ""
+    assert compose([*SPARSE, f"sparsity.dense_layers={number}"]).sparsity.last_layers == text
+    assert compose(["sparsity=dense"]).sparsity.last_layers == ""
 
 
 def test_all_layers_but_one_may_be_dense():

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.exchange import Plan, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout

@@ -10,7 +10,7 @@ import torch
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, Plan

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model import tiling

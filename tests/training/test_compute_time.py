@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtrain_cli.training import compute_time
-from mtrain_cli.training.compute_time import LAYERS, ComputeTimer
+from mtrain_cli.training.callback import LAYERS, ComputeTimer
 
 
 class Clock:
@@ -25,7 +24,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(compute_time, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(
+        "mtrain_cli.training.callback.time", SimpleNamespace(perf_counter=clock.perf_counter)
+    )
     return clock
 
 

@@ -18,9 +18,7 @@ from mtrain_cli.parallel.program import Program
 from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.dry_run import dry_run
-from mtrain_cli.training.memory import size
-from mtrain_cli.training.memory_search import longest_seq
-from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.planning import longest_seq, make_plan
 
 
 def text(renderable, width=80):
@@ -287,14 +285,3 @@ def test_a_plan_shows_the_masks_of_the_data(tmp_path):
     assert "(causal, whole sequence)" in unread
     (banner,) = module.mask_rows(masked)
     assert banner[1].endswith("intervals of keys per query"), "a banner does not read the data"
-
-
-@pytest.mark.parametrize(("spare", "warns"), [(-1, True), (0, False), (None, False)])
-def test_a_plan_warns_if_the_disk_has_no_room_for_the_checkpoints(spare, warns):
-    words = ["train.steps=10", "train.checkpoint_every=1", "train.keep_checkpoints=2"]
-    plan = make_plan(compose(words))
-    needed = 3 * plan.checkpoint  # the oldest one goes only after the next one is complete
-    rows = module.checkpoint_rows(plan, None if spare is None else needed + spare)
-    assert [label for label, _ in rows] == ["checkpoint", *["warning"] * warns]
-    if warns:
-        assert f"checkpoints take up to {size(needed)}; give another run.dir" in rows[1][1]

@@ -12,8 +12,8 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.run_plan import FirstMasks, first_masks
 
 SEQ = 60
 

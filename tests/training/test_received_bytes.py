@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.training.planning import make_plan
-from mtrain_cli.training.received_bytes import ReceivedBytes
+from mtrain_cli.training.run_plan import ReceivedBytes
 
 WORDS = [
     "seq=4k", "model.num_layers=4", "model.hidden_size=64", "model.vocab_size=264",

@@ -6,15 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluation.ruler_files import write_essays, write_hotpotqa, write_squad
 from evaluation.small_tokenizer import write_small_tokenizer
+from ruler.ruler_files import write_essays, write_hotpotqa, write_squad
 from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.data.tokenizers import open_tokenizer
-from mtrain_cli.evaluation import word_lists
-from mtrain_cli.evaluation.ruler import RULER13, generate
-from mtrain_cli.evaluation.ruler_files import Sources, read_samples
+from mtrain_ruler import word_lists
+from mtrain_ruler.ruler import RULER13, generate
+from mtrain_ruler.ruler_files import Sources, read_samples
 
 
 def _run(*arguments: str | Path) -> Result:
@@ -76,6 +76,7 @@ def test_another_haystack_names_the_file(folder: Path) -> None:
         ("--length 1", "--length 1: must be from 2 to"),
         ("--length 200", "--length 200: too few tokens for a sample of niah_single_1"),
         ("--tokenizer none", "--tokenizer none: no such file"),
+        ("--length 4k,200 --tasks fwe,vt", "--length 200: too few tokens for a sample of fwe"),
         ("--length 2k", "OUT=out: already holds out/2048/fwe.jsonl; delete it"),
     ],
 )
@@ -88,7 +89,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(folder: Path, arguments: str, 
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"mtrain: {said}")
-    assert [path for path in (folder / "out").rglob("*") if path.is_file()] == [kept]
+    assert sorted((folder / "out").rglob("*")) == [kept.parent, kept]
     assert kept.read_text() == "mine"
 
 

@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtrain_cli.data.tokenizers import documents_identity
-from mtrain_cli.evaluation import ruler
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.results import PERCENT, Result, mean_and_error
-from mtrain_cli.evaluation.ruler_files import Sources, read_samples
-from mtrain_cli.evaluation.word_lists import identity
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import MOST_TOGETHER
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec
+from mtrain_ruler import ruler
+from mtrain_ruler.ruler_files import Sources, read_samples
+from mtrain_ruler.tables import PREFIX
+from mtrain_ruler.word_lists import identity
 
-PREFIX, FILE = "ruler:", "file:"
+FILE = "file:"
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Generated(Measurement):
     sources: Sources = field(default_factory=Sources)
     files: Sequence[Path] = ()
     max_new: int = 128  # most tokens to generate for a sample of a file
-    together = MOST_TOGETHER
+    together, generates = MOST_TOGETHER, True
     _hashes: dict[Path, str] = field(default_factory=dict, init=False, repr=False)
 
     def cells(self) -> list[Cell]:

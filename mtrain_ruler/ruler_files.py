@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
 

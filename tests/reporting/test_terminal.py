@@ -6,7 +6,7 @@ import io
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting.table import BEST, NOT, Column, Table, text_table
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal import print_table, say
 
 EXCHANGES = ("ring", "hierarchical_ring", "all_gather (2 parts of the heads)")
 

@@ -1,4 +1,4 @@
-"""Rows of a study: ratios, errors by quantity, and damaged summaries."""
+"""Published tables: ratios, errors by quantity, damaged summaries, and the tables as shown."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.records.study_rows import (
+from mtrain_cli.reporting.elements import report_section
+from mtrain_cli.reporting.table import Lines, Table
+from mtrain_studies.published_tables import (
     StudyTable,
     StudyValue,
     errors,
     sheet_rows,
+    study_sections,
     tables_of,
 )
 
@@ -69,3 +72,42 @@ def test_a_summary_keeps_all_values():
 def test_a_damaged_summary_is_one_line(damage):
     with pytest.raises(ConfigError, match=r"^dir: summary\.json holds no tables of a study"):
         tables_of(damage, Path("dir"))
+
+
+SHOWN = (
+    StudyValue("<b>a</b>", "GiB", 40.0, 50.0, note="<i>why</i>"),
+    StudyValue("<b>a</b>", "speed-up", 2.0, 2.5, 1.5, 3.5, 1.93, "4 x GPU"),
+    StudyValue("c", "speed-up", None, 3.0),
+    StudyValue("d", "speed-up", 3.0),
+)
+MARKED = StudyTable("t", "<u>title</u>", "paper", "table 1", "a100_4x8", SHOWN, ("left out",))
+
+
+def test_cells_say_what_is_missing():
+    section, errors = study_sections([MARKED])
+    table, notes = section.parts
+    assert isinstance(table, Table)
+    assert table.cells() == [
+        ["<b>a</b>", "GiB", "40", "50", "", "1.25", "not measured"],
+        ["", "speed-up", "2", "2.5", "1.5 - 3.5", "1.25", "1.93 (4 x GPU)"],
+        ["c", "speed-up", "figure only", "3", "", "", "not measured"],
+        ["d", "speed-up", "3", "-", "", "", "not measured"],
+    ]
+    assert isinstance(notes, Lines)
+    assert notes.lines == ["<b>a</b>: <i>why</i>", "left out"]
+    assert isinstance(errors.parts[1], Table)
+    assert errors.parts[1].cells()[0] == ["GiB", "1", "25.0%", "+25.0%", "1 of 1"]
+    assert study_sections([]) == []
+
+
+def test_a_page_escapes_what_a_file_holds():
+    page = "".join(map(report_section, study_sections([MARKED])))
+    for tag in ("<b>", "<i>", "<u>"):
+        assert tag not in page
+    assert "&lt;u&gt;title" in page
+    assert page.count("<table>") == 2
+
+
+def test_a_table_without_numbers_keeps_its_heading():
+    section, _ = study_sections([replace(MARKED, values=())])
+    assert section.parts[0].lines == ["t: <u>title</u> (paper, table 1; for a100_4x8)"]

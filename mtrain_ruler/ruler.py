@@ -16,7 +16,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.data.tokenizers import Tokenizer
-from mtrain_cli.evaluation.ruler_files import (
+from mtrain_ruler.ruler_files import (
     Sample,
     Sources,
     read_haystack,
@@ -24,7 +24,7 @@ from mtrain_cli.evaluation.ruler_files import (
     read_squad,
     read_words,
 )
-from mtrain_cli.evaluation.ruler_prompts import (
+from mtrain_ruler.ruler_prompts import (
     CommonWordPrompts,
     Count,
     Draft,
@@ -38,7 +38,7 @@ from mtrain_cli.evaluation.ruler_prompts import (
     fitting,
     frequent_words,
 )
-from mtrain_cli.evaluation.ruler_templates import (
+from mtrain_ruler.ruler_templates import (
     COMMON_WORDS,
     FREQUENT_WORDS,
     NEEDLES,

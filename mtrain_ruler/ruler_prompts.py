@@ -19,8 +19,8 @@ from random import Random
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.ruler_files import Question, Questions
-from mtrain_cli.evaluation.ruler_templates import (
+from mtrain_ruler.ruler_files import Question, Questions
+from mtrain_ruler.ruler_templates import (
     COMMON_WORDS,
     DOCUMENT,
     FREQUENT_WORDS,
@@ -31,7 +31,7 @@ from mtrain_cli.evaluation.ruler_templates import (
     SINGULAR,
     TRACKING,
 )
-from mtrain_cli.evaluation.word_lists import adjective_nouns, all_words
+from mtrain_ruler.word_lists import adjective_nouns, all_words
 
 Count = Callable[[str], int]  # tokens of a text, without special tokens
 _MOST_TRIES = 64  # of the smallest size, which RULER repeats until it fits, if need be for ever
