@@ -50,8 +50,6 @@ def links(
           Measure the GPUs of this machine, or two CPU processes
       [cyan]mtrain profile links topology.workers=4 topology.gpus_per_node=2[/cyan]
           Measure four workers as two nodes of two
-      [cyan]mtrain simulate --cluster my.yaml model=tiny seq=16k[/cyan]
-          Predict a step from the measurement
 
     Args:
         overrides: topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and
