@@ -188,8 +188,7 @@ class Request:
         """Return the index.npz that ``index`` names, if it is given."""
         if self.index is None:
             return None
-        from mtrain_cli.config.suggest import no_such
-        from mtrain_cli.records.record_files import find_shipped, shipped_with
+        from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
 
         path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")

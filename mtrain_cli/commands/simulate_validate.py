@@ -19,9 +19,9 @@ from mtrain_cli.commands.simulate_actions import new_folder
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import find_shipped
 from mtrain_cli.console import Console
 from mtrain_cli.records import record_files
-from mtrain_cli.records.record_files import find_shipped
 from mtrain_cli.reporting.table import Column, Table
 from mtrain_cli.reporting.terminal import print_table, say
 from mtrain_cli.simulation.calibration import (

@@ -19,14 +19,14 @@ import pandas as pd
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
-from mtrain_cli.config.suggest import no_such
+from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, DIRECTIONS, KINDS
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.records.index_file import RecordedIndices, load_indices
-from mtrain_cli.records.record_files import RecordedFolder, find_shipped, shipped_with
+from mtrain_cli.records.record_files import RecordedFolder
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
