@@ -152,10 +152,8 @@ def run(
 
       [cyan]mtrain simulate run index=measurements/imbalance-x cluster=h100_4x8[/cyan]
           Predict the attention of a profile on another cluster
-      [cyan]mtrain simulate run model=qwen3b seq=4m cluster=my.yaml nodes=128[/cyan]
-          Use 128 nodes of a cluster that you describe in my.yaml
-      [cyan]mtrain simulate run model=qwen3b seq=512k,1m workers=2,4,8[/cyan]
-          Predict how training scales; `mtrain report` plots the result
+      [cyan]mtrain simulate run model=qwen3b seq=512k,1m cluster=my.yaml nodes=2,128[/cyan]
+          Predict how training scales on a cluster of your own; `mtrain report` plots the result
 
     Args:
         attention_only: Predict the attention of one layer instead of whole steps. A recorded

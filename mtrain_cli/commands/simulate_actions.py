@@ -33,10 +33,9 @@ from mtrain_cli.reporting import sweeps
 from mtrain_cli.reporting.table import Table
 from mtrain_cli.reporting.terminal import print_table
 from mtrain_cli.simulation.calibration import Calibration, describe_source, load_user_calibration
-from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.expert_cost import dealt_over
 from mtrain_cli.simulation.methods import compare, sequences_of
-from mtrain_cli.simulation.prediction import BoundedTime, Prediction
+from mtrain_cli.simulation.prediction import CONSTANTS, AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import label
 from mtrain_cli.simulation.recommend import recommend as search
 from mtrain_cli.simulation.scenario import (
@@ -48,7 +47,6 @@ from mtrain_cli.simulation.scenario import (
     predict_training,
 )
 from mtrain_cli.simulation.validation import digest
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 _SHOWN = 8  # configurations in the table of a recommendation
 _MOST_POINTS = 5000

@@ -17,7 +17,7 @@ from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequence
 from mtrain_cli.simulation.predicted_step import (
     part_name,
 )
-from mtrain_cli.simulation.prediction import Prediction
+from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
     Recommendation,
@@ -27,7 +27,6 @@ from mtrain_cli.simulation.recommend import (
     usable,
 )
 from mtrain_cli.simulation.scenario import PredictedScenario, train_line
-from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.memory import GIB
 
 LEGEND = (

@@ -32,8 +32,8 @@ from mtrain_cli.config.sizes import parse_share
 if TYPE_CHECKING:
     from mtrain_cli.commands.simulate import SimulateOptions
     from mtrain_cli.config.cluster import Cluster
+    from mtrain_cli.simulation.prediction import AttentionWorkload
     from mtrain_cli.simulation.scenario import PairSource, Scenario
-    from mtrain_cli.simulation.workload import AttentionWorkload
 
 DENSE, FIXED = "dense", "fixed"
 DEFAULT_CLUSTER, DEFAULT_LAYOUTS = "h200_1x8", ("zigzag", "striped")
@@ -188,8 +188,7 @@ class Request:
         """Return the index.npz that ``index`` names, if it is given."""
         if self.index is None:
             return None
-        from mtrain_cli.config.suggest import no_such
-        from mtrain_cli.records.record_files import find_shipped, shipped_with
+        from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
 
         path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
@@ -204,8 +203,8 @@ class Request:
 
     def _load_recorded(self) -> AttentionWorkload:
         from mtrain_cli.records.index_file import load_indices
+        from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
-        from mtrain_cli.simulation.workload import AttentionWorkload
 
         file = self.recorded_file()
         assert file is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mtrain_cli import __version__, resource_dir
+from mtrain_cli import __version__
 from mtrain_cli.config import plugins
 from mtrain_cli.config.documents import read_json, reason, replace_text, replacing
 from mtrain_cli.config.schema import ConfigError
@@ -282,25 +282,6 @@ def open_records(folder: Path) -> RecordedFolder:
     whole = folder / RECORDS
     parts = (whole,) if whole.is_file() else tuple(sorted((folder / PARTS).glob("*.parquet")))
     return RecordedFolder(folder, summary, bool(summary.get("complete")), parts)
-
-
-def find_shipped(path: Path) -> Path:
-    """Return the shipped folder or .json file with this name.
-
-    If the path itself exists, or nothing with this name ships, return the path.
-    """
-    path = path.expanduser()
-    if path.is_absolute() or path.exists():
-        return path
-    shipped = resource_dir("profiles") / path
-    places = (shipped, shipped.with_name(f"{shipped.name}.json"))
-    return next((place for place in places if place.exists()), path)
-
-
-def shipped_with(pattern: str) -> list[str]:
-    """Return the names of the shipped folders that hold a file whose name fits a glob pattern."""
-    root = resource_dir("profiles")
-    return sorted({str(file.parent.relative_to(root)) for file in root.glob(pattern)})
 
 
 # --- records of other packages -----

@@ -20,10 +20,9 @@ from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.expert_cost import ExpertLoads, dealt_over
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
-from mtrain_cli.simulation.prediction import Prediction, predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.tensor_cost import cluster_of_groups
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
-from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_cli.training.dry_run import beyond_reach
 from mtrain_cli.training.hardware import Hardware

@@ -28,10 +28,9 @@ from mtrain_cli.simulation.calibration import (
     SPARSE,
     load_calibration,
 )
-from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.scenario import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16, density=0.5, columns=4)
 

@@ -15,10 +15,15 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW
-from mtrain_cli.simulation.prediction import BoundedTime, Prediction, _CasePlayer, predict
+from mtrain_cli.simulation.prediction import (
+    AttentionWorkload,
+    BoundedTime,
+    Prediction,
+    _CasePlayer,
+    predict,
+)
 from mtrain_cli.simulation.scenario import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 SEQ, HEADS, BLOCK = 16384, 4, 128
 

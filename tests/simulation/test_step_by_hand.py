@@ -30,7 +30,7 @@ from mtrain_cli.simulation.calibration import (
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
 from mtrain_cli.simulation.predicted_step import PredictedStep
-from mtrain_cli.simulation.prediction import BoundedTime, predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, predict
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -42,7 +42,6 @@ from mtrain_cli.simulation.scenario import (
 )
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 pytestmark = pytest.mark.usefixtures("by_constants")
 FORMS = (DENSE, SPARSE, LISTS, DIAGONALS, ALONE_COLUMNS)

@@ -20,7 +20,7 @@ from mtrain_cli.parallel.recording import ATTENTION, KINDS
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
-from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.scenario import SyntheticIndex
 from mtrain_cli.simulation.validation import (
     CaseComparison,
@@ -31,7 +31,6 @@ from mtrain_cli.simulation.validation import (
     work_table,
 )
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 SEQ, WORKERS = 8192, 4
 CASES = [("zigzag", "ring"), ("striped", "ring"), ("striped", "all_gather")]
@@ -137,12 +136,7 @@ def test_a_played_profile_is_predicted_exactly(recorded, tmp_path):
     ]
     for case in said["cases"]:
         for of_pass in case["passes"].values():
-            assert of_pass["steps"]["error"] == pytest.approx(
-                np.zeros(len(of_pass["steps"]["error"])), abs=1e-3
-            )
             assert of_pass["ranks"]["error"] == pytest.approx(np.zeros(WORKERS), abs=1e-3)
-    assert "links.inner.latency_us" in said["constants"]["measured"]
-    assert "gpu.step_ms" in said["constants"]["guess"]
     assert json.loads((tmp_path / "v/validation.json").read_text()) == said
 
 
@@ -366,7 +360,6 @@ def compared(
     high: float,
     degrees: tuple[float, float] = (1.0, 1.0),
 ) -> PassComparison:
-    nothing = np.ones(1), np.ones(1)
     return PassComparison(
         None,
         measured,
@@ -374,8 +367,7 @@ def compared(
         predicted,
         low,
         high,
-        nothing,
-        nothing,
+        (np.ones(1), np.ones(1)),
         0.0,
         {"worker": degrees, "step": (1.0, 1.0)},
         4,
