@@ -23,11 +23,11 @@ from mtrain_cli.evaluation.runner import Evaluation, Setting, StoppedError, scor
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import MOST_TOGETHER
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_cli.inference.scorer import packs
 from mtrain_cli.inference.text import TextCodec
 from mtrain_cli.inference.worker import warn
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
+from mtrain_lm_eval.packing import packs, score_together
 from mtrain_lm_eval.requests import (
     Continuing,
     Pair,
@@ -57,7 +57,7 @@ class EngineAnswers:
             self._plan.scores(pairs)
         scores: dict[int, Score] = {}
         for numbers in packs_of(pairs, self._engine.config, self._engine.device.type):
-            together = self._engine.score_together([pairs[number] for number in numbers])
+            together = score_together(self._engine, [pairs[number] for number in numbers])
             scores |= dict(zip(numbers, together, strict=True))
         return [scores[number] for number in range(len(pairs))]
 

@@ -76,8 +76,6 @@ def show_option(
 
       [cyan]mtrain config show model/qwen3b[/cyan]
           Show the shape of a model
-      [cyan]mtrain config show topology/local[/cyan]
-          Show how workers share a sequence
 
     Args:
         option: An option from `mtrain config list`.

@@ -69,8 +69,6 @@ def prepare(
           Train a BPE on Python's own sources and tokenize them with it
       [cyan]mtrain data prepare corpus/ data/qwen --tokenizer Qwen2.5-3B/tokenizer.json[/cyan]
           Tokenize a folder of text with a model's tokenizer
-      [cyan]mtrain data prepare books.jsonl data/books --text-key body[/cyan]
-          Read the text from another field
       [cyan]mtrain data prepare mds/ out/ --from-tokenizer a.json --tokenizer b.json[/cyan]
           Tokenize MDS shards again, for another model
       [cyan]mtrain data prepare q.jsonl data/q --tokens-key input_ids --mask-key mask[/cyan]
@@ -200,7 +198,6 @@ def show(
     document: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
     check: Annotated[bool, flag("--check")] = False,
     tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
-    token_dtype: Annotated[str, option("uint16|uint32")] = "uint16",
 ) -> None:
     """Show tokenized data: counts, document lengths, domains, and the start of a document.
 
@@ -214,36 +211,29 @@ def show(
           Show MDS shards, decoded with their tokenizer
 
     Args:
-        path: A folder that `mtrain data prepare` wrote, a folder of MDS shards, a folder that
-            contains folders of MDS shards, or a .npy or .bin file.
+        path: A folder that `mtrain data prepare` wrote, a folder of MDS shards, or a folder that
+            contains folders of MDS shards.
         document: Number of the document to show as text, from 0.
         check: Read everything and verify the checksums.
-        tokenizer: Tokenizer that decodes the ids of MDS shards and arrays.
-        token_dtype: Integer type of a .bin file.
+        tokenizer: Tokenizer that decodes the ids of MDS shards.
     """
     from mtrain_cli.commands import data_output
     from mtrain_cli.console import Console
-    from mtrain_cli.data.arrays import SUFFIXES, open_array
     from mtrain_cli.data.mds import mds_folders
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     console = Console(soft_wrap=True, highlight=False)
     folder, origin = path.expanduser(), f"PATH={path}"
-    if token_dtype not in ("uint16", "uint32"):
-        raise ConfigError(f"--token-dtype {token_dtype}: expected uint16 or uint32")
     chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
     if (folder / "meta.json").is_file():
         store = TokenStore.open(path, origin)
         data_output.show_store(console, store, document, chosen, check=check)
     elif folder.is_dir() and mds_folders(folder):
         data_output.show_shards(console, path, document, chosen, check=check)
-    elif folder.suffix in SUFFIXES and not folder.is_dir():
-        array = open_array(folder, origin, token_dtype, 0)
-        data_output.show_array(console, array, document, chosen, check=check)
     else:
-        problem = "holds no tokens" if folder.exists() else "no such folder or file"
-        kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"
+        problem = "holds no tokens" if folder.exists() else "no such folder"
         raise ConfigError(
-            f"{origin}: {problem}; give a folder written by `mtrain data prepare`, {kinds}"
+            f"{origin}: {problem}; give a folder written by `mtrain data prepare`, or a folder of "
+            "MDS shards"
         )

@@ -32,7 +32,6 @@ from mtrain_cli.reporting.terminal import print_table
 
 _SNIPPET = 240  # tokens
 _SECONDS_PER_LINE = 10.0
-_SEARCHED = 1 << 24  # tokens of an array to search for the largest id without --check
 
 
 def describe_store(console: Console, store: TokenStore, *, lengths: bool = False) -> None:
@@ -68,22 +67,6 @@ def show_store(
     describe_store(console, store, lengths=True)
     console.print(f"sha256 {store.meta.sha256}{' (checked)' if check else ''}")
     _print_snippet(console, store.document(document), document, tokenizer or store.open_tokenizer)
-
-
-def show_array(
-    console: Console, store: TokenStore, document: int, tokenizer: Tokenizer | None, *, check: bool
-) -> None:
-    """Print counts and lengths of a token array, and the start of a document.
-
-    Find the largest id in the first 16M tokens or, with ``check``, in the whole array.
-    """
-    _require_document(document, store.meta.num_documents)
-    _print_size(console, store)
-    searched = store.tokens if check else store.tokens[:_SEARCHED]
-    where = " among the first 16M" if searched.size < store.tokens.size else ""
-    console.print(f"  {store.meta.tokenizer}; largest id {int(searched.max()):,}{where}")
-    _print_lengths(console, _by_domain(store))
-    _print_snippet(console, store.document(document), document, tokenizer)
 
 
 def _require_document(document: int, count: int) -> None:

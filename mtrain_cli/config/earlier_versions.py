@@ -51,13 +51,9 @@ RENAMED = {
 }
 # Keys of earlier versions that have no effect any more.
 REMOVED = (
+    "eval.form", "eval.haystack", "eval.needles", "eval.chains", "eval.seed",
     "train.expert_capacity",
-    "eval.form",
-    "eval.haystack",
-    "eval.needles",
-    "eval.chains",
-    "eval.seed",
-)
+)  # fmt: skip
 # {old name: current name} in metrics.jsonl.
 RENAMED_METRICS = {"bars": "columns"}
 
@@ -81,8 +77,8 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     either = flat.get("data.kind") in ("tokens", "mds") or flat.get("data.tokenizer") == "bytes"
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
-    found = {**LATER, **gate, **mask, **bos, **dense, **renamed(flat)}
-    found = {name: value for name, value in found.items() if name not in REMOVED}
+    kept = {name: value for name, value in renamed(flat).items() if name not in REMOVED}
+    found = {**LATER, **gate, **mask, **bos, **dense, **kept}
     if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}

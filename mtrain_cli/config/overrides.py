@@ -103,8 +103,6 @@ def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> Problem | No
         return Problem(_without_equals(text, groups))
     if not name:
         return Problem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
-    if re.split("[./]", name)[0] == "hydra":
-        return Problem(f"{text}: Hydra's own settings have no effect; run.dir=... sets the folder")
     if name in groups.options:
         return _parse_group(name, raw, groups, parsed)
     if name in all_keys():
@@ -126,10 +124,7 @@ def _without_equals(text: str, groups: Groups) -> str:
         return f"{text}: expected {text}=VALUE; VALUE is {all_keys()[text].expected}"
     line = f"{text or repr(text)}: expected key=value"
     if text.endswith((".yaml", ".yml")):
-        return (
-            f"{line}; to use a file of settings, name it DIR/recipe/mine.yaml, begin it with the "
-            'line "# @package _global_", and give --config-dir DIR recipe=mine'
-        )
+        return f"{line}; give a file DIR/recipe/mine.yaml as --config-dir DIR recipe=mine"
     if option := text if text in options else nearest(text, options):
         return f"{line} (did you mean {groups.groups_of(option)[0]}={option}?)"
     hint = did_you_mean(text.lstrip("-"), all_keys(), "=...")
@@ -179,8 +174,6 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Prob
 
 
 def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
-    if "@" in name:
-        return Problem(f"{text}: a group cannot be moved with @")
     if name == "cluster":
         return Problem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
     bare = name.lstrip("-")

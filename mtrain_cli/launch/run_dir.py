@@ -331,13 +331,14 @@ def _undo_create(run: RunDir, is_new_folder: bool, new_parents: Sequence[Path]) 
     """Remove a run that `create` made, and return True, unless a step has run."""
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
-    link = run.path.parent / "latest"
-    if link.is_symlink() and os.readlink(link) == run.path.name:
-        others = [other.path.name for other in list_runs() if other.path.name != run.path.name]
-        if others:
-            _point_latest(link.parent, others[0])
-        else:
-            link.unlink(missing_ok=True)
+    link, name = RUNS.absolute() / "latest", run.path.name
+    with contextlib.suppress(OSError):  # the link is gone, or a run that ends just now
+        if run.path.parent == link.parent and os.readlink(link) == name:
+            others = [other.path.name for other in list_runs() if other.path.name != name]
+            if others:
+                _point_latest(link.parent, others[0])
+            else:
+                link.unlink()
     if is_new_folder:
         for _ in range(3):  # another thread may still write to the folder
             shutil.rmtree(run.path, ignore_errors=True)

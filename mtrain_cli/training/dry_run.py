@@ -31,7 +31,7 @@ from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.layout_choice import named_on
 from mtrain_cli.training.memory import GIB, size
 from mtrain_cli.training.optimizer import LearningRateSchedule
-from mtrain_cli.training.planning import longest_seq, make_plan, refusal, search
+from mtrain_cli.training.planning import longest_seq, refusal, search
 from mtrain_cli.training.progress import StepEstimate
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import FITS, FirstMasks, RunPlan
@@ -48,11 +48,6 @@ DOCUMENTS = {
     "mtrain simulate",
     False: "attention crosses documents (data.document_mask=false)",
 }
-
-
-def dry_run(config: Config) -> RenderableType:
-    """Plan a run. Return the rendered plan, which needs a terminal of at least 80 columns."""
-    return render(make_plan(config))
 
 
 def render(

@@ -16,7 +16,7 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.records.metrics import MetricsWriter, nothing_left_out
+from mtrain_cli.records.metrics import MetricsWriter
 from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import (
     Callback,
@@ -216,7 +216,7 @@ class MetricsLog(Callback):
     """Show every step and its warnings. The first worker also writes the step to metrics.jsonl."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
-        self._progress, self._writer, self._noted = progress, None, False
+        self._progress, self._writer = progress, None
         if trainer.environment.rank == 0:
             tensorboard, step = trainer.config.run.tensorboard, trainer.step
             self._writer = MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=step)
@@ -228,9 +228,6 @@ class MetricsLog(Callback):
         self._progress.step(step.metrics)
         for warning in step.result.warnings:
             self._progress.message(warning, warning=True)
-        if not self._noted and (note := nothing_left_out(step.metrics)):
-            self._noted = True
-            self._progress.message(note)
 
     def release(self) -> None:
         """Close the file, however training ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from mtrain_cli.training.planning import MemorySearch
 
 MOST_READ = 8  # sequences, unless a micro-batch has more
-ASSUMED = "memory and stages assume causal documents"
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,8 @@ class FirstMasks:
     def describe(self) -> str:
         if self.problem:
             return f"the masks cannot be read ({self.problem}), so causal documents are assumed"
-        return f"masks of the first {with_count(len(self.masks), 'sequence')} were read; {ASSUMED}"
+        first = f"masks of the first {with_count(len(self.masks), 'sequence')} were read"
+        return f"{first}; memory and stages assume causal documents"
 
 
 def first_masks(config: Config) -> FirstMasks | None:
@@ -131,36 +130,6 @@ class ReceivedBytes:
         """Return bytes of keys, hidden states and weights in a step of layers x micro-batches."""
         keys, hidden = self.forward + self.backward, self.tensor_forward + self.tensor_backward
         return passes * keys, passes * hidden, self.weights
-
-
-def received_bytes(
-    config: Config,
-    *,
-    layout: Layout,
-    exchange: ExchangeChoice,
-    workers: int,
-    micro_batches: int,
-    dtype_bytes: int,
-) -> ReceivedBytes:
-    """Count the bytes of a run, with the KV that recomputation sends again.
-
-    Messages of a pipeline (`PipelinePlan.received`) and columns of a ring are not counted.
-    """
-    sizes = shard_sizes(config.of_worker, layout, exchange, dtype_bytes)
-    schedule = make_schedule(exchange.name, exchange.options(layout.workers))
-    forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
-    again = forward.recomputed(recomputed_attention(config.train, layout, exchange.heads))
-    states = largest_states(config, workers, micro_batches, dtype_bytes)
-    message, number = message_bytes(config, layout, dtype_bytes), config.model.num_layers
-    tensor_forward, tensor_backward = tensor_messages(config)
-    return ReceivedBytes(
-        forward=int(forward.sent(sizes)),
-        backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
-        weights=states.sent(),
-        host=states.over_host_link(),
-        tensor_forward=tensor_forward * message // number,
-        tensor_backward=tensor_backward * message // number,
-    )
 
 
 def tensor_messages(config: Config) -> tuple[int, int]:
@@ -260,7 +229,7 @@ class RunPlan:
         topology = {"device": self.environment.device, "workers": workers}
         return RunPlan.on(self.hardware, config.changed(topology=topology))
 
-    @functools.cached_property
+    @cached_property
     def memory(self) -> MemoryEstimate:
         return self.estimate(self.config)
 
@@ -290,7 +259,7 @@ class RunPlan:
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
 
-    @functools.cached_property
+    @cached_property
     def pipeline(self) -> PipelinePlan | None:
         """The stages; None if each worker holds the whole model."""
         if self.dims.pp == 1:
@@ -302,16 +271,16 @@ class RunPlan:
         """Bytes of one checkpoint on disk: float32 weights and two AdamW states."""
         return 12 * self.parameters.total
 
-    @functools.cached_property
+    @cached_property
     def parameters(self) -> ParameterCount:
         return parameters(self.config.model)
 
-    @functools.cached_property
+    @cached_property
     def data_masks(self) -> FirstMasks | None:
         """The masks of the first sequences of the data; None if the data bring no masks."""
         return first_masks(self.config)
 
-    @functools.cached_property
+    @cached_property
     def flops(self) -> FlopsPerToken:
         read = self.data_masks
         return self._flops(read.pairs if read is not None and read.masks else None)
@@ -329,15 +298,29 @@ class RunPlan:
         """The part of a layer's forward exchange that the backward pass runs again."""
         return recomputed_attention(self.config.train, self.layout, self.exchange.heads)
 
-    @functools.cached_property
+    @cached_property
     def received(self) -> ReceivedBytes:
-        return received_bytes(
-            self._dealt(self.config),
-            layout=self.layout,
-            exchange=self.exchange,
-            workers=self.dims.workers,
-            micro_batches=self.micro_batches,
-            dtype_bytes=self.dtype_bytes,
+        """How many bytes reach one worker, with the KV that recomputation sends again.
+
+        Messages of a pipeline (`PipelinePlan.received`) and columns of a ring are not counted.
+        """
+        config, layout, exchange = self._dealt(self.config), self.layout, self.exchange
+        e, number = self.dtype_bytes, config.model.num_layers
+        sizes = shard_sizes(config.of_worker, layout, exchange, e)
+        schedule = make_schedule(exchange.name, exchange.options(layout.workers))
+        forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
+        states = largest_states(config, self.dims.workers, self.micro_batches, e)
+        hidden = message_bytes(config, layout, e)
+        tensor_forward, tensor_backward = tensor_messages(config)
+        return ReceivedBytes(
+            forward=int(forward.sent(sizes)),
+            backward=sum(
+                int(p.sent(sizes)) for p in (backward, forward.recomputed(self.recompute))
+            ),
+            weights=states.sent(),
+            host=states.over_host_link(),
+            tensor_forward=tensor_forward * hidden // number,
+            tensor_backward=tensor_backward * hidden // number,
         )
 
     @property
@@ -395,7 +378,7 @@ class RunPlan:
         degree = ExpertRun(config, self.dims, self.layout, self.dtype_bytes, per_node).degree
         return config.changed(topology={"expert_parallel": degree})
 
-    @functools.cached_property
+    @cached_property
     def _attention(self) -> AttentionMemory:
         # It does not depend on the memory settings.
         return AttentionMemory(

@@ -97,9 +97,7 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
         "prepare", tmp_path / "none", out
     )
     assert "Its keys: body" in _mistake("prepare", corpus, out)
-    allowed = (
-        "give a folder written by `mtrain data prepare`, a folder of MDS shards, or a .npy or .bin"
-    )
+    allowed = "give a folder written by `mtrain data prepare`, or a folder of MDS shards"
     assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path)
     (tmp_path / "words.txt").write_text("words")
     assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path / "words.txt")

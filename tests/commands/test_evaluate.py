@@ -289,35 +289,11 @@ def test_a_folder_below_a_file_is_refused_with_the_option():
         assert line.startswith(f"mtrain: --out {out}: could not be written (No")
 
 
-def _damage_none(newest: Path) -> None:
-    pass
-
-
-def _truncate(newest: Path) -> None:
-    next(newest.glob("*.distcp")).write_bytes(b"")
-
-
 def _flip_a_bit(newest: Path) -> None:
     file = next(newest.glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-
-
-def _lose_a_file(newest: Path) -> None:
-    next(newest.glob("*.distcp")).unlink()
-
-
-def _lose_the_metadata(newest: Path) -> None:
-    (newest / ".metadata").unlink()
-
-
-def _lose_the_manifest(newest: Path) -> None:
-    (newest / "manifest.json").unlink()
-
-
-def _break_the_manifest(newest: Path) -> None:
-    (newest / "manifest.json").write_text("{")
 
 
 def _put_code_into_the_metadata(newest: Path) -> None:
@@ -327,10 +303,16 @@ def _put_code_into_the_metadata(newest: Path) -> None:
     dataclasses.replace(known, files=files).write(newest)
 
 
-DAMAGES = (
-    _damage_none, _truncate, _flip_a_bit, _lose_a_file, _lose_the_metadata, _lose_the_manifest,
-    _break_the_manifest, _put_code_into_the_metadata,
-)  # fmt: skip
+DAMAGES = {
+    "none": lambda _: None,
+    "truncated": lambda newest: next(newest.glob("*.distcp")).write_bytes(b""),
+    "a bit": _flip_a_bit,
+    "a file less": lambda newest: next(newest.glob("*.distcp")).unlink(),
+    "no metadata": lambda newest: (newest / ".metadata").unlink(),
+    "no manifest": lambda newest: (newest / "manifest.json").unlink(),
+    "a wrong manifest": lambda newest: (newest / "manifest.json").write_text("{"),
+    "code": _put_code_into_the_metadata,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -340,8 +322,8 @@ def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
     monkeypatch.chdir(tmp_path)
     text_file(tmp_path)
     run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
-    damage(run / "checkpoints/step-40")
-    expected = 40 if damage is _damage_none else 20
+    DAMAGES[damage](run / "checkpoints/step-40")
+    expected = 40 if damage == "none" else 20
     evaluated = evaluate("perplexity", "run", *SHORT, "--json")
     assert json.loads(evaluated.stdout)["step"] == expected
     words = ["generate", "run", "--prompt", "a", "--max-new", "2"]
@@ -352,7 +334,7 @@ def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
         for result in (evaluated, generated)
     ]
     assert lines[0] == lines[1]
-    assert len(lines[0]) == (damage is not _damage_none)
+    assert len(lines[0]) == (damage != "none")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         api.load("run")

@@ -14,8 +14,7 @@ from inference.small_models import engine, source, tokens, write_hf, write_run
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import Sample
-from mtrain_cli.inference.decode_step import DecodeStep, KvCache
-from mtrain_cli.inference.engine import END, LENGTH, Engine
+from mtrain_cli.inference.engine import END, LENGTH, DecodeStep, Engine, KvCache
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.model.layer_execution import ExecutedLayer

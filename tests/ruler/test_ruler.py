@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,62 +27,22 @@ from mtrain_ruler.ruler_files import Sources
 # First half of the SHA-256 of the files that NVIDIA/RULER, commit c3f5e3b, writes with the small
 # tokenizer, seed 42 and wonderwords 3.0.1. Key: (how the tokenizer cuts, task, length, samples).
 _ORIGINAL = {
-    (
-        "bytes",
-        "niah_single_1",
-        2048,
-        5,
-    ): "611b1ed2f5522e7a44e18bf40c9b88f2",
-    (
-        "bytes",
-        "niah_single_1",
-        8192,
-        5,
-    ): "43026ee1300185dc51a1426fab33d581",
-    (
-        "bytes",
-        "niah_multikey_2",
-        2048,
-        5,
-    ): "c4e5b4744c0181f064005de6e5448293",
-    (
-        "bytes",
-        "niah_multikey_2",
-        8192,
-        5,
-    ): "29c5c18f5d649afd97be33195184f6f7",
-    (
-        "bytes",
-        "niah_multikey_3",
-        2048,
-        5,
-    ): "8bddbfd26f7ae8ed4f16263bb51f2f06",
-    (
-        "bytes",
-        "niah_multikey_3",
-        8192,
-        5,
-    ): "4b24b8affdb8f430da453d460335a77d",
+    ("bytes", "niah_single_1", 2048, 5): "611b1ed2f5522e7a44e18bf40c9b88f2",
+    ("bytes", "niah_single_1", 8192, 5): "43026ee1300185dc51a1426fab33d581",
+    ("bytes", "niah_multikey_2", 2048, 5): "c4e5b4744c0181f064005de6e5448293",
+    ("bytes", "niah_multikey_2", 8192, 5): "29c5c18f5d649afd97be33195184f6f7",
+    ("bytes", "niah_multikey_3", 2048, 5): "8bddbfd26f7ae8ed4f16263bb51f2f06",
+    ("bytes", "niah_multikey_3", 8192, 5): "4b24b8affdb8f430da453d460335a77d",
     ("bytes", "vt", 2048, 5): "d2b7a4652520149a2fb7d38e7627db8d",
     ("bytes", "vt", 8192, 5): "52722d19e399bdf93fe61660eb029873",
     ("bytes", "cwe", 2048, 5): "a1608cc14024910dc9725fe6351782fd",
     ("bytes", "cwe", 8192, 5): "172a3584013b6804e34ba89774ebf8b9",
     ("bytes", "fwe", 2048, 5): "9f2cb3a9564917d44577b0b0da5e3137",
     ("bytes", "fwe", 8192, 5): "0a43ff1bfce8a78afbfb9cfbbf08f2f3",
-    (
-        "lines",
-        "niah_multikey_2",
-        16384,
-        20,
-    ): "bcada2a820bafa22864a39ae87123be7",
+    ("lines", "niah_multikey_2", 16384, 20): "bcada2a820bafa22864a39ae87123be7",
     ("lines", "cwe", 16384, 20): "631deb28982f241ded0eb9afd69512ad",
     ("lines", "vt", 4096, 20): "bd69aaaa48e0d3fbf8a596cb49074092",
-    (
-        "none",
-        "niah_multikey_2",
-        16384,
-        20,
-    ): "740b187f9bd0241de22dfa26e53a9240",
+    ("none", "niah_multikey_2", 16384, 20): "740b187f9bd0241de22dfa26e53a9240",
     ("none", "vt", 4096, 20): "f907fdc316e4981d42f8deffb3eca4ff",
     ("none", "cwe", 16384, 20): "68a0d4327c0d58f8e047faac3189997b",
 }
@@ -141,14 +100,6 @@ def test_all_tasks_are_compared() -> None:
     assert (len(RULER6), len(RULER13)) == (6, 13)
 
 
-def test_another_seed_gives_other_samples(tokenizers) -> None:
-    for task in RULER6:
-        first, second = (
-            next(generate(task, 2048, 1, tokenizers["bytes"], seed=s)) for s in (42, 43)
-        )
-        assert first.input != second.input
-
-
 def test_the_process_keeps_its_random_numbers(tokenizers) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()
     samples = generate("vt", 2048, 3, tokenizers["bytes"])
@@ -159,13 +110,6 @@ def test_the_process_keeps_its_random_numbers(tokenizers) -> None:
     assert np.random.get_state()[1].tolist() == before[1]
     assert _sha256("vt", 2048, 5, tokenizers["bytes"]) == _ORIGINAL["bytes", "vt", 2048, 5]
     assert random.getstate() == before[0]
-
-
-def test_another_haystack_goes_by_its_name(tokenizers, tmp_path: Path) -> None:
-    path = tmp_path / "mine.txt"
-    path.write_text("My own text. It is short! Is it? " * 40)
-    (sample,) = generate(f"niah_single_2@{path}", 4096, 1, tokenizers["bytes"])
-    assert "My own text. It is short! Is it?" in sample.input
 
 
 @pytest.mark.parametrize(
@@ -252,8 +196,3 @@ def test_scores_of_50_predictions_equal_the_original(metric, whole, groups) -> N
     assert len(_CASES) == 50
     assert _score(metric, _CASES) == whole
     assert [_score(metric, _CASES[i : i + 10]) for i in range(0, 50, 10)] == groups
-
-
-def test_control_characters_become_line_breaks_and_separate_digits() -> None:
-    assert clean_prediction(" \x00a\x1fb\tc\x7f \n") == "a\nb\nc\x7f"
-    assert string_match_all(clean_prediction("12\x0034"), ("1234",)) == 0

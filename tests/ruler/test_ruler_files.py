@@ -76,12 +76,6 @@ def test_a_wrong_file_ends_with_one_line(tmp_path: Path, read, content: str) -> 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("read", [read_haystack, read_squad, read_hotpotqa, read_words])
-def test_a_missing_file_is_named(tmp_path: Path, read) -> None:
-    with pytest.raises(ConfigError, match=r"none\.json: no such file"):
-        read(tmp_path / "none.json")
-
-
 def test_a_haystack_without_words_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" \n")
     with pytest.raises(ConfigError, match=r"a\.txt: holds no text"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from test_trainer import make
+from training.test_run_plan import dry_run
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
@@ -18,7 +19,6 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training import expert_traffic, planning, run_plan
-from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.planning import checked_plan, make_plan, require_fit
 from mtrain_cli.training.resolution import resolve_run
