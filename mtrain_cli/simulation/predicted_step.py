@@ -18,10 +18,9 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.expert_cost import ExpertLoads, RowExchange, dealt_over
+from mtrain_cli.simulation.expert_cost import ExpertLoads, RowExchange, TensorMessages, dealt_over
 from mtrain_cli.simulation.non_attention_cost import Collective, ComputeCost, NonAttentionCost
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
-from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import NOT_SLOW
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.step.program import Message, MessageCost, PassTime, Post, weight_messages

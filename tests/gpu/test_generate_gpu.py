@@ -18,7 +18,7 @@ from mtrain_cli.inference.engine import DecodeStep, Engine, KvCache
 from mtrain_cli.inference.model_source import open_source
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.launch.environment import resolve_environment
-from mtrain_cli.model.layer_execution import ExecutedLayer
+from mtrain_cli.model.parallelize import ExecutedLayer
 from mtrain_cli.model.rope import inverse_frequencies, rotate, rotation
 
 pytestmark = [

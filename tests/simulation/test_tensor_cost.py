@@ -8,6 +8,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Constant, load_cluster
+from mtrain_cli.simulation.expert_cost import TensorMessages, cluster_of_groups
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -15,7 +16,6 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     predict_training,
 )
-from mtrain_cli.simulation.tensor_cost import TensorMessages, cluster_of_groups
 from mtrain_cli.step.program import Layer
 
 CLUSTER = load_cluster("h100_4x8", nodes=2)

@@ -17,7 +17,7 @@ from training.test_loop import SMALL, place
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.model import layer_execution
+from mtrain_cli.model import parallelize
 from mtrain_cli.training import loop
 from mtrain_cli.training.callback import (
     LAYERS,
@@ -259,14 +259,14 @@ def stepped(
         compose([*SMALL, "optim.skip_spikes=true", "train.steps=60", "topology.device=cpu"]),
         place(rank, world),
     )
-    whole, rest = trainer.decoder.forward, layer_execution.feed_forward
+    whole, rest = trainer.decoder.forward, parallelize.feed_forward
 
     def dawdling(*arguments, **options):
         time.sleep(0.05)
         return rest(*arguments, **options)
 
     if rank == slow:
-        layer_execution.feed_forward = dawdling
+        parallelize.feed_forward = dawdling
     lines, skipped, weights = [], [], []
     watches = StragglerWatch(trainer.config.run.straggler, "cpu", trainer.places, lines.append)
     for step in range(1, STRAGGLER_STEPS + STRAGGLER_WARM_UP + 5):

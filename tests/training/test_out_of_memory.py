@@ -15,7 +15,7 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.failures import RunError, reporting_out_of_memory
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import decoder as decoders
-from mtrain_cli.model import layer_execution
+from mtrain_cli.model import parallelize
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
@@ -54,7 +54,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 
     def faulty(self, stop, save):
         if self.step == 1:
-            finish = layer_execution.finish
+            finish = parallelize.finish
 
             def failing(layer, x_BNC, out_BNHD):
                 if layer.index != 1:
@@ -65,7 +65,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
                 return finish(layer, Backward.apply(x_BNC), out_BNHD)
 
             if where != "loss":
-                patch.setattr(layer_execution, "finish", failing)
+                patch.setattr(parallelize, "finish", failing)
         return step(self, stop, save)
 
     def no_room(*arguments, **options):
