@@ -209,7 +209,7 @@ def _seeds(text: str, tier: Tier) -> list[int]:
 
 def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     """Write predictions and texts before anything is trained."""
-    from mtrain_cli.commands.data import progress_lines
+    from mtrain_cli.commands.data_output import progress_lines
     from mtrain_studies import package_corpus
     from mtrain_studies.outcomes import predictions_file
 
