@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions, make_schedule
-from mtrain_cli.reporting.mask_page import svg
+from mtrain_cli.reporting.mask_page import density
 
 WIDTH = 480
 WORKERS = 4
@@ -464,7 +465,20 @@ FIGURES = {
     "waits": waits,
     "experts": experts,
 }
-# Each mask by the settings with which `mtrain mask show --plot FILE.svg` draws its picture.
+_WIDTH, _MARGIN, _LINE = 208, 8, 15  # units of a picture of a mask
+_CELLS = 64  # rows and columns of a picture of a mask
+_LETTERS = 30  # of a title that fit into a line
+_STYLE = """
+svg { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }
+text { fill: #1f2328; font-size: 12px } .card { fill: #ffffff; stroke: #d1d9e0 }
+.back { fill: #eef1f4 } .full { fill: #2f6fc4 } .partial { fill: #9cbce4 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .card { fill: #0d1117; stroke: #3d444d }
+  .back { fill: #21262d } .full { fill: #5b9be0 } .partial { fill: #35547a }
+}
+"""
+MEANING = "Queries from top to bottom, keys from left to right. Dark: all pairs. Light: some pairs."
+# Each mask by the settings of its picture.
 MASKS = {
     "causal": (),
     "sliding_window": ("mask.window=12", "mask.global_tokens=4"),
@@ -482,10 +496,52 @@ def mask_words(name: str) -> list[str]:
     return [f"mask={name}", *MASKS[name], "seq=64"]
 
 
+def mask_svg(mask: SequenceMask, title: str) -> str:
+    """Return an SVG file with the title above the mask, for light and dark pages."""
+    lines = textwrap.wrap(title, _LETTERS)
+    side = _WIDTH - 2 * _MARGIN
+    top = _MARGIN + _LINE * len(lines)
+    height = top + side + _MARGIN
+    texts = (
+        f'<text x="{_MARGIN}" y="{_MARGIN + _LINE * row - 4}">{escape(line)}</text>'
+        for row, line in enumerate(lines, 1)
+    )
+    table = density(mask, _CELLS)
+    place = f"translate({_MARGIN} {top}) scale({side / len(table):.6g})"
+    paths = "".join(
+        f'<path class="{kind}" d="{_runs(flags)}"/>'
+        for kind, flags in (("full", table == 1), ("partial", (table > 0) & (table < 1)))
+        if flags.any()
+    )
+    parts = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}">',
+        f"<title>{escape(title)}</title><desc>{MEANING}</desc>",
+        f"<style>{_STYLE}</style>",
+        f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="6" class="card"/>',
+        *texts,
+        f'<rect x="{_MARGIN}" y="{top}" width="{side}" height="{side}" class="back"/>',
+        f'<g transform="{place}" shape-rendering="crispEdges">{paths}</g>',
+        "</svg>",
+        "",
+    )
+    return "\n".join(parts)
+
+
+def _runs(flags: np.ndarray) -> str:
+    """Return a path with one rectangle per run of true cells of a row. Each cell is 1 x 1."""
+    path = []
+    for row, cells in enumerate(flags):
+        edges = np.flatnonzero(np.diff(cells.astype(np.int8), prepend=0, append=0)).tolist()
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        path += [f"M{a} {row}h{b - a}v1h{a - b}z" for a, b in pairs]
+    return "".join(path)
+
+
 def mask_picture(name: str) -> str:
     config = compose(mask_words(name), plan=True)
     mask = MaskRule.of(config).undivided(config.seq, config.seq)
-    return svg(mask, f"{config.mask.describe()}, seq {config.seq}")
+    return mask_svg(mask, f"{config.mask.describe()}, seq {config.seq}")
 
 
 def write(folder: Path) -> None:

@@ -17,7 +17,7 @@ if [[ -n ${MTRAIN_EXAMPLE_SMALL:-} ]]; then
 fi
 
 mtrain simulate "${search[@]}" model=qwen3b seq="$seq" --cluster "$cluster" --density 5% \
-    --tokens 1b --price 2 --no-files "$@"
-mtrain simulate sweep model=qwen3b seq="$seq" "$sizes" --cluster "$cluster" --density 5% \
+    --no-files "$@"
+mtrain simulate model=qwen3b seq="$seq" "$sizes" --cluster "$cluster" --density 5% \
     --layout striped --exchange ring --out measurements/scaling "$@"
 mtrain report scaling

@@ -13,17 +13,17 @@ methods.
 from __future__ import annotations
 
 import os
+import reprlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.problem import ConfigError, Names
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.inference import arguments
-from mtrain_cli.inference.arguments import ARGUMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,24 @@ __all__ = [
 ]  # fmt: skip
 
 Prompt = str | Sequence[int]
+ARGUMENTS = Names(options=False, lacks=("prompt_file",))
+_TYPES: dict[type, tuple[Any, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "True or False"),
+    str: (str, "a text"),
+    Path: ((str, os.PathLike), "a path"),
+}
+
+
+def checked(kind: type, **arguments: object) -> Any:
+    """Return the values of arguments as ``kind``, a single one bare; ConfigError for others."""
+    allowed, expected = _TYPES[kind]
+    for name, value in arguments.items():
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            raise _wrong(name, value, expected)
+    values = [kind(value) for value in arguments.values()]
+    return values if len(values) > 1 else values[0]
 
 
 def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Config:
@@ -49,8 +67,8 @@ def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -
     """
     from mtrain_cli.composition.compose import compose as compose_words
 
-    folder = None if config_dir is None else arguments.path("config_dir", config_dir)
-    return compose_words([arguments.text("override", one) for one in overrides], folder)
+    folder = None if config_dir is None else checked(Path, config_dir=config_dir)
+    return compose_words([checked(str, override=one) for one in overrides], folder)
 
 
 def train(config: Config) -> Path:
@@ -112,7 +130,7 @@ class Model:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt. The model needs a tokenizer."""
         with ARGUMENTS.in_errors():
-            return self._codec.encode(arguments.text("text", text))
+            return self._codec.encode(checked(str, text=text))
 
     @ARGUMENTS.in_errors()
     def generate(
@@ -144,17 +162,14 @@ class Model:
         from mtrain_cli.inference.sampling import Sampling
 
         sampling = Sampling(
-            arguments.number("temperature", temperature),
-            arguments.number("top_p", top_p),
-            arguments.whole_number("top_k", top_k),
-            arguments.whole_number("seed", seed),
+            *checked(float, temperature=temperature, top_p=top_p),
+            *checked(int, top_k=top_k, seed=seed),
         )
         sampling.require_valid()
-        if arguments.whole_number("max_new", max_new) < 1:
+        if checked(int, max_new=max_new) < 1:
             raise ConfigError(f"max_new={max_new}: must be at least 1")
-        ignore_end = arguments.truth("ignore_end", ignore_end)
-        beyond = arguments.truth("beyond", beyond)
-        given = arguments.prompts("prompts", prompts)
+        ignore_end, beyond = checked(bool, ignore_end=ignore_end, beyond=beyond)
+        given = parsed_prompts("prompts", prompts)
         ids = [self.encode(one) if isinstance(one, str) else one for one in given]
         if not ids:
             return []
@@ -191,12 +206,8 @@ class Model:
         """
         from mtrain_cli.inference.limits import require_hidden_labels, require_prompts
 
-        beyond = arguments.truth("beyond", beyond)
-        ids = (
-            self.encode(tokens)
-            if isinstance(tokens, str)
-            else arguments.token_ids("tokens", tokens)
-        )
+        beyond = checked(bool, beyond=beyond)
+        ids = self.encode(tokens) if isinstance(tokens, str) else token_ids("tokens", tokens)
         if len(ids) < 2:
             raise ConfigError(
                 f"tokens: has {with_count(len(ids), 'token')}; give at least 2, since the first "
@@ -213,11 +224,11 @@ class Model:
         Requests that the model cannot compute raise `ConfigError`. No request is truncated.
         beyond: allow more positions than the model was trained for.
         """
-        from mtrain_cli.evaluation.other_kinds import find
+        from mtrain_cli.evaluation.runner import find
 
         if (lm_eval := find("lm-eval")) is None:
             raise ConfigError("lm_eval: this installation lacks mtrain_lm_eval; reinstall mtrain")
-        beyond = arguments.truth("beyond", beyond)
+        beyond = checked(bool, beyond=beyond)
         model: LM = lm_eval.adapter(self._engine, self._codec, self.source, beyond)
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(model, name, ARGUMENTS.in_errors()(getattr(model, name)))
@@ -252,16 +263,16 @@ def load(
     Raises:
         ConfigError: the path names no model, its weights are damaged, or a setting is wrong.
     """
-    found = arguments.path("path", path)
-    folder = None if tokenizer is None else arguments.path("tokenizer", tokenizer)
-    words = [arguments.text("override", one) for one in overrides]
-    words.append(f"topology.device={arguments.text('device', device)}")
+    model = checked(Path, path=path)
+    folder = None if tokenizer is None else checked(Path, tokenizer=tokenizer)
+    words = [checked(str, override=one) for one in overrides]
+    words.append(f"topology.device={checked(str, device=device)}")
     if attention is not None:
         both = next((one for one in words if one.startswith(("sparsity=", "sparsity.pat"))), None)
         if both is not None:
             raise ConfigError(f"attention={attention}: {both} gives a pattern, too; leave one out")
-        words.append(f"sparsity={arguments.text('attention', attention)}")
-    source = _open(found, words, attention)
+        words.append(f"sparsity={checked(str, attention=attention)}")
+    source = _open(model, words, attention)
     from mtrain_cli.inference.engine import Engine
     from mtrain_cli.inference.text import open_codec
 
@@ -317,3 +328,46 @@ def _environment(config: Config) -> Environment:
             "`mtrain generate`, or start the processes and torch.distributed with torchrun"
         )
     return environment
+
+
+def token_ids(name: str, value: object) -> list[int]:
+    """Return token ids, or raise ConfigError for anything else."""
+    ids = []
+    for at, item in enumerate(map(_plain, _items(name, value, "a text or token ids")), 1):
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise ConfigError(f"{name}: token {at} is {reprlib.repr(item)}; ids are whole numbers")
+        ids.append(int(item))
+    return ids
+
+
+def parsed_prompts(name: str, value: object) -> list[str | list[int]]:
+    """Return a list of prompts, each a text or token ids. A single prompt becomes a list of one."""
+    value = _plain(value)
+    if isinstance(value, str):
+        return [value]
+    items = [_plain(one) for one in _items(name, value, "a text, token ids, or a list of these")]
+    if items and isinstance(items[0], Real):
+        return [token_ids(name, items)]
+    return [
+        item if isinstance(item, str) else token_ids(f"{name}: prompt {at}", item)
+        for at, item in enumerate(items, 1)
+    ]
+
+
+def _items(name: str, value: object, expected: str) -> list[object]:
+    value = _plain(value)
+    # Bytes would pass as ids, and a set has no order.
+    wrong = isinstance(value, str | bytes | bytearray | Mapping | Set)
+    if wrong or not isinstance(value, Iterable):
+        raise _wrong(name, value, expected)
+    return list(value)
+
+
+def _plain(value: object) -> object:
+    """Return a tensor or an array as a list or a number."""
+    to_list = getattr(value, "tolist", None)
+    return value if to_list is None else to_list()
+
+
+def _wrong(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{name}={reprlib.repr(value)}: must be {expected}")

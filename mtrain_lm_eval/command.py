@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +43,7 @@ def lm_eval(
         num_fewshot: Solved examples before each question, for tasks that do not prescribe 0.
         samples: Samples of each task; by default all.
     """
-    from mtrain_cli.evaluation.request import HarnessOptions
+    from mtrain_lm_eval.tasks import HarnessOptions
 
     names = parse_names("--tasks", tasks)
     if not names:
@@ -52,4 +53,4 @@ def lm_eval(
         raise ConfigError(f"--include-path {include_path}: {reason}; give a folder of YAML files")
     folder = None if include_path is None else str(include_path.expanduser().absolute())
     options = HarnessOptions(tuple(names), folder, num_fewshot)
-    run_evaluation("lm-eval", common, model, overrides, samples or 0, lm_eval=options)
+    run_evaluation("lm-eval", common, model, overrides, samples or 0, [0], options=asdict(options))

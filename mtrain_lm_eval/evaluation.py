@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,11 @@ if TYPE_CHECKING:
     from lm_eval.api.model import LM
 
     from mtrain_cli.evaluation.request import EvaluationRequest
+    from mtrain_cli.evaluation.results import Result
     from mtrain_cli.inference.engine import Engine
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.inference.text import TextCodec
+    from mtrain_cli.reporting.table import Table
     from mtrain_lm_eval.runner import HarnessRunner
     from mtrain_lm_eval.tasks import HarnessTasks
 
@@ -42,6 +45,11 @@ class LmEval:
         from mtrain_lm_eval.runner import HarnessRunner
 
         return HarnessRunner(*arguments, **more)
+
+    def tables(self, results: Sequence[Result]) -> Iterator[Table]:
+        from mtrain_lm_eval.tables import lm_eval_tables
+
+        return lm_eval_tables(results)
 
     def adapter(self, engine: Engine, codec: TextCodec, source: ModelSource, beyond: bool) -> LM:
         """Return an open model for `lm_eval.simple_evaluate`; ConfigError if it cannot serve."""

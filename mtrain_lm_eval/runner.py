@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from mtrain_cli.config.documents import json_text
+from mtrain_cli.config.documents import checked, json_text
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.tokenizers import documents_identity
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
@@ -23,11 +23,11 @@ from mtrain_cli.evaluation.runner import Evaluation, Setting, StoppedError, scor
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import MOST_TOGETHER
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_cli.inference.scorer import packs
 from mtrain_cli.inference.text import TextCodec
 from mtrain_cli.inference.worker import warn
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
+from mtrain_lm_eval.packing import packs, score_together
 from mtrain_lm_eval.requests import (
     Continuing,
     Pair,
@@ -37,7 +37,7 @@ from mtrain_lm_eval.requests import (
     request_names,
 )
 from mtrain_lm_eval.results import measured
-from mtrain_lm_eval.tasks import HarnessTasks
+from mtrain_lm_eval.tasks import HarnessOptions, HarnessTasks
 
 ANSWERS = "answers.jsonl"
 _MARGIN = 8  # tokens before an ending string that are decoded again
@@ -57,7 +57,7 @@ class EngineAnswers:
             self._plan.scores(pairs)
         scores: dict[int, Score] = {}
         for numbers in packs_of(pairs, self._engine.config, self._engine.device.type):
-            together = self._engine.score_together([pairs[number] for number in numbers])
+            together = score_together(self._engine, [pairs[number] for number in numbers])
             scores |= dict(zip(numbers, together, strict=True))
         return [scores[number] for number in range(len(pairs))]
 
@@ -138,14 +138,11 @@ class HarnessRunner(Evaluation):
         progress.say(f"{many}, up to {format_flop(flop)} each time (dense attention)")
         if self.codec.starts:
             progress.say(self.codec.starts)
-        try:
-            for number, setting in enumerate(self.settings):
-                started = time.perf_counter()
-                answers = _KeptAnswers(self, folder, number, setting, progress)
-                found = tasks.evaluate(self.codec, self.source.max_position, answers)
-                self._keep(folder, setting, found, time.perf_counter() - started, progress)
-        finally:
-            progress.close()
+        for number, setting in enumerate(self.settings):
+            started = time.perf_counter()
+            answers = _KeptAnswers(self, folder, number, setting, progress)
+            found = tasks.evaluate(self.codec, self.source.max_position, answers)
+            self._keep(folder, setting, found, time.perf_counter() - started, progress)
 
     def origin(self, setting: Setting) -> dict[str, Any]:
         """Return what determines the answers of a model, for a key."""
@@ -266,7 +263,8 @@ class _KeptAnswers:
 
 def load_tasks(request: EvaluationRequest) -> HarnessTasks:
     """Load the tasks of a request. Raises ConfigError as in `HarnessTasks.load`."""
-    options, samples = request.lm_eval, request.samples or None
+    options = checked(HarnessOptions, request.options)
+    samples = request.samples or None
     return HarnessTasks.load(options.tasks, options.include_path, options.num_fewshot, samples)
 
 

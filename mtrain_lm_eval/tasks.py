@@ -24,6 +24,15 @@ _LOGGERS = ("lm_eval", "datasets", "huggingface_hub")
 
 
 @dataclass(frozen=True)
+class HarnessOptions:
+    """Tasks of lm-eval."""
+
+    tasks: tuple[str, ...]
+    include_path: str | None = None
+    num_fewshot: int | None = None
+
+
+@dataclass(frozen=True)
 class HarnessTasks:
     """Loaded tasks of lm-eval."""
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
+from mtrain_cli.config.documents import replace_text
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, Config, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import COMMAND, LOCK, RUN, STUDY, RunDir, RunLock
@@ -524,8 +524,9 @@ def _evaluate(
         PerplexityOptions,
         Weights,
     )
+    from mtrain_cli.evaluation.retrieval import PYTHON
     from mtrain_cli.evaluation.runner import Runner, evaluate
-    from mtrain_cli.training.checkpoint_source import checkpoints_of
+    from mtrain_cli.launch.run_dir import checkpoints_of
 
     tier, out = study.tier, folder / EVALUATION
     is_folder = (model / "config.json").is_file()

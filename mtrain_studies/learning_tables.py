@@ -12,7 +12,7 @@ from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
 from mtrain_cli.printable import one_line
 from mtrain_cli.reporting.table import text_table
-from mtrain_cli.reporting.terminal_width import TextTable, print_table, say
+from mtrain_cli.reporting.terminal import TextTable, print_table, say
 from mtrain_studies.cells import (
     DamagedCellError,
     Study,

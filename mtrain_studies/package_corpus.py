@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.checked_files import explain_read_errors
-from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
+from mtrain_cli.data.needles import NeedleSettings, needle_documents
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import Tokenizer, open_tokenizer
@@ -274,7 +274,13 @@ def _write_needles(
     for name, (settings, read) in sequences.items():
         count = max(8, int(read) + 1)
         stage = f"needles of {format_size(settings.length)}"
-        documents = needle_documents(haystack, tokenizer, settings, count)
-        made = reported(documents, count, stage, report)
+        lines, done = [], 0
+        for number, document in enumerate(
+            needle_documents(haystack, tokenizer, settings, count), 1
+        ):
+            lines.append(document.line())
+            done += len(document.text)
+            size = done * count // number  # estimated: only tokens are equal
+            report(PreparationProgress(stage, done, size, number * document.length, number))
         (folder / name).mkdir(parents=True, exist_ok=True)
-        replace_text(folder / name / "needles.jsonl", "".join(document.line() for document in made))
+        replace_text(folder / name / "needles.jsonl", "".join(lines))

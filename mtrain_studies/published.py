@@ -54,7 +54,8 @@ class PublishedValue:
 class PublishedRow:
     """A row of a published table, and the settings of its prediction.
 
-    index: recorded or drawn pairs, as for `mtrain simulate --index`; "dense" for all pairs.
+    index: recorded pairs, as for `mtrain simulate --index`; "clustered" for drawn pairs, "dense"
+        for all.
     nodes, per_node: size of the cluster; None for that of its file.
     attention_only: whether the row is about one layer's attention instead of steps.
     counts: whether the mean errors count the row.
@@ -86,7 +87,7 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A published table. The fields are those of `records.study_rows.StudyTable`."""
+    """A published table. The fields are those of `published_tables.StudyTable`."""
 
     name: str
     title: str

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TypeVar
 
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.records.study_rows import StudyTable, StudyValue
 from mtrain_cli.simulation.prediction import BoundedTime, PredictedPass, Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
@@ -37,6 +36,7 @@ from mtrain_studies.published import (
     PublishedTable,
     PublishedValue,
 )
+from mtrain_studies.published_tables import StudyTable, StudyValue
 
 T = TypeVar("T")
 Scenarios = Callable[[PublishedRow], Scenario]  # composes the run of a row

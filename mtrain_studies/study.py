@@ -59,9 +59,9 @@ take_help_from_docstrings(app)
 
 
 def report(folder: Path) -> FolderReport | None:
-    """Return how `mtrain report` shows the folder of `mtrain study learning`; None for others."""
+    """Return how `mtrain report` shows the folder of a study; None for others."""
     from mtrain_studies.cells import Study
 
     if (found := Study.open(folder)) is None:
-        return None
+        return study_published.report_of(folder)
     return FolderReport("a study", "mtrain study learning", partial(study_learning.show, found))

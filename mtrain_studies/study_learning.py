@@ -209,7 +209,7 @@ def _seeds(text: str, tier: Tier) -> list[int]:
 
 def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     """Write predictions and texts before anything is trained."""
-    from mtrain_cli.commands.data_output import progress_bar
+    from mtrain_cli.commands.data_output import progress_lines
     from mtrain_studies import package_corpus
     from mtrain_studies.outcomes import predictions_file
 
@@ -220,8 +220,8 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
         if not written.exists():
             written.write_text(predictions_file().read_text())
 
-    with writing(f"--out {study.folder}"), progress_bar() as report:
-        facts = package_corpus.build(study.texts, study.tier, packages, mark, report)
+    with writing(f"--out {study.folder}"):
+        facts = package_corpus.build(study.texts, study.tier, packages, mark, progress_lines())
     console.print(
         f"text    {facts.packages} packages, {facts.bytes:,} bytes to train on; held out: "
         f"{', '.join(facts.held_out)}, {facts.held_out_bytes:,} bytes; {facts.dropped} of "

@@ -12,8 +12,9 @@ import typer
 
 from mtrain_cli.commands.completion import Candidate
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
+from mtrain_cli.commands.report import FolderReport
 from mtrain_cli.commands.simulate import Calibrations
-from mtrain_cli.config.documents import json_text
+from mtrain_cli.config.documents import json_text, read_json
 from mtrain_cli.config.schema import ConfigError
 from mtrain_studies import published
 from mtrain_studies.published import COMPUTED, STEP, WORKER, PublishedRow
@@ -21,8 +22,8 @@ from mtrain_studies.published import COMPUTED, STEP, WORKER, PublishedRow
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from mtrain_cli.records.study_rows import StudyTable
     from mtrain_cli.simulation.scenario import Scenario
+    from mtrain_studies.published_tables import StudyTable
 
 _ALL_PAIRS = "dense"
 
@@ -43,8 +44,7 @@ def list_tables(as_json: Json = False) -> None:
           List names for `mtrain study NAME`
     """
     from mtrain_cli.reporting.table import text_table
-    from mtrain_cli.reporting.terminal import make_console
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal import make_console, print_table
 
     tables = [published.read(name) for name in published.names()]
     if as_json:
@@ -108,7 +108,7 @@ def compare(
     if as_json:
         typer.echo(json_text(content, indent=1))
     else:
-        _show(tables, folder)
+        _show(tables, f"files  {folder}\ndraw   mtrain report {folder}" if folder else "")
 
 
 def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scenario:
@@ -117,7 +117,7 @@ def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scena
     drawn = row.index != _ALL_PAIRS
     return Request(
         row.words,
-        index=row.index if drawn else None,
+        index=row.index if drawn and row.index != "clustered" else None,
         density=row.density if drawn else None,
         columns=row.columns if drawn else None,
         calibration=calibration,
@@ -148,7 +148,7 @@ def _measured(row: PublishedRow, quantity: str) -> tuple[float, str] | None:
 
 def _folder(out: Path | None, names: Sequence[str]) -> Path:
     from mtrain_cli.records.record_files import SUMMARY, open_records
-    from mtrain_cli.records.study_rows import STUDY
+    from mtrain_studies.published_tables import STUDY
 
     name = names[0] if len(names) == 1 else "tables"
     folder = (out or Path("measurements", f"study-{name}")).expanduser()
@@ -161,7 +161,7 @@ def _folder(out: Path | None, names: Sequence[str]) -> Path:
 
 def _document(tables: Sequence[StudyTable]) -> dict[str, Any]:
     from mtrain_cli.records.record_files import computed_summary
-    from mtrain_cli.records.study_rows import STUDY, errors
+    from mtrain_studies.published_tables import STUDY, errors
 
     return {
         **computed_summary(STUDY),
@@ -172,7 +172,7 @@ def _document(tables: Sequence[StudyTable]) -> dict[str, Any]:
 
 def _write(folder: Path, content: dict[str, Any], tables: Sequence[StudyTable]) -> None:
     from mtrain_cli.records.record_files import write_summary
-    from mtrain_cli.records.study_rows import STUDY_ROWS, sheet_rows
+    from mtrain_studies.published_tables import STUDY_ROWS, sheet_rows
 
     rows = sheet_rows(tables)
     with writing(f"--out {folder}"):
@@ -184,11 +184,40 @@ def _write(folder: Path, content: dict[str, Any], tables: Sequence[StudyTable]) 
         write_summary(folder, content)
 
 
-def _show(tables: Sequence[StudyTable], folder: Path | None) -> None:
-    from mtrain_cli.reporting.study_tables import show_study
-    from mtrain_cli.reporting.terminal import make_console
+def _show(tables: Sequence[StudyTable], lines: str) -> None:
+    from mtrain_cli.reporting.terminal import make_console, print_section
+    from mtrain_studies.published_tables import study_sections
 
     console = make_console()
-    show_study(console, tables)
-    if folder is not None:
-        console.print(f"files  {folder}\ndraw   mtrain report {folder}", soft_wrap=True)
+    for section in study_sections(tables):
+        print_section(console, section)
+    if lines:
+        console.print(lines, soft_wrap=True)
+
+
+def report_of(folder: Path) -> FolderReport | None:
+    """Return how `mtrain report` shows the folder of `mtrain study published`; None for others."""
+    from mtrain_cli.records.record_files import SUMMARY
+    from mtrain_studies.published_tables import STUDY
+
+    try:
+        summary = read_json(folder / SUMMARY)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(summary, dict) or summary.get("kind") != STUDY:
+        return None
+    return FolderReport("a study", "mtrain study published", partial(_report, folder, summary))
+
+
+def _report(folder: Path, summary: dict[str, Any], *, as_json: bool, html: bool) -> None:
+    from mtrain_studies.published_tables import tables_of, write_page
+
+    tables = tables_of(summary, folder)
+    if as_json:
+        typer.echo(json_text(summary, indent=1))
+        return
+    page = ""
+    if html:
+        with writing(folder):
+            page = f"page   {write_page(folder, tables)}"
+    _show(tables, page)

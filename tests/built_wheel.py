@@ -9,7 +9,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
-PACKAGES = ("mtrain_cli", "mtrain_studies", "mtrain_lm_eval")
+PACKAGES = ("mtrain_cli", "mtrain_studies", "mtrain_lm_eval", "mtrain_ruler")
 
 
 def copy_sources(folder: Path) -> Path:

@@ -38,7 +38,7 @@ LONGEST = (
     "docs/test_commands.py",
     "training/test_pipeline.py",
     "parallel/test_context_attention.py",
-    "training/test_memory_search.py",
+    "training/test_planning.py",
     "training/test_tensor_parallel_training.py",
     "evaluation/test_in_training.py",
     "training/test_sparse_training.py",

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import Environment, ParallelDims
 from mtrain_cli.launch.safe_pickle import guard_collectives
 
 

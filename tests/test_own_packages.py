@@ -17,15 +17,22 @@ IMPORTED = {
         attention.named_masks commands.evaluate commands.options config.documents
         config.mask_settings config.problem config.schema config.suggest data.tokenizers
         evaluation.cost evaluation.request evaluation.results
-        evaluation.runner inference.engine inference.limits inference.model_source
+        evaluation.runner grouping inference.engine inference.limits inference.model_source
         inference.sampling inference.scorer inference.text inference.worker launch.environment
-        parallel.collectives
+        parallel.collectives reporting.evaluations reporting.table
+    """,
+    "mtrain_ruler": """
+        commands.completion commands.evaluate commands.options config config.documents
+        config.schema config.sizes config.suggest console data.checked_files data.tokenizers
+        evaluation.measurement evaluation.request evaluation.results evaluation.runner grouping
+        inference.engine inference.limits inference.model_source inference.sampling
+        inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
-        config.atomic_files config.schema config.sizes console evaluation.cost
-        model.rope profiling.pattern_quality reporting reporting.plots reporting.tables
-        reporting.terminal_width sparsity.pattern sparsity.recall
+        config.documents config.schema config.sizes console evaluation.cost
+        model.rope profiling.pattern_quality reporting reporting.plots
+        reporting.terminal sparsity.pattern sparsity.recall
     """,
 }
 

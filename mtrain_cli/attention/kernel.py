@@ -102,13 +102,12 @@ def per_query_head(q: Tensor, k: Tensor, v: Tensor) -> Triple:
 class Kernel(ABC):
     """A local attention implementation; by default with slow, exact columns and cache.
 
-    needs_out: whether backward needs out. If False, delta suffices, and exchanges that circulate
-        queries send delta instead.
+    Delta suffices for backward, so exchanges that circulate queries send delta instead of out.
+
     skips: whether the kernel skips pairs that an index leaves out, or only masks them.
     """
 
     name: str
-    needs_out = False
     skips = False
 
     @abstractmethod

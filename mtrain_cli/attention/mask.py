@@ -119,8 +119,7 @@ class SequenceMask:
         """Return whether a query up to each position sees a key after the position, bool [padded].
 
         If so, the model may know the next token from its input: the query may see an earlier one,
-            which
-        sees the next token in a layer below.
+        which sees the next token in a layer below.
         """
         reach = np.maximum.accumulate(self.high.max(0))
         return reach > np.arange(1, self.padded + 1)
@@ -156,9 +155,10 @@ class SequenceMask:
     ) -> SequenceMask:
         """Return the mask that allows each pair that at least one slice allows.
 
-        slices: also as an array int64 [slices, 5] of their fields. Raises ValueError for a slice
-            outside
-        the sequence or of an unknown kind, and over `MOST_INTERVALS` intervals.
+        slices: also as an array int64 [slices, 5] of their fields.
+
+        Raises ValueError for a slice outside the sequence or of an unknown kind, and over
+        `MOST_INTERVALS` intervals.
         """
         table = np.asarray(slices, np.int64).reshape(-1, 5)
         if not (valid := valid_slices(table, length)).all():

@@ -23,7 +23,6 @@ from mtrain_cli.commands import (
     config,
     data,
     data_needles,
-    data_ruler,
     doctor,
     evaluate,
     generate,
@@ -158,19 +157,18 @@ def _describe(error: Any) -> str:
     message = _wrong_value(error) or " ".join(error.format_message().split())
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if message.startswith("No such command") and context is not None:
-        return f"{message} Commands: {', '.join(context.command.list_commands(context))}."
+        names = ", ".join(context.command.list_commands(context))
+        hint = " This checkout has more: run `pip install --no-deps -e .` in it."
+        return f"{message} Commands: {names}.{hint if plugins.lacks_own() else ''}"
     parameters = context.command.params if context is not None else ()
     if option and any(parameter.name == "overrides" for parameter in parameters):
-        from mtrain_cli.config.foreign_words import counterpart
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
 
         similar = message.partition("Possible options")[2]
         # A command with a trained model takes few settings.
         is_option = option in similar or (similar and any(p.name == "model" for p in parameters))
-        if here := counterpart(option):
-            message = f"{message.rstrip('.')}; {here}"
-        elif not is_option and (key := nearest(option[2:].replace("-", "_"), all_keys())):
+        if not is_option and (key := nearest(option[2:].replace("-", "_"), all_keys())):
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
 
@@ -263,7 +261,7 @@ app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
-assert data_needles.app is data_ruler.app is data.app
+assert data_needles.app is data.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)

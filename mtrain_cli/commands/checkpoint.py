@@ -83,9 +83,9 @@ def export_weights(
         tokenizer: Folder with a tokenizer to export instead of the run's. Its files are copied, and
             so are the token ids in its config.json.
     """
+    from mtrain_cli.launch.run_dir import find_source
     from mtrain_cli.model.huggingface_config import require_new_folder
     from mtrain_cli.model.tokenizer_files import of_folder
-    from mtrain_cli.training.checkpoint_source import find_source
 
     require_new_folder(hf_folder)
     source = find_source(source)
@@ -131,7 +131,7 @@ def verify_weights(
         tolerance: Largest logit difference that counts as agreement.
     """
     from mtrain_cli.config.suggest import adapter_hint
-    from mtrain_cli.training.checkpoint_source import NotARunError, find_source
+    from mtrain_cli.launch.run_dir import NotARunError, find_source
 
     from_run = not (source / "config.json").is_file()
     if from_run:

@@ -14,8 +14,6 @@ from mtrain_cli.config.schema import ConfigError
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
-# Groups whose options have keys of their own, and the key that names the option.
-_KINDS = {"mask": "kind", "sparsity": "pattern"}
 RECIPE = "recipe"  # a group whose options set keys of all other groups
 
 
@@ -78,8 +76,6 @@ def show_option(
 
       [cyan]mtrain config show model/qwen3b[/cyan]
           Show the shape of a model
-      [cyan]mtrain config show topology/local[/cyan]
-          Show how workers share a sequence
 
     Args:
         option: An option from `mtrain config list`.
@@ -108,29 +104,6 @@ def show_option(
     ]
     title = f"{group}={name}  {summary(file)}".rstrip()
     _print_table(title, ("override", "description", "allowed"), rows)
-    if group in _KINDS and option == group:
-        _print_kinds(group, groups.options[group], config_dir)
-
-
-def _print_kinds(group: str, options: dict[str, Path], config_dir: Path | None) -> None:
-    from mtrain_cli.composition.compose import composed_values
-    from mtrain_cli.config import keys
-    from mtrain_cli.config.groups import summary
-
-    rows = []
-    for name, file in options.items():
-        values = composed_values({group: name}, config_dir)
-        own = {
-            key.removeprefix(f"{group}."): value
-            for key, value in values.items()
-            if key.startswith(f"{group}.") and value is not None
-        }
-        del own[_KINDS[group]]
-        shown = ", ".join(f"{key}={keys.show(value)}" for key, value in own.items())
-        rows.append((f"{group}={name}", shown, summary(file)))
-    header = ("override", f"keys under {group}., with defaults", "description")
-    _print_table(f"Options of {group}", header, rows)
-    print(f"`mtrain config show {group}/NAME` shows what the keys of an option mean.")
 
 
 def _split(
@@ -157,6 +130,6 @@ def _split(
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from mtrain_cli.console import Console
     from mtrain_cli.reporting.table import text_table
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal import print_table
 
     print_table(Console(), text_table(header, rows, words=len(header), title=title))

@@ -55,7 +55,6 @@ def prepare(
     domain: Annotated[str | None, option("A,B")] = None,
     min_tokens: Annotated[str, option("N")] = "0",
     max_tokens: Annotated[str, option("N")] = "0",
-    truncate: Annotated[bool, flag("--truncate")] = False,
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
     bos: Annotated[str, option("auto|true|false")] = "auto",
 ) -> None:
@@ -70,8 +69,6 @@ def prepare(
           Train a BPE on Python's own sources and tokenize them with it
       [cyan]mtrain data prepare corpus/ data/qwen --tokenizer Qwen2.5-3B/tokenizer.json[/cyan]
           Tokenize a folder of text with a model's tokenizer
-      [cyan]mtrain data prepare books.jsonl data/books --text-key body[/cyan]
-          Read the text from another field
       [cyan]mtrain data prepare mds/ out/ --from-tokenizer a.json --tokenizer b.json[/cyan]
           Tokenize MDS shards again, for another model
       [cyan]mtrain data prepare q.jsonl data/q --tokens-key input_ids --mask-key mask[/cyan]
@@ -98,12 +95,11 @@ def prepare(
             first folder of its path below SOURCE.
         min_tokens: Leave out documents with fewer tokens, such as 64k.
         max_tokens: Leave out documents with more tokens; 0 = no limit.
-        truncate: Cut documents at --max-tokens instead of leaving them out.
         threads: CPU threads of the tokenizer; all cores by default.
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
     """
-    from mtrain_cli.commands.data_output import describe_store, progress_bar, rounded_vocabulary
+    from mtrain_cli.commands.data_output import describe_store, progress_lines, rounded_vocabulary
     from mtrain_cli.commands.options import token_count
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Filters
@@ -117,14 +113,14 @@ def prepare(
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
     least = token_count("--min-tokens", min_tokens, 0, MOST_DOCUMENTS)
     most = token_count("--max-tokens", max_tokens, 0, MOST_DOCUMENTS)
-    filters = Filters(domains, least, most, truncate)
+    filters = Filters(domains, least, most)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key)
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
-        with progress_bar() as report:
-            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
+        report = progress_lines()
+        store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, begins)
     except KeyboardInterrupt:
         console.print("Interrupted. Finished work is kept: run the same command to continue.")
         raise
@@ -202,7 +198,6 @@ def show(
     document: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
     check: Annotated[bool, flag("--check")] = False,
     tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
-    token_dtype: Annotated[str, option("uint16|uint32")] = "uint16",
 ) -> None:
     """Show tokenized data: counts, document lengths, domains, and the start of a document.
 
@@ -216,36 +211,29 @@ def show(
           Show MDS shards, decoded with their tokenizer
 
     Args:
-        path: A folder that `mtrain data prepare` wrote, a folder of MDS shards, a folder that
-            contains folders of MDS shards, or a .npy or .bin file.
+        path: A folder that `mtrain data prepare` wrote, a folder of MDS shards, or a folder that
+            contains folders of MDS shards.
         document: Number of the document to show as text, from 0.
         check: Read everything and verify the checksums.
-        tokenizer: Tokenizer that decodes the ids of MDS shards and arrays.
-        token_dtype: Integer type of a .bin file.
+        tokenizer: Tokenizer that decodes the ids of MDS shards.
     """
     from mtrain_cli.commands import data_output
     from mtrain_cli.console import Console
-    from mtrain_cli.data.arrays import SUFFIXES, open_array
     from mtrain_cli.data.mds import mds_folders
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     console = Console(soft_wrap=True, highlight=False)
     folder, origin = path.expanduser(), f"PATH={path}"
-    if token_dtype not in ("uint16", "uint32"):
-        raise ConfigError(f"--token-dtype {token_dtype}: expected uint16 or uint32")
     chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
     if (folder / "meta.json").is_file():
         store = TokenStore.open(path, origin)
         data_output.show_store(console, store, document, chosen, check=check)
     elif folder.is_dir() and mds_folders(folder):
         data_output.show_shards(console, path, document, chosen, check=check)
-    elif folder.suffix in SUFFIXES and not folder.is_dir():
-        array = open_array(folder, origin, token_dtype, 0)
-        data_output.show_array(console, array, document, chosen, check=check)
     else:
-        problem = "holds no tokens" if folder.exists() else "no such folder or file"
-        kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"
+        problem = "holds no tokens" if folder.exists() else "no such folder"
         raise ConfigError(
-            f"{origin}: {problem}; give a folder written by `mtrain data prepare`, {kinds}"
+            f"{origin}: {problem}; give a folder written by `mtrain data prepare`, or a folder of "
+            "MDS shards"
         )

@@ -63,24 +63,18 @@ def needles(
             sources. It repeats if it is too short.
         tokenizer: Tokenizer that counts tokens: that of the training run.
     """
-    from mtrain_cli.commands.data_output import progress_bar
-    from mtrain_cli.config.atomic_files import replacing
+    from mtrain_cli.config.documents import replacing
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
-    from mtrain_cli.data.corpora import describe_left_out, stdlib_corpus
-    from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
-    from mtrain_cli.data.text_files import text_corpus
+    from mtrain_cli.data.corpora import describe_left_out
+    from mtrain_cli.data.needles import NeedleSettings, needle_documents, open_haystack
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     settings = NeedleSettings(
         token_count("--length", length, 1), pairs, parse_chains(chains), seed, questions
     )
     opened = open_tokenizer(tokenizer, "--tokenizer")
-    if haystack == "stdlib":
-        corpus = stdlib_corpus(origin="--haystack stdlib")
-    else:
-        key = "the haystack's key"
-        corpus = text_corpus(haystack, "text", path_option="--haystack", key_option=key)
+    corpus = open_haystack(haystack)
     made = needle_documents(corpus, opened, settings, documents)
     path = out.expanduser() / _FILE
     if path.exists():
@@ -88,11 +82,8 @@ def needles(
     first = next(made)  # a mistake leaves no folder behind
     with writing(f"OUT={out}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with progress_bar() as report:
-            whole = itertools.chain([first], made)
-            with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
-                shown = reported(whole, documents, "writing", report)
-                file.writelines(document.line() for document in shown)
+        with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
+            file.writelines(document.line() for document in itertools.chain([first], made))
     console = Console(soft_wrap=True, highlight=False)
     size = format_size(settings.length)
     console.print(

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
@@ -40,12 +28,10 @@ from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
 from mtrain_cli.reporting.table import Column, Table, count, percent
-from mtrain_cli.reporting.terminal_width import print_table
+from mtrain_cli.reporting.terminal import print_table
 
 _SNIPPET = 240  # tokens
 _SECONDS_PER_LINE = 10.0
-_SEARCHED = 1 << 24  # tokens of an array to search for the largest id without --check
-_BAR = 14  # characters of a full bar; the table must fit 80 characters for any lengths
 
 
 def describe_store(console: Console, store: TokenStore, *, lengths: bool = False) -> None:
@@ -83,22 +69,6 @@ def show_store(
     _print_snippet(console, store.document(document), document, tokenizer or store.open_tokenizer)
 
 
-def show_array(
-    console: Console, store: TokenStore, document: int, tokenizer: Tokenizer | None, *, check: bool
-) -> None:
-    """Print counts and lengths of a token array, and the start of a document.
-
-    Find the largest id in the first 16M tokens or, with ``check``, in the whole array.
-    """
-    _require_document(document, store.meta.num_documents)
-    _print_size(console, store)
-    searched = store.tokens if check else store.tokens[:_SEARCHED]
-    where = " among the first 16M" if searched.size < store.tokens.size else ""
-    console.print(f"  {store.meta.tokenizer}; largest id {int(searched.max()):,}{where}")
-    _print_lengths(console, _by_domain(store))
-    _print_snippet(console, store.document(document), document, tokenizer)
-
-
 def _require_document(document: int, count: int) -> None:
     if document >= count:
         held = with_count(count, "document")
@@ -117,8 +87,6 @@ def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
     columns, total = meta.columns, meta.num_documents
     if meta.left_out:
         console.print(f"  {describe_left_out(meta.left_out)}")
-    if meta.cut:
-        console.print(f"  cut at --max-tokens, without an end token: {meta.cut:,} documents")
     if meta.mask_key:
         console.print(
             f"  masks in the column {meta.mask_key}: {columns.masked:,} of {total:,} documents, at "
@@ -184,7 +152,12 @@ def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
 
 def _print_lengths(console: Console, by_domain: dict[str, np.ndarray]) -> None:
     _print_domains(console, by_domain)
-    print_table(console, _length_table(np.concatenate(list(by_domain.values()))))
+    lengths = np.concatenate(list(by_domain.values()))
+    low, median, high = np.quantile(lengths, (0.1, 0.5, 0.9)).astype(int)
+    console.print(
+        f"  lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, longest "
+        f"{lengths.max():,} tokens"
+    )
 
 
 def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
@@ -206,71 +179,20 @@ def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
     print_table(console, Table("by domain, lengths in tokens", columns, rows))
 
 
-@contextmanager
-def progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
-    """Yield a function that shows progress: bars on a terminal, else a line every 10 seconds."""
-    console = Console(stderr=True)
-    shown = time.monotonic()
+def progress_lines() -> Callable[[PreparationProgress], None]:
+    """Return a function that prints a line on stderr every 10 seconds."""
+    console, shown = Console(stderr=True), time.monotonic()
 
-    def counts(progress: PreparationProgress) -> str:
-        documents = with_count(progress.documents, "document")
-        return f"{documents}, {progress.tokens:,} tokens" if progress.tokens else ""
-
-    def print_line(progress: PreparationProgress) -> None:
+    def report(progress: PreparationProgress) -> None:
         nonlocal shown
         if time.monotonic() - shown >= _SECONDS_PER_LINE:
             shown = time.monotonic()
             read = f"{progress.read / 2**20:,.0f} of {progress.size / 2**20:,.0f} MiB"
-            line = f"{progress.stage}: {read}  {counts(progress)}"
+            counts = f"{with_count(progress.documents, 'document')}, {progress.tokens:,} tokens"
+            line = f"{progress.stage}: {read}  {counts * bool(progress.tokens)}"
             console.print(line, soft_wrap=True, highlight=False)
 
-    if not console.is_terminal:
-        yield print_line
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[counts]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
-        stages: dict[str, TaskID] = {}
-
-        def report(progress: PreparationProgress) -> None:
-            sizes: Any = {"total": progress.size, "completed": progress.read}
-            if progress.stage not in stages:
-                stages[progress.stage] = bars.add_task(progress.stage, counts="", **sizes)
-            bars.update(stages[progress.stage], counts=counts(progress), **sizes)
-
-        yield report
-
-
-def _length_table(lengths: np.ndarray) -> Table:
-    """Return a table of documents and tokens by document length, in powers of four."""
-    low, median, high = np.quantile(lengths, (0.1, 0.5, 0.9)).astype(int)
-    title = (
-        f"lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, "
-        f"longest {lengths.max():,} tokens"
-    )
-    bounds = [0, *(4**power for power in range(4, 13)), int(lengths.max()) + 1]
-    rows = [
-        (begin, end, inside)
-        for begin, end in pairwise(bounds)
-        if (inside := lengths[(lengths >= begin) & (lengths < end)]).size
-    ]
-
-    def share(row: tuple[int, int, np.ndarray]) -> float:
-        return row[2].sum() / lengths.sum()
-
-    columns = [
-        Column("tokens in document", lambda row: f"{row[0]:,} to {row[1] - 1:,}"),
-        Column("documents", lambda row: row[2].size, count),
-        Column("share of all tokens", share, percent),
-        Column(" ", share, lambda part: "█" * round(_BAR * part), words=True),
-    ]
-    return Table(title, columns, rows)
+    return report
 
 
 def _print_snippet(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,6 @@ from mtrain_cli.commands.completion import complete_attentions, complete_models,
 from mtrain_cli.commands.options import (
     MOST_DOCUMENTS,
     MOST_SAMPLES,
-    MOST_TOKENS,
     argument,
     bounded,
     flag,
@@ -175,8 +174,9 @@ def niah(
         seed: Determines names, numbers and places.
     """
     from mtrain_cli.commands.data_needles import parse_chains
-    from mtrain_cli.config.schema import NIAH, PYTHON, SENTENCES
+    from mtrain_cli.config.schema import NIAH
     from mtrain_cli.evaluation.request import NeedleOptions
+    from mtrain_cli.evaluation.retrieval import PYTHON, SENTENCES
 
     if form not in (SENTENCES, PYTHON):
         raise ConfigError(f"--form {form}: expected {SENTENCES} or {PYTHON}")
@@ -187,79 +187,23 @@ def niah(
     run_evaluation(NIAH, common, model, overrides, samples, niah=options)
 
 
-@app.command()
-@with_options(Common)
-def ruler(
-    common: Common,
-    model: Model,
-    overrides: Words = None,
-    tasks: Annotated[str, option("ruler6|ruler13|NAME,...")] = "ruler6",
-    file: Annotated[list[Path] | None, option("FILE")] = None,
-    samples: Annotated[int, bounded(1, MOST_SAMPLES)] = 50,
-    max_new: Annotated[int, bounded(1, MOST_TOKENS)] = 128,
-    essays: Annotated[Path | None, option("FILE")] = None,
-    squad: Annotated[Path | None, option("FILE")] = None,
-    hotpotqa: Annotated[Path | None, option("FILE")] = None,
-    words: Annotated[Path | None, option("FILE")] = None,
-) -> None:
-    """Score RULER: the model generates answers to the samples of the original.
-
-    The prompt is computed under --attention; new tokens attend to everything. Prompts have no chat
-    template. RULER's paper uses 500 samples.
-
-    [bold]Examples[/bold]
-
-      [cyan]mtrain eval ruler Qwen2.5-3B --length 4k,128k --samples 500[/cyan]
-          Score the six tasks that need no further files
-      [cyan]mtrain eval ruler runs/latest --tasks niah_single_1,niah_single_2@book.txt[/cyan]
-          Score two tasks, one with your own haystack
-      [cyan]mtrain eval ruler runs/latest --file questions.jsonl --tasks ''[/cyan]
-          Score your own samples: lines with "input" and "outputs"
-
-    Args:
-        model: A Hugging Face folder, a run, or a step-N folder of a run.
-        overrides: Settings of sparsity and topology, train.kernel and train.dtype.
-        tasks: ruler6, ruler13 (needs --essays, --squad and --hotpotqa), or names of tasks; '' for
-            none.
-        file: File of samples, in RULER's format; give the option several times for several files.
-        samples: Samples of each task and length.
-        max_new: Maximum number of tokens to generate for a sample of --file. RULER's tasks have
-            their own.
-        essays: Haystack of the tasks with essays: text, or RULER's PaulGrahamEssays.json.
-        squad: SQuAD 2.0, for qa_1.
-        hotpotqa: HotpotQA, for qa_2.
-        words: RULER's english_words.json, for cwe at lengths that need more than 8,166 words.
-    """
-    from mtrain_cli.commands.data_ruler import ruler_tasks
-    from mtrain_cli.evaluation.request import RULER, RulerOptions
-    from mtrain_cli.evaluation.ruler import files_of
-    from mtrain_cli.evaluation.ruler_files import Sources
-
-    names = ruler_tasks(tasks) if tasks or not file else []
-    sources = Sources(*map(_text, (essays, squad, hotpotqa, words)))
-    for name in names:
-        files_of(name, sources)
-    files = tuple(str(path.expanduser().absolute()) for path in file or ())
-    options = RulerOptions(tuple(names), sources, files, max_new)
-    run_evaluation(RULER, common, model, overrides, samples, ruler=options)
-
-
 def run_evaluation(
     kind: str,
     common: Common,
     model: Path,
     overrides: list[str] | None,
     samples: int,
+    lengths: Sequence[int] = (),
     **options: Any,
 ) -> None:
-    """Check everything, evaluate, and show the results."""
-    from mtrain_cli.evaluation.other_kinds import find
+    """Check everything, evaluate, and show the results.
+
+    lengths: those of --length by default; 0 for samples with lengths of their own.
+    """
     from mtrain_cli.inference.limits import longer_than_trained
 
     words = list(overrides or ())
-    # Other evaluations and files of samples have lengths of their own.
-    only_files = "ruler" in options and not options["ruler"].tasks
-    lengths = [0] if find(kind) or only_files else token_lengths("--length", common.length)
+    lengths = lengths or token_lengths("--length", common.length)
     sources = _sources(model, words, common.attention)
     first = next(iter(sources.values()))
     if not common.beyond and max(lengths) > first.max_position:
@@ -269,9 +213,11 @@ def run_evaluation(
         )
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.evaluation.request import EvaluationRequest
-    from mtrain_cli.evaluation.results import FOLDER, model_name, require_own
+    from mtrain_cli.evaluation.results import FOLDER, locked, model_name, require_own
+    from mtrain_cli.evaluation.runner import find
     from mtrain_cli.launch.environment import resolve_environment
-    from mtrain_cli.training.checkpoint_source import run_of
+    from mtrain_cli.launch.job import job_rank
+    from mtrain_cli.launch.run_dir import run_of
 
     weights = _weights(first, common.checkpoints)
     if "perplexity" in options and options["perplexity"].short is not None:
@@ -300,11 +246,13 @@ def run_evaluation(
     if (other := find(kind)) is not None:
         tasks = other.check(request, first, beyond=common.beyond)
     else:
-        lines += _check_samples(request, first, beyond=common.beyond)
+        lines += _check_samples(request, first)
     warn(lines)
-    with _locked(out):
-        code = _evaluate(request, configs, environment, words, tasks)
-        if code:
+    with contextlib.ExitStack() as stack:
+        if not job_rank():
+            with writing(f"--out {out}"):
+                stack.enter_context(locked(out))
+        if code := _evaluate(request, configs, environment, words, tasks):
             raise typer.Exit(code)
     _show(request, as_json=common.as_json)
 
@@ -337,7 +285,7 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
     """Return the weights by their steps. ``all`` leaves out damaged ones with a warning."""
     from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
-    from mtrain_cli.training.checkpoint_source import checkpoints_of
+    from mtrain_cli.launch.run_dir import checkpoints_of
 
     if source.is_folder:
         if checkpoints != "newest":
@@ -384,79 +332,29 @@ def _newest(path: Path) -> Weights:
         raise ConfigError(*str(error).splitlines()) from None
 
 
-def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> list[str]:
+def _check_samples(request: EvaluationRequest, source: ModelSource) -> list[str]:
     """Make the first samples, so that mistakes are reported before any work. Return warnings."""
-    from mtrain_cli.evaluation.generated import Generated
     from mtrain_cli.evaluation.perplexity import Perplexity
     from mtrain_cli.evaluation.request import open_measurement
     from mtrain_cli.evaluation.runner import tokenizer_text
-    from mtrain_cli.inference.limits import (
-        require_hidden_labels,
-        require_known_ids,
-        require_prompts,
-        require_whole_cache,
-    )
+    from mtrain_cli.inference.limits import require_hidden_labels, require_known_ids
     from mtrain_cli.inference.text import open_codec
 
-    config = source.config
     codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
     measurement = open_measurement(request, source, codec)
-    if not isinstance(measurement, Generated):
-        require_hidden_labels(config, "this evaluation")
+    require_hidden_labels(source.config, "this evaluation")
+    tokenizer, vocabulary = tokenizer_text(request, source), source.config.model.vocab_size
     for cell in measurement.cells():
-        prompts = []
-        with _NEEDLES.in_errors():
-            if not cell.length:
-                prompts = [item["ids"] for item in measurement.items(cell)]
-            elif cell.length == min(request.lengths):
-                prompts = [next(measurement.items(cell))["ids"]]
+        samples = []
+        if cell.length == min(request.lengths):
+            with _NEEDLES.in_errors():
+                samples = [next(measurement.items(cell))["ids"]]
         if isinstance(measurement, Perplexity):
-            prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
-        for ids in prompts:
-            tokenizer = tokenizer_text(request, source)
-            require_known_ids(ids, config.model.vocab_size, str(cell), tokenizer)
-        if not isinstance(measurement, Generated):
-            continue
-        if (file := measurement.file_of(cell)) is not None:
-            names = [f"--file {file}: sample {n}" for n in range(1, len(prompts) + 1)]
-            most = measurement.answer_tokens(cell)
-            require_prompts(source, prompts, most, beyond=beyond, names=names)
-        else:
-            require_whole_cache(config.mask, cell.length)
-            # The last token of an answer takes no position, so one special token has room.
-            most = source.max_position - max(0, len(codec.begin) - 1)
-            if not beyond and cell.length > most:
-                raise ConfigError(
-                    f"--length {cell.length}: the model has {source.max_position:,} positions, and "
-                    f"the tokenizer adds {len(codec.begin)} tokens to a prompt; give at most "
-                    f"{most:,}, or add --beyond to go on anyway"
-                )
-    if not isinstance(measurement, Perplexity):
-        return []
-    return [f"perplexity: {line}" for line in measurement.remarks.values()]
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Keep other evaluations out of a folder of results."""
-    from mtrain_cli.launch.job import job_rank
-    from mtrain_cli.launch.run_dir import RunLock
-
-    if job_rank():
-        yield
-        return
-    with writing(f"--out {out}"):
-        out.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = RunLock(out)
-    except ConfigError:
-        raise ConfigError(
-            f"--out {out}: another `mtrain eval` writes here; wait for it or give another folder"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
+            samples += [sequence.ids for sequence in measurement.sequences[cell.length]]
+        for ids in samples:
+            require_known_ids(ids, vocabulary, str(cell), tokenizer)
+    remarks = measurement.remarks.values() if isinstance(measurement, Perplexity) else ()
+    return [f"perplexity: {line}" for line in remarks]
 
 
 def _evaluate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
-_SVG = ".svg"
-_SUFFIXES = (".html", _SVG)
 _WORKERS = 8  # if topology.context_parallel and topology.workers are auto
 
 
@@ -56,20 +53,19 @@ def show(
           Compare layouts for 32 workers
 
     Args:
-        plot: Also draw to this file. FILE.html shows the mask and which worker holds which rows.
-            FILE.svg shows the mask only.
+        plot: Also draw the mask, and which worker holds which rows, to this .html file.
         config_dir: Folder with your own option files, such as DIR/mask/mine.yaml. mtrain searches
             it before the shipped groups.
     """
     from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.mask_page import layouts_note, layouts_table, views
-    from mtrain_cli.reporting.terminal_width import print_table, say
+    from mtrain_cli.reporting.mask_page import layouts_note, layouts_table, views, write
+    from mtrain_cli.reporting.terminal import print_table, say
 
     config = compose(list(overrides or ()), config_dir, plan=True)
-    if plot is not None and not plot.is_dir() and plot.suffix not in _SUFFIXES:
-        raise ConfigError(f"--plot {plot}: give a file that ends in {' or '.join(_SUFFIXES)}")
+    if plot is not None and not plot.is_dir() and plot.suffix != ".html":
+        raise ConfigError(f"--plot {plot}: give a file that ends in .html")
     check_output(plot, _is_picture, "picture", "--plot")
     topology, console = config.topology, Console()
     given = topology.context_workers
@@ -83,8 +79,9 @@ def show(
         print_table(console, layouts_table(view, f"{workers} workers"))
     say(console, layouts_note(masks[0].shares[0].prices, topology.cluster))
     if plot is not None:
+        shown = masks[0].title if config.data.mask_key else config.mask.describe()
         with writing(f"--plot {plot}"):
-            _draw(plot, masks, config)
+            write(plot, f"{shown}, seq {config.seq:,}", masks, topology.cluster)
         console.print(f"drawn to {plot}", highlight=False)
 
 
@@ -105,21 +102,7 @@ def _first_of_data(config: Config) -> Sample | None:
 
 def _is_picture(file: Path) -> bool:
     with file.open("rb") as opened:
-        return opened.read(15).lower().startswith((b"<!doctype html>", b"<svg "))
-
-
-def _draw(plot: Path, masks: Sequence[MaskView], config: Config) -> None:
-    """Draw the masks to a page, or the mask of the first kind of layers to an SVG file."""
-    from mtrain_cli.reporting import mask_page
-
-    if plot.suffix == _SVG:
-        plot.write_text(
-            mask_page.svg(masks[0].mask, f"{masks[0].title}, seq {config.seq:,}"), encoding="utf-8"
-        )
-    else:
-        shown = masks[0].title if config.data.mask_key else config.mask.describe()
-        title = f"{shown}, seq {config.seq:,}"
-        mask_page.write(plot, title, masks, config.topology.cluster)
+        return opened.read(15).lower() == b"<!doctype html>"
 
 
 def _facts(config: Config, view: MaskView) -> RenderableType:

@@ -130,6 +130,7 @@ def take_help_from_docstrings(group: typer.Typer) -> None:
 def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:
     """Give a command an option for each field of a dataclass, which is its first argument.
 
+    A command with several such dataclasses takes that of the outermost decorator last.
     left_out: fields that get no option and keep their defaults.
     """
     offered = [field for field in described_parameters(shared) if field.name not in left_out]
@@ -138,9 +139,9 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
         own = described_parameters(command)[1:]
 
         @functools.wraps(command)
-        def call(**values: Any) -> None:
+        def call(*others: Any, **values: Any) -> None:
             typed = shared(**{field.name: values.pop(field.name) for field in offered})
-            command(typed, **values)
+            command(typed, *others, **values)
 
         describe(call, [*own, *offered])
         return call

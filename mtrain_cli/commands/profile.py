@@ -15,6 +15,7 @@ import typer
 from mtrain_cli.commands.options import writing
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import reporting_out_of_memory
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
@@ -89,25 +90,6 @@ def check_output(
         )
 
 
-@contextlib.contextmanager
-def reporting_out_of_memory() -> Iterator[None]:
-    """Turn an out-of-memory error of torch into a `RunError` that suggests smaller shapes."""
-    import torch
-
-    from mtrain_cli.launch.failures import RunError
-
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        kinds = torch.OutOfMemoryError, MemoryError
-        if not isinstance(error, kinds) and "allocate memory" not in str(error):
-            raise
-        raise RunError(
-            "The next shape does not fit in memory; give shorter --seq, fewer --heads "
-            "or a smaller --head-dim"
-        ) from error
-
-
 def pass_columns(*, speed: bool) -> list[Column]:
     """Return the columns of both passes of a kernel. speed: also in TFLOP/s."""
     from mtrain_cli.reporting.table import Column, fixed
@@ -167,7 +149,12 @@ def calibrating(
 
     show([column.name for column in columns])
     try:
-        with reporting_out_of_memory():
+        with reporting_out_of_memory(
+            lambda _: (
+                "The next shape does not fit in memory; give shorter --seq, fewer --heads "
+                "or a smaller --head-dim"
+            )
+        ):
             yield add
     except BaseException:
         if draft is not None and times:

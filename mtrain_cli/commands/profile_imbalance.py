@@ -65,10 +65,6 @@ def imbalance(
           Compare a sparse ring with a dense one, within a minute on two CPU cores
       [cyan]mtrain profile imbalance --layout zigzag,striped --exchange ring sparsity=moba[/cyan]
           Compare two layouts with one dynamic index
-      [cyan]mtrain profile imbalance --exchange ring,all_gather model=qwen3b --warmup 9[/cyan]
-          Compare two exchanges after nine steps of training
-      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k --peer[/cyan]
-          Compare one layer at two lengths, and with PyTorch on the same GPUs
 
     Args:
         layout: Layouts to compare; by default topology.layout.

@@ -59,10 +59,6 @@ def kernels(
           Time lengths that suit this machine
       [cyan]mtrain profile kernels --seq 512 --density 20%,5% --columns 8 --heads 4/2[/cyan]
           Try the command on a CPU, in seconds; CPU kernels skip no pairs
-      [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
-          Write a calibration for the simulator
-      [cyan]mtrain profile kernels --mask all --compare flex --out masks.json[/cyan]
-          Time dense attention under masks, and FlexAttention in the same run
 
     Args:
         seq: Sequence lengths, such as 32k,128k. auto = 32k,128k on a GPU (4k to 128k with

@@ -38,7 +38,7 @@ def links(
     cluster_out: Annotated[Path | None, option("FILE")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure messages between workers: ring hops, all-gather, reduce-scatter and all-to-all.
+    """Measure messages between workers: ring hops, all-gather and reduce-scatter.
 
     Measures links within a node and between nodes separately, with idle and with computing workers,
     and fits a latency and a bandwidth to each link. --cluster-out writes the fits as a cluster,
@@ -50,8 +50,6 @@ def links(
           Measure the GPUs of this machine, or two CPU processes
       [cyan]mtrain profile links topology.workers=4 topology.gpus_per_node=2[/cyan]
           Measure four workers as two nodes of two
-      [cyan]mtrain simulate --cluster my.yaml model=tiny seq=16k[/cyan]
-          Predict a step from the measurement
 
     Args:
         overrides: topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and
@@ -132,7 +130,7 @@ def _is_measured(path: Path) -> bool:
 
 def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> None:
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.terminal_width import print_table, say
+    from mtrain_cli.reporting.terminal import print_table, say
 
     console = Console(highlight=False, soft_wrap=True)
     print_table(console, _table(document))

@@ -35,8 +35,6 @@ def non_attention(
           Try the command on a CPU, in seconds
       [cyan]mtrain profile non-attention model=qwen3b sparsity=moba --out non-attention.json[/cyan]
           Write a calibration on a GPU, for 1k to 64k tokens per worker
-      [cyan]mtrain simulate model=qwen3b seq=512k --calibration non-attention.json[/cyan]
-          Predict whole steps with the calibration
 
     Args:
         overrides: As in `mtrain train`, such as model= and train.activation_checkpoint=. With

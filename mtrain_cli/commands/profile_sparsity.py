@@ -68,8 +68,6 @@ def sparsity(
           Measure the tiny model at its first and second step
       [cyan]mtrain profile sparsity --pattern moba,fixed --steps 99 sparsity.top_k=3[/cyan]
           Compare two patterns as a model learns; each key applies to the pattern that has it
-      [cyan]mtrain profile sparsity --steps 30 --every 10 --top-k 64 --maps 0:0,3:2 --rope[/cyan]
-          Show what attention itself looks like as a model learns
 
     Args:
         overrides: As in `mtrain train`; the run uses one worker.
@@ -96,7 +94,7 @@ def sparsity(
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import pattern_quality
     from mtrain_cli.reporting.sparsity import sparsity_tables
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal import print_table
     from mtrain_cli.sparsity.pattern import display_name
 
     analyzer: Any = None

@@ -46,8 +46,6 @@ def step(
           Record the default model, on all GPUs or two CPU processes
       [cyan]mtrain profile step model=qwen3b seq=64k sparsity=vertical_slash --warmup 3[/cyan]
           Record Qwen2.5-3B with a dynamic index, on all GPUs of this machine
-      [cyan]mtrain profile step model=qwen3b seq=64k --steps 3 --no-trace --json[/cyan]
-          Print the mean of three steps, for scripts
 
     Args:
         warmup: Number of training steps before the first recorded step; by default

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.what_if import ReplayedSetup
 
 _MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
-_BAR = 32  # characters
-_BARS = "work of\neach worker"  # heading of the bars
 # Degrees, by their rank among the columns that a narrow terminal drops.
 _DEGREES = {"worker": 0, "step": 5, "total": 2, "critical": 1}
 
@@ -80,7 +78,7 @@ def what_if(
     from mtrain_cli.config.schema import LAYOUTS
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
-    from mtrain_cli.reporting.terminal_width import print_table, say
+    from mtrain_cli.reporting.terminal import print_table, say
     from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, replay
 
     layouts = parse_names("--layout", layout, LAYOUTS)
@@ -174,7 +172,6 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
         ),
         Column("largest", lambda r: f"{r.shares.max():.1%} / {1 / r.setup.workers:.1%}", drop=4),
         Column("sent", lambda r: sum(p.sent for p in r.passes.values()), format_bytes, drop=3),
-        Column(_BARS, lambda row: row.shares.tolist(), _bar, words=True),
     ]
     return Table(title, columns, rows)
 
@@ -182,14 +179,6 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
 def _workers(row: ReplayedSetup) -> str:
     workers, per_node = row.setup.workers, row.setup.per_node
     return f"{workers // per_node}x{per_node}" if workers > per_node else str(workers)
-
-
-def _bar(shares: Sequence[float]) -> str:
-    """Return a bar chart with a character per worker. The largest share has the full height."""
-    group = -(-len(shares) // _BAR)
-    heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]
-    largest = max(heights) or 1.0
-    return "".join(" ▁▂▃▄▅▆▇█"[min(8, round(8 * height / largest))] for height in heights)
 
 
 def _document(recorded: RecordedIndices, replays: dict[str, list[ReplayedSetup]]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def report(
         as_json: Print the analysis as JSON only; write no files.
     """
     from mtrain_cli.reporting import report_source
-    from mtrain_cli.reporting.terminal import make_console, show_sources
+    from mtrain_cli.reporting.sections import show_sources
+    from mtrain_cli.reporting.terminal import make_console
 
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
@@ -133,7 +134,6 @@ def _document(source: ReportSource) -> dict[str, Any]:
         "step": source.step,
         "sparsity": list(source.sparsity),
         "experts": [{"case": e.case, "label": e.label, **e.to_json()} for e in source.experts],
-        "study": [table.to_json() for table in source.study],
     }
     for kind, records in source.others:
         optional |= kind.rows(records)

@@ -28,7 +28,6 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.simulate_request import DEFAULT_CLUSTER, Job, parse_job
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.suggest import nearest
 
 
 class _Group(TyperGroup):
@@ -42,21 +41,7 @@ class _Group(TyperGroup):
             is_setting = bool(args) and first not in self.commands
         if is_setting and first not in ctx.help_option_names:
             args = ["run", *args]
-        if not ctx.resilient_parsing:
-            self._refuse_commands_as_options(args)
         return super().parse_args(ctx, args)
-
-    def _refuse_commands_as_options(self, args: list[str]) -> None:
-        known = {
-            option[2:]
-            for command in self.commands.values()
-            for parameter in command.params
-            for option in (*parameter.opts, *parameter.secondary_opts)
-        }
-        for word in (word for word in args if word.startswith("--")):
-            name = nearest(word[2:].partition("=")[0], [*known, *self.commands])
-            if name in self.commands and name not in known:
-                raise ConfigError(f"{word}: no such option; give `mtrain simulate {name} ...`")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         run = self.commands["run"]
@@ -106,19 +91,15 @@ class SimulateOptions:
         mask other than causal.
     exchange: Exchanges to compare; by default rings and gathers, and under a mask other than causal
         group casts. `recommend` compares all.
-    index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
-        dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
-        sparsity=; with density or columns, the family clustered.
+    index: Pairs to compute: a profile's folder or index.npz, or the name of a shipped profile. By
+        default the pairs of sparsity=; with density or columns, a synthetic index.
     density: Share of the causal blocks that the slashes of a synthetic index cover, such as
         0.05 or 5%; by default 5%. Columns add to it.
     columns: Single key columns per head of a synthetic index; 2048 by default.
     layers: Number of layers to predict, each with its own index; by default 1, or all recorded.
-    kernel: Attention kernel, as train.kernel.
     expert_loads: Loads of experts: zipf:X, with which the expert of rank r gets a share ~ 1 / r^X,
         or a profile with loads of experts; zipf:0 (equal loads) by default.
     slow: Stragglers, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
-    tokens: Tokens to train on, such as 20b. Adds the days and dollars of the training run.
-    price: Dollars per GPU-hour; by default the price of the cluster.
     """
 
     overrides: Overrides = None
@@ -131,12 +112,9 @@ class SimulateOptions:
     density: Annotated[str | None, option("X")] = None
     columns: Annotated[str | None, option("N")] = None
     layers: Annotated[str | None, option("N")] = None
-    kernel: Annotated[str | None, option("NAME")] = None
     calibration: Calibrations = None
     expert_loads: Annotated[str | None, option("zipf:X|DIR")] = None
     slow: Annotated[str | None, option("RANK=X,...")] = None
-    tokens: Annotated[str | None, option("N")] = None
-    price: Annotated[str | None, option("X")] = None
     out: Out = None
     files: Files = True
     as_json: Json = False
@@ -168,12 +146,14 @@ def run(
 ) -> None:
     """Predict a training step for every layout, exchange and combination of settings.
 
+    nodes, workers, density, columns and settings may have several values.
+
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate run index=measurements/imbalance-x cluster=h100_4x8[/cyan]
           Predict the attention of a profile on another cluster
-      [cyan]mtrain simulate run model=qwen3b seq=4m cluster=my.yaml nodes=128[/cyan]
-          Use 128 nodes of a cluster that you describe in my.yaml
+      [cyan]mtrain simulate run model=qwen3b seq=512k,1m cluster=my.yaml nodes=2,128[/cyan]
+          Predict how training scales on a cluster of your own; `mtrain report` plots the result
 
     Args:
         attention_only: Predict the attention of one layer instead of whole steps. A recorded
@@ -193,29 +173,8 @@ def run(
 
     if alone:
         actions.predict_attention(job, recompute)
-    elif job.axes:
-        actions.predict_sweep(job)
     else:
         actions.predict_steps(job)
-
-
-@app.command()
-@with_options(SimulateOptions)
-def sweep(typed: SimulateOptions) -> None:
-    """Predict every combination of settings with several values, nodes, workers and densities.
-
-    [bold]Examples[/bold]
-
-      [cyan]mtrain simulate sweep model=qwen3b seq=512k,1m workers=2,4,8[/cyan]
-          Predict how training scales; `mtrain report` plots the result
-    """
-    job = parse_job(typed)
-    job.require_gpus()
-    if not job.axes:
-        raise ConfigError("nothing to sweep: give several values, such as seq=128k,512k nodes=1,2")
-    from mtrain_cli.commands.simulate_actions import predict_sweep
-
-    predict_sweep(job)
 
 
 def _single(typed: SimulateOptions, **more: bool) -> Job:
@@ -224,7 +183,7 @@ def _single(typed: SimulateOptions, **more: bool) -> Job:
     job.require_gpus()
     if job.axes:
         name, values = next(iter(job.axes.items()))
-        why = "one value; `mtrain simulate sweep` takes several"
+        why = "one value; `mtrain simulate run` takes several"
         raise ConfigError(f"{name}={','.join(values)}: {why}")
     return job
 
@@ -239,8 +198,8 @@ def recommend(typed: SimulateOptions) -> None:
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate recommend model=qwen3b seq=1m tokens=20b price=2[/cyan]
-          Recommend a configuration, with reasons, training time and cost
+      [cyan]mtrain simulate recommend model=qwen3b seq=1m[/cyan]
+          Recommend a configuration, with reasons
     """
     job = _single(typed, every_exchange=True)
     from mtrain_cli.commands.simulate_actions import recommend as search
@@ -249,7 +208,7 @@ def recommend(typed: SimulateOptions) -> None:
 
 
 _OF_PAIRS = ("index", "density", "columns", "layers", "calibration", "slow")
-_OF_STEPS = ("layout", "exchange", "expert_loads", "tokens", "price", "out", "files")
+_OF_STEPS = ("layout", "exchange", "expert_loads", "out", "files")
 
 
 @app.command()

@@ -25,20 +25,18 @@ from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.console import Console
-from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.pipeline_times import prediction_entry
 from mtrain_cli.reporting import sweeps
-from mtrain_cli.reporting.terminal_width import print_table
+from mtrain_cli.reporting.table import Table
+from mtrain_cli.reporting.terminal import print_table
 from mtrain_cli.simulation.calibration import Calibration, describe_source, load_user_calibration
-from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.expert_cost import dealt_over
 from mtrain_cli.simulation.methods import compare, sequences_of
-from mtrain_cli.simulation.predicted_step import training_days, training_dollars
-from mtrain_cli.simulation.prediction import BoundedTime, Prediction
-from mtrain_cli.simulation.recommend import Recommendation, label
+from mtrain_cli.simulation.prediction import CONSTANTS, AttentionWorkload, BoundedTime, Prediction
+from mtrain_cli.simulation.recommend import label
 from mtrain_cli.simulation.recommend import recommend as search
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
@@ -49,38 +47,110 @@ from mtrain_cli.simulation.scenario import (
     predict_training,
 )
 from mtrain_cli.simulation.validation import digest
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 _SHOWN = 8  # configurations in the table of a recommendation
 _MOST_POINTS = 5000
 
 
 def predict_steps(job: Job) -> None:
-    """Predict a training step for every layout and exchange."""
-    scenario, folder = job.request.scenario(), _folder_of(job)
-
-    def predict(number: int, layout: str, exchange: str) -> PredictedScenario:
-        run, rows = (job.workers, layout, exchange), job.typed.files
-        return predict_training(job.cluster, scenario, *run, number=number, rows=rows)
-
-    outcomes = job.each(predict, lambda outcome: outcome.plan.exchange.label)
-    predictions = [outcome.attention for outcome in outcomes]
-    rows = [with_cost(row_of(outcome), job.tokens, job.price) for outcome in outcomes]
-    pipelines = [outcome.step.pipeline for outcome in outcomes]
-    entries = _entries(scenario.problem, predictions, rows, pipelines)
-    content = _document(job.cluster, scenario.calibration, **entries)
+    """Predict a training step for every combination of settings, layouts and exchanges."""
+    # Settings vary slowest, so that points with the same indices are adjacent.
+    names = sorted(job.axes, key=lambda name: name in ("nodes", "workers"))
+    points = [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(job.axes[name] for name in names))
+    ]
+    if (count := len(points) * len(job.layouts) * len(job.exchanges)) > _MOST_POINTS:
+        raise ConfigError(f"{count} configurations to predict; allowed: at most {_MOST_POINTS}")
+    folder = _folder_of(job)
+    scenarios: dict[str, Scenario] = {}
+    pair_lines: dict[str, None] = {}
+    # The scenarios come first: they check all settings before anything is predicted.
+    for point in points:
+        settings = [f"{n}={v}" for n, v in point.items() if n not in _KEYS]
+        own = {name: parse(point[name]) for name, parse in _KEYS.items() if name in point and parse}
+        request = job.request.at(settings, **own)
+        scenario = scenarios[_key_of(point)] = request.scenario()
+        pair_lines[f"pairs  {request.describe_pairs(scenario.problem.pattern)}"] = None
+    outcomes: dict[str, PredictedScenario] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for point, layout, exchange in itertools.product(points, job.layouts, job.exchanges):
+        cluster = job.cluster
+        if "nodes" in point:
+            cluster = load_cluster(job.request.cluster, nodes=int(point["nodes"]))
+        workers = int(point.get("workers", job.given_workers or cluster.gpus))
+        row: dict[str, Any] = {
+            "point": point,
+            "workers": workers,
+            "layout": layout,
+            "exchange": exchange,
+        }
+        scenario, with_rows = scenarios[_key_of(point)], job.typed.files and not job.axes
+        run = cluster, scenario, workers, layout, exchange
+        try:
+            outcome = predict_training(*run, number=len(outcomes), rows=with_rows)
+        except ConfigError as error:
+            if not job.axes:
+                raise
+            row["cannot"] = error.problems[0]
+            rows[str(row)] = row
+            continue
+        row |= row_of(outcome) | {"remarks": list(outcome.remarks)}
+        # `auto` may choose an exchange that is also compared by its name.
+        identity = str((point, workers, layout, row["exchange"]))
+        if identity not in rows:
+            rows[identity], outcomes[identity] = row, outcome
+    if not outcomes:
+        raise ConfigError(next(iter(rows.values()))["cannot"])
+    first, *others = (outcome.remarks for outcome in outcomes.values())
+    remarks = [text for text in first if all(text in other for other in others)]
+    for row in rows.values():
+        row["remarks"] = [text for text in row.get("remarks", ()) if text not in remarks]
+    results, shown, predictions = list(outcomes.values()), list(rows.values()), list[Prediction]()
+    if job.axes:
+        most = max(row["workers"] for row in shown)
+        more: dict[str, Any] = {"workers": most, "cases": [], "remarks": remarks, "sweep": shown}
+    else:
+        predictions = [outcome.attention for outcome in results]
+        more = _entries(next(iter(scenarios.values())).problem, results)
+    content = _document(job.cluster, load_user_calibration(job.request.calibration), **more)
+    if folder is not None and job.axes:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            sweeps.sweep_table([(folder.name, shown)]).write(folder)
 
     def show(console: Console) -> None:
-        kernels = [outcome.plan.kernel for outcome in outcomes]
-        output.print_assumed(console, job, scenario.problem.pattern, kernels)
-        print_table(console, output.step_table(job.cluster, scenario.problem, outcomes))
-        if len(outcomes) > 1 or not outcomes[0].step.fits:
-            output.print_lines(console, [output.best_line(outcomes)])
-        main = output.main_outcome(outcomes)
-        output.print_lines(console, output.step_lines(main, job.tokens, job.price))
-        output.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
+        kernels = output.kernel_lines(row.get("kernel") for row in shown)
+        output.print_lines(console, [*pair_lines, *kernels])
+        print_table(console, _step_table(job.cluster, shown))
+        output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(shown)))
+        if not job.axes:
+            if len(results) > 1 or not results[0].step.fits:
+                output.print_lines(console, [output.best_line(results)])
+            output.print_lines(console, output.step_lines(output.main_outcome(results)))
+        every = (remark for outcome in results for remark in outcome.remarks)
+        output.print_notes(console, remarks if job.axes else every)
 
     _deliver(job, folder, content, predictions, show)
+
+
+def _step_table(cluster: Cluster, rows: Sequence[Mapping[str, Any]]) -> Table:
+    heading = f"{cluster.name} ({cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name})"
+    return dataclasses.replace(sweeps.sweep_table([("", rows)]), title=f"{heading}, predicted")
+
+
+# Keys of a sweep that are not settings, and how to parse them for a request.
+_KEYS: dict[str, Callable[[str], Any] | None] = {
+    "nodes": None,
+    "workers": None,
+    "density": parse_share,
+    "columns": int,
+}
+
+
+def _key_of(point: Mapping[str, str]) -> str:
+    """Return the values that a scenario depends on."""
+    return str({n: v for n, v in point.items() if n not in ("nodes", "workers")})
 
 
 def predict_attention(job: Job, recompute: bool) -> None:
@@ -88,9 +158,9 @@ def predict_attention(job: Job, recompute: bool) -> None:
     request, planned = job.request, not job.request.without_a_model
     scenario = request.scenario() if planned else request.scenario_without_model()
     problem, calibration, folder = scenario.problem, scenario.calibration, _folder_of(job)
-
-    def predict(number: int, layout: str, exchange: str) -> Prediction:
-        return predict_attention_alone(
+    by_label: dict[tuple[str, str], Prediction] = {}
+    for layout, exchange in itertools.product(job.layouts, job.exchanges):
+        prediction = predict_attention_alone(
             job.cluster,
             scenario,
             layout,
@@ -98,12 +168,12 @@ def predict_attention(job: Job, recompute: bool) -> None:
             workers=job.workers,
             planned=planned,
             recompute=Recompute.EVERYTHING if recompute else Recompute.NOTHING,
-            number=number,
+            number=len(by_label),
             rows=job.typed.files,
         )
-
-    predictions = job.each(predict, lambda prediction: prediction.facts["exchange"])
-    content = _document(job.cluster, calibration, **_entries(problem, predictions))
+        by_label.setdefault((layout, prediction.facts["exchange"]), prediction)
+    predictions = list(by_label.values())
+    content = _document(job.cluster, calibration, **_attention_entries(problem, predictions))
 
     def show(console: Console) -> None:
         output.print_assumed(console, job, problem.pattern, [p.kernel for p in predictions])
@@ -130,7 +200,12 @@ def recommend(job: Job) -> None:
         compared = job.layouts, job.exchanges
         result = search(job.cluster, scenario, job.workers, *compared, progress=progress, **kinds)
     ranked = result.ranked
-    content = _recommendation(job, scenario, result)
+    rows = [{"configuration": label(outcome.plan), **row_of(outcome)} for outcome in ranked]
+    lines = list(output.recommendation_lines(job.cluster, result, scenario.words))
+    rejected = [{"what": what, "why": why} for what, why in result.rejected]
+    entries = _entries(scenario.problem, ranked[:1]) if ranked else {"workers": job.workers}
+    recommended = {"ranked": rows, "rejected": rejected, "lines": lines}
+    content = _document(job.cluster, scenario.calibration, **entries, recommended=recommended)
     predictions: list[Prediction] = []
     if folder is not None and ranked:
         with_rows = evaluate(job.cluster, scenario, ranked[0].plan, rows=True, bounds=False)
@@ -140,113 +215,18 @@ def recommend(job: Job) -> None:
         kernels = [outcome.plan.kernel for outcome in ranked]
         output.print_assumed(console, job, scenario.problem.pattern, kernels)
         if ranked:
-            by_time = sorted(ranked, key=lambda outcome: outcome.step.seconds.value)
-            table = output.step_table(job.cluster, scenario.problem, by_time[:_SHOWN])
-            print_table(console, table)
-            if len(by_time) > _SHOWN:
-                console.print(f"and {len(by_time) - _SHOWN} slower ones that fit")
-        output.print_lines(console, content["recommended"]["lines"])
+            by_time = sorted(rows, key=lambda row: row["seconds"]["value"])
+            print_table(console, _step_table(job.cluster, by_time[:_SHOWN]))
+            if len(rows) > _SHOWN:
+                console.print(f"and {len(rows) - _SHOWN} slower ones that fit")
+        output.print_lines(console, lines)
         if ranked:
-            output.print_lines(console, output.step_lines(ranked[0], job.tokens, job.price))
+            output.print_lines(console, output.step_lines(ranked[0]))
             output.print_notes(console, ranked[0].remarks)
 
     _deliver(job, folder if ranked else None, content, predictions, show)
     if not ranked:
         raise typer.Exit(1)
-
-
-def _recommendation(job: Job, scenario: Scenario, result: Recommendation) -> dict[str, Any]:
-    rows = [row_of(outcome) for outcome in result.ranked]
-    entries: dict[str, Any] = {"workers": job.workers}
-    if rows:
-        best = result.ranked[0]
-        entries = _entries(scenario.problem, [best.attention], rows[:1], [best.step.pipeline])
-    ranked = [
-        with_cost({"configuration": label(outcome.plan), **row}, job.tokens, job.price)
-        for outcome, row in zip(result.ranked, rows, strict=True)
-    ]
-    recommended = {
-        "ranked": ranked,
-        "rejected": [{"what": what, "why": why} for what, why in result.rejected],
-        "lines": list(output.recommendation_lines(job.cluster, result, scenario.words)),
-    }
-    return _document(job.cluster, scenario.calibration, **entries, recommended=recommended)
-
-
-def predict_sweep(job: Job) -> None:
-    """Predict every combination of the swept values, layouts and exchanges."""
-    # Settings vary slowest, so that points with the same indices are adjacent.
-    names = sorted(job.axes, key=lambda name: name in ("nodes", "workers"))
-    points = [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product(*(job.axes[name] for name in names))
-    ]
-    if (count := len(points) * len(job.layouts) * len(job.exchanges)) > _MOST_POINTS:
-        raise ConfigError(f"{count} configurations to sweep; allowed: at most {_MOST_POINTS}")
-    folder = _folder_of(job)
-    scenarios: dict[str, Scenario] = {}
-    pair_lines: dict[str, None] = {}
-    rows: list[dict[str, Any]] = []
-    # The scenarios come first: they check all settings before anything is predicted.
-    for keep, point in itertools.product((False, True), points):
-        settings = [f"{n}={v}" for n, v in point.items() if n not in _KEYS]
-        own = {name: parse(point[name]) for name, parse in _KEYS.items() if name in point and parse}
-        if (key := str((settings, own))) not in scenarios:
-            scenario = scenarios[key] = job.request.at(settings, **own).scenario()
-            pairs = job.request.at((), **own).describe_pairs(scenario.problem.pattern, settings)
-            pair_lines[pairs] = None
-        if keep:
-            rows += _point_rows(job, point, scenarios[key])
-    identity = ("point", "workers", "layout", "exchange")  # `auto` repeats another exchange
-    rows = list({str([row[k] for k in identity]): row for row in reversed(rows)}.values())[::-1]
-    if all("cannot" in row for row in rows):
-        raise ConfigError(rows[0]["cannot"])
-    first, *others = [row["remarks"] for row in rows if "cannot" not in row]
-    remarks = [text for text in first if all(text in other for other in others)]
-    for row in rows:
-        row["remarks"] = [text for text in row.get("remarks", ()) if text not in remarks]
-    most = max(row["workers"] for row in rows)
-    own_times = load_user_calibration(job.request.calibration)
-    content = _document(job.cluster, own_times, workers=most, cases=[], remarks=remarks, sweep=rows)
-    if folder is not None:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            sweeps.sweep_table([(folder.name, rows)]).write(folder)
-
-    def show(console: Console) -> None:
-        kernels = output.kernel_lines(row.get("kernel") for row in rows)
-        output.print_lines(console, [*(f"pairs  {line}" for line in pair_lines), *kernels])
-        print_table(console, sweeps.sweep_table([("", rows)]))
-        output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(rows)))
-        output.print_notes(console, remarks)
-
-    _deliver(job, folder, content, [], show)
-
-
-# Keys of a sweep that are not settings, and how to parse them for a request.
-_KEYS: dict[str, Callable[[str], Any] | None] = {
-    "nodes": None,
-    "workers": None,
-    "density": parse_share,
-    "columns": int,
-}
-
-
-def _point_rows(job: Job, point: Mapping[str, str], scenario: Scenario) -> Iterator[dict[str, Any]]:
-    """Yield the row of each layout and exchange at a point of a sweep."""
-    cluster = job.cluster
-    if "nodes" in point:
-        cluster = load_cluster(job.request.cluster, nodes=int(point["nodes"]))
-    workers = int(point.get("workers", job.given_workers or cluster.gpus))
-    for layout, exchange in itertools.product(job.layouts, job.exchanges):
-        row = {"point": dict(point), "workers": workers, "layout": layout, "exchange": exchange}
-        try:
-            outcome = predict_training(cluster, scenario, workers, layout, exchange)
-        except ConfigError as error:
-            yield {**row, "cannot": error.problems[0]}
-            continue
-        figures = with_cost(row_of(outcome), job.tokens, job.price)
-        yield {**row, **figures, "remarks": outcome.remarks}
 
 
 def show_methods(job: Job) -> None:
@@ -341,14 +321,20 @@ def _range(time: BoundedTime) -> dict[str, float]:
     return {name: round(value, 5) for name, value in dataclasses.asdict(time).items()}
 
 
-def _entries(
-    problem: AttentionWorkload,
-    predictions: Sequence[Prediction],
-    steps: Sequence[Mapping[str, Any]] = (),
-    pipelines: Sequence[TimedPipeline | None] = (),
+def _entries(problem: AttentionWorkload, outcomes: Sequence[PredictedScenario]) -> dict[str, Any]:
+    """Return the entries of summary.json on predicted steps."""
+    entries = _attention_entries(problem, [outcome.attention for outcome in outcomes])
+    for entry, outcome in zip(entries["predicted"], outcomes, strict=True):
+        entry["step"] = row_of(outcome)
+        if outcome.step.pipeline is not None:
+            entry["pipeline"] = prediction_entry(outcome.step.pipeline)
+    return entries
+
+
+def _attention_entries(
+    problem: AttentionWorkload, predictions: Sequence[Prediction]
 ) -> dict[str, Any]:
-    """Return the entries of summary.json on predictions, and their steps (rows of `row_of`)."""
-    predicted: list[dict[str, Any]] = [
+    predicted = [
         {
             "label": p.facts["label"],
             "ms": _range(p.duration),
@@ -367,10 +353,6 @@ def _entries(
         }
         for p in predictions
     ]
-    for entry, step, timed in zip(predicted, steps, pipelines, strict=False):
-        entry["step"] = dict(step)
-        if timed is not None:
-            entry["pipeline"] = prediction_entry(timed)
     return {
         "workers": predictions[0].setup.workers,
         "layers": list(problem.layers),
@@ -402,17 +384,6 @@ def new_folder(kind: str, out: Path | None, files: bool, *names: str) -> Path | 
 
 def _folder_of(job: Job) -> Path | None:
     return new_folder("simulation", job.typed.out, job.typed.files, record_files.SUMMARY)
-
-
-def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) -> dict[str, Any]:
-    """Return a row with the days and dollars of training on ``tokens``; as it is without."""
-    if tokens is None:
-        return row
-    workers = row["workers"]
-    days = training_days(BoundedTime(**row["tokens_per_second_per_gpu"]), workers, tokens)
-    dollars = None if price is None else vars(training_dollars(days, workers, price))
-    more = {"tokens": tokens, "days": vars(days), "dollars_per_gpu_hour": price, "dollars": dollars}
-    return {**row, **more}
 
 
 def row_of(outcome: PredictedScenario) -> dict[str, Any]:

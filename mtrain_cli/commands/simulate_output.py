@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from mtrain_cli.commands.simulate_request import DENSE, Job
 from mtrain_cli.config.cluster import Cluster
@@ -11,21 +10,14 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.grouping import grouped
-from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
-from mtrain_cli.reporting.table import BEST, NOT, Column, Table, count, fixed, number, percent
-from mtrain_cli.reporting.terminal_width import print_table, say
-from mtrain_cli.simulation.families import FAMILIES
+from mtrain_cli.reporting.table import BEST, Column, Table, fixed, number
+from mtrain_cli.reporting.terminal import print_table, say
 from mtrain_cli.simulation.methods import ImpossibleMethod, MethodCost, sequences_of
 from mtrain_cli.simulation.predicted_step import (
-    EXPERTS,
-    PIPELINE,
-    TENSOR,
     part_name,
-    training_days,
-    training_dollars,
 )
-from mtrain_cli.simulation.prediction import BoundedTime, Prediction
+from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
     Recommendation,
@@ -35,25 +27,13 @@ from mtrain_cli.simulation.recommend import (
     usable,
 )
 from mtrain_cli.simulation.scenario import PredictedScenario, train_line
-from mtrain_cli.simulation.workload import AttentionWorkload
-from mtrain_cli.training.flops import own_tiles
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.run_plan import FITS, RunPlan
 
-_CASTS = "group_cast: only keys that some query of a worker sees under the mask travel to it."
 LEGEND = (
     "ms: attention of a layer on the slowest worker, mean over layers. best, worst: by the bounds "
     "of the constants. worker, step: imbalance degrees of time, largest over mean, and of work in "
     "brackets. late: waits for slower workers. exposed: communication without overlap, by link. "
-    f"{_CASTS}"
-)
-STEP_LEGEND = (
-    "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "
-    "the peak FLOP/s, by the model's FLOP and by all executed FLOP. waits: for slower workers, "
-    "for keys and values, for weights and gradients, and for hidden states, rows of experts or "
-    "other stages. worker, step: imbalance degrees of attention work, largest over mean. rows: of "
-    "experts, time without and with overlap. GiB: per GPU, as planned by `mtrain train "
-    f"--dry-run`. all_gather in N: gathers N head groups one after another. {_CASTS} {FITS}."
+    "group_cast: only keys that some query of a worker sees under the mask travel to it."
 )
 _METHODS_LEGEND = (
     "GiB of one worker. weights: float32 shards, and what is whole in the compute dtype at the "
@@ -64,18 +44,9 @@ _METHODS_LEGEND = (
 )
 # Sizes of a method, by their rank among the columns that a narrow terminal drops.
 _SIZES = {"weights": 0, "gradients": 4, "optimizer": 5, "activations": 0, "received": 0}
-_WAITS = ("late", "links", "weights", TENSOR, EXPERTS, PIPELINE)
 _BOTH = ("forward", "backward")
 _DEGREES = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
 _LABEL = len("note   ")  # width of the label that begins each line
-
-
-def title(cluster: Cluster, problem: AttentionWorkload, density: float, workers: int) -> str:
-    """Return the title of a table: cluster, number of workers, length, pattern and density."""
-    nodes = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
-    shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
-    shown += " with columns" * (problem.pattern in FAMILIES)
-    return f"{cluster.name} ({nodes}), {workers} workers, seq {problem.made.seq:,}, {shown}"
 
 
 def attention_table(
@@ -83,7 +54,12 @@ def attention_table(
 ) -> Table:
     """Return the table of predictions of a layer's attention; the fastest is bold."""
     first = predictions[0]
-    heading = title(cluster, problem, first.facts["density"], first.setup.workers)
+    nodes = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    shown = f"{problem.pattern}, density {first.facts['density']:.1%}"
+    heading = (
+        f"{cluster.name} ({nodes}), {first.setup.workers} workers, seq {problem.made.seq:,}, "
+        f"{shown if problem.pattern != DENSE else DENSE}"
+    )
 
     def degree(name: str, drop: int) -> Column:
         def shown(p: Prediction) -> str:
@@ -130,71 +106,6 @@ def _exposed(prediction: Prediction) -> str:
     return ", ".join(f"{link} {ms:.2f}" for link, ms in links.items() if ms >= 0.005) or "none"
 
 
-def step_table(
-    cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[PredictedScenario]
-) -> Table:
-    """Return the table of predicted steps; the fastest that fits is bold."""
-    first = outcomes[0]
-    dims, batch = first.plan.dims, first.plan.config.train.global_batch
-    heading = title(cluster, problem, first.attention.facts["density"], dims.workers)
-    chosen = [column for column in _CHOICES if len({column.value(o) for o in outcomes}) > 1]
-    if any(o.plan.dims.cp < dims.workers for o in outcomes):
-        chosen.insert(0, Column("dp x cp x tp x pp", _groups, words=True, drop=8))
-    rows = [Column("rows s", _exposed_rows, drop=7)] * any(o.step.experts for o in outcomes)
-    mfu = [Column("MFU", lambda o: o.step.mfu, percent, drop=3)] * first.dense
-    columns = [
-        Column("layout", lambda o: o.layout, words=True),
-        Column("exchange", lambda o: short_label(o.plan.exchange.label), words=True),
-        *chosen,
-        Column("s / step", lambda o: o.step.seconds.value, partial(number, digits=4)),
-        Column("best - worst", _bounds, drop=5),
-        Column("tokens/s/GPU", lambda o: o.step.tokens_per_second_per_gpu.value, count),
-        *mfu,
-        Column("HFU", lambda o: o.step.hfu, percent, drop=6),
-        Column("waits s", _waits, drop=1),
-        Column("worker", lambda o: mean_degree(o.attention, "work", "worker"), fixed(2), drop=4),
-        Column("step", lambda o: mean_degree(o.attention, "work", "step"), fixed(2), drop=2),
-        *rows,
-        Column("GiB", lambda o: o.step.gib, fixed(1)),
-        Column("fits", lambda o: "yes" if o.step.fits else "no", words=True),
-    ]
-    fastest = main_outcome(outcomes)
-
-    def state(outcome: PredictedScenario) -> str:
-        if not outcome.step.fits:
-            return NOT
-        return BEST * (outcome is fastest and len(outcomes) > 1)
-
-    heading += f", sequences per step: {batch}, predicted"
-    return Table(heading, columns, outcomes, STEP_LEGEND, state=state)
-
-
-_CHOICES = (
-    Column("recompute", lambda o: o.plan.config.train.activation_checkpoint, words=True),
-    Column("keep_mlp", lambda o: _layers_with_products(o.plan)),
-)
-
-
-def _groups(outcome: PredictedScenario) -> str:
-    dims = outcome.plan.dims
-    return f"{dims.dp} x {dims.cp} x {dims.tp} x {dims.pp}"
-
-
-def _bounds(outcome: PredictedScenario) -> str:
-    seconds = outcome.step.seconds
-    return f"{number(seconds.low)} - {number(seconds.high)}" * (seconds.low < seconds.high)
-
-
-def _waits(outcome: PredictedScenario) -> str:
-    parts = outcome.step.parts
-    return " + ".join(f"{parts[name]:.2f}" for name in _WAITS if name in parts)
-
-
-def _exposed_rows(outcome: PredictedScenario) -> str:
-    rows = outcome.step.experts
-    return f"{rows.exposed:.2f} + {rows.hidden:.2f}" if rows else "none"
-
-
 def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
     """Return the fastest outcome that fits, else the outcome that needs the least memory."""
     fitting = [o for o in outcomes if o.step.fits]
@@ -217,10 +128,8 @@ def best_line(outcomes: Sequence[PredictedScenario]) -> str:
     return f"best   {best.layout} {best.plan.exchange.label}{more}"
 
 
-def step_lines(
-    outcome: PredictedScenario, tokens: float | None, price: float | None
-) -> Iterable[str]:
-    """Yield lines on the parts of the step time, on memory, and on the cost of ``tokens``."""
+def step_lines(outcome: PredictedScenario) -> Iterable[str]:
+    """Yield lines on the parts of the step time, and on memory."""
     step, plan = outcome.step, outcome.plan
     by_size = sorted(step.parts.items(), key=lambda item: -item[1])
     shares = [(name, seconds / step.seconds.value) for name, seconds in by_size]
@@ -247,36 +156,6 @@ def step_lines(
         more = f" and {memory.saving / GIB:.2f} while saving" if memory.saving else ""
         share = plan.host_share / GIB
         yield f"host   {memory.host / GIB:.2f} GiB per GPU{more}, of {share:.1f} usable"
-    if tokens is None:
-        return
-    text = f"train  {tokens:.3g} tokens on {plan.dims.workers} GPUs: "
-    days = training_days(step.tokens_per_second_per_gpu, plan.dims.workers, tokens)
-    text += _days(days)
-    if price is None:
-        yield f"{text}; cost unknown, set price=X in dollars per GPU-hour"
-        return
-    cost = training_dollars(days, plan.dims.workers, price)
-    yield (
-        f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} per "
-        "GPU-hour"
-    )
-
-
-def _days(days: BoundedTime) -> str:
-    """Format a time in days; below two days in hours, and below two hours in minutes."""
-    units = (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0))
-    unit, by = next((pair for pair in units if days.value * pair[1] >= 2), units[-1])
-    return f"{days.value * by:.3g} {unit} ({days.low * by:.3g} - {days.high * by:.3g})"
-
-
-def _layers_with_products(plan: RunPlan) -> int:
-    """Return how many layers keep MLP products: all if nothing is recomputed or tiled."""
-    model, train = plan.config.model, plan.config.train
-    tokens, rows = own_tiles(plan.config, plan.layout, plan.dtype_bytes)
-    by_hand = train.activation_checkpoint != "none" or rows < tokens or plan.dims.tp > 1
-    if not by_hand:
-        return model.num_layers
-    return layers_with_products(train.keep_mlp, model.num_layers)
 
 
 def recommendation_lines(

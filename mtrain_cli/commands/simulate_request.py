@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +16,6 @@ from mtrain_cli.commands.options import (
     MOST_WORKERS,
     parse_names,
     parse_whole_number,
-    warn,
     warn_of_unused_settings,
 )
 from mtrain_cli.config.exchanges import (
@@ -29,13 +27,13 @@ from mtrain_cli.config.exchanges import (
 )
 from mtrain_cli.config.mask_settings import FULL_LAYERS
 from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
-from mtrain_cli.config.sizes import parse_share, parse_size
+from mtrain_cli.config.sizes import parse_share
 
 if TYPE_CHECKING:
     from mtrain_cli.commands.simulate import SimulateOptions
     from mtrain_cli.config.cluster import Cluster
+    from mtrain_cli.simulation.prediction import AttentionWorkload
     from mtrain_cli.simulation.scenario import PairSource, Scenario
-    from mtrain_cli.simulation.workload import AttentionWorkload
 
 DENSE, FIXED = "dense", "fixed"
 DEFAULT_CLUSTER, DEFAULT_LAYOUTS = "h200_1x8", ("zigzag", "striped")
@@ -43,7 +41,6 @@ _SWEPT = 3  # exchanges that a sweep compares by default; each one more takes a 
 _MOST_WORKERS = 4096
 # Settings that have an effect if a recording gives the shape of attention, and no model= the rest.
 _OF_SHAPE = ("seq", "topology.gpus_per_node", "train.kernel")
-_UNITS = {"b": 10**9, "t": 10**12}
 # Settings that are the keys of `SimulateOptions` under another name.
 _ALIASES = {f"topology.{name}": name for name in ("cluster", "workers", "layout", "exchange")}
 _AXES = ("nodes", "workers", "density", "columns")  # keys that take several values in a sweep
@@ -125,23 +122,20 @@ class Request:
         return self.sets("sparsity") or config.sparsity.pattern != DENSE
 
     def pair_source(self, config: Config) -> PairSource:
-        """Return how to draw the pairs: by ``index``, else by the sparsity settings."""
+        """Return how to draw the pairs, by the sparsity settings."""
         from mtrain_cli.simulation.scenario import PairSource
 
-        index, density, columns, settings = self.index, self.density, self.columns, config.sparsity
+        density, columns, settings = self.density, self.columns, config.sparsity
         pattern = settings.pattern if self._has_pattern(config) else None
-        if pattern is index is density is columns is None:
+        if pattern is density is columns is None:
             pattern = DENSE  # the default of mtrain train
         layers = self._layers(config)
-        kinds = (DENSE, FIXED) if pattern is not None else (FIXED,)
-        if index is not None and any((index == kind) != (pattern == kind) for kind in kinds):
-            raise ConfigError(f"index={index}: contradicts sparsity={pattern or DENSE}; give one")
-        if DENSE in (index, pattern):
+        if pattern == DENSE:
             self._refuse("has no effect on dense attention; leave it out")
             return PairSource(DENSE, layers=layers)
         if pattern == FIXED:
             self._refuse("sparsity=fixed has its own keys: sparsity.density, slashes and columns")
-        source = PairSource.of(config if pattern else None, layers, index, density, columns)
+        source = PairSource.of(config if pattern else None, layers, density, columns)
         if pattern in (None, FIXED):
             return source
         if limit := next((k for k in ("min", "max") if self.sets(f"sparsity.{k}_slashes")), None):
@@ -161,28 +155,23 @@ class Request:
             if (value := getattr(self, name)) is not None:
                 raise ConfigError(f"{name}={value:g}: {reason}")
 
-    def describe_pairs(self, pairs: str, point: Iterable[str] | None = None) -> str:
-        """Describe in a line which pairs the prediction assumes, and how to change them.
-
-        pairs: name of their pattern. point: settings of a sweep, whose table shows the density.
-        """
+    def describe_pairs(self, pairs: str) -> str:
+        """Describe in a line which pairs the prediction assumes, by the name of their pattern."""
         if (file := self.recorded_file()) is not None:
             return f"recorded in {file} ({pairs})"
-        request = self.at(point or ())
-        config = request.compose()
+        config = self.compose()
         one = "each sequence one document"
         if pairs == DENSE:
             line = f"dense: all {_allowed(config)}"
-            if self.index is not None or request.sets("sparsity") or config.data.mask_key:
+            if self.sets("sparsity") or config.data.mask_key:
                 return line
             return f"{line}, the default of mtrain train; set sparsity, density or index for fewer"
         if pairs == FIXED:
             return f"as drawn by sparsity=fixed, {one}"
         pattern = config.sparsity.pattern
         purpose = f" for sparsity={pattern}" if pattern != DENSE else ""
-        if point is None:
-            purpose += f": {request.pair_source(config).describe(config)}"
-        return f"synthetic ({pairs}){purpose}, {one}; set index for the pairs of a profile"
+        drawn = self.pair_source(config).describe(config)
+        return f"synthetic ({pairs}){purpose}: {drawn}, {one}; set index for the pairs of a profile"
 
     def _layers(self, config: Config) -> int:
         for name in FULL_LAYERS:
@@ -196,19 +185,16 @@ class Request:
         return self.layers or 1
 
     def recorded_file(self) -> Path | None:
-        """Return the index.npz that ``index`` names; None for dense or a synthetic index."""
-        from mtrain_cli.simulation.families import FAMILIES
-
-        if self.index is None or self.index in (DENSE, FIXED, *FAMILIES):
+        """Return the index.npz that ``index`` names, if it is given."""
+        if self.index is None:
             return None
-        from mtrain_cli.config.suggest import no_such
-        from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
+        from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
 
         path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
-            names = [DENSE, *FAMILIES, FIXED, *shipped_with("*/index.npz")]
+            names = shipped_with("*/index.npz")
             why = no_such("index", self.index, names, "a profile's folder or index.npz")
             raise ConfigError(f"index={self.index}: {why}")
         if not zipfile.is_zipfile(file):  # `load_indices` would refuse it after slow imports
@@ -217,8 +203,8 @@ class Request:
 
     def _load_recorded(self) -> AttentionWorkload:
         from mtrain_cli.records.index_file import load_indices
+        from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
-        from mtrain_cli.simulation.workload import AttentionWorkload
 
         file = self.recorded_file()
         assert file is not None
@@ -288,7 +274,7 @@ class Request:
 
 
 def _allowed(config: Config) -> str:
-    from mtrain_cli.training.first_masks import first_masks
+    from mtrain_cli.training.run_plan import first_masks
 
     read = first_masks(config)
     if read is not None and read.masks:
@@ -303,8 +289,6 @@ class Job:
     """What to predict and compare, and where the results go.
 
     axes: values of each swept key or setting.
-    tokens: tokens to train on, to predict days and dollars; None to predict neither.
-    price: dollars per GPU-hour; None if unknown.
     """
 
     request: Request
@@ -313,8 +297,6 @@ class Job:
     exchanges: list[str]
     given_workers: int | None
     axes: dict[str, list[str]]
-    tokens: float | None
-    price: float | None
     typed: SimulateOptions
     started: float = field(default_factory=time.perf_counter)
 
@@ -328,17 +310,6 @@ class Job:
                 f"cluster={self.request.cluster}: {self.cluster.gpu.name} is a CPU, and steps are "
                 "predicted for GPUs only; use `mtrain simulate run --attention-only`"
             )
-
-    def each(self, predict: Callable[[int, str, str], T], label: Callable[[T], str]) -> list[T]:
-        """Call ``predict(number, layout, exchange)`` for every layout and exchange to compare.
-
-        label: names the exchange of a prediction; ``auto`` may choose that of another.
-        """
-        predicted: dict[tuple[str, str], T] = {}
-        for layout, exchange in product(self.layouts, self.exchanges):
-            outcome = predict(len(predicted), layout, exchange)
-            predicted.setdefault((layout, label(outcome)), outcome)
-        return list(predicted.values())
 
 
 def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
@@ -370,7 +341,6 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
     keys = {name: _parse(name, value) for name, value in given.items()}
     layout, exchange = keys.pop("layout", None), keys.pop("exchange", None)
     workers, nodes, cluster = (keys.pop(name, None) for name in ("workers", "nodes", "cluster"))
-    tokens, price = keys.pop("tokens", None), keys.pop("price", None)
     request = Request(tuple(words), cluster=cluster or "auto", **keys)
     # Check the files before anything slow is imported.
     request.recorded_file()
@@ -389,10 +359,6 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
     if (worst := max(request.slow, default=-1)) >= (workers or machine.gpus):
         allowed = f"there is no such rank; allowed: 0 to {(workers or machine.gpus) - 1}"
         raise ConfigError(f"slow={worst}={request.slow[worst]:g}: {allowed}")
-    if price is not None and tokens is None:
-        warn([f"price={price:g}: has no effect without tokens"])
-    elif price is None and machine.dollars_per_gpu_hour is not None:
-        price = machine.dollars_per_gpu_hour.value
     if machine.gpu.is_cpu and config is not None and not request.sets("topology.device"):
         # CPU workers compute in another dtype and with other kernels.
         request = request.at(["topology.device=cpu"])
@@ -403,7 +369,7 @@ def parse_job(typed: SimulateOptions, *, every_exchange: bool = False) -> Job:
         warn_of_unused_settings(words, config.changed(topology=striped))
     return Job(
         replace(request, cluster=name), machine, layout or layouts, exchange or exchanges, workers,
-        axes, tokens, price, typed,
+        axes, typed,
     )  # fmt: skip
 
 
@@ -442,8 +408,6 @@ def _split(typed: SimulateOptions) -> tuple[dict[str, str], list[str]]:
         elif not value or given.setdefault(name, value) != value:
             why = f"{name}={given[name]} is given, too; give one" if value else "the value is empty"
             raise ConfigError(f"{word}: {why}")
-    if kernel := given.pop("kernel", ""):
-        words.append(f"train.kernel={kernel}")
     return given, words
 
 
@@ -482,13 +446,6 @@ def _whole(least: int, most: int) -> tuple[Callable[[str], int], str]:
     return lambda text: _within(parse_whole_number(text), least, most), expected
 
 
-def _tokens(text: str) -> float:
-    """Parse tokens to train on: 500m, 20b (10^9) or 1t (10^12); k = 1024 and m = 1024^2."""
-    if unit := _UNITS.get(text[-1:].lower()):
-        return _within(float(text[:-1]) * unit, 1, 1e18)
-    return _within(float(text) if "e" in text.lower() else float(parse_size(text)), 1, 1e18)
-
-
 def _slow(text: str) -> dict[int, float]:
     pairs = (word.partition("=") for word in filter(None, text.split(",")))
     return {
@@ -507,8 +464,6 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
         "a share above 0 and at most 1, such as 0.05 or 5%",
     ),
     "slow": (_slow, "RANK=X,..., such as 3=1.5, with factors from 0.1 to 100"),
-    "tokens": (_tokens, "a number of tokens such as 20b (b = 10^9, t = 10^12) or 512m"),
-    "price": (lambda text: _within(float(text), 0, 1e6), "dollars per GPU-hour, at least 0"),
 }
 
 

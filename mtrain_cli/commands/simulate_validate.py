@@ -19,12 +19,11 @@ from mtrain_cli.commands.simulate_actions import new_folder
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import find_shipped
 from mtrain_cli.console import Console
-from mtrain_cli.grouping import grouped
 from mtrain_cli.records import record_files
-from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.reporting.table import Column, Table
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal import print_table, say
 from mtrain_cli.simulation.calibration import (
     Calibration,
     describe_source,
@@ -52,9 +51,6 @@ from mtrain_cli.training.flops import peak_flops
 FILE = "validation.json"
 _CPU = "CPU"  # device of a profile without GPUs
 _LABEL = len("imbalance  ")  # width of the label that begins each line
-_SHOWN = 12  # constants named in one line
-# The simulator's own constants, which no calibration replaces (`simulation.costs`).
-ASSUMED = "number of launches of a step; time to estimate an index"
 
 
 def validate(
@@ -96,7 +92,6 @@ def validate(
                 for path in predictions
             ],
             **_origin(measured, predictions, cluster, calibration),
-            "assumed": ASSUMED,
             "agreement": agreement(compared),
             "cases": [case.to_json() for case in compared],
             "not_predicted": missing,
@@ -175,14 +170,11 @@ def _origin(
     named: str | None = cluster.name
     gpu: str | None = cluster.gpu.name
     on_cpu = cluster.gpu.is_cpu
-    sources = {name: constant.source for name, constant in cluster.constants().items()}
     files: dict[str, Any] | None = describe_source(cluster.gpu.name, calibration)
     if predictions:
         first = record_files.open_records(predictions[0].expanduser()).summary
         described = first.get("cluster") or {}
         named, gpu, files = described.get("name"), described.get("gpu"), first.get("calibration")
-        constants = described.get("constants") or {}
-        sources = {name: constant["source"] for name, constant in constants.items()}
         on_cpu = gpu is not None and peak_flops(gpu) is None  # it does not record the device type
     elsewhere = [
         f"{run.folder} ran on {name}, but the prediction is for {named}, which has {gpu}. The "
@@ -194,7 +186,6 @@ def _origin(
     ]
     return {
         "cluster": named,
-        "constants": grouped(sources, sources.__getitem__),
         "elsewhere": elsewhere,
         "calibration": files,
     }
@@ -248,10 +239,6 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     for group, value in errors["spearman"].items():
         fastest = "was found" if errors["fastest_found"][group] else "was another one"
         yield f"ranking    {Path(group).name}: Spearman {value:+.2f}, the fastest {fastest}"
-    for source, names in document["constants"].items():
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        yield f"{source:<10} {', '.join(names[:_SHOWN])}{more}"
-    yield f"{'assumed':<10} {document['assumed']}"
     yield f"kernels    {_kernel_source(document['calibration'])}"
 
 

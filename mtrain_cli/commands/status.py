@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import time
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import Json, argument, flag
@@ -20,11 +19,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from mtrain_cli.console import Console
     from mtrain_cli.launch.run_status import RunStatus
     from mtrain_cli.reporting.table import Table
 
-WATCH_S = 2.0
 _PIPED = 400  # columns, if the output is not a terminal
 LOSSES = 200  # number of latest losses that the curve shows
 _COLORS = {
@@ -40,7 +37,6 @@ _COLORS = {
 def status(
     run: Annotated[str | None, argument("RUN", complete_runs)] = None,
     every: Annotated[bool, flag("--all")] = False,
-    watch: Annotated[bool, flag("--watch")] = False,
     as_json: Json = False,
 ) -> None:
     """Show the state of a run.
@@ -53,8 +49,6 @@ def status(
 
       [cyan]mtrain status[/cyan]
           Show the run that is active here, or the last one
-      [cyan]mtrain status my-run --watch[/cyan]
-          Refresh every two seconds, until the run ends
       [cyan]mtrain status --all[/cyan]
           List all runs under runs/
       [cyan]mtrain status my-run --json | jq .step[/cyan]
@@ -64,7 +58,6 @@ def status(
         run: Folder of a run, or its name under runs/; by default the run that is active, or the
             last one.
         every: Print one line per run under runs/, newest first.
-        watch: Refresh until the run ends or you press Ctrl-C.
         as_json: Print one JSON object per line and run, for scripts.
     """
     from mtrain_cli.commands.train import find_run
@@ -80,61 +73,23 @@ def status(
     if not chosen:
         raise ConfigError("--all: there are no runs in runs/")
 
-    def read() -> list[RunStatus]:
-        return [run_status.read_status(run_dir) for run_dir in chosen]
-
+    runs = [run_status.read_status(run_dir) for run_dir in chosen]
     if as_json:
-        while True:
-            runs = read()
-            for status_of_run in runs:
-                values = dataclasses.asdict(status_of_run) | {"alive": status_of_run.alive}
-                del values["losses"]
-                print(json_text((values.pop("written") or {}) | values), flush=True)
-            if not watch or not any(status_of_run.alive for status_of_run in runs):
-                return
-            time.sleep(WATCH_S)
-    elif watch:
-        _watch(read, every)
+        for status_of_run in runs:
+            values = dataclasses.asdict(status_of_run) | {"alive": status_of_run.alive}
+            del values["losses"]
+            print(json_text((values.pop("written") or {}) | values))
     else:
         from mtrain_cli.console import Console
-        from mtrain_cli.reporting.terminal_width import limit
+        from mtrain_cli.reporting.terminal import limit, print_table
 
         console = Console(highlight=False)
         if limit(console) is None:
             console.width = _PIPED  # unknown width: cut nothing
-        console.print(_render(read(), every, console))
-
-
-def _watch(read: Any, every: bool) -> None:
-    from rich.live import Live
-
-    from mtrain_cli.console import Console
-
-    console = Console(highlight=False)
-    runs = read()
-    try:
-        with Live(_render(runs, every, console), console=console, auto_refresh=False) as live:
-            while any(run.alive for run in runs):
-                time.sleep(WATCH_S)
-                runs = read()
-                live.update(_render(runs, every, console), refresh=True)
-    finally:
-        if not console.is_terminal:  # Live ends its last line only on a terminal
-            console.line()
-
-
-def _render(runs: list[RunStatus], every: bool, console: Console) -> RenderableType:
-    from rich.text import Text
-
-    from mtrain_cli.console import Console
-    from mtrain_cli.reporting.terminal_width import print_table
-
-    if not every:
-        return _sheet(runs[0])
-    is_terminal = console.is_terminal
-    shown = Console(file=io.StringIO(), width=console.width, force_terminal=is_terminal)
-    print_table(shown, _run_table(runs))
-    return Text.from_ansi(shown.file.getvalue())  # type: ignore[attr-defined]
+        if every:
+            print_table(console, _run_table(runs))
+        else:
+            console.print(_sheet(runs[0]))
 
 
 def _run_table(runs: list[RunStatus]) -> Table:
@@ -207,8 +162,7 @@ def _rows(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
-    from mtrain_cli.training.progress import sparkline
-    from mtrain_cli.training.step_estimate import exact
+    from mtrain_cli.training.progress import exact, sparkline
 
     written = run.written
     share = f", {run.step / run.steps:.0%}" if run.steps else ""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.environment import Environment
     from mtrain_cli.launch.run_dir import RunDir
     from mtrain_cli.training.loop import MakeCallback
+    from mtrain_cli.training.progress import StepEstimate
     from mtrain_cli.training.run_plan import RunPlan
-    from mtrain_cli.training.step_estimate import StepEstimate
 
 RESOLVED = "resolved.yaml"
 AUTO = "auto"
@@ -180,7 +180,6 @@ def _print_plan(
     config: Config, words: list[str], config_dir: Path | None, data: list[tuple[str, str]]
 ) -> None:
     from mtrain_cli.console import Console
-    from mtrain_cli.launch.run_dir import free_disk
     from mtrain_cli.simulation.scenario import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
@@ -189,8 +188,7 @@ def _print_plan(
     run_plan = make_plan(config)
     exchange, device = run_plan.exchange.name, run_plan.environment.device
     warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
-    free = None if run_plan.hardware.absent else free_disk(config)
-    Console().print(render(run_plan, estimate_step(run_plan), data, free))
+    Console().print(render(run_plan, estimate_step(run_plan), data))
     if not fits(run_plan):
         raise typer.Exit(1)
 
@@ -287,7 +285,7 @@ def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume
 def estimate(plan: RunPlan) -> StepEstimate:
     """Estimate a step for banner and status. A failure of the prediction must not stop a run."""
     from mtrain_cli.simulation.scenario import estimate_step
-    from mtrain_cli.training.step_estimate import StepEstimate
+    from mtrain_cli.training.progress import StepEstimate
 
     try:
         return estimate_step(plan)

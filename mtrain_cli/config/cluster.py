@@ -129,10 +129,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of equal GPUs, and their links inside and between nodes; one node has no outer links.
-
-    dollars_per_gpu_hour: price of one GPU for one hour; None if unknown.
-    """
+    """Nodes of equal GPUs, and their links inside and between nodes; one node has none of these."""
 
     name: str
     nodes: int
@@ -140,7 +137,6 @@ class Cluster:
     gpu: Gpu
     inner: Link
     outer: Link | None = None
-    dollars_per_gpu_hour: Constant | None = None
 
     @property
     def gpus(self) -> int:
@@ -155,15 +151,13 @@ class Cluster:
     def constants(self) -> dict[str, Constant]:
         """Return all constants by name, such as ``links.inner.latency_us``."""
         parts = {"gpu": self.gpu, "links.inner": self.inner, "links.outer": self.outer}
-        constants = {
+        return {
             f"{prefix}.{name}": value
             for prefix, part in parts.items()
             if part is not None
             for name, value in vars(part).items()
             if isinstance(value, Constant)
         }
-        price = self.dollars_per_gpu_hour
-        return constants if price is None else constants | {"dollars_per_gpu_hour": price}
 
 
 def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
@@ -304,7 +298,7 @@ _NEEDED = {
     "outer": (*_NEEDED_OF_LINK, "shared_by"),
 }
 _NAME_OF_CPU = re.compile(r"\b(CPU|EPYC|Xeon|Ryzen|Neoverse|Graviton)\b", re.IGNORECASE)
-_KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour")
+_KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links")
 _PARTS = ("value", "source", "note", "low", "high")
 
 
@@ -338,8 +332,6 @@ def _read(content: Mapping[str, Any]) -> Cluster:
         if per_node % (shared := int(outer.shared_by.value)):
             why = f"does not divide gpus_per_node={per_node}; allowed: {divisors(per_node)}"
             raise ValueError(f"links.outer.shared_by={shared}: {why}")
-    price = content.get("dollars_per_gpu_hour")
-    cost = None if price is None else _constant(price, _AT_LEAST, "dollars_per_gpu_hour")
     return Cluster(
         name=name,
         nodes=count,
@@ -347,7 +339,6 @@ def _read(content: Mapping[str, Any]) -> Cluster:
         gpu=Gpu(name=gpu_name, device=device, **gpu),
         inner=inner,
         outer=outer,
-        dollars_per_gpu_hour=cost,
     )
 
 
@@ -448,7 +439,7 @@ def _with_defaults(gpu: Mapping[str, Any]) -> Mapping[str, Any]:
     given = _GPU_DEFAULTS | dict(gpu)
     peak = gpu.get("peak_tflops")
     value = _as_number(peak.get("value")) if isinstance(peak, Mapping) else 0.0
-    if "gemm_tflops" not in given and value > 0:
+    if given.get("gemm_tflops") is None and value > 0:
         note = "not in the file; an H200 reaches this share of its peak"
         low, likely, high = (share * value for share in _GEMM_SHARES)
         given["gemm_tflops"] = _guess(likely, note, low, high)

@@ -20,23 +20,20 @@ LATER: dict[str, Any] = {
     ), "auto"),
     **dict.fromkeys((
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
-        "train.tile_mib", "eval.chains", "run.spike_sigma", "run.straggler", "train.z_loss",
-        "train.router_z_loss", "train.balance_bias", "train.expert_capacity",
+        "train.tile_mib", "run.spike_sigma", "run.straggler", "train.z_loss",
+        "train.router_z_loss", "train.balance_bias",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
         "train.offload_activations", "train.keep_mlp",
     ), False),
     **dict.fromkeys((
-        "eval.seed", "topology.tensor_parallel", "topology.expert_parallel",
+        "topology.tensor_parallel", "topology.expert_parallel",
         "topology.pipeline_parallel", "topology.virtual_stages",
     ), 1),
     "train.eval_tasks": [],
     "train.callbacks": [],
     "eval.samples": 10,
-    "eval.form": "sentences",
-    "eval.haystack": "stdlib",
-    "eval.needles": 10,
     "train.memory": "manual",
     "train.shard": "full",
     "train.reduce_dtype": "float32",
@@ -52,6 +49,11 @@ RENAMED = {
     "sparsity.min_bars": "sparsity.min_columns",
     "sparsity.max_bars": "sparsity.max_columns",
 }
+# Keys of earlier versions that have no effect any more.
+REMOVED = (
+    "eval.form", "eval.haystack", "eval.needles", "eval.chains", "eval.seed",
+    "train.expert_capacity",
+)  # fmt: skip
 # {old name: current name} in metrics.jsonl.
 RENAMED_METRICS = {"bars": "columns"}
 
@@ -75,7 +77,8 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     either = flat.get("data.kind") in ("tokens", "mds") or flat.get("data.tokenizer") == "bytes"
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
-    found = {**LATER, **gate, **mask, **bos, **dense, **renamed(flat)}
+    kept = {name: value for name, value in renamed(flat).items() if name not in REMOVED}
+    found = {**LATER, **gate, **mask, **bos, **dense, **kept}
     if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}

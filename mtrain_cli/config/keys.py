@@ -23,12 +23,11 @@ from typing import Any, ClassVar
 from mtrain_cli import docstrings
 from mtrain_cli.config import cluster, sizes
 from mtrain_cli.config.mask_settings import MASKS
-from mtrain_cli.config.option import Range
+from mtrain_cli.config.option import Range, Variant
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
-from mtrain_cli.config.variants import Variant
 
 # {key that holds a file or folder: words that the key takes instead of a path}
 PATHS: Mapping[str, tuple[str, ...]] = {
@@ -36,7 +35,6 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "data.mix": (),
     "data.tokenizer": ("auto", "bytes"),
     "train.init_from": (),
-    "eval.haystack": ("stdlib",),
     "run.dir": ("auto",),
     "topology.cluster": ("auto", *cluster.shipped()),
 }

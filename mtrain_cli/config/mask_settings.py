@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mtrain_cli.config import variants
+from mtrain_cli.config.option import Variant, fits_variants
 from mtrain_cli.config.plugins import Plugins
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ FULL_LAYERS = ("full_every", "full_first")
 
 
 @dataclass(frozen=True)
-class MaskSettings(variants.Variant):
+class MaskSettings(Variant):
     """Which earlier or later tokens a query may see, whatever the data.
 
     With data.document_mask, a query also sees only its own document. Positions count from the start
@@ -133,7 +133,7 @@ class MaskSettings(variants.Variant):
 MASKS: Plugins[type[MaskSettings]] = Plugins(
     "mtrain.masks",
     "mtrain_cli.attention.named_masks:NAMED",
-    functools.partial(variants.check, MaskSettings, "kind"),
+    functools.partial(fits_variants, MaskSettings, "kind"),
 )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config.earlier_versions import RENAMED
-from mtrain_cli.config.foreign_words import counterpart, hub_hint
 from mtrain_cli.config.groups import Groups
 from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
 from mtrain_cli.config.problem import Problem
@@ -83,8 +82,6 @@ def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> Problem:
     where = f"{file}: " if file else ""
     if name in sections():
         return Problem(f"{where}{name}={show(value)}: holds keys, not a value", f"{name}.")
-    if here := counterpart(name):
-        return Problem(f"{where}{name}={show(value)}: {here}")
     current = RENAMED.get(name)
     hint = f" (did you mean {current}?)" if current else did_you_mean(name, all_keys())
     return Problem(f"{where}no key is called {name}{hint}")
@@ -106,8 +103,6 @@ def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> Problem | No
         return Problem(_without_equals(text, groups))
     if not name:
         return Problem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
-    if re.split("[./]", name)[0] == "hydra":
-        return Problem(f"{text}: Hydra's own settings have no effect; run.dir=... sets the folder")
     if name in groups.options:
         return _parse_group(name, raw, groups, parsed)
     if name in all_keys():
@@ -129,10 +124,7 @@ def _without_equals(text: str, groups: Groups) -> str:
         return f"{text}: expected {text}=VALUE; VALUE is {all_keys()[text].expected}"
     line = f"{text or repr(text)}: expected key=value"
     if text.endswith((".yaml", ".yml")):
-        return (
-            f"{line}; to use a file of settings, name it DIR/recipe/mine.yaml, begin it with the "
-            'line "# @package _global_", and give --config-dir DIR recipe=mine'
-        )
+        return f"{line}; give a file DIR/recipe/mine.yaml as --config-dir DIR recipe=mine"
     if option := text if text in options else nearest(text, options):
         return f"{line} (did you mean {groups.groups_of(option)[0]}={option}?)"
     hint = did_you_mean(text.lstrip("-"), all_keys(), "=...")
@@ -147,9 +139,6 @@ def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> Pro
     reason = no_such(group, option, options)
     if "," in option or _SWEEP.match(option):
         reason = ONE_VALUE
-    start, then = "is not a model of mtrain, which", "set train.init_from="
-    if group == "model" and (hint := hub_hint(option, start, then)):
-        reason = hint
     return Problem(f"{group}={raw}: {reason}", group, f"{group}.", value=raw, allowed=reason)
 
 
@@ -185,13 +174,9 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Prob
 
 
 def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
-    if "@" in name:
-        return Problem(f"{text}: a group cannot be moved with @")
     if name == "cluster":
         return Problem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
     bare = name.lstrip("-")
-    if here := counterpart(bare):
-        return Problem(f"{text}: {here}")
     close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
     line = f"{text}: no key or group is called {name}"
     if close is None:

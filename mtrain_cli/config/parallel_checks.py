@@ -38,7 +38,6 @@ _OF_ROUTERS = {
     "train.balance_loss": ("auto", 0),
     "train.router_z_loss": (0,),
     "train.balance_bias": (0,),
-    "train.expert_capacity": (0,),
 }
 _TENSOR_SIZES = ("num_heads", "num_kv_heads", "intermediate_size")
 
@@ -102,7 +101,8 @@ def _experts(config: Config) -> Iterator[str]:
             given.append("topology.expert_parallel")
         if given:
             shown = ", ".join(f"{{{key}}}" for key in given)
-            yield f"{shown}: needs a model with experts, such as model=tiny_moe, or leave it out"
+            needs = "needs {model.moe.experts!s}, such as those of model=tiny_moe"
+            yield f"{shown}: {needs}, or leave it out"
         return
     if degree != 1:
         if isinstance(degree, int) and degree > 1 and moe.experts > 0 and moe.experts % degree:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mtrain_cli.config import variants
 from mtrain_cli.config.option import (
     FRACTION,
     MOST_TOKENS,
@@ -22,11 +21,14 @@ from mtrain_cli.config.option import (
     STEPS,
     TOKENS_OF_SEQ,
     Range,
+    Variant,
     at_least,
+    fits_variants,
     option,
 )
 from mtrain_cli.config.plugins import Plugins
 
+SPARSE_KINDS = ("sparse", "dense")  # of layers under `dense_layers`
 BLOCKS = (16, 32, 64, 128)  # allowed block sizes of a dynamic index, in tokens
 # Maximum number of columns or slashes to choose from. `sparsity.pattern.rank_keys` packs the number
 # of a candidate and its share of the attention into one int64.
@@ -36,7 +38,7 @@ _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and sl
 
 
 @dataclass(frozen=True)
-class PatternSettings(variants.Variant):
+class PatternSettings(Variant):
     """Settings of a pattern, which chooses the query-key pairs to compute.
 
     In a configuration, keys of other patterns are null.
@@ -65,6 +67,12 @@ class PatternSettings(variants.Variant):
     def dense_of(self, layers: int) -> frozenset[int]:
         """Return the numbers of the dense layers of a model with this number of layers."""
         return frozenset(range(layers)[max(0, layers - (self.dense_layers or 0)) :])
+
+    @property
+    def last_layers(self) -> str:
+        """``the last 2 layers``: those that are dense in a sparse model; "" without any."""
+        number = self.dense_layers or 0
+        return "the last layer" * number if number < 2 else f"the last {number} layers"
 
     def problems(self, seq: int) -> Iterator[str]:
         """Yield a line ``key=value: reason`` for each conflict among the settings."""
@@ -336,7 +344,7 @@ OWN: dict[str, type[PatternSettings]] = {
 PATTERNS: Plugins[type[PatternSettings]] = Plugins(
     "mtrain.patterns",
     f"{__name__}:OWN",
-    functools.partial(variants.check, PatternSettings, "name"),
+    functools.partial(fits_variants, PatternSettings, "name"),
 )
 
 

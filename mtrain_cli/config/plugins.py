@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -41,6 +42,18 @@ def installed(group: str) -> list[metadata.EntryPoint]:
     return sorted(
         _all_installed().select(group=group),
         key=lambda entry: distribution(entry) != OWN_DISTRIBUTION,
+    )
+
+
+def lacks_own() -> bool:
+    """Return whether this is a checkout with an entry point that its metadata lack."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if not project.is_file():
+        return False
+    groups = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
+    return any(
+        not entries.keys() <= {entry.name for entry in installed(group)}
+        for group, entries in groups.items()
     )
 
 

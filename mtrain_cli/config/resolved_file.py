@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import __version__
-from mtrain_cli.config import earlier_versions, keys, sizes
-from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.config.documents import read_yaml, reason
+from mtrain_cli.config import earlier_versions, keys
+from mtrain_cli.config.documents import read_yaml, reason, replace_text
 from mtrain_cli.config.overrides import convert
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -82,13 +81,6 @@ def annotated_yaml(config: Config, defaults: Config) -> Iterator[tuple[str, bool
             open_sections.append(parent)
         plain = list(value) if isinstance(value, tuple) else value
         written = yaml.safe_dump([plain], default_flow_style=True, width=10_000, allow_unicode=True)
-        is_size = keys.all_keys()[name].counts_tokens
-        shown = [
-            sizes.format_size(v) if is_size and isinstance(v, int) else keys.show(v)
-            for v in (value, before[name])
-        ]
-        comments = [shown[0]] if is_size and shown[0] != keys.show(value) else []
-        if differs := value != before[name]:
-            comments.append(f"default {shown[1]}")
-        comment = f"  # {'; '.join(comments)}" if comments else ""
+        differs = value != before[name]
+        comment = f"  # default {keys.show(before[name])}" if differs else ""
         yield f"{'  ' * len(parents)}{leaf}: {written.strip()[1:-1]}{comment}", differs

@@ -27,7 +27,7 @@ from mtrain_cli.config.option import (
     at_least,
     option,
 )
-from mtrain_cli.config.pattern_settings import PatternSettings
+from mtrain_cli.config.pattern_settings import SPARSE_KINDS, PatternSettings
 from mtrain_cli.config.plugins import callbacks_expected
 from mtrain_cli.config.problem import ConfigError as ConfigError
 
@@ -57,7 +57,6 @@ SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
-SENTENCES, PYTHON = NEEDLE_FORMS = ("sentences", "python")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
@@ -69,19 +68,13 @@ class RopeConfig:
     """Rotary position embedding, and its scaling beyond the length of the original training.
 
     theta: base of the rotary frequencies
-    scaling: method that extends the model to positions beyond original_max_position
-    factor: extended length divided by original_max_position; auto = seq / original_max_position, at
-        least 1 (yarn only)
-    original_max_position: number of tokens per sequence in the model's original training; YaRN
-        scales from this length
-    beta_fast: yarn: dimensions that make more turns than this within original_max_position stay
-        unscaled
-    beta_slow: yarn: dimensions that make fewer turns than this within original_max_position are
-        interpolated
-    low_freq_factor: llama3: wavelengths above original_max_position / low_freq_factor are fully
-        scaled
-    high_freq_factor: llama3: wavelengths below original_max_position / high_freq_factor stay
-        unscaled
+    scaling: method that extends the model beyond original_max_position
+    factor: yarn: extended / original length; auto = seq / original_max_position, at least 1
+    original_max_position: tokens per sequence in the model's original training
+    beta_fast: yarn: dimensions with more turns within original_max_position stay unscaled
+    beta_slow: yarn: dimensions with fewer turns are interpolated
+    low_freq_factor: llama3: wavelengths above original_max_position / this are fully scaled
+    high_freq_factor: llama3: wavelengths below original_max_position / this stay unscaled
     """
 
     theta: float = option(
@@ -111,11 +104,10 @@ class MoeConfig:
     top_k: number of experts that compute each token
     expert_size: width of an expert's SwiGLU MLP
     shared_size: width of one more MLP, which computes all tokens; 0 = none
-    score: score of an expert: softmax = over all experts; sigmoid = of each expert alone
+    score: softmax = over all experts; sigmoid = of each expert alone
     normalize: divide the scores of a token's chosen experts by their sum
     scale: factor of the chosen experts' scores
-    dense_layers: number of layers at the start of the model that have an MLP of
-        model.intermediate_size instead of experts
+    dense_layers: number of first layers with one MLP of model.intermediate_size instead of experts
     """
 
     experts: int = option(_EXPERTS, default=0)
@@ -143,8 +135,8 @@ class ModelConfig:
 
     name: name of the model in banners and run names
     family: Hugging Face architecture for import and export
-    vocab_size: number of rows of the embedding; auto = from train.init_from, else the vocabulary
-        size of the data's tokenizer, rounded up to a multiple of 8
+    vocab_size: rows of the embedding; auto = from train.init_from, else of the data's tokenizer,
+        rounded up to a multiple of 8
     hidden_size: width of the residual stream
     num_layers: number of decoder layers
     num_heads: number of query heads
@@ -215,56 +207,47 @@ class TopologyConfig:
     """The workers, and how they share a sequence.
 
     device: device type of the workers; auto = cuda if a GPU is usable, else cpu
-    cluster: cluster that plans and `mtrain simulate` assume without a GPU: a name in conf/cluster,
+    cluster: cluster that plans and `mtrain simulate` assume without a GPU: a name in conf/cluster
         or the path of such a YAML file; auto = one host of H200s
     workers: number of workers; auto = all GPUs of the job, or 2 on a CPU
-    context_parallel: number of workers that share one sequence; auto = all workers, divided by
-        tensor_parallel and pipeline_parallel
-    tensor_parallel: number of workers that share each layer's heads and MLP, with sequence
-        parallelism; must divide model.num_heads, model.num_kv_heads, model.intermediate_size and
-        the workers of a node
-    tensor_chunks: tensor_parallel: number of chunks of tokens in which a layer computes its part
-        after attention; the messages of a chunk overlap with other chunks; auto = up to 4, by size
-    expert_parallel: number of workers over which the experts of each layer are dealt; must divide
-        model.moe.experts and the workers of a stage; auto = the degree with the shortest predicted
-        time; with train.memory=auto, the fastest together with the memory keys
-    expert_chunks: number of chunks of tokens in which experts are computed; more chunks need less
-        memory, but more passes over the weights; auto = what train.tile_mib needs, and with
-        expert_parallel up to 4 if a worker holds too few experts to compute them in parts
+    context_parallel: workers that share one sequence; auto = all that tensor_parallel and
+        pipeline_parallel leave
+    tensor_parallel: workers that share each layer's heads and MLP, with sequence parallelism; must
+        divide both numbers of heads, model.intermediate_size and the workers of a node
+    tensor_chunks: chunks of tokens after attention, whose messages overlap with other chunks; auto
+        = up to 4, by size
+    expert_parallel: workers over which the experts of a layer are dealt; must divide
+        model.moe.experts and the workers of a stage; auto = the fastest by predicted time
+    expert_chunks: chunks of tokens in which experts compute; more need less memory, but more passes
+        over the weights; auto = what train.tile_mib needs, and up to 4 if a worker has few experts
     pipeline_parallel: number of stages, which hold different layers
-    schedule: pipeline_parallel: order of forward and backward passes; gpipe = all forward passes
-        first; 1f1b = in turn; interleaved = as 1f1b, with several virtual stages per worker; auto =
-        interleaved with virtual_stages above 1, else 1f1b
-    virtual_stages: pipeline_parallel: number of separate parts of the model that each stage holds
-        (schedule=interleaved); more parts idle less and send more messages
-    stage_layers: pipeline_parallel: number of layers of each (virtual) stage, such as [9,9,9,8];
-        auto = by the cost of the layers and of the LM head
-    gpu_memory_gib: memory of each GPU, for plans and train.memory=auto; auto = read from the GPU,
-        or an H200's if there is no GPU
-    host_memory_gib: host memory per GPU, for plans and train.memory=auto; auto = an equal share of
-        this machine's memory, or 128 if there is no GPU
-    gpus_per_node: number of workers per node; if a host has more workers, this number divides the
-        host into virtual nodes; auto = as launched
+    schedule: order of a pipeline's passes: gpipe = all forward first; 1f1b = in turn; interleaved =
+        1f1b with several virtual stages per worker; auto = by virtual_stages
+    virtual_stages: separate parts of the model in each stage (interleaved); more idle less and send
+        more messages
+    stage_layers: layers of each (virtual) stage, such as [9,9,9,8]; auto = by their cost
+    gpu_memory_gib: memory of each GPU in plans and train.memory=auto; auto = read from the GPU, or
+        an H200's
+    host_memory_gib: host memory per GPU in plans and train.memory=auto; auto = an equal share of
+        this machine's memory, or 128 without a GPU
+    gpus_per_node: workers per node; a smaller number than a host's divides it into virtual nodes;
+        auto = as launched
     layout: which worker holds which tokens; balanced = assigned per batch from its masks; auto =
-        zigzag for dense attention without data.document_mask, else striped; balanced for masks
-        with which it costs less
+        zigzag for dense attention without data.document_mask, else striped; balanced where cheaper
     exchange: how keys and values reach the queries; auto = chosen by bytes, links and memory
-    ulysses: number of workers in a group that trades tokens for heads (all-to-all); the groups then
-        exchange keys and values; auto = all workers with exchange=ulysses, else 1
-    chunks: all_gather and group_cast: number of groups of heads; each group is gathered while the
-        previous one is computed; auto = chosen by size and memory
-    stages: group_cast: 1 = compute when all keys have arrived; 2 = a worker's own keys while others
-        travel; 3 = hierarchical_group_cast: own keys, keys of the node, then the others; auto = for
-        dense attention the fastest by more than 2 %, by predicted times; else 1
+    ulysses: workers in a group that trades tokens for heads (all-to-all), before the groups
+        exchange keys and values; auto = all with exchange=ulysses, else 1
+    chunks: all_gather and group_cast: groups of heads, each gathered while the previous one
+        computes; auto = by size and memory
+    stages: group_cast: 1 = compute when all keys are there; 2 = own keys while others travel; 3 =
+        own keys, keys of the node, then the others (hierarchical); auto = by predicted time
     prefetch: ring: number of hops that run ahead of the computation
-    circulates: ring: what circulates in the backward pass: keys and values, or queries; auto =
-        whichever needs fewer bytes
+    circulates: ring: what circulates in the backward pass; auto = whichever needs fewer bytes
     columns: ring: once = gather the keys of the index's columns once; in_steps = compute columns in
         the ring steps; auto = chosen by cost
-    block_size: number of tokens per block, the unit of the striped layout
-    balanced_chunk: number of tokens per chunk, the unit of the balanced layout; auto = by the
-        tokens of a worker
-    timeout_s: time in seconds that a collective may take before the run fails
+    block_size: tokens per block, the unit of the striped layout
+    balanced_chunk: tokens per chunk, the unit of the balanced layout; auto = by a worker's tokens
+    timeout_s: time that a collective may take before the run fails
     """
 
     device: str = option(("auto", "cpu", "cuda"))
@@ -333,26 +316,22 @@ class DataConfig:
 
     kind: format of the corpus
     path: file or folder of the corpus; with data.mix, the folder that holds its corpora
-    mix: weights of several corpora by folder or file name, such as {code: 0.3, book: 0.7}, or a
-        YAML file of them; null = one corpus
+    mix: weights of corpora by folder or file name, such as {code: 0.3, book: 0.7}, or a YAML file
+        of them; null = one corpus
     tokenizer: bytes, the path of a Hugging Face tokenizer.json, or auto = the tokenizer of
         train.init_from if it has one, else bytes
-    bos: whether each document starts with the begin token of the tokenizer; auto = if its
-        post-processor adds one. A token store was prepared with `mtrain data prepare --bos`
-    text_key: text: key or column that holds the text in .jsonl, .json and .parquet files
-    token_dtype: tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else
-        uint32
-    mask_key: tokens: column with the mask of each document as a list of slices, which
-        `mtrain data prepare --mask-key` keeps; null = none
-    positions_key: tokens: column with the rotary position of each token, which
-        `mtrain data prepare --positions-key` keeps; null = the positions in the sequence
-    verify: bytes to compare with their checksums: sampled = a sample of each file, in milliseconds;
-        full = all; auto = all when you resume a run or the data have less than 256m tokens, else
-        a sample
+    bos: start each document with the tokenizer's begin token; auto = if its post-processor adds
+        one. A token store was prepared with `mtrain data prepare --bos`
+    text_key: text: key or column of the text in .jsonl, .json and .parquet files
+    token_dtype: tokens: integers of a .bin file; auto = uint16 if the vocabulary fits
+    mask_key: tokens: column with each document's mask, a list of slices; null = none
+    positions_key: tokens: column with each token's rotary position; null = as in the sequence
+    verify: bytes to compare with their checksums: sampled = some of each file; full = all; auto =
+        all of less than 256m tokens and at a resume, else sampled
     document_mask: keep attention inside each packed document
     shuffle: shuffle the documents once, by seed, before packing
-    eval_sequences: number of sequences held out of training, to evaluate the loss by position; 0 =
-        none. With data.mix, each corpus holds out its share, but at least one sequence
+    eval_sequences: sequences held out of training, to evaluate the loss by position; 0 = none. Each
+        corpus of data.mix holds out its share, at least one
     """
 
     kind: str = option(("stdlib", "text", "tokens", "mds"))
@@ -384,18 +363,15 @@ class OptimConfig:
     warmup_steps: number of steps of linear warm-up; 0 = none
     schedule: shape of the learning rate after warm-up; wsd = constant, then linear decay at the end
     min_lr_ratio: final learning rate of cosine, linear and wsd, as a fraction of lr
-    decay_steps: number of steps over which the learning rate falls; auto = all steps after warm-up,
-        or (wsd) the last 20 %
+    decay_steps: steps over which the rate falls; auto = all after warm-up, or (wsd) the last 20 %
     schedule_steps: length of the schedule; auto = up to train.steps. A resumed run keeps its length
         unless you set this key, optim.schedule or optim.decay_steps
-    rewarm: with --resume only: true = restart the schedule at the checkpoint, with a new warm-up,
-        and end it at train.steps. The run then stores the step of the restart in this key
+    rewarm: with --resume only: true = restart the schedule at the checkpoint, with a new warm-up;
+        the run then stores that step in this key
     clip_norm: maximum global gradient norm; 0 = no clipping
     skip_spikes: skip the update of a step whose loss or gradient norm is a spike (run.spike_sigma)
-    offload: keep float32 weights and AdamW states in host memory, and run AdamW on the host; the
-        GPU keeps bfloat16 weights
-    offload_gradients: with optim.offload: copy each gradient to host memory as soon as it is
-        complete, during the last micro-batch
+    offload: keep float32 weights and AdamW states in host memory, and run AdamW on the host
+    offload_gradients: with optim.offload: copy each gradient to host memory when it is complete
     """
 
     lr: float | str = option(ABOVE_ZERO.up_to(*_OVERFLOW))
@@ -421,49 +397,39 @@ class TrainConfig:
     steps: number of optimizer steps
     global_batch: number of sequences per optimizer step, over all workers
     micro_batch: number of sequences per forward pass of one context group
-    dtype: compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPUs,
-        float32 on CPUs
+    dtype: compute dtype, while parameters and optimizer states stay float32; auto = bfloat16 on
+        GPUs, float32 on CPUs
     kernel: local attention kernel; auto = the fastest kernel that supports the run
-    activation_checkpoint: what a layer keeps for its backward pass; the rest is recomputed. none =
-        everything; selective = its input and the attention output; sequence_selective = the
-        attention output of only the last train.checkpoint_keep of each worker's tokens; full = its
-        input only
-    memory: manual = use the memory keys as they are; auto = choose the fastest combination that
-        fits, and change only memory keys with their default value. The memory keys:
+    activation_checkpoint: what a layer keeps for its backward pass: none = everything; selective =
+        its input and the attention output; sequence_selective = that output of only the last
+        train.checkpoint_keep of a worker's tokens; full = its input only
+    memory: auto = choose the fastest memory keys that fit, among those with their default value:
         activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib,
         loss_chunk_mib, shard, optim.offload and optim.offload_gradients
-    shard: what each micro-batch communicates: full = gathers weights and reduces gradients
-        (ZeRO-3); gradients = reduces gradients, while weights stay whole (ZeRO-2); optimizer =
-        nothing before the last micro-batch, while gradients accumulate whole in float32 (ZeRO-1)
-    reduce_dtype: dtype in which gradients are summed over workers. Over micro-batches, they are
-        always summed in float32
-    checkpoint_keep: with activation_checkpoint=sequence_selective: fraction of each worker's
-        tokens, counted from the last token, whose attention output is kept
+    shard: what a micro-batch communicates: full = weights and gradients (ZeRO-3); gradients =
+        gradients (ZeRO-2); optimizer = nothing before the last micro-batch (ZeRO-1)
+    reduce_dtype: dtype in which gradients are summed over workers; over micro-batches, float32
+    checkpoint_keep: sequence_selective: share of a worker's tokens, from the last one on
     offload_activations: move the activations that layers keep to pinned host memory: true = of all
         layers; N = of the first N layers; not with train.activation_checkpoint=none
-    keep_mlp: keep the MLP's gate and up outputs instead of recomputing them: true = in all layers;
-        N = in the last N layers
-    tile_mib: maximum MiB of temporary tensors in the parts of a layer after attention (norm, MLP).
-        A part that needs more is computed in tiles of the sequence; 0 = no limit
-    compile: apply torch.compile to the loss and to the parts of a layer around attention; auto = on
-        GPUs only
-    loss_chunk_mib: maximum MiB of logits in memory at a time, in the fused LM head and loss
-    loss_gradients: when to form the gradients of the loss: forward = together with the loss;
-        recompute = in the backward pass, from recomputed logits
+    keep_mlp: keep the MLP's gate and up outputs: true = in all layers; N = in the last N layers
+    tile_mib: maximum MiB of temporary tensors in the norm and MLP of a layer, which compute larger
+        ones in tiles of the sequence; 0 = no limit
+    compile: apply torch.compile to the loss and to layers around attention; auto = on GPUs only
+    loss_chunk_mib: maximum MiB of logits at a time, in the fused LM head and loss
+    loss_gradients: form the loss's gradients with the loss, or in the backward pass (recompute)
     z_loss: coefficient of logsumexp^2, added to the gradient but not to the reported loss; 0 = none
         (PaLM uses 1e-4)
     balance_loss: experts: coefficient of the loss that balances the experts of a layer within each
         sequence, added to the gradient only; auto = 0.001; 0 = none
     router_z_loss: experts: coefficient of the mean logsumexp^2 of a router's scores, added to the
         gradient only; 0 = none (ST-MoE uses 0.001)
-    balance_bias: experts: step by which each update changes a bias per expert that only affects the
-        router's choice, up for experts with few tokens, else down; 0 = none (DeepSeek-V3: 0.001)
-    expert_capacity: experts: most tokens of a sequence that an expert computes, as a multiple of
-        the mean; the tokens with the lowest scores are dropped; 0 = compute all tokens
-    init_from: Hugging Face folder (config.json and safetensors) with the initial weights, which
-        also gives the model if no model=... is set; null = random weights
-    eval_every: number of steps between evaluations on the held-out sequences and of
-        train.eval_tasks, besides those at the start and end of the run; 0 = none
+    balance_bias: experts: step of a bias in the router's choice, up for experts with few tokens,
+        else down; 0 = none (DeepSeek-V3: 0.001)
+    init_from: Hugging Face folder (config.json and safetensors) with the initial weights, and the
+        model if no model=... is set; null = random weights
+    eval_every: steps between evaluations on the held-out sequences and of train.eval_tasks, besides
+        those at the start and end; 0 = none
     eval_tasks: tasks of `mtrain eval` to measure during training: perplexity, niah
     callbacks: callbacks of other installed packages that follow the run (docs/extending.md)
     checkpoint_every: number of steps between checkpoints; 0 = only at the end
@@ -494,7 +460,6 @@ class TrainConfig:
     )
     router_z_loss: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
     balance_bias: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
-    expert_capacity: float = option(NOT_NEGATIVE.up_to(65_536, "more than any number of experts"))
     init_from: str | None = option()
     eval_every: int = option(_STEPS_OR_0)
     eval_tasks: tuple[str, ...] = option(expected="a list of tasks such as [niah,perplexity]")
@@ -511,11 +476,6 @@ class EvalConfig:
 
     length: tokens of a sample, or a list of lengths; auto = seq
     samples: number of samples of each task and length
-    form: niah: sentences, or python = the lines of `mtrain data needles`
-    haystack: niah: file or folder of the text around the needles; stdlib = Python's own sources
-    needles: niah: number of needles in each sequence
-    chains: niah: share of the questions that follow a link; form=python only
-    seed: niah: determines names, numbers and places
     """
 
     length: tuple[int, ...] | int | str = option(
@@ -524,11 +484,6 @@ class EvalConfig:
         expected="auto, a number of tokens such as 8k, or a list such as [8k,64k]",
     )
     samples: int = option(POSITIVE.up_to(*_SEQUENCES))
-    form: str = option(NEEDLE_FORMS)
-    haystack: str = option()
-    needles: int = option(POSITIVE.up_to(2048, "the maximum of `mtrain eval niah`"))
-    chains: float = option(FRACTION)
-    seed: int = option(NOT_NEGATIVE)
 
     def lengths(self, seq: int) -> tuple[int, ...]:
         """Return the lengths of samples. seq: tokens of a training sequence."""
@@ -542,8 +497,7 @@ class EvalConfig:
 class ProfileConfig:
     """Which training steps are recorded.
 
-    every: number of steps from one recorded step to the next; 0 = record no steps. The records go
-        to the run's folder profile/, for `mtrain report`
+    every: steps from one recorded step to the next, for `mtrain report`; 0 = record none
     """
 
     every: int = option(_STEPS_OR_0)
@@ -557,12 +511,12 @@ class RunConfig:
     dir: folder of the run; auto = runs/<name>
     log_every: number of steps between progress lines
     tensorboard: also write TensorBoard events
-    restarts: maximum number of automatic restarts after the loss of a worker; auto = no limit while
-        each restart finds a newer checkpoint than the previous restart; 0 = never restart
-    spike_sigma: warn of a spike: a loss or gradient norm that is this many robust standard
-        deviations above the median of the last 64 steps; 0 = never
-    straggler: warn of a straggler: a worker that takes longer than the others for the same work by
-        this fraction or more; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never
+    restarts: most automatic restarts after the loss of a worker; auto = while each finds a newer
+        checkpoint than the one before; 0 = never restart
+    spike_sigma: warn of a loss or gradient norm this many robust standard deviations above the
+        median of the last 64 steps; 0 = never
+    straggler: warn of a worker that takes longer than the others for the same work by this fraction
+        or more; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never
     """
 
     name: str = option()
@@ -616,6 +570,15 @@ class Config:
             return self.topology.layout
         is_even = self.sparsity.pattern == "dense" and not self.data.document_mask
         return "zigzag" if is_even else "striped"
+
+    @property
+    def layer_kinds(self) -> dict[str, list[int]]:
+        """The layers by `SPARSE_KINDS` or `mask_settings.LAYER_KINDS`; by "" if all are alike."""
+        layers = self.model.num_layers
+        if not (dense := self.sparsity.dense_of(layers)):
+            return self.mask.layer_kinds(layers)
+        sparse = [layer for layer in range(layers) if layer not in dense]
+        return dict(zip(SPARSE_KINDS, (sparse, sorted(dense)), strict=True))
 
     @property
     def of_worker(self) -> Config:

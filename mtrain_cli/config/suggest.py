@@ -1,10 +1,12 @@
-"""Suggest the nearest valid name for a mistyped one."""
+"""Suggest the nearest valid name for a mistyped one, and find what ships under a name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from pathlib import Path
+
+from mtrain_cli import resource_dir
 
 _CUTOFF = 0.6  # minimum similarity of a suggestion, from 0 to 1, as in difflib
 
@@ -70,3 +72,22 @@ def adapter_hint(folder: Path) -> str:
     if not (folder / "adapter_config.json").is_file():
         return ""
     return ". This is a PEFT adapter: merge it with merge_and_unload() of peft, and save the model"
+
+
+def find_shipped(path: Path) -> Path:
+    """Return the shipped folder or .json file with this name.
+
+    If the path itself exists, or nothing with this name ships, return the path.
+    """
+    path = path.expanduser()
+    if path.is_absolute() or path.exists():
+        return path
+    shipped = resource_dir("profiles") / path
+    places = (shipped, shipped.with_name(f"{shipped.name}.json"))
+    return next((place for place in places if place.exists()), path)
+
+
+def shipped_with(pattern: str) -> list[str]:
+    """Return the names of the shipped folders that hold a file whose name fits a glob pattern."""
+    root = resource_dir("profiles")
+    return sorted({str(file.parent.relative_to(root)) for file in root.glob(pattern)})

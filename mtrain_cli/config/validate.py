@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys, parallel_checks
-from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.mask_settings import mask_problems
-from mtrain_cli.config.option import MOST_TOKENS
+from mtrain_cli.config.option import MOST_TOKENS, Variant
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import Problem
@@ -24,14 +23,12 @@ from mtrain_cli.config.schema import (
     CHECKPOINTS,
     EVAL_TASKS,
     PERPLEXITY,
-    SENTENCES,
     Config,
     ConfigError,
     DataConfig,
 )
 from mtrain_cli.config.sizes import divisors, format_size
 from mtrain_cli.config.suggest import adapter_hint, no_such
-from mtrain_cli.config.variants import Variant
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"
@@ -315,8 +312,7 @@ def _train(config: Config) -> Iterator[str]:
         folder = Path(train.init_from).expanduser()
         if not folder.is_dir():
             wrong = "is a file" if folder.exists() else "no such folder"
-            line = f"{wrong}; give a Hugging Face folder{hub_hint(train.init_from)}"
-            yield conflict(config, "{train.init_from}: {line}", line=line)
+            yield f"{{train.init_from}}: {wrong}; give a Hugging Face folder"
         elif not (folder / "config.json").is_file():
             hint = adapter_hint(folder)
             yield f"{{train.init_from}}: has no config.json; give a Hugging Face folder{hint}"
@@ -327,18 +323,16 @@ def _train(config: Config) -> Iterator[str]:
 
 
 def _eval_tasks(config: Config) -> Iterator[str]:
-    tasks, chosen = config.train.eval_tasks, config.eval
+    tasks = config.train.eval_tasks
     for task in tasks:
         if task not in EVAL_TASKS:
             why = no_such("task", task, EVAL_TASKS)
             yield conflict(config, "{train.eval_tasks}: {task}: {why}", task=task, why=why)
     if not tasks:
         return
-    lengths = chosen.lengths(config.seq)
+    lengths = config.eval.lengths(config.seq)
     if not lengths or not all(2 <= length <= MOST_TOKENS for length in lengths):
         yield f"{{eval.length}}: must be from 2 to {format_size(MOST_TOKENS)} tokens"
-    if chosen.chains and chosen.form == SENTENCES:
-        yield "{eval.chains}: only with {eval.form!s}=python"
     if PERPLEXITY in tasks and not config.data.eval_sequences:
         yield f"{{train.eval_tasks}}: {PERPLEXITY} needs {{data.eval_sequences!s}}, such as 4"
     if PATTERNS[config.sparsity.pattern].synthetic:

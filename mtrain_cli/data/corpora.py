@@ -93,13 +93,11 @@ class Filters:
 
     domains: allowed domains; empty allows all.
     min_tokens, max_tokens: limits of the number of tokens, with the end token; 0 sets no limit.
-    truncate: cut a longer document at ``max_tokens``, without an end token, instead of dropping it.
     """
 
     domains: tuple[str, ...] = ()
     min_tokens: int = 0
     max_tokens: int = 0
-    truncate: bool = False
 
     def __post_init__(self) -> None:
         if 0 < self.max_tokens < self.min_tokens:
@@ -107,16 +105,15 @@ class Filters:
                 f"--max-tokens {self.max_tokens}: is below --min-tokens {self.min_tokens}, so no "
                 "document would be left"
             )
-        if self.truncate and not self.max_tokens:
-            raise ConfigError("--truncate: cuts documents at --max-tokens. Give --max-tokens too.")
 
     @property
     def recipe(self) -> dict[str, str]:
         """The entry for the filters in `StoreMeta.recipe`, or an empty dict without any filter."""
         if self == Filters():
             return {}
-        # Stores of 0.1 have a filter of characters.
-        return {"filters": repr(sorted({**asdict(self), "min_chars": 0}.items()))}
+        # Earlier versions had two more filters.
+        earlier = {"min_chars": 0, "truncate": False}
+        return {"filters": repr(sorted((asdict(self) | earlier).items()))}
 
 
 EVERYTHING = Filters()

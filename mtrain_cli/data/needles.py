@@ -15,13 +15,13 @@ several questions about few needles, small models learn to retrieve from fewer t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from mtrain_cli.config.problem import ConfigError, cli_option, if_has, setting
-from mtrain_cli.data.corpora import Corpus, split_text
-from mtrain_cli.data.prepare import PreparationProgress
+from mtrain_cli.data.corpora import Corpus, split_text, stdlib_corpus
+from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import Tokenizer
 
 _ADJECTIVES = """
@@ -38,6 +38,7 @@ pig pony puma quail ram raven
 """
 # 4,096 names such as calm-otter.
 NAMES = tuple(f"{first}-{second}" for first in _ADJECTIVES.split() for second in _ANIMALS.split())
+STDLIB = "stdlib"
 TAIL = 2048  # tokens at the end with the last questions of half of the needles; see `tail`
 _LONGEST_LINE = 160  # characters of a line from the corpus
 _OWN_LINES = ("magic[", "expected[")
@@ -111,6 +112,13 @@ class _Pair:
     in_tail: bool
 
 
+def open_haystack(haystack: str) -> Corpus:
+    """Open the text around the needles: `STDLIB` or a path. Raises ConfigError if it is missing."""
+    if haystack == STDLIB:
+        return stdlib_corpus(origin=f"--haystack {STDLIB}")
+    return text_corpus(haystack, "text", "--haystack", "the haystack's key")
+
+
 def needle_documents(
     corpus: Corpus, tokenizer: Tokenizer, settings: NeedleSettings, count: int
 ) -> Iterator[NeedleDocument]:
@@ -122,21 +130,6 @@ def needle_documents(
     lines = _lines(corpus)
     for number in range(count):
         yield _Builder(tokenizer, settings, Random(f"{settings.seed} {number}")).build(lines)
-
-
-def reported(
-    made: Iterable[NeedleDocument],
-    count: int,
-    stage: str,
-    report: Callable[[PreparationProgress], None],
-) -> Iterator[NeedleDocument]:
-    """Yield ``count`` documents, and report each under the name ``stage`` for a progress bar."""
-    read = 0
-    for number, document in enumerate(made, 1):
-        read += len(document.text)
-        size = read * count // number  # estimated: only tokens are equal
-        report(PreparationProgress(stage, read, size, number * document.length, number))
-        yield document
 
 
 class _Builder:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -21,9 +19,7 @@ from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
 from mtrain_cli.data.tokenizers import FileTokenizer, Tokenizer, choose_begin, open_tokenizer
-from mtrain_cli.printable import one_line
 
-_SHOWN = 60  # characters, or tokens if there is no tokenizer, of the first document
 _PIECES = 16  # pieces of a document to encode at once
 
 
@@ -188,24 +184,17 @@ def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
     if data.kind in ("text", "stdlib"):
         require_columns(config)
         parts = [part for _, part in corpora_of(data)]
-        return [line for part in parts for line in _look_at_text(config, part)], None
+        return [_look_at_text(config, part) for part in parts], None
     dataset = open_dataset(config)
-    sample = dataset[0]
-    beginning = f"ids {', '.join(map(str, sample.tokens[:8].tolist()))}, ..."
-    store = dataset.store if isinstance(dataset, PackedDataset) else None
-    if isinstance(store, TokenStore):
-        with suppress(ConfigError):  # a run does not open the tokenizer of a store
-            beginning = _quoted(store.open_tokenizer().decode(sample.tokens[:_SHOWN]))
-    return [dataset.describe(), f"it begins: {beginning}"], sample
+    return [dataset.describe()], dataset[0]
 
 
-def _look_at_text(config: Config, data: DataConfig) -> Iterator[str]:
+def _look_at_text(config: Config, data: DataConfig) -> str:
     corpus, tokenizer = open_text(config, data)
-    needed, tokens, first = config.seq * (data.eval_sequences + 1), 0, ""
+    needed, tokens = config.seq * (data.eval_sequences + 1), 0
     for document in chain.from_iterable(unit.documents(0) for unit in corpus.units):
         pieces = iter(document.pieces)
         while tokens < needed and (some := list(islice(pieces, _PIECES))):
-            first = first or some[0]
             tokens += sum(map(len, tokenizer.encode(some)))
         if tokens >= needed:
             break
@@ -213,14 +202,8 @@ def _look_at_text(config: Config, data: DataConfig) -> Iterator[str]:
         open_dataset(config)  # a corpus that may be too short is read whole
     files = with_count(len(corpus.units), "file" if data.kind == "text" else "document")
     left_out = f"; {describe_left_out(corpus.left_out)}" if corpus.left_out else ""
-    yield (
+    return (
         f"{corpus.description}: {files}, {corpus.size / 2**20:,.3g} MiB; the run tokenizes it at "
         f"its start ({tokenizer.name}, vocabulary {tokenizer.vocab_size:,}) and caches the tokens"
         f"{left_out}"
     )
-    yield f"it begins: {_quoted(first)}"
-
-
-def _quoted(text: str) -> str:
-    more = "..." * (len(text) > _SHOWN)
-    return f'"{one_line(text[:_SHOWN])}{more}"'

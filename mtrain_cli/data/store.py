@@ -100,7 +100,6 @@ class StoreMeta:
     recipe: identities of the corpus, the tokenizer and the filters. Two stores with the same recipe
         hold the same tokens.
     left_out: number of files and documents that are not in the store, as in `describe_left_out`.
-    cut: number of documents that the filters cut at --max-tokens.
     mask_key, positions_key: names of the columns of masks and of rotary positions; "" without.
     files: checksums of each file but meta.json; empty if an earlier version of mtrain wrote the
         store.
@@ -120,7 +119,6 @@ class StoreMeta:
     recipe: dict[str, str] = field(default_factory=dict)
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
-    cut: int = 0
     mask_key: str = ""
     positions_key: str = ""
     columns: WrittenColumns = field(default_factory=WrittenColumns)
@@ -300,7 +298,6 @@ class Written:
     documents: int = 0
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
-    cut: int = 0
     columns: WrittenColumns = field(default_factory=WrittenColumns)
 
     def file_sizes(self, tokenizer: Tokenizer, fields: TokenFields | None) -> dict[str, int]:
@@ -394,20 +391,12 @@ class StoreWriter:
         self.written.left_out[reason] = self.written.left_out.get(reason, 0) + 1
 
     def _close_document(self) -> str:
-        """Append the end token, unless the document is cut. Return why to leave it out, or ""."""
-        filters = self.filters
-        too_long = (
-            self._exceeds_limit or 0 < filters.max_tokens < self._open_document + self._end.size
-        )
-        if too_long and not filters.truncate:
+        """Append the end token. Return why to leave the document out, or ""."""
+        self._pending[TOKENS].append(self._end)
+        self._open_document += self._end.size
+        if self._exceeds_limit or 0 < self.filters.max_tokens < self._open_document:
             return "longer than --max-tokens"
-        if not too_long:
-            self._pending[TOKENS].append(self._end)
-            self._open_document += self._end.size
-        if self._open_document < filters.min_tokens:
-            return "shorter than --min-tokens"
-        self.written.cut += too_long
-        return ""
+        return "shorter than --min-tokens" * (self._open_document < self.filters.min_tokens)
 
     def _accept(self, domain: str, content: TokenDocument | None) -> None:
         written, pending, length = self.written, self._pending, self._open_document
@@ -438,7 +427,7 @@ class StoreWriter:
         if POSITIONS in pending:
             positions = np.full(length, _NO_POSITION, _POSITION)
             if content is not None and content.positions is not None:
-                positions[:] = content.positions[:length]
+                positions[:] = content.positions
                 columns.positioned += 1
                 columns.largest_position = max(columns.largest_position, int(positions.max()))
             pending[POSITIONS].append(positions)
@@ -520,7 +509,6 @@ class StoreWriter:
             recipe=recipe,
             domains=written.domains if any(written.domains) else [],
             left_out={**corpus.left_out, **written.left_out},
-            cut=written.cut,
             mask_key=fields.mask.name if fields and fields.mask else "",
             positions_key=fields.positions.name if fields and fields.positions else "",
             columns=written.columns,

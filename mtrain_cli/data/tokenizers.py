@@ -12,7 +12,7 @@ import numpy as np
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.problem import as_typed
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors

@@ -34,6 +34,7 @@ class Measurement(ABC):
     """
 
     together = 1  # most items to measure in one call
+    generates = False  # whether the model writes, so that it needs a cache
 
     @abstractmethod
     def cells(self) -> Sequence[Cell]:

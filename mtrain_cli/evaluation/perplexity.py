@@ -42,7 +42,7 @@ from mtrain_cli.evaluation.results import (
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec
-from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
+from mtrain_cli.launch.run_dir import RESOLVED, run_of
 from mtrain_cli.training.evaluation import bucket_edges
 
 if TYPE_CHECKING:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.problem import ConfigError
-from mtrain_cli.config.schema import NIAH, PERPLEXITY, SENTENCES, Config
-from mtrain_cli.evaluation.generated import Generated
+from mtrain_cli.config.schema import PERPLEXITY, Config
+from mtrain_cli.data.needles import STDLIB
 from mtrain_cli.evaluation.measurement import Measurement
 from mtrain_cli.evaluation.perplexity import open_perplexity
 from mtrain_cli.evaluation.results import key_of
-from mtrain_cli.evaluation.retrieval import STDLIB, open_retrieval
-from mtrain_cli.evaluation.ruler_files import NO_SOURCES, Sources
+from mtrain_cli.evaluation.retrieval import SENTENCES, open_retrieval
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.text import TextCodec
 from mtrain_cli.launch.manifest import Manifest, ManifestError
 from mtrain_cli.launch.run_dir import PLAN
-
-RULER = "ruler"
-_IN_TRAINING = "training-"  # begins the identity of weights that a run trains
 
 
 @dataclass(frozen=True)
@@ -44,25 +42,6 @@ class NeedleOptions:
     needles: int = 10
     chains: float = 0.0
     seed: int = 1
-
-
-@dataclass(frozen=True)
-class RulerOptions:
-    """Tasks of RULER with the user's files, and files of samples."""
-
-    tasks: tuple[str, ...] = ()
-    sources: Sources = NO_SOURCES
-    files: tuple[str, ...] = ()
-    max_new: int = 128
-
-
-@dataclass(frozen=True)
-class HarnessOptions:
-    """Tasks of lm-eval."""
-
-    tasks: tuple[str, ...] = ()
-    include_path: str | None = None
-    num_fewshot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -100,12 +79,7 @@ class Weights:
     @staticmethod
     def in_training(run: Path, step: int) -> Weights:
         """Return the weights that a run trains, after ``step`` optimizer steps."""
-        return Weights(str(run.absolute()), False, step, f"{_IN_TRAINING}{step}")
-
-    @property
-    def is_in_training(self) -> bool:
-        """Whether a run trains these weights."""
-        return self.identity.startswith(_IN_TRAINING)
+        return Weights(str(run.absolute()), False, step, f"training-{step}")
 
 
 @dataclass(frozen=True)
@@ -115,18 +89,17 @@ class EvaluationRequest:
     weights: in the order in which to evaluate them. The first finds the key tokens.
     """
 
-    kind: str  # `PERPLEXITY`, `NIAH`, `RULER` or one of `other_kinds`
+    kind: str  # `PERPLEXITY`, `NIAH` or one of `runner.find`
     out: str  # folder of the results
     model: str  # name of the model in the results (`results.model_name`)
     weights: tuple[Weights, ...]
     attentions: tuple[str, ...]  # names of the patterns
-    lengths: tuple[int, ...]  # tokens of a sample
+    lengths: tuple[int, ...]  # tokens of a sample; 0 if it has its own
     samples: int  # number of samples for each result. 0 with lm-eval means all samples of a task.
     tokenizer: str | None = None  # folder of a tokenizer to use instead of the model's
     perplexity: PerplexityOptions = PerplexityOptions()
     niah: NeedleOptions = NeedleOptions()
-    ruler: RulerOptions = RulerOptions()
-    lm_eval: HarnessOptions = HarnessOptions()
+    options: Mapping[str, Any] = field(default_factory=dict)  # of an evaluation by `runner.find`
 
     def save(self, folder: Path, configs: tuple[Config, ...]) -> None:
         """Write the request, and the configuration of each attention."""
@@ -148,16 +121,4 @@ def open_measurement(
     """Open the texts of an evaluation. Raises ConfigError if a text or the tokenizer is missing."""
     if request.kind == PERPLEXITY:
         return open_perplexity(request, source, codec)
-    tokenizer = codec.required
-    if request.kind == NIAH:
-        return open_retrieval(request, tokenizer)
-    options = request.ruler
-    files = tuple(map(Path, options.files))
-    names = [path.stem for path in files]
-    for path in files:
-        if names.count(path.stem) > 1:
-            raise ConfigError(f"--file {path}: another file has this name; rename one")
-    return Generated(
-        codec, options.tasks, request.lengths, request.samples, options.sources, files,
-        options.max_new,
-    )  # fmt: skip
+    return open_retrieval(request, codec.required)

@@ -6,15 +6,15 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import naming, replace_text
+from mtrain_cli.config.documents import naming, replace_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.run_dir import LOCK
+from mtrain_cli.launch.run_dir import LOCK, RunLock
 
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
@@ -175,6 +175,22 @@ class ResultsFolder:
             _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
         else:
             append_row(self.path / RESULTS, asdict(result))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other evaluations out of a folder. Raises ConfigError if one writes there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = RunLock(folder)
+    except ConfigError:
+        raise ConfigError(
+            f"another `mtrain eval` writes to {folder}; wait for it or give another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def model_name(model: Path, out: Path) -> str:

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
-from mtrain_cli.config.schema import PYTHON
+from mtrain_cli.config.problem import ConfigError, cli_option
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.data.corpora import stdlib_corpus
-from mtrain_cli.data.needles import NAMES, NeedleDocument, NeedleSettings, needle_documents
-from mtrain_cli.data.text_files import text_corpus
+from mtrain_cli.data.needles import (
+    NAMES,
+    NeedleDocument,
+    NeedleSettings,
+    needle_documents,
+    open_haystack,
+)
 from mtrain_cli.data.tokenizers import Tokenizer, documents_identity
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.results import (
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from mtrain_cli.evaluation.request import EvaluationRequest
 
 TASK = "niah"
-STDLIB = "stdlib"
+SENTENCES, PYTHON = "sentences", "python"
 DEPTHS = 10  # ranges of depth in a result
 _HAYSTACK_CHARACTERS = 1 << 23  # of a corpus, which then repeats
 _NEEDLE = "\nThe magic number of {name} is {answer}.\n"
@@ -209,13 +212,7 @@ class Retrieval(Measurement):
 def open_retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     """Open the haystack of a request. Raises ConfigError if it is missing or holds no text."""
     options = request.niah
-    named = "eval.haystack" if request.weights[0].is_in_training else "--haystack"
-    given = as_typed(named, options.haystack)
-    if options.haystack == STDLIB:
-        corpus = stdlib_corpus(origin=given)
-    else:
-        key = "the haystack's key"
-        corpus = text_corpus(options.haystack, "text", path_option=named, key_option=key)
+    corpus = open_haystack(options.haystack)
     make: Callable[[int], Iterator[Item]]
     if options.form == PYTHON:
 
@@ -232,7 +229,7 @@ def open_retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieva
             if len(text) >= _HAYSTACK_CHARACTERS:
                 break
         if not text.strip():
-            raise ConfigError(f"{given}: holds no text")
+            raise ConfigError(f"--haystack {options.haystack}: holds no text")
         grid = DepthGrid(text, tokenizer)
         depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
 

@@ -11,19 +11,15 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mtrain_cli.config import documents
-from mtrain_cli.config.dense_layers import last_layers
+from mtrain_cli.config import documents, plugins
 from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
-from mtrain_cli.evaluation.measurement import Cell, Item, Row
-from mtrain_cli.evaluation.other_kinds import find
-from mtrain_cli.evaluation.request import RULER, EvaluationRequest, Weights, open_measurement
+from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
+from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
 from mtrain_cli.evaluation.results import (
     IN_TRAINING,
     Result,
@@ -38,7 +34,7 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.inference.worker import describe, report, warn
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.failures import RunError, not_written
+from mtrain_cli.launch.failures import not_written, reporting_out_of_memory
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
@@ -153,6 +149,7 @@ class Runner(Evaluation):
     """Evaluates on this worker. All workers call `run` together.
 
     training: the model in training to evaluate instead of weights on disk.
+    measure: opens the texts.
     problem: a line on results in training that could not be written; "" if they were.
     """
 
@@ -163,13 +160,16 @@ class Runner(Evaluation):
         environment: Environment,
         stop: Callable[[], bool] = lambda: False,
         training: InTraining | None = None,
+        measure: Callable[[EvaluationRequest, ModelSource, TextCodec], Measurement] = (
+            open_measurement
+        ),
     ) -> None:
         codec = None if training is None else training.codec
         super().__init__(request, configs, environment, stop, codec)
         self._training, self.problem = training, ""
         # Only the first worker reads texts. The others measure what it sends.
         read = request if self.first else replace(request, samples=0)
-        self._measurement = open_measurement(read, self.source, self.codec)
+        self._measurement = measure(read, self.source, self.codec)
 
     def run(self) -> None:
         """Measure all results that the folder does not hold.
@@ -193,17 +193,13 @@ class Runner(Evaluation):
         self._folder = folder
         shown = self.first and self._training is None
         work = self._work() if self.first else 0.0
-        self._progress = progress = EvaluationProgress(work, enabled=shown)
-        try:
-            if self.first:
-                for line in filter(None, (self._outlook(work), self.codec.starts)):
-                    progress.say(line)
-            for setting in self.settings:
-                rows = self._measure_setting(setting)
-                if folder is not None:
-                    self._measurement.learn(setting.origin, setting.label, rows)
-        finally:
-            progress.close()
+        self._progress = EvaluationProgress(work, enabled=shown)
+        for line in filter(None, (self._outlook(work), self.codec.starts)) if self.first else ():
+            self._progress.say(line)
+        for setting in self.settings:
+            rows = self._measure_setting(setting)
+            if folder is not None:
+                self._measurement.learn(setting.origin, setting.label, rows)
 
     def _measure_setting(self, setting: Setting) -> list[Row]:
         """Measure all cells. Return the first worker's rows."""
@@ -213,7 +209,7 @@ class Runner(Evaluation):
             key = self._key(setting, cell)
             started, measured = time.perf_counter(), list[Row]()
             for group in self._shared(self._missing(key, cell)):
-                scorer = scorer or self.load(setting, generates=self.request.kind == RULER)
+                scorer = scorer or self.load(setting, generates=self._measurement.generates)
                 measured = self._measure(scorer, cell, [item for _, item in group])
                 if self._folder is not None:
                     self._keep(key, setting, cell, [index for index, _ in group], measured)
@@ -384,7 +380,7 @@ def pattern_text(config: Config) -> str:
     pattern: Any = make_pattern(config.sparsity, config.seed)
     if pattern is None:
         return ""
-    last = last_layers(config)
+    last = config.sparsity.last_layers
     return f"{pattern.describe()}{f'; {last} dense' if last else ''}"
 
 
@@ -401,6 +397,18 @@ def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: boo
     return False
 
 
+@cache
+def find(kind: str) -> Any | None:
+    """Return the entry point of the group `mtrain.evaluations` with this name, or None.
+
+    Before any work, ``check(request, source, beyond=)`` checks what an `EvaluationRequest` asks of
+    a `ModelSource`, and returns what ``runner`` gets as ``tasks``. ``runner`` takes the arguments
+    of `Runner` and ``tasks``, and returns an object whose ``run`` all workers call together. If it
+    has ``tables``, this makes the tables of the results whose task begins with the name and ":".
+    """
+    return plugins.load_by_name("mtrain.evaluations").get(kind)
+
+
 def make_runner(
     request: EvaluationRequest,
     configs: Sequence[Config],
@@ -409,18 +417,14 @@ def make_runner(
     stop: Callable[[], bool] = lambda: False,
     tasks: Any = None,
 ) -> Any:
-    """Return what evaluates a request. tasks: see `other_kinds.find`."""
+    """Return what evaluates a request. tasks: see `find`."""
     if (other := find(request.kind)) is not None:
         return other.runner(request, configs, environment, stop, tasks=tasks)
     return Runner(request, configs, environment, stop)
 
 
 def evaluate(runner: Any, environment: Environment) -> None:
-    """Run an evaluation. Raises RunError if the GPU ran out of memory."""
-    try:
+    """Run an evaluation. Raises RunError if the memory is full."""
+    advice = "Give a smaller --length or more topology.workers. The samples so far are kept."
+    with reporting_out_of_memory(lambda _: f"rank {environment.rank} ran out of memory. {advice}"):
         runner.run()
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"rank {environment.rank} ran out of GPU memory ({str(error).splitlines()[0]}). Give a "
-            "smaller --length or more topology.workers. The samples so far are kept."
-        ) from error

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.parallel_checks import require_degree_1
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.problem import ConfigError, Names, setting
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import adapter_hint, no_such
 from mtrain_cli.launch.job import current_job
+from mtrain_cli.launch.run_dir import RESOLVED, NotARunError, find_source, run_of
 from mtrain_cli.model import huggingface_config
-from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +134,6 @@ def _find_run(path: Path) -> Path:
         raise ConfigError(
             f"{path}: {reason}{adapter_hint(path)}. Give a Hugging Face folder (config.json and "
             ".safetensors files), a run such as runs/latest, or a checkpoint of a run"
-            f"{hub_hint(str(path))}"
         ) from None
 
 
@@ -216,7 +214,7 @@ def _load_checkpoint(
     def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         expected = {name: tuple(one.shape) for name, one in parameters.items()}
         given = run_of(source.path) / RESOLVED
-        check_tensors(source.config.model, shapes, expected, source.path, given)
+        check_tensors(shapes, expected, source.path, given)
         return parameters
 
     try:

@@ -29,10 +29,6 @@ from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.training.batch import Batch, Batches, Layouts, attention_setups
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
-_PACKED = {"cpu": 2048, "cuda": 16384}  # most tokens of a sequence that holds several texts
-Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its continuation
-Score = tuple[float, bool]
-
 
 class Scorer:
     """A decoder that scores texts. All workers call each method together.
@@ -154,25 +150,6 @@ class Scorer:
         losses, hits = layout.to_sequence(shards).cpu()[:, torch.from_numpy(wanted)]
         return losses, hits > 0.5
 
-    def score_together(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Score continuations of contexts in one sequence, kept apart by a document mask.
-
-        Return for each text the sum of log p over the continuation, in nats, and whether each of
-        its tokens is the most likely one. No context or continuation is empty.
-        """
-        ids: list[int] = []
-        places: list[int] = []
-        for context, continuation in pairs:
-            assert len(context) > 0 < len(continuation)
-            ids += [*context, *continuation]
-            places += range(len(ids) - len(continuation), len(ids))
-        counts = [len(context) + len(rest) for context, rest in pairs]
-        documents = np.repeat(np.arange(len(pairs), dtype=np.int32), counts)
-        losses, hits = self.token_scores(ids, documents if len(pairs) > 1 else None, places)
-        ends = np.cumsum([len(continuation) for _, continuation in pairs])[:-1]
-        nats, right = np.split(losses.double().numpy(), ends), np.split(hits.numpy(), ends)
-        return [(-float(n.sum()), bool(r.all())) for n, r in zip(nats, right, strict=True)]
-
 
 def attention_of(
     batch: Batch, store: Callable[[int, Tensor, Tensor], None] | None = None
@@ -187,29 +164,6 @@ def attention_of(
         return out
 
     return attend
-
-
-def packs(config: Config, device: str, lengths: Sequence[int]) -> list[list[int]]:
-    """Divide texts among sequences: first fit, the longest text first. Return their numbers.
-
-    Under dense attention, each text gets the scores that it would get alone. A sparse pattern
-    chooses keys for a sequence as a whole, so there each sequence holds one text.
-    """
-    mask = config.mask
-    alike = mask.keeps_causal_intervals and not (mask.counts_from_start or mask.is_mixed)
-    most = _PACKED[device] if alike and config.sparsity.pattern == "dense" else 0
-    order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
-    alone = [[number] for number in order if lengths[number] > most]
-    order = order[len(alone) :]
-    free = np.full(len(order), most)  # tokens of each sequence
-    packed: list[list[int]] = []
-    for number in order:
-        place = int(np.argmax(free >= lengths[number]))
-        free[place] -= lengths[number]
-        if place == len(packed):
-            packed.append([])
-        packed[place].append(number)
-    return alone + packed
 
 
 def device_of(environment: Environment) -> torch.device:

@@ -20,6 +20,7 @@ from mtrain_cli.data.tokenizers import (
     parse_tokenizer,
 )
 from mtrain_cli.inference.model_source import ModelSource
+from mtrain_cli.launch.run_dir import RESOLVED, run_of
 from mtrain_cli.launch.temporary_folders import private_folder
 from mtrain_cli.model.tokenizer_files import (
     GENERATION_CONFIG,
@@ -30,7 +31,6 @@ from mtrain_cli.model.tokenizer_files import (
     of_folder,
     token_ids,
 )
-from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer makes of a part of a character
 

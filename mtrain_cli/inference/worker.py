@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.inference.engine import LENGTH, Completion, Engine
@@ -25,7 +24,7 @@ from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.text import TextCodec, TextStream, open_codec
 from mtrain_cli.launch import guarded_streams
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.failures import reporting_out_of_memory
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
@@ -105,7 +104,7 @@ def describe(engine: Engine, *, generates: bool = True) -> list[str]:
     if config.mask.kind != "causal":
         pattern += f" under {config.mask.describe()}"
     attention = f"{pattern}, kernel {choices.kernel.name}"
-    if (last := last_layers(config)) and choices.dense_kernel is not None:
+    if (last := config.sparsity.last_layers) and choices.dense_kernel is not None:
         attention += f", {last} dense, kernel {choices.dense_kernel[0].name}"
     step = "" if engine.step is None else f", step {engine.step}"
     dtype = str(choices.dtype).removeprefix("torch.")
@@ -147,7 +146,7 @@ def answer(
     """Load the model and generate until the end, or until the user asked to ``stop``.
 
     The first worker prints. Raises ConfigError if the model cannot be loaded or a prompt does not
-    fit the memory, RunError if the GPU ran out of memory.
+    fit the memory, RunError if the memory is full.
     """
     source = ModelSource(Path(request.path), request.is_folder, config)
     longest = max(map(len, request.prompts))
@@ -168,7 +167,8 @@ def answer(
             if requested:
                 raise _StoppedError
 
-    try:
+    advice = "Give shorter prompts, a smaller --max-new or more topology.workers"
+    with reporting_out_of_memory(lambda _: f"rank {environment.rank} ran out of memory. {advice}"):
         engine = Engine(source, environment, warn if first else None)
         if first:
             report([*describe(engine), *filter(None, [codec.starts])])
@@ -178,11 +178,6 @@ def answer(
         ):
             if first:
                 printer.completed(completion)
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"rank {environment.rank} ran out of GPU memory ({str(error).splitlines()[0]}). Give "
-            "shorter prompts, a smaller --max-new or more topology.workers"
-        ) from error
     if first:
         report([printer.summary()])
 

@@ -13,12 +13,12 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line
 
@@ -35,6 +35,9 @@ _TIMED_OUT = re.compile(
     r"[Tt]imed out waiting|Timeout waiting for key|[Tt]imed out after|wait timeout after"
     r"|Socket Timeout|connectFullMesh failed.*timed out"
 )
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
+)
 _LOG_TAIL_LINES = 20
 # Disk errors while writing. They are not the user's mistake.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -48,6 +51,18 @@ READ_FAILURES = frozenset(
 
 class RunError(RuntimeError):
     """A failure, such as a full disk, that the message explains: the user sees no traceback."""
+
+
+@contextlib.contextmanager
+def reporting_out_of_memory(explain: Callable[[BaseException], str]) -> Iterator[None]:
+    """Raise RunError with the text of ``explain(error)`` for a failed allocation."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        known = isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error))
+        if isinstance(error, RunError) or not known:
+            raise
+        raise RunError(explain(error)) from error
 
 
 class PeerLostError(RunError):

@@ -113,7 +113,7 @@ def incomplete_after(folder: Path) -> list[Path]:
     """Return the newer checkpoints beside a checkpoint that have no manifest."""
     steps = {f: int(m[1]) for f in folder.parent.iterdir() if (m := _STEP.fullmatch(f.name))}
     own = steps.get(folder)
-    newer = [f for f, step in steps.items() if own is not None and step > own]
+    newer = [f for f in sorted(steps, key=steps.__getitem__) if own is not None and steps[f] > own]
     return [f for f in newer if not (f / NAME).is_file()]
 
 

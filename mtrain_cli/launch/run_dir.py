@@ -22,11 +22,13 @@ from pathlib import Path
 
 import mtrain_cli
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
+from mtrain_cli.printable import one_line
 
 RUNS = Path("runs")
 PLAN = "plan.json"  # a folder with this file has a measurement, and no run
@@ -282,15 +284,6 @@ def _given_folder(config: Config) -> Path:
     return RUNS if config.run.name == "auto" else RUNS / config.run.name
 
 
-def free_disk(config: Config) -> int | None:
-    """Return the free bytes of the disk of a new run's folder; None if they are unknown."""
-    with contextlib.suppress(OSError, StopIteration):
-        folder = _given_folder(config).absolute()
-        place = next(place for place in (folder, *folder.parents) if place.is_dir())
-        return shutil.disk_usage(place).free
-    return None
-
-
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     folder, name = _given_folder(config), config.run.name
     if name == "auto":
@@ -338,13 +331,14 @@ def _undo_create(run: RunDir, is_new_folder: bool, new_parents: Sequence[Path]) 
     """Remove a run that `create` made, and return True, unless a step has run."""
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
-    link = run.path.parent / "latest"
-    if link.is_symlink() and os.readlink(link) == run.path.name:
-        others = [other.path.name for other in list_runs() if other.path.name != run.path.name]
-        if others:
-            _point_latest(link.parent, others[0])
-        else:
-            link.unlink(missing_ok=True)
+    link, name = RUNS.absolute() / "latest", run.path.name
+    with contextlib.suppress(OSError):  # the link is gone, or a run that ends just now
+        if run.path.parent == link.parent and os.readlink(link) == name:
+            others = [other.path.name for other in list_runs() if other.path.name != name]
+            if others:
+                _point_latest(link.parent, others[0])
+            else:
+                link.unlink()
     if is_new_folder:
         for _ in range(3):  # another thread may still write to the folder
             shutil.rmtree(run.path, ignore_errors=True)
@@ -460,3 +454,64 @@ def _as_config_error(path: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         advice = "Choose a folder on a writable disk with free space."
         raise ConfigError(f"run.dir={path}: cannot write there ({reason}). {advice}") from error
+
+
+RESOLVED = "resolved.yaml"
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be saved or loaded. Training may continue after a failed save."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(map(one_line, problems)))
+
+
+class NoCheckpointError(ConfigError, CheckpointError):
+    """There is no intact checkpoint. The message has one line per damaged checkpoint."""
+
+
+class NotARunError(ConfigError):
+    """A path names neither a run nor a checkpoint of a run."""
+
+
+def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints of a run or of a checkpoints folder, newest first; else the folder.
+
+    Raises NoCheckpointError if the run or checkpoints folder holds none.
+    """
+    folder = Path(path)
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    checkpoints = [folder / f"step-{step}" for step in committed_steps(folder)]
+    if not checkpoints and (folder.name == "checkpoints" or (folder / RESOLVED).is_file()):
+        raise NoCheckpointError(f"{folder}: holds no checkpoint")
+    return checkpoints or [folder]
+
+
+def find_source(source: Path) -> Path:
+    """Return the folder that `source` of `export_checkpoint` names, without verifying checkpoints.
+
+    Raises NotARunError without such a run, and NoCheckpointError without such a checkpoint.
+    """
+    if not source.exists() and (RUNS / source).is_dir():
+        source = RUNS / source
+    run = run_of(source)
+    in_run = source.resolve() in (run, run / "checkpoints")
+    if not source.exists() or not (in_run or source.resolve().name.startswith("step-")):
+        names = [f"step-{step}" for step in reversed(committed_steps(run / "checkpoints"))]
+        held = f"the run has {', '.join(names) or 'none'}"
+        raise NoCheckpointError(f"{source}: no such checkpoint; {held}")
+    checkpoints_of(source)
+    return source
+
+
+def run_of(source: Path) -> Path:
+    """Return the run of a run's folder, checkpoints folder or checkpoint, or raise NotARunError."""
+    resolved = source.resolve()
+    for folder in (resolved, resolved.parent, resolved.parent.parent):
+        if (folder / RESOLVED).is_file():
+            return folder
+    raise NotARunError(
+        f"{source}: not a run or a run's checkpoint (no {RESOLVED} in this folder or above it). "
+        "Give a run, such as runs/latest."
+    )

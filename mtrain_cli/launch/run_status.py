@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart
 from mtrain_cli.launch.manifest import committed_steps, manifest_file

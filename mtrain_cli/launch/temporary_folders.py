@@ -9,8 +9,9 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 _PREFIX = "mtrain-run-"
 _OURS = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
@@ -58,14 +59,17 @@ def own_folder() -> Path | None:
         return None
 
 
-def use_private_cache() -> None:
-    """Let torch.compile keep its code in a folder that only this user can open.
+def compiled(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+    """Call torch.compile, which keeps its code in a folder that only this user can open.
 
     By default it runs code from a known name in the temporary folder, which anyone could have made.
     """
+    import torch
+
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         folder = own_folder() or _locked_folder()[0]  # the lock lasts as long as the process
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    return torch.compile(function, dynamic=dynamic)
 
 
 def is_private(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.schema import MoeConfig
-from mtrain_cli.model.compilation import compiled
+from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.model.routing import Decision, part_of
 from mtrain_cli.model.tiling import ONE_ADDITION, LayerExecution, expert_chunks
 

@@ -48,6 +48,8 @@ def summed(
     scores_TK: Tensor | None = None,
 ) -> None:  # fmt: skip
     places, tokens = len(rows_SD), len(out_TC)
+    if not tokens:
+        return
     place_TK = place_S.view(tokens, -1)
     absent_TK, place_TK = place_TK >= places, place_TK.clamp(max=places - 1)
     if scores_TK is not None:

@@ -139,7 +139,7 @@ class MixtureOfExperts(nn.Module):
         chosen_TK = choose(scores_TE, self.selection_bias, self.moe.top_k)
         if routing is None:
             return decide_alone(chosen_TK, self.moe.experts)
-        return routing.decide(chosen_TK, scores_TE, self.layer)
+        return routing.decide(chosen_TK, self.layer)
 
     @torch.no_grad()
     def change_bias(self, counts_E: Tensor, step: float) -> None:

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.model.compilation import compiled
+from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.model.loss import add_matmul
 from mtrain_cli.model.tiling import LayerExecution
 from mtrain_cli.parallel.layer_groups import Message, TensorGroup, staggered
@@ -58,7 +58,6 @@ class FeedForwardOptions:
     """How to compute `feed_forward`.
 
     rows: own tokens per tile (`tiling.tile_rows`).
-    layer: layer number, for messages about memory.
     inputs_only: only keep the inputs for backward, and return a placeholder not to be read, as the
         second forward pass of a checkpoint.
     keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product.
@@ -67,7 +66,6 @@ class FeedForwardOptions:
     execution: LayerExecution
     eps: float
     rows: int
-    layer: int
     inputs_only: bool = False
     keep_products: bool = False
 
@@ -114,8 +112,7 @@ class _FeedForward(torch.autograd.Function):
         gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor, options: FeedForwardOptions,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI)
-        # `training.out_of_memory` reads ctx.layer.
-        ctx.options, ctx.layer = options, options.layer
+        ctx.options = options
         # One entry per tile. These are not saved tensors, because a checkpoint drops saved tensors
         # and recomputes them.
         ctx.products = []

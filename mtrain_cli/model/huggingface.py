@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.config.documents import reason
 from mtrain_cli.config.mask_settings import MaskSettings
-from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.launch.failures import RunError, read_failure, write_failure
@@ -47,21 +45,6 @@ _LAYER = re.compile(r"layers\.\d+\.mlp\.")
 _EXPERT_NAMES = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-}
-_SHOWN_PROBLEMS = 8
-_GATE_UP = ".experts.gate_up"  # of all experts: [experts, 2 * expert_size, hidden_size]
-# The size that the rows of a matrix give, by the end of its name. Checkpoints and Hugging Face
-# folders name the matrices of experts differently.
-_ROWS = {
-    "embed_tokens.weight": "vocab_size",
-    ".mlp.gate_proj.weight": "intermediate_size",
-    ".self_attn.q_proj.weight": "num_heads",
-    ".self_attn.k_proj.weight": "num_kv_heads",
-    ".mlp.gate.weight": "moe.experts",
-    ".block_sparse_moe.gate.weight": "moe.experts",
-    ".experts.0.gate_proj.weight": "moe.expert_size",
-    ".experts.0.w1.weight": "intermediate_size",
-    _GATE_UP: "moe.expert_size",
 }
 Region = tuple[slice, ...]
 
@@ -147,68 +130,29 @@ def parameter_shapes(model: ModelConfig, *, biases: bool = False) -> dict[str, t
 
 
 def check_tensors(
-    model: ModelConfig,
     stored: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, tuple[int, ...]],
     folder: object,
     given: object,
     file_of: Mapping[str, object] | None = None,
 ) -> None:
-    """Raise ConfigError unless the stored tensors have the expected shapes.
-
-    A size of the model that they contradict is one line; other tensors are at most nine.
+    """Raise ConfigError, which names the first wrong tensor, unless the stored ones are expected.
 
     Args:
         stored, expected: shapes of tensors by name.
         folder, given: where the tensors are, and the file of the configuration.
         file_of: the file of each tensor, if a folder has several.
     """
-    problems: list[str] = [
-        Problem(
-            f"model.{key}={ours}: the weights in {folder} have {size}. Correct {given}",
-            f"model.{key}",
-            value=ours,
-        )
-        for key, size in _sizes(model, stored)
-        if size != (ours := attrgetter(key)(model))
-    ]
-    if not problems:
-        wrong = {
-            name: f"has shape {stored[name]}; {given} requires {shape}"
-            if name in stored
-            else "is missing"
-            for name, shape in expected.items()
-            if stored.get(name) != shape
-        } | dict.fromkeys(sorted(stored.keys() - expected), f"is in no model of {given}")
-        problems = [
-            f"{(file_of or {}).get(name, folder)}: tensor {name} {why}"
-            for name, why in list(wrong.items())[:_SHOWN_PROBLEMS]
-        ]
-        if more := len(wrong) - len(problems):
-            problems.append(f"... and {more} more like these")
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _sizes(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
-    """Yield each size that the tensors give, by the name of its key."""
-    parts = (name.removeprefix("model.").split(".") for name in shapes)
-    layers = {part[1] for part in parts if part[0] == "layers"}
-    if layers:
-        yield "num_layers", len(layers)
-    for end, key in _ROWS.items():
-        shape = next((shape for name, shape in shapes.items() if name.endswith(end)), ())
-        if end == _GATE_UP and len(shape) == 3:
-            yield key, shape[1] // 2
-        if len(shape) != 2:
-            continue
-        rows = shape[0]
-        if key == "vocab_size":
-            yield "hidden_size", shape[1]
-        if "heads" not in key:
-            yield key, rows
-        elif rows % model.head_dim == 0:
-            yield key, rows // model.head_dim
+    wrong = {
+        name: f"has shape {stored[name]}; {given} requires {shape}"
+        if name in stored
+        else f"is missing; {given} requires it"
+        for name, shape in expected.items()
+        if stored.get(name) != shape
+    } | dict.fromkeys(sorted(stored.keys() - expected), f"is in no model of {given}")
+    for name, why in wrong.items():
+        more = f" ({len(wrong)} tensors are wrong)" if len(wrong) > 1 else ""
+        raise ConfigError(f"{(file_of or {}).get(name, folder)}: tensor {name} {why}{more}")
 
 
 class HuggingFaceFolder:
@@ -317,7 +261,7 @@ class HuggingFaceFolder:
         kept = self._file_of.keys() - ignored
         actual = {name: tuple(self._slice(name).get_shape()) for name in kept}
         check_tensors(
-            self.model, actual, expected, self.path, self.path / "config.json",
+            actual, expected, self.path, self.path / "config.json",
             {name: self.path / file for name, file in self._file_of.items()},
         )  # fmt: skip
 

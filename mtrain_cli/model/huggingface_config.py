@@ -50,6 +50,18 @@ _FAMILIES = {
     "mixtral": _Family("MixtralForCausalLM", 131072, 8, 1e-5, 1e6, experts=8, top_k=2),
 }
 _EXPERT_SIZE = 768
+# Experts that the families lack: {key of model.moe: (its keys in config.json, the only value)}.
+_SAME_EXPERTS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "shared_size": (
+        ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"), 0
+    ),
+    "score": (("scoring_func",), SOFTMAX),
+    "scale": (("routed_scaling_factor",), 1.0),
+}  # fmt: skip
+_ONLY_EXPERTS = {
+    "qwen3_moe": _SAME_EXPERTS,
+    "mixtral": _SAME_EXPERTS | {"normalize": (("norm_topk_prob",), True), "dense_layers": ((), 0)},
+}
 # Rotary settings that may also be at the top level of config.json.
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
 # Keys to write that only some architectures have.
@@ -358,13 +370,12 @@ def _read_experts(fields: ConfigFields, family: str, layers: int) -> MoeConfig:
     usual = _FAMILIES[family]
     if not usual.experts:
         return DENSE
-    # Keys of a shared expert, which the transformers models of these families lack, and others.
-    shared = "shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"
-    only = dict.fromkeys(shared, 0) | {"scoring_func": SOFTMAX, "routed_scaling_factor": 1.0}
-    only |= {"router_jitter_noise": 0.0}
-    only |= {"norm_topk_prob": True} if family == "mixtral" else {"decoder_sparse_step": 1}
-    for key, allowed in only.items():
-        fields.refuse(key, allowed)
+    for names, allowed in _ONLY_EXPERTS[family].values():
+        for key in names:
+            fields.refuse(key, allowed)
+    fields.refuse("router_jitter_noise", 0.0)
+    if family == "qwen3_moe":
+        fields.refuse("decoder_sparse_step", 1)
     # Releases of transformers store the number of experts under two names.
     given = {key: fields.raw.get(key) for key in ("num_experts", "num_local_experts")}
     known = {key: value for key, value in given.items() if value is not None}
@@ -527,13 +538,10 @@ def _expert_keys(model: ModelConfig) -> dict[str, Any]:
         )
     if moe.experts == 0:
         return {}
-    needed: dict[str, Any] = {"shared_size": 0, "score": SOFTMAX, "scale": 1.0}
-    if family == "mixtral":
-        needed |= {"normalize": True, "dense_layers": 0}
     if problems := [
         f"model.moe.{key}={keys.show(given)}: a Hugging Face {family} model has no such experts, "
         f"only {key}={keys.show(value)}"
-        for key, value in needed.items()
+        for key, (_, value) in _ONLY_EXPERTS[family].items()
         if (given := getattr(moe, key)) != value
     ]:
         raise ConfigError(*problems)

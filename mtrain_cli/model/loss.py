@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype, high_product
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.model.compilation import compiled
+from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.parallel import profiler_labels
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -21,38 +20,27 @@ from torch.autograd.function import once_differentiable
 from mtrain_cli.attention.partials import has_triton, high_product
 from mtrain_cli.config.schema import SIGMOID, MoeConfig
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.recording import Recorder
 
 PADDING = -1  # slot of a token that pads a sequence
 # Numbers of a layer that `Routing.loads` holds after the tokens of each expert.
-BALANCE, Z, ENTROPY, DROPPED = range(4)
-SUMS = 4
-# Scores that differ by at most this share of the score at an expert's capacity count as equal. It
-# is far above the rounding by which equal tokens differ on different workers.
-_EQUAL = 2.0**-8
+BALANCE, Z, ENTROPY = range(3)
+SUMS = 3
 
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """What training adds to the routing.
+    """What training adds to the routing."""
 
-    sequences: sequences of an optimizer step, over all workers.
-    capacity: most tokens of a sequence for an expert / the mean; 0 for no limit.
-    """
-
-    sequences: int
+    sequences: int  # of an optimizer step, over all workers
     balance_loss: float = 0.0
     z_loss: float = 0.0
-    capacity: float = 0.0
 
 
 @dataclass(frozen=True)
 class SharingGroup:
     """Workers that share sequences. peer_errors: context that names the group if one is lost."""
 
-    rank: int
-    size: int
     process_group: dist.ProcessGroup
     peer_errors: Callable[[], AbstractContextManager[None]]
 
@@ -61,9 +49,10 @@ class Decision(NamedTuple):
     """Which experts compute which tokens of a layer.
 
     order_S, place_S: pairs of token and expert, numbered token * K + k, by expert, and the place of
-        each pair. Pairs that no expert computes (padding, or beyond the capacity) come last.
+        each pair. Pairs of padding, which no expert computes, come last.
     ends_E: int32, number of pairs of this and all earlier experts.
-    load_BE: tokens of a whole sequence that chose each expert / mean; None without `Routing`.
+    load_BE: tokens of a whole sequence that chose each expert / mean, float64; None without
+        `Routing`.
     chunks: how rows travel between the workers that share the experts (`expert_parallel.Tile`).
     """
 
@@ -79,9 +68,7 @@ class Routing:
     """The sequences of a micro-batch, for the routers of all layers in training.
 
     loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, balance
-        loss and z-loss without coefficients, entropy of the scores in nats, and pairs beyond the
-        capacity.
-    beyond: float64 [layers, E], pairs beyond the capacity of an expert; None without a capacity.
+        loss and z-loss without coefficients, and entropy of the scores in nats.
     decided: numbers of the layers whose routers decided on this worker.
     """
 
@@ -105,18 +92,17 @@ class Routing:
         slots_T = slots.flatten()
         self.is_real_T1 = (slots_T != PADDING)[:, None]
         self.sequence_T = slots_T.clamp(min=0) // padded_seq
-        self._slots_T, self._batch, self._lengths = slots_T, len(lengths), lengths
+        self._batch = len(lengths)
         self.lengths_B = torch.tensor(lengths, dtype=torch.float64).to(slots.device)
         numbers_B1 = torch.arange(len(lengths), device=slots.device)[:, None]
         self.members_BT = (self.sequence_T == numbers_B1) & self.is_real_T1.T
         self.loads = torch.zeros(
             layers, moe.experts + SUMS, dtype=torch.float64, device=slots.device
         )
-        self.beyond = torch.zeros_like(self.loads[:, : moe.experts]) if options.capacity else None
         self.decided: set[int] = set()
         self.recorder: Recorder | None = None
 
-    def decide(self, chosen_TK: Tensor, scores_TE: Tensor, layer: int) -> Decision:
+    def decide(self, chosen_TK: Tensor, layer: int) -> Decision:
         """Return which experts compute which tokens, and count them. Workers call this together."""
         experts, top_k = self.moe.experts, self.moe.top_k
         self.decided.add(layer)
@@ -129,53 +115,8 @@ class Routing:
             with group.peer_errors(), profiler_labels.label(profiler_labels.MESSAGE):
                 dist.all_reduce(counts_BE, group=group.process_group)
         means_B = self.lengths_B * (top_k / experts)
-        load_BE = (counts_BE / means_B[:, None]).to(scores_TE.dtype)
-        if self.beyond is not None:
-            fits_TK = self._fits(keys_TK, scores_TE.gather(1, chosen_TK))
-            dropped = (~fits_TK & self.is_real_T1).sum()
-            self.loads[layer, experts + DROPPED] += dropped
-            beyond_TK = chosen_TK[~fits_TK & self.is_real_T1]
-            self.beyond[layer] += beyond_TK.bincount(minlength=experts)
-            keys_TK = keys_TK.masked_fill(~fits_TK, experts * self._batch)
-            order_S, ends = _grouped(keys_TK, experts * self._batch)
+        load_BE = counts_BE / means_B[:, None]
         return _decision(chosen_TK, order_S, ends[self._batch - 1 :: self._batch], load_BE)
-
-    def _fits(self, keys_TK: Tensor, scores_TK: Tensor) -> Tensor:
-        """Return which pairs are within the capacity of their expert, in the whole sequences."""
-        # Those with the highest scores. Among scores about equal to the last that fits, the first
-        # positions: this score moves as little as the scores do, so workers cannot decide a tie.
-        moe, options = self.moe, self.options
-        share = options.capacity * moe.top_k / moe.experts
-        capacity_B = torch.tensor([ceil(share * length) for length in self._lengths])
-        slots_TK = self._slots_T[:, None].expand_as(keys_TK)
-        keys, scores, slots = (
-            self._gather(each.flatten()) for each in (keys_TK, scores_TK, slots_TK)
-        )
-        # Every sort by keys gives the same keys, so the pairs of a key stay in the same places.
-        order = scores.argsort(descending=True)
-        order = order[keys[order].argsort(stable=True)]
-        ordered = keys[order]
-        places = torch.arange(len(keys), device=keys.device)
-        first, most = torch.searchsorted(ordered, ordered), capacity_B.to(keys.device)
-        most = most[ordered % self._batch]
-        last = torch.empty_like(scores)  # of the key's scores that fit
-        last[order] = scores[order[(first + most - 1).clamp(0, len(keys) - 1)]]
-        rank = (scores > last * (1 + _EQUAL)).int() + (scores >= last * (1 - _EQUAL))
-        order = slots.argsort(stable=True)
-        order = order[rank[order].argsort(descending=True, stable=True)]
-        order = order[keys[order].argsort(stable=True)]
-        fits = torch.empty_like(keys, dtype=torch.bool)
-        fits[order] = places - first < most
-        own = 0
-        for group in reversed(self.groups):
-            own = own * group.size + group.rank
-        return fits.view(-1, *keys_TK.shape)[own]
-
-    def _gather(self, own: Tensor) -> Tensor:
-        for group in self.groups:
-            with group.peer_errors(), profiler_labels.label(profiler_labels.MESSAGE):
-                own = all_gather(own, group.size, group.process_group).flatten()
-        return own
 
     def loss(
         self, logits_TE: Tensor, scores_TE: Tensor, decision: Decision, layer: int, *, count: bool
@@ -192,7 +133,7 @@ class Routing:
             shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
         weights_BT = (self.members_BT / self.lengths_B[:, None]).to(scores_TE.dtype)
         weights_T = weights_BT.sum(0)
-        balance = (decision.load_BE * (weights_BT @ shares_TE)).sum()
+        balance = (decision.load_BE.to(scores_TE.dtype) * (weights_BT @ shares_TE)).sum()
         options = self.options
         if not (options.z_loss or count):
             return options.balance_loss * balance / options.sequences

@@ -19,9 +19,8 @@ from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 from mtrain_cli.parallel.collectives import all_gather
-from mtrain_cli.parallel.exchange import Exchange, ShardTiles
+from mtrain_cli.parallel.exchange import Exchange, Plan, ShardTiles
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import (
     BACKWARD,

@@ -17,7 +17,7 @@ from mtrain_cli.config.exchanges import (
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.buffers import Kind
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import Nodes
@@ -103,7 +103,6 @@ class ExchangeNeeds:
     device_memory: int | None = None
     index: IndexRequest | None = None
     columns: int | None = 0
-    needs_out: bool = False
 
     @property
     def nodes(self) -> int:
@@ -177,15 +176,15 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
     """Return how many bytes a worker of a ring sends per hop in a layer's backward pass."""
-    return int(_backward_of_two(circulates, needs.needs_out).sent(needs.sizes(needs.shard)))
+    return int(_backward_of_two(circulates).sent(needs.sizes(needs.shard)))
 
 
 @cache
-def _backward_of_two(circulates: str, needs_out: bool) -> Program:
+def _backward_of_two(circulates: str) -> Program:
     """Return the backward program of a two-worker ring, in which every shard hops once."""
     ring = exchange_name(gathers=False, hierarchical=False)
     schedule = make_schedule(ring, ScheduleOptions(2, 2, circulates=circulates))
-    return lower(schedule, 0, backward=True, traits=Traits(needs_out))
+    return lower(schedule, 0, backward=True)
 
 
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
@@ -316,7 +315,7 @@ def _chunks(
 
 
 def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
-    # With ``auto``, `training.stage_choice` decides later, because it depends on the mask.
+    # With ``auto``, `training.layout_choice` decides later, because it depends on the mask.
     if topology.stages == "auto":
         return 1
     assert isinstance(topology.stages, int)

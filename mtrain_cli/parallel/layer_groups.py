@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from mtrain_cli.launch import progress_record
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.collectives import (
     all_gather,

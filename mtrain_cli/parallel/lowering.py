@@ -66,28 +66,23 @@ Emit = Callable[["ProgramBuilder", Steps], None]
 class Traits:
     """Properties of the kernel, the index and the layout on which a program depends.
 
-    needs_out: whether the kernel reads out in backward and derives delta from it.
     copies_parts: whether the kernel copies out, dout and lse when it computes a part of the heads,
         and allocates a placeholder for an out that it does not get.
     zigzag: whether cutting a sequence into shards reverses half of its pieces.
     """
 
-    needs_out: bool = False
     columns: bool = False
     copies_parts: bool = False
     zigzag: bool = False
 
 
-def query_message(traits: Traits) -> Size:
-    """Return the size of the message from which other ranks compute gradients of queries."""
-    return 2 * low(QUERIES) + high(STATS) + (low(QUERIES) if traits.needs_out else high(STATS))
+QUERY_MESSAGE = 2 * low(QUERIES) + 2 * high(STATS)  # q, dout, lse and delta
 
 
 @cache
-def _payload(payload: str, parts: int, traits: Traits) -> Size:
+def _payload(payload: str, parts: int) -> Size:
     """Return the size of one rank's shard of a payload, such as KV, for 1 / parts of the heads."""
-    message = query_message(traits)
-    sizes = {KV: low(KEYS), DKV: high(KEYS), DQ: high(QUERIES), QUERY_PAYLOAD: message}
+    sizes = {KV: low(KEYS), DKV: high(KEYS), DQ: high(QUERIES), QUERY_PAYLOAD: QUERY_MESSAGE}
     return sizes[payload] / parts
 
 
@@ -160,7 +155,7 @@ class ProgramBuilder:
             self.emit(Wait, (), (), number=number)
 
     def payload(self, t: Transfer) -> Size:
-        return _payload(t.payload, t.part[1], self.traits)
+        return _payload(t.payload, t.part[1])
 
     def trade(self, transfer: Transfer, leaves: Buffer, arrives: Buffer, payload: Size) -> None:
         self.sized[leaves] = self.sized[arrives] = payload
@@ -297,7 +292,7 @@ class ProgramBuilder:
             Kind.OUT: queries, Kind.DOUT: queries, Kind.LSE: stats, Kind.DELTA: stats,
             Kind.DQ: queries, Kind.DQ_PART: queries / n, Kind.DK: keys / 2, Kind.DV: keys / 2,
             Kind.KV: keys, Kind.DKV: keys if gathers else high(KEYS), Kind.DKV_SUM: high(KEYS),
-            Kind.QUERIES: query_message(self.traits), Kind.DQUERIES: high(QUERIES),
+            Kind.QUERIES: QUERY_MESSAGE, Kind.DQUERIES: high(QUERIES),
             Kind.PART: (queries + stats) / n, Kind.TOTAL: (high(QUERIES) + stats) / n,
             Kind.RESULT: (queries + stats) / n,
             Kind.DQ_SUM: high(QUERIES), Kind.DKEYS: made / n if gathers else as_made(KEYS),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.schedule import CONTEXT, GRADIENTS, HEADS, INNER, OUTER
 
 Channel = tuple[str, bool]  # (channel of a schedule, whether it carries gradients)

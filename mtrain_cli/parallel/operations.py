@@ -35,33 +35,31 @@ if TYPE_CHECKING:
 
 
 class QueryMessage:
-    """The format of a query message: q, dout, lse, and out if the kernel needs it, else delta."""
+    """The format of a query message: q, dout, lse and delta."""
 
-    def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:
-        self._shapes, self._needs_out = shapes, needs_out
+    def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]]) -> None:
+        self._shapes = shapes
         self._sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
         # Align every part to 256 bytes, as torch's allocator does.
         self._room = [-(-n // 256) * 256 for n in self._sizes]
 
     @staticmethod
-    def pack(rows: tuple[Any, ...], *, needs_out: bool) -> tuple[QueryMessage, Tensor]:
-        """Pack q, dout, out, lse and delta. Return the format and the message, uint8 [bytes]."""
-        q, dout, out, lse, delta = rows
-        parts = [q, dout, lse, out if needs_out else delta]
-        message = QueryMessage([(t.shape, t.dtype) for t in parts], needs_out=needs_out)
-        packed = torch.empty(sum(message._room), dtype=torch.uint8, device=q.device)
+    def pack(*parts: Tensor) -> tuple[QueryMessage, Tensor]:
+        """Pack q, dout, lse and delta. Return the format and the message, uint8 [bytes]."""
+        message = QueryMessage([(t.shape, t.dtype) for t in parts])
+        packed = torch.empty(sum(message._room), dtype=torch.uint8, device=parts[0].device)
         for place, part in zip(packed.split(message._room), parts, strict=True):
             flat = part.contiguous().view(-1).view(torch.uint8)
             place[: len(flat)] = flat
         return message, packed
 
     def unpack(self, packed: Tensor) -> tuple[Any, ...]:
-        """Return q, dout, out, lse, delta. Only one of out and delta is sent; the other is None."""
+        """Return q, dout, out, lse and delta; out is not sent and None."""
         places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
-        q, dout, lse, last = (
+        q, dout, lse, delta = (
             place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places
         )
-        return (q, dout, last, lse, None) if self._needs_out else (q, dout, None, lse, last)
+        return q, dout, None, lse, delta
 
 
 class RunningAttention:
@@ -357,9 +355,8 @@ class Delta(Arrange):
 
 class Message(Arrange):
     def copy(self, state: Executor) -> Sequence[Any]:
-        q, dout, out, lse, *delta = self.read(state)
-        rows = q, dout, out, lse, delta[0] if delta else None
-        state.message, packed = QueryMessage.pack(rows, needs_out=state.kernel.needs_out)
+        q, dout, _, lse, delta = self.read(state)
+        state.message, packed = QueryMessage.pack(q, dout, lse, delta)
         return (packed,)
 
 

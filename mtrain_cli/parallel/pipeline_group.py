@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain_cli.launch import progress_record
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel import recording
 from mtrain_cli.parallel.mesh import connect_all
 from mtrain_cli.parallel.pipeline_schedule import (

@@ -303,11 +303,11 @@ def _exchange_gradients(b: ProgramBuilder, step: ScheduleStep) -> None:
 
 
 def _begin_backward(b: ProgramBuilder, moves: Size) -> tuple[Buffer, ...]:
-    """Begin a ring's backward pass: compute delta if needed, and start the sum of dq."""
+    """Begin a ring's backward pass: compute delta, and start the sum of dq."""
     columns = b.traits.columns
-    delta = (buffers.DELTA,) if columns or not b.traits.needs_out else ()
-    reads = (buffers.Q, buffers.DOUT, buffers.OUT, buffers.LSE, *delta)
-    b.emit(ops.Delta, reads[:3], (*delta, *(() if columns else (buffers.DQ_SUM,))), moves)
+    reads = (buffers.Q, buffers.DOUT, buffers.OUT, buffers.LSE, buffers.DELTA)
+    made = (buffers.DELTA,) if columns else (buffers.DELTA, buffers.DQ_SUM)
+    b.emit(ops.Delta, reads[:3], made, moves)
     if columns:
         b.emit(ops.ColumnsBackward, (*reads, buffers.COLUMNS), (buffers.DQ_SUM, buffers.DCOLUMNS))
         b.sum_columns(buffers.DCOLUMNS, high(WIDE_COLUMNS))

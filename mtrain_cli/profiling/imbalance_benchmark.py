@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.open_dataset import open_dataset
@@ -216,7 +215,7 @@ def _measure(
             if attention.case.choices.pattern is not None and facts["density"] is not None:
                 # The density of the case is the mean of the two layers. Rank 0 knows it.
                 sparse["density"] = 2 * facts["density"] - dense["density"]
-            facts["kinds"] = dict(zip(layer_kinds(attention.case.config), by_kind, strict=True))
+            facts["kinds"] = dict(zip(attention.case.config.layer_kinds, by_kind, strict=True))
     del attentions, inputs
     bench.free_memory()
     return False

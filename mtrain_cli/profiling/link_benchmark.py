@@ -21,9 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.launch.environment import host_memory
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.config.documents import replace_text
+from mtrain_cli.launch.environment import ParallelDims, host_memory
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -130,7 +129,6 @@ def _operations(group: ContextGroup, device: torch.device) -> Iterator[_Operatio
             (link_fit.TWO_HOPS, messages.two_hops),
             (link_fit.GATHER, messages.gather),
             (link_fit.SCATTER, messages.scatter),
-            (link_fit.ALL_TO_ALL, messages.trade),
         ):
             yield _Operation(link, what, ranks, start)
 
@@ -174,19 +172,6 @@ class _Messages:
         others = self.ranks - 1
         shards = _ones(self.device, size // others, self.ranks)
         return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * others
-
-    def trade(self, size: int) -> tuple[Start, int]:
-        parts = _ones(self.device, size // (self.ranks - 1), self.ranks)
-        arrived = torch.empty_like(parts)
-
-        def start() -> list[dist.Work]:
-            work = dist.all_to_all_single(
-                arrived.view(-1), parts.view(-1), group=self.group, async_op=True
-            )
-            assert work is not None
-            return [work]
-
-        return start, parts[0].nbytes * (self.ranks - 1)
 
 
 def _measured(

@@ -23,7 +23,7 @@ from mtrain_cli.attention.named_masks import CAUSAL, BlockCausal, Full, SlidingW
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.model.compilation import compiled
+from mtrain_cli.launch.temporary_folders import compiled
 from mtrain_cli.profiling.kernel_benchmark import CallTime, KernelBench, KernelCase
 
 FLEX = "flex"

@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import Environment, ParallelDims
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
@@ -105,7 +103,7 @@ class MeasurementCase:
         """Return the case's entry in summary.json."""
         config, model = self.config, self.config.of_worker.model
         schedule, choices = self.exchange.schedule, self.choices
-        kinds, dense = layer_kinds(config), choices.dense_kernel
+        kinds, dense = config.layer_kinds, choices.dense_kernel
         pipeline, train = {}, config.train
         if environment.dims.pp > 1:
             micro_batches = train.global_batch // (train.micro_batch * environment.dims.dp)
@@ -136,7 +134,7 @@ class MeasurementCase:
     @property
     def single_layers(self) -> list[int]:
         """The first layer of each kind, which an attention-only measurement computes."""
-        return [layers[0] for layers in layer_kinds(self.config).values()]
+        return [layers[0] for layers in self.config.layer_kinds.values()]
 
     @property
     def flop(self) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, M
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.record_collector import estimated, expert_workers
 from mtrain_cli.records import record_files
-from mtrain_cli.records.expert_loads import FACT, delete_loads_after
+from mtrain_cli.records.expert_loads import FACT, LOAD_PARTS
 from mtrain_cli.training.batch import Batch, MixedAttention
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.resolution import ResolvedRun
@@ -99,7 +99,7 @@ class TrainingProfile(Callback):
             if summary["schema"] == record_files.SCHEMA and all(
                 name in case for case in summary["cases"] for name in _SAME
             ):
-                delete_loads_after(self._folder, self._trainer.step)
+                record_files.delete_parts_after(self._folder, self._trainer.step, LOAD_PARTS)
                 return list(summary["cases"]), record_files.delete_parts_after(
                     self._folder, self._trainer.step
                 )

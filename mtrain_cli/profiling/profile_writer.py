@@ -21,8 +21,9 @@ from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.expert_loads import analyse_experts
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.reporting.report_source import open_source
+from mtrain_cli.reporting.sections import show_sources
 from mtrain_cli.reporting.tables import recording_cost
-from mtrain_cli.reporting.terminal import make_console, show_sources
+from mtrain_cli.reporting.terminal import make_console
 from mtrain_cli.reporting.trace import write_trace
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.router_batches import OwnLoads
@@ -115,11 +116,12 @@ class ProfileWriter:
         if not self.first:
             return
         rows = np.concatenate(self._waiting)
-        loads = self._loads or [np.empty(0, expert_loads.ROW)]
+        loads = np.concatenate(self._loads or [np.empty(0, expert_loads.ROW)])
         self._waiting, self._loads = [], []
         self._note_density(rows)
         record_files.write_part(rows, self.folder, number)
-        expert_loads.write_loads(np.concatenate(loads), self.folder, number)
+        if len(loads):
+            record_files.write_part(loads, self.folder, number, expert_loads.LOAD_PARTS)
         record_files.write_summary(self.folder, self._document)
 
     def peer(self, measured: dict[str, Any]) -> None:
@@ -166,7 +168,7 @@ class ProfileWriter:
         self._document["complete"] = self.samples >= self.plan.samples
         if analysed:
             record_files.join_parts(self.folder)
-            expert_loads.join_loads(self.folder)
+            record_files.join_parts(self.folder, expert_loads.LOAD_PARTS, expert_loads.LOADS)
         record_files.write_summary(self.folder, self._document)
         if not self._latest:
             return
@@ -219,7 +221,7 @@ class ProfileWriter:
             workers=self.bench.environment.dims.cp, per_node=schedule.per_node,
             layout=first.choices.layout.name, exchange=schedule.exchange,
             block_size=topology.block_size, chunk=topology.chunk,
-            needs_out=first.choices.kernel.needs_out, iteration=self._iteration,
+            iteration=self._iteration,
             columns={name: bound for name, bound in bounds.items() if bound != 0},
         )  # fmt: skip
         parts = self._parts_of_indices(cases)

@@ -313,10 +313,10 @@ def own_loads(own: OwnLoads | None, case: int, step: int, rank: int) -> np.ndarr
     """Return the loads of a worker's tokens in a training step as rows of `expert_loads`."""
     if own is None:
         return np.empty(0, LOADS)
-    tokens, dropped = own.counts()
+    tokens = own.counts()
     rows = np.zeros(tokens.size, LOADS)
     layers, experts = np.indices(tokens.shape).reshape(2, -1)
     rows["case"], rows["step"], rows["rank"] = case, step, rank
     rows["layer"], rows["expert"] = np.array(own.layers, np.int64)[layers], experts
-    rows["tokens"], rows["dropped"] = tokens.reshape(-1), dropped.reshape(-1)
+    rows["tokens"] = tokens.reshape(-1)
     return rows

@@ -25,10 +25,10 @@ from mtrain_cli.printable import one_line
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.profiling.record_collector import expert_workers, own_loads
 from mtrain_cli.records import record_files
-from mtrain_cli.records.expert_loads import expert_facts, join_loads, write_loads
+from mtrain_cli.records.expert_loads import LOAD_PARTS, LOADS, expert_facts
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
-from mtrain_cli.training.banner import banner
+from mtrain_cli.training.dry_run import banner
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.trainer import Trainer
 
@@ -284,9 +284,10 @@ def _write_results(
                     (rank, k.name, k.part, k.calls / steps, k.ns / 1e6 / steps)
                     for k in summary.breakdown.kinds
                 )
-        by_step = np.argsort(loads["step"], kind="stable")
-        write_loads(loads[by_step], folder, 0)
-        join_loads(folder)
+        if len(loads):
+            by_step = np.argsort(loads["step"], kind="stable")
+            record_files.write_part(loads[by_step], folder, 0, LOAD_PARTS)
+        record_files.join_parts(folder, LOAD_PARTS, LOADS)
         record_files.write_summary(folder, document)
     except OSError as error:
         raise RunError(one_line(not_written(error, folder))) from error
@@ -294,8 +295,7 @@ def _write_results(
 
 def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None:
     from mtrain_cli.reporting.step_tables import step_section
-    from mtrain_cli.reporting.terminal import make_console
-    from mtrain_cli.reporting.terminal_width import print_section
+    from mtrain_cli.reporting.terminal import make_console, print_section
 
     console = make_console()
     print_section(console, step_section(document))

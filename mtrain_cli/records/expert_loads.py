@@ -36,7 +36,6 @@ ROW = np.dtype(
         ("rank", np.int16),  # rank that holds the tokens
         ("expert", np.int32),
         ("tokens", np.int64),  # tokens of the rank that the expert computes
-        ("dropped", np.int64),  # tokens of the rank that chose the expert beyond its capacity
     ]
 )
 
@@ -45,22 +44,6 @@ def expert_facts(model: ModelConfig, parallel: int) -> dict[str, Any]:
     """Return the fact ``experts`` of a case; empty for a model without experts."""
     fact = {"count": model.moe.experts, "top_k": model.moe.top_k, "parallel": parallel}
     return {FACT: fact} if model.moe.experts else {}
-
-
-def write_loads(rows: np.ndarray, folder: Path, number: int) -> None:
-    """Write the loads of one sample. A model without experts has none, and gets no file."""
-    if len(rows):
-        record_files.write_part(rows, folder, number, LOAD_PARTS)
-
-
-def join_loads(folder: Path) -> None:
-    """Join the loads of all samples into one file."""
-    record_files.join_parts(folder, LOAD_PARTS, LOADS)
-
-
-def delete_loads_after(folder: Path, last: int) -> None:
-    """Delete the loads of training steps after ``last``."""
-    record_files.delete_parts_after(folder, last, LOAD_PARTS)
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,6 @@ class ExpertAnalysis:
     dealt: the worker degree that the same loads would have if the experts were dealt over this many
         workers, by number of workers.
     largest: tokens of the expert with the most, divided by the mean, over samples.
-    dropped: share of the chosen pairs of token and expert that are beyond an expert's capacity.
     shares: share of each expert in the tokens of its layer, float32 [steps, layers, E].
     time: worker imbalance degree of the recorded time of the experts; None without records.
     ms: that time for one layer, by direction, as the mean over ranks, layers and steps.
@@ -90,7 +72,6 @@ class ExpertAnalysis:
     step: Estimate
     dealt: dict[int, Estimate]
     largest: Estimate
-    dropped: float
     shares: np.ndarray
     time: Estimate | None
     ms: dict[str, float]
@@ -109,7 +90,6 @@ class ExpertAnalysis:
             "step": self.step.to_json(),
             "dealt": {str(workers): value.to_json() for workers, value in self.dealt.items()},
             "largest": self.largest.to_json(),
-            "dropped": self.dropped,
             **times,
             "ms": self.ms,
             "shares": [[float(f"{x:.4g}") for x in row] for row in self.shares.mean(0).tolist()],
@@ -227,7 +207,6 @@ class _CaseSums:
         self._steps: list[int] = []
         self._shares: list[np.ndarray] = []
         self._degrees: list[np.ndarray] = []  # [worker, step, largest, dealt...] x layers
-        self._dropped = self._chosen = 0
 
     def add(self, step: int, rows: dict[str, np.ndarray]) -> None:
         layers, ranks = np.unique(rows["layer"]), np.unique(rows["rank"])
@@ -251,8 +230,6 @@ class _CaseSums:
         has = np.zeros((len(layers), len(ranks)), bool)
         has[at] = True
         self._steps.append(step)
-        self._dropped += int(rows["dropped"].sum())
-        self._chosen += int(rows["dropped"].sum() + rows["tokens"].sum())
         totals = table.sum(1)
         whole = totals.sum(1, keepdims=True)
         even = np.full_like(totals, 1 / self._experts)
@@ -289,7 +266,6 @@ class _CaseSums:
             step=step,
             dealt=dict(zip(self._dealt, dealt, strict=True)),
             largest=largest,
-            dropped=self._dropped / self._chosen if self._chosen else 0.0,
             shares=np.stack(self._shares),
             time=_time_degree(times),
             ms={n: float(ms) for n in _ORDER if not np.isnan(ms := of_pass.get(n, np.nan))},

@@ -30,7 +30,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
@@ -53,7 +53,6 @@ class RecordedSetup:
 
     seq: number of tokens of a sequence before padding.
     chunk: topology.balanced_chunk; None means auto.
-    needs_out: whether the kernel's backward pass needs the output (`lowering.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
         the index.
@@ -70,7 +69,6 @@ class RecordedSetup:
     exchange: str
     block_size: int = 128
     chunk: int | None = None
-    needs_out: bool = False
     columns: Mapping[str, int | None] = field(default_factory=dict)
     iteration: int = 0
 
@@ -186,6 +184,7 @@ def load_indices(path: Path) -> RecordedIndices:
                     f"{path}: has schema {about['schema']}, this version of mtrain reads "
                     f"{' and '.join(map(str, _READ))}; update mtrain, or record it again"
                 )
+            about["setup"].pop("needs_out", None)  # written by versions before 0.2
             setup = RecordedSetup(**about["setup"])
             masks, full = _masks(file, "mask"), None
             if "full_layers" in about:

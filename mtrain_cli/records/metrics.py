@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.grouping import show_spans, spans
@@ -53,11 +53,10 @@ class StepMetrics:
     index_seconds: time that the first worker spent on index estimates in a sparse step.
     density_by_layer: density of each layer in a sparse step.
     balance_loss: balance loss of the routers without its coefficient, mean over sequences and
-        layers; 1 is perfect. None for a model without experts, as the next five.
+        layers; 1 is perfect. None for a model without experts, as the next four.
     router_z: mean of logsumexp^2 of the routers' scores over tokens and layers.
     expert_load: largest tokens of an expert / mean of the experts of its layer, over layers.
     router_entropy: mean entropy of the routers' scores over tokens and layers, in nats.
-    dropped: times that an expert did not compute a token that chose it (train.expert_capacity).
     skipped: whether the update was skipped: a spike (optim.skip_spikes), or no token with a label.
     """
 
@@ -87,7 +86,6 @@ class StepMetrics:
     expert_load: float | None = None
     expert_load_by_layer: list[float] | None = None
     router_entropy: float | None = None
-    dropped: int | None = None
     skipped: bool | None = None
 
     def to_json(self) -> str:

@@ -20,8 +20,7 @@ import numpy as np
 
 from mtrain_cli import __version__
 from mtrain_cli.config import plugins
-from mtrain_cli.config.atomic_files import replace_text, replacing
-from mtrain_cli.config.documents import read_json, reason
+from mtrain_cli.config.documents import read_json, reason, replace_text, replacing
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel import pipeline_schedule
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
@@ -226,10 +225,11 @@ def join_parts(folder: Path, kind: str = PARTS, joined: str = RECORDS) -> None:
     parts = sorted((folder / kind).glob("*.parquet"))
     if not parts:
         return
-    schema, options = pq.read_schema(parts[0]), {"compression": "zstd"}
+    schema, options = pq.read_schema(parts[-1]), {"compression": "zstd"}
     with replacing(folder / joined) as draft, pq.ParquetWriter(draft, schema, **options) as writer:
         for part in parts:
-            writer.write_table(pq.read_table(part))
+            # Parts of earlier versions have more columns.
+            writer.write_table(pq.read_table(part, columns=schema.names))
     for part in parts:
         part.unlink()
     (folder / kind).rmdir()

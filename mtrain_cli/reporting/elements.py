@@ -11,10 +11,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.printable import same_width
 from mtrain_cli.reporting.plots import Figure
-from mtrain_cli.reporting.table import Map, Section, Table
+from mtrain_cli.reporting.table import Section, Table
 
 _HERE = Path(__file__).parent
 # plotly.js-cartesian-dist-min 4.1.1 from npm, gzipped, with its MIT licence in the same folder.
@@ -104,11 +104,9 @@ def table(
 
 
 def report_section(described: Section) -> str:
-    """Return a section with its tables and sentences. Figures replace its heat maps."""
+    """Return a section with its tables and sentences."""
     content = ""
     for part in described.parts:
-        if isinstance(part, Map):
-            continue
         if isinstance(part, Table):
             shown = shown_table(part)
         else:

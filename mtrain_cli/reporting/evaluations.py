@@ -5,22 +5,22 @@ Figures are maps of depth x length, and the loss by context.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
+from typing import Any
 
+from mtrain_cli.config import plugins
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
-from mtrain_cli.evaluation.results import HELD_OUT_TEXT, NATS, PERCENT, Part, Result, format_score
+from mtrain_cli.evaluation.results import HELD_OUT_TEXT, NATS, Part, Result, format_score
 from mtrain_cli.grouping import grouped
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
 from mtrain_cli.reporting.table import Column, Table
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal import print_table, say
 
-RULER, LM_EVAL = "ruler:", "lm-eval:"
-_MARK = "@"  # in the name of a task with another haystack, which no mean includes
 Named = Sequence[tuple[str, Sequence[Result]]]  # (run, its results)
 
 
@@ -69,7 +69,19 @@ def _about(result: Result) -> tuple[str, ...]:
 
 def _task(result: Result) -> tuple[str, str]:
     """Return what names the rows of a result. The note of lm-eval tells the shots."""
-    return result.task, result.note if result.task.startswith(LM_EVAL) else ""
+    return result.task, result.note if _kind(result) else ""
+
+
+def _kind(result: Result) -> str:
+    """Return the kind of a result whose package makes its tables; "" for all others."""
+    kind = result.task.partition(":")[0]
+    return kind if kind in _kinds_with_tables() else ""
+
+
+@functools.cache
+def _kinds_with_tables() -> dict[str, Any]:
+    kinds: dict[str, Any] = plugins.load_by_name("mtrain.evaluations")
+    return {kind: evaluation for kind, evaluation in kinds.items() if hasattr(evaluation, "tables")}
 
 
 def _is_text(setting: str) -> bool:
@@ -85,8 +97,11 @@ def evaluation_tables(results: Sequence[Result]) -> list[Table]:
     steps = grouped(distinguished(results), lambda result: result.step)
     for step, own in sorted(steps.items(), key=lambda item: item[0] or 0):
         suffix = "" if len(steps) == 1 else f", step {step}"
-        kinds = (_by_length, _ruler, _lm_eval, _by_part)
-        created = (table for kind in kinds for table in kind(own))
+        by_kind = grouped(own, _kind)
+        created = [*_by_length(by_kind.pop("", []))]
+        for kind, group in by_kind.items():
+            created += _kinds_with_tables()[kind].tables(group)
+        created += _by_part(own)
         tables += [replace(table, title=f"{table.title}{suffix}") for table in created]
     return tables
 
@@ -100,9 +115,7 @@ def show_evaluations(console: Console, results: Sequence[Result]) -> None:
 
 
 def _by_length(results: Sequence[Result]) -> Iterator[Table]:
-    others = (RULER, LM_EVAL)
-    tasks = grouped((r for r in results if not r.task.startswith(others)), lambda r: r.task)
-    for task, own in tasks.items():
+    for task, own in grouped(results, lambda result: result.task).items():
         keyed = list(dict.fromkeys(r.attention for r in own if r.key_tokens is not None))
         # A row is the last result of each attention at a length.
         rows = [
@@ -111,18 +124,18 @@ def _by_length(results: Sequence[Result]) -> Iterator[Table]:
         ]
         columns = [
             Column("length", _length),
-            *_attentions(own),
-            *(Column(f"{name}\nkey tokens", _key_tokens(name), _score) for name in keyed),
+            *attention_columns(own),
+            *(Column(f"{name}\nkey tokens", _key_tokens(name), score_cell) for name in keyed),
             *([Column("key\ntokens", _key_counts)] if keyed else []),
-            _SAMPLES,
+            SAMPLES,
         ]
         notes = "; ".join(dict.fromkeys(result.note for result in own if result.note))
-        yield Table(f"{task}, {_unit(own)}", columns, rows, notes)
+        yield Table(f"{task}, {unit_text(own)}", columns, rows, notes)
 
 
-def _attentions(results: Sequence[Result]) -> list[Column]:
+def attention_columns(results: Sequence[Result]) -> list[Column]:
     names = dict.fromkeys(result.attention for result in results)
-    return [Column(name, lambda row, name=name: row.get(name), _score) for name in names]
+    return [Column(name, lambda row, name=name: row.get(name), score_cell) for name in names]
 
 
 def _length(row: dict[str, Result]) -> str | None:
@@ -148,66 +161,7 @@ def _samples(row: dict[str, Result]) -> str:
     return ", ".join(map(str, sorted({result.samples for result in row.values()})))
 
 
-_SAMPLES = Column("samples", _samples)
-
-
-def _ruler(results: Sequence[Result]) -> Iterator[Table]:
-    own = [result for result in results if result.task.startswith(RULER)]
-    if not own:
-        return
-    tasks = list(dict.fromkeys(result.task for result in own))
-    averaged = [task for task in tasks if _MARK not in task]
-    attentions = list(dict.fromkeys(result.attention for result in own))
-    groups = grouped(own, lambda r: (r.length, r.attention))
-    order = sorted(groups, key=lambda key: (key[0], attentions.index(key[1])))
-    rows = [(*key, {result.task: result for result in groups[key]}) for key in order]
-    columns = [
-        Column("length", lambda row: format_size(row[0]), words=True),
-        Column("attention", lambda row: row[1], words=True),
-        *(
-            Column(task.removeprefix(RULER), lambda row, task=task: row[2].get(task), _score)
-            for task in tasks
-        ),
-        Column("mean", lambda row: _mean([row[2].get(task) for task in averaged])),
-    ]
-    note = "new tokens attend to everything, whatever the attention of the prompt"
-    left_out = [task.removeprefix(RULER) for task in tasks if _MARK in task]
-    note += f"; mean without {', '.join(left_out)}" if left_out else ""
-    yield Table(f"RULER, {_unit(own)}", columns, rows, note)
-
-
-def _mean(results: Sequence[Result | None]) -> str | None:
-    """Return the mean over tasks with its error; None if a task has no score."""
-    scored = [(r.score, r.error, r.unit) for r in results if r is not None and r.score is not None]
-    if not results or len(scored) < len(results):
-        return None
-    mean = math.fsum(score for score, *_ in scored) / len(scored)
-    errors = [error for _, error, _ in scored if error is not None]
-    error = math.hypot(*errors) / len(errors) if len(errors) == len(scored) else None
-    return format_score(mean, error, scored[0][2])
-
-
-def _lm_eval(results: Sequence[Result]) -> Iterator[Table]:
-    own = [result for result in results if result.task.startswith(LM_EVAL)]
-    groups = grouped(own, lambda result: (result.task, result.note)).values()
-    # A row is the first result of each attention.
-    rows = [{result.attention: result for result in reversed(group)} for group in groups]
-
-    def part(row: dict[str, Result], number: int) -> str:
-        result = next(iter(row.values()))
-        names = result.task.removeprefix(LM_EVAL).rpartition(":")
-        unit = ", %" if result.unit == PERCENT and number == 2 else ""
-        return names[number] + unit
-
-    columns = [
-        Column("task", lambda row: part(row, 0), words=True),
-        Column("metric", lambda row: part(row, 2), words=True),
-        Column("shots", lambda row: next(iter(row.values())).note, words=True),
-        *_attentions(own),
-        _SAMPLES,
-    ]
-    if own:
-        yield Table("lm-eval ± standard error", columns, rows)
+SAMPLES = Column("samples", _samples)
 
 
 def _by_part(results: Sequence[Result]) -> Iterator[Table]:
@@ -221,11 +175,11 @@ def _by_part(results: Sequence[Result]) -> Iterator[Table]:
         for task, group in grouped(own, lambda result: result.task).items():
             columns = [Column(head, _context if is_loss else _depth, words=True)]
             for r in sorted(group, key=lambda result: result.length):
-                scores = {(p.begin, p.end): (p, r.unit) for p in r.parts}
+                of_span = {(p.begin, p.end): (p, r.unit) for p in r.parts}.get
                 name = f"{format_size(r.length)}\n{r.attention}"
-                columns.append(Column(name, lambda span, scores=scores: scores.get(span), _score))
+                columns.append(Column(name, of_span, score_cell))
             spans = sorted({(p.begin, p.end) for result in group for p in result.parts})
-            yield Table(f"{task} by {head}, {_unit(group)}", columns, spans, note)
+            yield Table(f"{task} by {head}, {unit_text(group)}", columns, spans, note)
 
 
 def _depth(span: tuple[int, int]) -> str:
@@ -236,12 +190,12 @@ def _context(span: tuple[int, int]) -> str:
     return f"{format_size(span[0])} to {format_size(span[1])}"
 
 
-def _score(scored: Result | tuple[Part, str]) -> str:
+def score_cell(scored: Result | tuple[Part, str]) -> str:
     part, unit = (scored, scored.unit) if isinstance(scored, Result) else scored
     return format_score(part.score, part.error, unit)
 
 
-def _unit(results: Sequence[Result]) -> str:
+def unit_text(results: Sequence[Result]) -> str:
     unit = results[0].unit
     return f"{unit} per token ± standard error" if unit == NATS else f"{unit} ± standard error"
 

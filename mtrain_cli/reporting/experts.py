@@ -14,7 +14,7 @@ from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure
 from mtrain_cli.reporting.report_source import ReportSource, label_of
-from mtrain_cli.reporting.table import Column, Table, count, data, fixed, ms, percent, spread
+from mtrain_cli.reporting.table import Column, Table, data, fixed, ms, spread
 from mtrain_cli.reporting.training import curves, layers_over_steps
 
 NOTE = (
@@ -28,8 +28,7 @@ NOTE = (
 ROUTING_NOTE = (
     "balance loss: without its coefficient, 1 is perfect; largest load: tokens of the expert with "
     "the most over the mean, of the worst layer; entropy of the router's scores in nats, and that "
-    "of even scores; z: mean of logsumexp^2; dropped: tokens beyond an expert's capacity, of all "
-    "steps"
+    "of even scores; z: mean of logsumexp^2"
 )
 _SIDE = 256  # most experts or layers on an axis
 _CURVES = (
@@ -37,7 +36,6 @@ _CURVES = (
     ("balance loss, 1 = even", "balance_loss", False),
     ("entropy of routing, nats", "router_entropy", False),
     ("z: mean of logsumexp^2", "router_z", False),
-    ("tokens dropped", "dropped", True),
 )
 
 
@@ -65,7 +63,6 @@ def expert_table(sources: Sequence[ReportSource]) -> Table:
         Column(f"if dealt over {' / '.join(map(str, DEALT))}", lambda row: dealt(row[1])),
         Column("worker imbalance, by time", lambda row: row[1].time, spread, drop=5),
         Column("ms forward / backward", lambda row: times(row[1]), drop=3),
-        Column("dropped", lambda row: row[1].dropped, percent, drop=4),
         Column("n", lambda row: row[1].worker.n, drop=1),
     ]
     return Table("Experts", columns, _labelled(sources), NOTE)
@@ -91,7 +88,6 @@ def routing_table(sources: Sequence[ReportSource]) -> Table:
         *ends("entropy", "router_entropy", 3),
         Column("even", even, fixed(3), drop=2),
         Column("last", lambda row: row[1][-1].router_z, fixed(3), group="z", drop=1),
-        Column("dropped", lambda row: sum(step.dropped or 0 for step in row[1]), count, drop=3),
     ]
     routed = [(s, [m for m in s.metrics if m.expert_load is not None]) for s in sources]
     return Table("Routing", columns, [row for row in routed if row[1]], ROUTING_NOTE)
@@ -114,7 +110,6 @@ def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:
     """Draw the routing over training steps, and the shares of experts by layer."""
     # With dense runs, too, so that a run has the same color in all curves.
     trained = [source for source in sources if source.metrics]
-    dropped = any(step.dropped for source in trained for step in source.metrics)
     shares = [
         plots.heat_view(
             (label, f"mean of {len(loads.steps)} steps"),
@@ -132,7 +127,7 @@ def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:
         f"{_SIDE} x {_SIDE} cells, each the maximum of its group."
     )
     return [
-        curves("routing", "Routing", trained, _CURVES if dropped else _CURVES[:-1]),
+        curves("routing", "Routing", trained, _CURVES),
         layers_over_steps(
             *("expert-load", "Largest load of an expert by layer"),
             trained,

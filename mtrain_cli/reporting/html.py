@@ -13,8 +13,14 @@ from mtrain_cli import __version__
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.reporting import elements
 from mtrain_cli.reporting.report_source import ReportSource
-from mtrain_cli.reporting.run_files import card, differing, shown
-from mtrain_cli.reporting.sections import figures, own_sections, shared_sections
+from mtrain_cli.reporting.sections import (
+    card,
+    differing,
+    figures,
+    own_sections,
+    shared_sections,
+    shown,
+)
 from mtrain_cli.reporting.tables import recording_cost
 
 

@@ -1,12 +1,8 @@
-"""What `mtrain mask show` shows: what a mask allows, what that means for each layout, and pictures.
-
-The pictures are a page with the mask and its layouts, or an SVG file of the mask.
-"""
+"""What `mtrain mask show` shows: what a mask allows, what it means for each layout, and a page."""
 
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -26,7 +22,6 @@ from mtrain_cli.parallel.cast_rows import row_block, too_many_to_count
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import Balanced, Layout
 from mtrain_cli.parallel.traffic import Traffic, count_traffic
-from mtrain_cli.printable import same_width
 from mtrain_cli.reporting import elements, plots
 from mtrain_cli.reporting.table import Column, Section, Table, count, fixed, percent
 from mtrain_cli.training.batch import unseen_labels
@@ -40,19 +35,7 @@ _RANKS = (
 _MASK = "91,125,214"
 _PARTS = (8, 4)  # into which ticks divide an axis
 _STRIP = 16  # columns of the strip that shows the ranks of a cell's rows
-_WIDTH, _MARGIN, _LINE = 208, 8, 15  # units of the drawing
-_CELLS, _SVG_CELLS = 128, 64  # rows and columns of the picture of the page, and of the SVG file
-_LETTERS = 30  # of a title that fit into a line
-_STYLE = """
-svg { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }
-text { fill: #1f2328; font-size: 12px } .card { fill: #ffffff; stroke: #d1d9e0 }
-.back { fill: #eef1f4 } .full { fill: #2f6fc4 } .partial { fill: #9cbce4 }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .card { fill: #0d1117; stroke: #3d444d }
-  .back { fill: #21262d } .full { fill: #5b9be0 } .partial { fill: #35547a }
-}
-"""
-MEANING = "Queries from top to bottom, keys from left to right. Dark: all pairs. Light: some pairs."
+_CELLS = 128  # rows and columns of the picture
 
 
 @dataclass(frozen=True)
@@ -220,7 +203,7 @@ def density(mask: SequenceMask, cells: int = _CELLS) -> np.ndarray:
     return table
 
 
-# --- pictures -----
+# --- page -----
 
 
 def write(path: Path, title: str, masks: Sequence[MaskView], cluster: str = "auto") -> None:
@@ -348,46 +331,3 @@ def layouts_table(view: MaskView, title: str) -> Table:
         Column("cost", lambda share: max(share.costs), fixed(2)),
     ]
     return Table(title, columns, view.shares)
-
-
-def svg(mask: SequenceMask, title: str) -> str:
-    """Return an SVG file with the title above the mask, for light and dark pages."""
-    lines = textwrap.wrap(title, _LETTERS)
-    side = _WIDTH - 2 * _MARGIN
-    top = _MARGIN + _LINE * len(lines)
-    height = top + side + _MARGIN
-    texts = (
-        f'<text x="{_MARGIN}" y="{_MARGIN + _LINE * row - 4}">{escape(line)}</text>'
-        for row, line in enumerate(lines, 1)
-    )
-    table = density(mask, _SVG_CELLS)
-    place = f"translate({_MARGIN} {top}) scale({side / len(table):.6g})"
-    paths = "".join(
-        f'<path class="{kind}" d="{_runs(flags)}"/>'
-        for kind, flags in (("full", table == 1), ("partial", (table > 0) & (table < 1)))
-        if flags.any()
-    )
-    parts = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}">',
-        f"<title>{escape(title)}</title><desc>{MEANING}</desc>",
-        f"<style>{_STYLE}</style>",
-        f'<rect x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="6" class="card"/>',
-        *texts,
-        f'<rect x="{_MARGIN}" y="{top}" width="{side}" height="{side}" class="back"/>',
-        f'<g transform="{place}" shape-rendering="crispEdges">{paths}</g>',
-        "</svg>",
-        "",
-    )
-    # Replace control characters: a user may print the file to a terminal.
-    return same_width("\n".join(parts))
-
-
-def _runs(flags: np.ndarray) -> str:
-    """Return a path with one rectangle per run of true cells of a row. Each cell is 1 x 1."""
-    path = []
-    for row, cells in enumerate(flags):
-        edges = np.flatnonzero(np.diff(cells.astype(np.int8), prepend=0, append=0)).tolist()
-        pairs = zip(edges[::2], edges[1::2], strict=True)
-        path += [f"M{a} {row}h{b - a}v1h{a - b}z" for a, b in pairs]
-    return "".join(path)

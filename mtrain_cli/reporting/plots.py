@@ -10,7 +10,6 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.records.record_sums import EXPOSED, LATE
-from mtrain_cli.reporting.tables import fold
 
 Trace = dict[str, Any]
 # Colors of runs or exchanges.
@@ -145,7 +144,7 @@ def heat_view(
         x, y: title of the axis, and its positions; y starts at the top.
         side: largest number of cells per axis. A larger table shrinks to maxima of groups of cells.
     """
-    small, _ = fold(table, side)
+    small = fold(table, side)
     across, down = (
         cell_labels(positions, small.shape[at]) for at, (_, positions) in ((1, x), (0, y))
     )
@@ -158,6 +157,14 @@ def heat_view(
 
     axes = axis(x[0], **ticks(across)), downward(y[0], **ticks(down))
     return FigureView(labels, [trace], layout(190 + 18 * min(30, max(4, len(down))), *axes))
+
+
+def fold(table: np.ndarray, cells: int) -> np.ndarray:
+    """Shrink a table to at most cells x cells, each the maximum of a group of cells."""
+    for axis in (0, 1):
+        size = max(1, -(-table.shape[axis] // cells))
+        table = np.maximum.reduceat(table, np.arange(0, table.shape[axis], size), axis=axis)
+    return table
 
 
 def cell_labels(positions: Sequence[int], cells: int) -> list[Any]:

@@ -5,24 +5,37 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli import resource_dir
-from mtrain_cli.config.documents import reason
+from mtrain_cli.config import documents, keys
+from mtrain_cli.config.documents import UnreadableError, reason
+from mtrain_cli.config.earlier_versions import renamed
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.grouping import show_spans, spans
-from mtrain_cli.launch import run_dir
+from mtrain_cli.launch import restart, run_dir
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_status import ENDED, RunState, read_state_file
 from mtrain_cli.printable import one_line
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.expert_loads import ExpertAnalysis, analyse_experts
-from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics
+from mtrain_cli.records.metrics import (
+    METRICS_FILE,
+    StepMetrics,
+    is_finite,
+    line_on_file,
+    loss_remark,
+    read_readable_metrics,
+    step_remarks,
+)
 from mtrain_cli.records.record_files import (
     HEAD_ROWS,
     KERNELS,
@@ -37,16 +50,17 @@ from mtrain_cli.records.record_files import (
     open_records,
     read_others,
 )
-from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
-from mtrain_cli.reporting.run_files import RESOLVED, RunFiles, read_run_files, with_choices
 from mtrain_cli.reporting.step_tables import step_section
 from mtrain_cli.reporting.sweeps import sweep_table
-from mtrain_cli.reporting.terminal_width import print_section
-from mtrain_cli.training.evaluation import Evaluation
+from mtrain_cli.reporting.tables import recording_cost
+from mtrain_cli.reporting.terminal import print_section
+from mtrain_cli.training.evaluation import EVALUATIONS_FILE, Evaluation, read_evaluations
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
+RESOLVED = "resolved.yaml"
 SHOWN = 5  # most names in a message
 SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
+_MOST_CHARACTERS = 10_000  # of a setting that a report shows
 # Types of facts. A foreign file may have others.
 _FACTS = {"gpus": list, "versions": dict, "started": str}
 # {key that a case of a profile can choose otherwise: name of the choice in the record of a case}
@@ -69,6 +83,7 @@ class ReportSource:
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
     others: kinds of records of other packages, each with its records.
     settings: resolved configuration by dotted key, with the choices of the run for ``auto``.
+    chosen: choices of the run by dotted key, as its state.json has them.
     damage: a line on each damaged file, of which the report lacks a part.
     """
 
@@ -84,8 +99,8 @@ class ReportSource:
     sparsity: tuple[dict[str, Any], ...] = ()
     results: tuple[evaluation_results.Result, ...] = ()
     others: tuple[tuple[RecordKind, Any], ...] = ()
-    study: tuple[StudyTable, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
     experts: tuple[ExpertAnalysis, ...] = ()
     damage: tuple[str, ...] = ()
@@ -95,7 +110,6 @@ class ReportSource:
         kinds = {
             "recorded step": self.step,
             "sparsity profile": self.sparsity,
-            "study": self.study,
             "evaluation": self.results and not self.metrics and self.recorded is None,
             "training run": self.metrics or self.recorded is None,
         }
@@ -128,8 +142,6 @@ class ReportSource:
         cluster = self.summary.get("cluster")
         if isinstance(cluster, dict):
             return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
-        if self.study:
-            return ""  # nothing ran on this machine
         gpus = self.facts.get("gpus") or []
         return f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if self.facts else ""
 
@@ -250,7 +262,7 @@ def known() -> list[Path]:
 def _dated(root: Path) -> dict[Path, float]:
     """Return when each folder in ``root`` changed, for those that have something to report."""
     # A profile without a sample, or a run without a step, has nothing to report.
-    measured = RECORDS, SWEEP, KERNELS, HEAD_ROWS, STUDY_ROWS, f"{PARTS}/*.parquet"
+    measured = RECORDS, SWEEP, KERNELS, HEAD_ROWS, f"{PARTS}/*.parquet"
     dated = {}
     for folder in root.iterdir() if root.is_dir() and os.access(root, os.R_OK) else ():
         with contextlib.suppress(PermissionError):
@@ -282,26 +294,28 @@ def open_source(path: Path) -> ReportSource:
         raise ConfigError(
             f"{path}: not a profile of mtrain; give the folder of a run, a profile or a simulation"
         )
-    files = read_run_files(path)
-    others = bool(files.metrics or files.results)
+    run = read_run(path)
+    others = bool(run.metrics or run.results)
     try:
         places = [place for place in (path, path / PROFILE) if (place / SUMMARY).is_file()]
         if places:
-            return _profiled(path, places[0], files)
+            return _profiled(run, places[0])
     except ConfigError as error:
         if not others:
             raise
         line = f"{error.problems[0]}; the profile is not shown"
-        files = replace(files, damage=(*files.damage, line))
+        run = replace(run, damage=(*run.damage, line))
     if not others:
-        raise ConfigError(*(files.damage or [_nothing(path)]))
-    return _with_files(_bare(path, None, files), files)
+        raise ConfigError(*(run.damage or [_nothing(path)]))
+    return replace(run, settings=with_choices(run.settings, run.chosen))
 
 
-def _profiled(path: Path, folder: Path, files: RunFiles) -> ReportSource:
+def _profiled(run: ReportSource, folder: Path) -> ReportSource:
     try:
-        source = _recorded(path, open_records(folder), files)
+        source = _recorded(run, open_records(folder))
         sweep_table([("", source.steps)]).cells()
+        recording_cost(source.summary)
+        sum(int(case.facts.get("padded_seq") or 0) for case in source.cases)
         if source.step is not None:
             print_section(Console(file=io.StringIO()), step_section(source.step))
     except ConfigError:
@@ -314,41 +328,33 @@ def _profiled(path: Path, folder: Path, files: RunFiles) -> ReportSource:
     return source
 
 
-def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSource:
-    """Return a source with a profile or simulation."""
-    source, summary, folder = _bare(path, recorded, files), recorded.summary, recorded.folder
-    kind = summary.get("kind")
+def _recorded(run: ReportSource, recorded: RecordedFolder) -> ReportSource:
+    """Add a profile or simulation to the files of its run."""
+    summary, folder = recorded.summary, recorded.folder
+    command = {"command": summary["command"]} if summary.get("command") else {}
+    facts = {**_facts(summary.get("environment") or {}), **command, **run.facts}
+    settings = with_choices(run.settings, run.chosen or _choices(summary))
+    source, kind = replace(run, facts=facts, settings=settings), summary.get("kind")
     if kind == STEP:
         return _with_experts(replace(source, step=summary), recorded)
-    if kind == STUDY:
-        return replace(source, study=tables_of(summary, folder))
     if kind == SPARSITY:
         return replace(source, sparsity=_sparsity(folder), others=read_others(folder))
     recorded.check_schemas()
     cases = tuple(analyse(recorded))
-    if not cases and not files.metrics and not summary.get("sweep"):
+    if not cases and not run.metrics and not summary.get("sweep"):
         why = "no sample yet; the profile still runs or stopped too early"
         if recorded.complete or summary.get("samples"):
             why = f"{RECORDS} is missing or empty, although {SUMMARY} lists samples; measure again"
         raise ConfigError(f"{folder}: {why}")
-    source = replace(_with_experts(source, recorded), recorded=recorded, cases=cases)
-    return _with_files(source, files)
+    return replace(_with_experts(source, recorded), recorded=recorded, cases=cases)
 
 
-def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> ReportSource:
-    summary = recorded.summary if recorded is not None else {}
-    command = {"command": summary["command"]} if summary.get("command") else {}
-    facts = {**(summary.get("environment") or {}), **command, **files.facts}
-    facts = {name: v for name, v in facts.items() if isinstance(v, _FACTS.get(name, object))}
-    settings = with_choices(files.settings, _choices(summary, files))
-    name = os.path.basename(path.resolve()) or str(path)
-    return ReportSource(name, path, facts, settings=settings, damage=files.damage)
+def _facts(environment: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in environment.items() if isinstance(v, _FACTS.get(name, object))}
 
 
-def _choices(summary: dict[str, Any], files: RunFiles) -> dict[str, str]:
-    """Return the choices of a run, or else those of its cases, by dotted key."""
-    if files.state is not None and files.state.chosen:
-        return {k: str(v) for k, v in files.state.chosen.items() if k in _CHOSEN}
+def _choices(summary: dict[str, Any]) -> dict[str, str]:
+    """Return the choices of the cases of a profile, by dotted key."""
     measured = [summary.get("settings"), *(summary.get("cases") or ())]
     cases = [facts for facts in measured if isinstance(facts, dict)]
     values = {
@@ -356,17 +362,6 @@ def _choices(summary: dict[str, Any], files: RunFiles) -> dict[str, str]:
         for key, fact in _CHOSEN.items()
     }
     return {key: ", ".join(own) for key, own in values.items() if own}
-
-
-def _with_files(source: ReportSource, files: RunFiles) -> ReportSource:
-    return replace(
-        source,
-        metrics=files.metrics,
-        steps_wanted=files.steps_wanted if files.metrics else None,
-        evaluations=files.evaluations,
-        results=files.results,
-        restarts=files.restarts,
-    )
 
 
 def _with_experts(source: ReportSource, recorded: RecordedFolder) -> ReportSource:
@@ -408,3 +403,118 @@ def _nothing(path: Path) -> str:
         f"{path}: not a run, profile or simulation "
         f"({SUMMARY} and {METRICS_FILE} are missing; contains {listed})"
     )
+
+
+# --- files of a run -----
+
+
+def read_run(path: Path) -> ReportSource:
+    """Read the files of a run's folder but its profile. Leave out what is damaged."""
+    run = RunDir(path)
+    damage: list[str] = []
+
+    def read(file: Path, parse: Callable[[Path], Any], lost: str) -> Any:
+        try:
+            return parse(file) if file.exists() else None
+        except (OSError, ValueError) as error:
+            damage.append(f"{file}: cannot be read ({documents.reason(error)}); {lost}")
+            return None
+
+    kinds = {
+        run.state: (read_state_file, "choices of the run may be missing"),
+        run.resolved: (read_settings, "settings are not shown"),
+        run.environment: (_object, "command and machine may be missing"),
+    }
+    state, settings, facts = (read(file, *kind) for file, kind in kinds.items())
+    metrics, line = _metrics(run, state)
+    damage.append(line)
+    evaluations, line = _evaluations(path)
+    damage.append(line)
+    results, line = evaluation_results.read_whole_results(path)
+    damage.append(line)
+    restarts, unreadable = restart.read_restarts(run)
+    if unreadable:
+        damage.append(f"{run.restarts}: {with_count(unreadable, 'unreadable line')} skipped")
+    settings = settings or {}
+    steps = settings.get("train.steps")
+    if steps is not None and not (isinstance(steps, int) and documents.is_number(steps)):
+        damage.append(f"{run.resolved}: train.steps={steps}: expected a whole number")
+        steps = None
+    if metrics or state is not None:
+        damage += [f"{file}: missing; {kinds[file][1]}" for file in kinds if not file.exists()]
+    return ReportSource(
+        os.path.basename(path.resolve()) or str(path),
+        path,
+        _facts(facts or {}),
+        metrics=tuple(metrics),
+        steps_wanted=steps if metrics else None,
+        evaluations=tuple(evaluations),
+        results=tuple(results),
+        settings=settings,
+        chosen={k: str(v) for k, v in state.chosen.items() if k in _CHOSEN} if state else {},
+        restarts=tuple(restarts),
+        damage=tuple(filter(None, damage)),
+    )
+
+
+def _metrics(run: RunDir, state: RunState | None) -> tuple[list[StepMetrics], str]:
+    """Return the steps of a run, and a line on damaged lines and on missing steps, or ""."""
+    last = state.step if state is not None and state.phase in ENDED else 0
+    if not run.metrics.is_file():
+        missing = f"{run.metrics}: missing, although the run has done {with_count(last, 'step')}"
+        return [], missing if last else ""
+    metrics, damaged = read_readable_metrics(run.metrics)
+    line = documents.lines_not_shown(run.metrics, damaged, "step")
+    remarks = step_remarks(metrics, last) if metrics or last else []
+    if not metrics and not damaged and not last and run.metrics.stat().st_size:
+        remarks = ["no steps"]
+    return metrics, line_on_file(run.metrics, line, remarks)
+
+
+def _evaluations(path: Path) -> tuple[list[Evaluation], str]:
+    """Return the held-out losses of a run, and a line on damaged lines and lost losses, or ""."""
+    evaluations, damaged = read_evaluations(path)
+    file = path / EVALUATIONS_FILE
+    line = documents.lines_not_shown(file, damaged, "evaluation")
+    losses = {e.step: [e.loss, *(b.loss for b in e.buckets if b.tokens)] for e in evaluations}
+    lossless = [step for step, own in losses.items() if not all(map(is_finite, own))]
+    return evaluations, line_on_file(file, line, [loss_remark(lossless)])
+
+
+def _object(path: Path) -> dict[str, Any]:
+    document = documents.read_json(path)
+    if not isinstance(document, dict):
+        raise UnreadableError("it is not a JSON object")
+    return document
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings in a resolved.yaml by dotted key.
+
+    The file is not checked against the schema, so reports can show runs of other mtrain versions.
+
+    Raises:
+        UnreadableError: the file is no YAML, holds no settings, or a value is very long.
+        OSError: the file cannot be read.
+    """
+    document = documents.read_yaml(file)
+    if not isinstance(document, Mapping):
+        raise UnreadableError("it holds no settings")
+    try:
+        settings = renamed(keys.flatten(document))
+        long = [name for name, v in settings.items() if len(keys.show(v)) > _MOST_CHARACTERS]
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(documents.reason(error)) from None
+    if long:
+        raise UnreadableError(f"{long[0]} is longer than {_MOST_CHARACTERS:,} characters")
+    return settings
+
+
+def with_choices(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings with the choices of the run, for example ``ring (auto)`` for ``auto``.
+
+    chosen: what the run used, by dotted key.
+    """
+    used = {name: value for name, value in chosen.items() if name in settings}
+    auto = {name: f"{value} (auto)" for name, value in used.items() if settings[name] == "auto"}
+    return {**settings, **used, **auto}

@@ -1,6 +1,6 @@
 """One table for the terminal, for a page and for a CSV file.
 
-A column names its values and their format once. The terminal (`terminal_width`) and the
+A column names its values and their format once. The terminal (`terminal`) and the
 page (`elements`) show the formatted cells; a CSV file holds the values.
 """
 
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import RenderableType
 
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.printable import printable
 from mtrain_cli.records.imbalance import Estimate
 
@@ -124,21 +123,11 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Map:
-    """A heat map in the terminal. The page has a figure instead."""
-
-    drawn: RenderableType
-
-
-Part = Table | Lines | Map
-
-
-@dataclass(frozen=True)
 class Section:
     """What a report says about one subject. title: its heading on the page."""
 
     title: str
-    parts: Sequence[Part]
+    parts: Sequence[Table | Lines]
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tables of profiles and simulations, and heat maps for the terminal."""
+"""Tables of profiles and simulations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, PassAnalysis
 from mtrain_cli.reporting.table import (
     Column,
     Lines,
-    Map,
-    Part,
     Section,
     Table,
     data,
@@ -27,10 +23,6 @@ from mtrain_cli.reporting.table import (
     spread,
 )
 
-MAPS = 3  # most heat maps in the terminal; report.html has all
-CELLS = 32  # most rows and columns of a heat map in the terminal
-SHADES = " ░▒▓█"
-_COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
 _FACTS = ("layout", "exchange", "pattern", "kernel", "seq")
 _COUNTS = ("workers", "groups", "samples", "iterations", "partial")
 _CAUSE = ("ms", "kind", "direction", "rank", "step", "text")
@@ -96,13 +88,8 @@ _LONGEST = Column(
 
 
 def balance_section(cases: Named) -> Section:
-    """Return load balance, time breakdown and heat maps."""
-    maps = [(run, case) for run, case in cases if case.workers > 1]
-    more = f"showing {MAPS} of {len(maps)} heat maps; report.html has all, for both passes"
-    parts: list[Part] = [summary_table(cases), bins_table(cases)]
-    parts += [Map(heat_map(case, next(iter(case.passes)), run)) for run, case in maps[:MAPS]]
-    parts += [Lines([more], style="dim")] if len(maps) > MAPS else []
-    return Section("Load balance", parts)
+    """Return load balance and time breakdown."""
+    return Section("Load balance", [summary_table(cases), bins_table(cases)])
 
 
 def causes_section(cases: Named) -> Section:
@@ -253,44 +240,3 @@ def _time_by_rank(run: str, case: CaseAnalysis) -> Iterator[dict[str, Any]]:
             names = {"run": run, "case": case.label, "direction": direction, "rank": rank}
             bins = dict(zip(columns, case.bins[d, rank], strict=True))
             yield {**names, "pass_ms": case.passes_ms[d, rank], **bins}
-
-
-def heat_map(case: CaseAnalysis, direction: str, run: str = "") -> RenderableType:
-    """Return a heat map of attention ms, with a line per worker and a column per step.
-
-    The shades are characters, which a terminal without colors also shows.
-    """
-    whole = case.passes[direction].attention
-    workers, steps = whole.shape
-    table, folded = fold(whole, CELLS)
-    top = float(table.max(initial=0)) or 1.0
-    per_worker, per_step = (-(-whole.shape[axis] // table.shape[axis]) for axis in (0, 1))
-    title = f"{case.label}, {direction}: attention by worker and step"
-    lines = [Text(", ".join(filter(None, (run, title))), style="bold")]
-    for first, row in zip(range(0, workers, per_worker), table, strict=True):
-        last = min(first + per_worker, workers) - 1
-        line = Text(f"{str(first) if first == last else f'{first}-{last}':>8} ")
-        for value in row:
-            level = min(len(SHADES) - 1, int(value / top * (len(SHADES) - 1) + 0.5))
-            line.append(SHADES[level] * 2, style=_COLOURS[level])
-        lines.append(line.append(f" {ms(float(whole[first : last + 1].sum(1).max()))}"))
-    caption = (
-        f"{'':>8} steps 0-{steps - 1} across; {SHADES[-1] * 2} = {ms(top)} ms in a step; "
-        "right: total ms of the worker"
-    )
-    if folded:
-        caption += f"\n{'':>8} each cell is the maximum of {per_worker} workers x {per_step} steps"
-    return Group(*lines, Text(caption, style="dim"))
-
-
-def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
-    """Shrink a table to at most cells x cells, each the maximum of a group of cells.
-
-    Returns:
-        The table, and whether the table shrank.
-    """
-    whole = table.shape
-    for axis in (0, 1):
-        size = max(1, -(-table.shape[axis] // cells))
-        table = np.maximum.reduceat(table, np.arange(0, table.shape[axis], size), axis=axis)
-    return table, table.shape != whole

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.parallel.recording import (
     COMPUTING,
     EXPERTS,

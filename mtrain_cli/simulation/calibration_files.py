@@ -8,8 +8,7 @@ from typing import Any
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json, reason
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.suggest import no_such
-from mtrain_cli.records.shipped_profiles import find_shipped
+from mtrain_cli.config.suggest import find_shipped, no_such
 
 NON_ATTENTION_FILE = "non_attention"
 KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)

@@ -18,7 +18,7 @@ INNER, OUTER = "inner", "outer"
 # Measured operations: a hop of one ring, of all rings between nodes at once, and of two rings at
 # once; collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
-GATHER, SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
+GATHER, SCATTER = "all-gather", "reduce-scatter"
 COLLECTIVES = (GATHER, SCATTER)  # the constants of all collectives are fitted to these two
 _ROUNDS = 50
 _NEGLIGIBLE = 0.01  # relative residuals below this are noise and get the same weight

@@ -19,8 +19,7 @@ from mtrain_cli.config.exchanges import ULYSSES, exchange_name
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.parallel.layout import Joined
-from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
-from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.run_plan import RunPlan, message_bytes, tensor_messages
 from mtrain_cli.training.state_memory import BYTES, largest_states
 
 Planner = Callable[[Config], RunPlan]

@@ -27,7 +27,7 @@ from mtrain_cli.simulation.expert_cost import (
 from mtrain_cli.step.program import Message, Repeat, layers, work
 from mtrain_cli.training.flops import layer_kinds, layer_shapes, own_tiles
 from mtrain_cli.training.memory import MIB
-from mtrain_cli.training.model_part import ModelPart
+from mtrain_cli.training.pipeline_plan import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import StateMemory
 

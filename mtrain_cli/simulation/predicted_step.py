@@ -18,10 +18,9 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.expert_cost import ExpertLoads, RowExchange, dealt_over
+from mtrain_cli.simulation.expert_cost import ExpertLoads, RowExchange, TensorMessages, dealt_over
 from mtrain_cli.simulation.non_attention_cost import Collective, ComputeCost, NonAttentionCost
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
-from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import NOT_SLOW
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.step.program import Message, MessageCost, PassTime, Post, weight_messages
@@ -33,8 +32,7 @@ from mtrain_cli.training.flops import (
     layer_kinds,
     recomputed_pair_share,
 )
-from mtrain_cli.training.model_part import ModelPart, model_parts
-from mtrain_cli.training.pipeline_plan import PipelinePlan
+from mtrain_cli.training.pipeline_plan import ModelPart, PipelinePlan, model_parts
 from mtrain_cli.training.run_plan import RunPlan
 
 # Share of the time of the loss that the forward pass takes if backward computes the logits again:
@@ -399,16 +397,6 @@ class PredictedStep:
             late = min(needed, carried[outer])
         self.us["weights"] += times * (needed - hidden + share * hidden + late)
         self.hidden += times * hidden / 1e6
-
-
-def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
-    """Return the days of training on ``tokens``. rate: tokens per second and GPU."""
-    return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
-
-
-def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
-    """Return the cost of ``days`` of training. price: dollars per GPU hour."""
-    return days.map(lambda each: each * 24 * workers * price)
 
 
 def predict_step(

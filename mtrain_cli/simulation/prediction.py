@@ -9,25 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.config.cluster import Cluster, Gpu
+from mtrain_cli.attention.index import Index, VerticalSlash
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import FullLayers
+from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.config.cluster import Cluster, Constant, Gpu
+from mtrain_cli.config.mask_settings import LAYER_KINDS
+from mtrain_cli.config.pattern_settings import SPARSE_KINDS
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.records.imbalance import Imbalance, degrees
+from mtrain_cli.records.index_file import RecordedSetup
+from mtrain_cli.simulation import costs, expert_cost, non_attention_cost, timeline
 from mtrain_cli.simulation.calibration import (
     DENSE,
     HIGH,
     LISTS,
     LOW,
+    PUBLISHED,
     SPARSE,
+    UNKNOWN,
     VALUE,
     Calibration,
     kernels_for,
     same_device,
 )
-from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import (
     BOUNDS,
     INDEX_DEVICE,
@@ -38,8 +46,153 @@ from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import NOT_SLOW, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
-from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.flops import causal_pairs
+
+
+def _fixed(value: float, note: str) -> Constant:
+    """Return a guess that keeps its value in the best and the worst case of a prediction."""
+    return Constant(value, "guess", f"{note}; not varied", value, value)
+
+
+def _factor(low: float, high: float, note: str) -> Constant:
+    """Return a factor on times: 1 as expected, ``low`` in the best case, ``high`` in the worst."""
+    return Constant(1.0, "guess", note, low, high)
+
+
+_MEASURED, _BEYOND = non_attention_cost.MEASURED, non_attention_cost.BEYOND
+_INDEX_TIMES = {
+    "index_alone_us": "shortest time to estimate an index on one GPU",
+    "index_per_token_us": "time to estimate an index, for each token on a GPU; scaled by the "
+    "number of heads and by 1 / memory bandwidth",
+    "index_together_us": "shortest time to estimate an index on several GPUs",
+}
+_OF_INDEX = f"measured with {costs.INDEX_HEADS} heads on {costs.INDEX_DEVICE}"
+_EXPERTS = ("GROUPED", "ROUTER", "FLOAT32", "EXPERT_LAUNCHES", "WAIT_FOR_NUMBERS")
+CONSTANTS: dict[str, Constant] = {
+    "non_attention.eager": non_attention_cost.EAGER,
+    "non_attention.launches": non_attention_cost.LAUNCHES,
+    **{f"expert_cost.{name.lower()}": getattr(expert_cost, name) for name in _EXPERTS},
+    "non_attention.measured": _factor(
+        _MEASURED[LOW], _MEASURED[HIGH], "other times vary between GPUs of one model and under load"
+    ),
+    "non_attention.beyond": _factor(
+        _BEYOND[LOW], _BEYOND[HIGH], "other times, if only layers of another size were measured"
+    ),
+    **{
+        f"costs.launches.{name}": _fixed(number, "number of kernel launches, counted roughly")
+        for name, number in costs.LAUNCHES.items()
+    },
+    **{
+        f"costs.{name}": Constant(
+            value := getattr(costs, name.upper()),
+            "measured",
+            f"{note}; {_OF_INDEX}",
+            costs.INDEX_BOUNDS[LOW] * value,
+            costs.INDEX_BOUNDS[HIGH] * value,
+        )
+        for name, note in _INDEX_TIMES.items()
+    },
+    "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "shortest time of a copy"),
+    "timeline.least_power": _fixed(
+        timeline.LEAST_POWER, "messages leave at least this share of a GPU to computation"
+    ),
+    "calibration.published": _factor(*PUBLISHED, "kernel times that others published for this GPU"),
+    "calibration.unknown": _factor(
+        *UNKNOWN, "kernel times measured on another GPU (scaled by peak FLOP/s) or another kernel"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class AttentionWorkload:
+    """The attention to predict.
+
+    made: shapes, as an index file records them.
+    index: returns the index of a layer, or None for dense attention.
+    columns: largest number of single columns per head, as in `what_if.make_case`.
+    estimated: whether the time includes that of estimating indices.
+    full: the layers of the second kind: without a window, or without an index under a pattern.
+    drawn: number of sparse layers with an index of their own, which others repeat; None for all.
+    remark: where the masks come from, for the user.
+    """
+
+    made: RecordedSetup
+    masks: tuple[SequenceMask, ...]
+    layers: tuple[int, ...]
+    index: Callable[[int], Index | None]
+    pattern: str
+    columns: int | None = -1
+    estimated: bool = True
+    model: str = ""
+    full: FullLayers | None = None
+    drawn: int | None = None
+    remark: str = ""
+
+    def part(self, i: int, n: int) -> AttentionWorkload:
+        """Return the attention of the i-th of n equal parts of the heads."""
+        if n == 1:
+            return self
+
+        def index(layer: int) -> Index | None:
+            whole = self.index(layer)
+            return None if whole is None else whole.part(i, n)
+
+        made = replace(self.made, heads=self.made.heads // n, kv_heads=self.made.kv_heads // n)
+        return replace(self, made=made, index=index)
+
+    @property
+    def sparse(self) -> bool:
+        return self.index(self.layers[0]) is not None
+
+    @property
+    def density(self) -> float:
+        """Share of the causal pairs that attention computes, as a mean over layers."""
+        index, causal = self.index(self.layers[0]), causal_pairs(self.made.seq)
+        shares = [sum(mask.pairs for mask in masks) / len(masks) for masks, _ in self.kinds]
+        weights = [len(layers) for _, layers in self.kinds]
+        if index is not None:
+            tables = MaskTables.make(self.masks, index.block)
+            drawn = (self.index(layer) for layer in self.kinds[0][1][: self.drawn])
+            found = [float(i.counts(tables).pairs.double().mean()) for i in drawn if i is not None]
+            shares[0] = sum(found) / len(found)
+        return sum(s * w for s, w in zip(shares, weights, strict=True)) / sum(weights) / causal
+
+    @property
+    def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:
+        """The masks of each kind of layer, and the numbers of the layers to predict."""
+        if self.full is None:
+            return [(self.masks, list(self.layers))]
+        first, second = self.layer_kinds.values()
+        return [(self.masks, first), (tuple(self.full.masks), second)]
+
+    @property
+    def layer_kinds(self) -> dict[str, list[int]]:
+        """The numbers of the layers to predict, by kind; empty if all are alike."""
+        if self.full is None:
+            return {}
+        full = self.full.layers
+        others = [layer for layer in self.layers if layer not in full]
+        numbers = others, [layer for layer in self.layers if layer in full]
+        return dict(zip(SPARSE_KINDS if self.sparse else LAYER_KINDS, numbers, strict=True))
+
+    def with_dense(self, dense: frozenset[int], layers: int) -> AttentionWorkload:
+        """Return the attention of a model whose layers in ``dense`` have no index.
+
+        The other layers of ``self`` stand for all sparse layers of the model.
+        """
+        if not dense or not self.sparse:
+            return self
+        own, index = [layer for layer in self.layers if layer not in dense], self.index
+
+        def of_layer(layer: int) -> Index | None:
+            if layer in dense:
+                return None
+            return index(own[layer] if layer < len(own) else layer)
+
+        full = FullLayers(self.masks, dense, layers)
+        every = tuple(range(layers))
+        return replace(self, layers=every, index=of_layer, full=full, drawn=len(own))
+
 
 MOST_ROWS = 20_000_000  # per case; a larger case gets tables but no rows
 _NAMED = 3  # guessed constants that a remark names
@@ -176,8 +329,6 @@ def predict(
     """
     first = problem.index(problem.layers[0])
     name = kernel or default_kernel(cluster.gpu, first is None)
-    # Predict for a backward that takes delta instead of out. Every kernel supports it.
-    problem = replace(problem, made=replace(problem.made, needs_out=False))
     prices = prices or RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
     # Dense layers of a sparse model have the same masks, which a layout needs only once.
     mixed = problem.full is not None and first is None

@@ -33,9 +33,9 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.what_if import InvalidSetup
-from mtrain_cli.training import memory_search
+from mtrain_cli.training import planning
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import CHOICES, KEPT, get_setting
+from mtrain_cli.training.planning import CHOICES, KEPT, get_setting
 from mtrain_cli.training.run_plan import USABLE, RunPlan
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -247,11 +247,11 @@ class _Search:
             # Do not change train.keep_mlp if the user set it.
             if not scenario.sets("train.keep_mlp"):
                 for plan in good:
-                    if (setting := memory_search.with_products(plan)) is not None:
+                    if (setting := planning.with_products(plan)) is not None:
                         yield replace(plan, config=setting.config)
             return
         allowed = CHECKPOINTS if anything else self.recomputations
-        for setting in memory_search.search(plan_with() if anything else plans[0]).settings:
+        for setting in planning.search(plan_with() if anything else plans[0]).settings:
             if setting.fits and setting.config.train.activation_checkpoint in allowed:
                 yield replace(plan_with(), config=setting.config)
                 return
@@ -311,8 +311,8 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     """Return the plan that needs the least memory with ``train.memory=auto``."""
     saving = []
     for plan in plans:
-        settings = memory_search.search(plan).settings
-        least = memory_search.nearest_to_fitting(plan, settings)
+        settings = planning.search(plan).settings
+        least = planning.nearest_to_fitting(plan, settings)
         saving.append(replace(plan, config=least.config))
     return min(saving, key=lambda plan: plan.memory.total, default=None)
 

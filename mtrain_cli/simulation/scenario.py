@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
@@ -17,34 +18,71 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.expert_cost import ExpertLoads, dealt_over
-from mtrain_cli.simulation.families import FAMILIES, IndexFamily
+from mtrain_cli.simulation.expert_cost import ExpertLoads, cluster_of_groups, dealt_over
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
-from mtrain_cli.simulation.prediction import Prediction, predict
-from mtrain_cli.simulation.tensor_cost import cluster_of_groups
+from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
-from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.first_masks import first_masks
+from mtrain_cli.training.dry_run import beyond_reach
 from mtrain_cli.training.hardware import Hardware
-from mtrain_cli.training.initial_weights import beyond_reach
 from mtrain_cli.training.planning import make_plan
-from mtrain_cli.training.run_plan import RunPlan
-from mtrain_cli.training.step_estimate import StepEstimate
+from mtrain_cli.training.progress import StepEstimate
+from mtrain_cli.training.run_plan import RunPlan, first_masks
 
 DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
 MOST_CONTEXT = 64  # workers of a context group; predicting a larger one can take minutes
+_RUN = 16  # slashes in a run of a synthetic index
+_NEAR = 0.25  # share of its slashes that lie next to the main diagonal
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
 _LEAST_COLUMNS = 8  # the smallest number of columns of a configuration with slashes and columns
+
+
+@dataclass(frozen=True)
+class SyntheticIndex:
+    """An index of which every head of every layer draws its own columns and slashes.
+
+    A quarter of the slashes lie next to the main diagonal, the others in runs.
+
+    density: share of the causal block pairs that lie on slashes, 0 to 1.
+    columns: number of single columns per head, drawn from all positions.
+    fewest, most: bounds on the number of slashes per head; most=0 means none.
+    """
+
+    density: float = DENSITY
+    columns: int = COLUMNS
+    block: int = 128
+    seed: int = 0
+    fewest: int = 1
+    most: int = 0
+
+    def index(self, layer: int, seq: int, heads: int) -> VerticalSlash:
+        """Draw the index of a layer for ``seq`` tokens. Padding completes the last block."""
+        blocks = -(-seq // self.block)
+        area = blocks - np.arange(blocks)
+        area_wanted = self.density * area.sum()
+        on = np.zeros((1, heads, blocks), bool)
+        columns = np.empty((1, heads, min(self.columns, seq)), np.int32)
+        for head in range(heads):
+            rng = np.random.default_rng([self.seed, layer, head])
+            near = range(int(_NEAR * area_wanted / blocks))
+            runs = rng.permutation(-(-blocks // _RUN))[:, None] * _RUN + np.arange(_RUN)
+            order = list(dict.fromkeys([0, *near, *runs[runs < blocks].tolist()]))
+            # The slash that reaches the wanted area is included.
+            number = int(np.searchsorted(np.cumsum(area[order]), area_wanted)) + 1
+            on[0, head, order[: min(max(number, self.fewest), self.most or blocks)]] = True
+            columns[0, head] = np.sort(
+                rng.choice(seq, columns.shape[-1], replace=False, shuffle=False)
+            )
+        return VerticalSlash(self.block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
 
 
 @dataclass(frozen=True)
 class PairSource:
     """The query-key pairs that a training run computes.
 
-    name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or an index family.
-    density, columns, fewest, most: see `IndexFamily`.
+    name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or `CLUSTERED`.
+    density, columns, fewest, most: see `SyntheticIndex`.
     layers: number of layers whose indices are drawn; they stand for all sparse layers.
     """
 
@@ -59,7 +97,6 @@ class PairSource:
     def of(
         config: Config | None,
         layers: int = 1,
-        family: str | None = None,
         density: float | None = None,
         columns: int | None = None,
     ) -> PairSource:
@@ -67,7 +104,6 @@ class PairSource:
 
         Args:
             config: its pattern bounds the pairs; None for no bounds.
-            family: index family of a pattern that depends on the data; None for `CLUSTERED`.
             density, columns: None for what the pattern says, else the defaults.
 
         Raises:
@@ -92,7 +128,7 @@ class PairSource:
             bounds = settings.least_slashes, settings.slash_bound(_blocks(config))
         density = DENSITY if density is None else density
         columns = COLUMNS if columns is None else columns
-        return PairSource(family or CLUSTERED, density, columns, layers, *bounds)
+        return PairSource(CLUSTERED, density, columns, layers, *bounds)
 
     def most_covered(self, config: Config) -> float:
         """Return the share of the causal blocks that the longest slashes within `most` cover."""
@@ -173,11 +209,10 @@ class PairSource:
             return lambda layer: pattern.draw(layer, sequences, heads, config.seq)
         columns = min(self.columns, config.seq)
         block = config.sparsity.block or config.topology.block_size
-        bounds = self.fewest, self.most
-        family = IndexFamily(self.name, self.density, columns, block, config.seed, 0, *bounds)
+        drawn = SyntheticIndex(self.density, columns, block, config.seed, self.fewest, self.most)
 
         def draw(layer: int) -> VerticalSlash:
-            one = family.index(layer, config.seq, heads)
+            one = drawn.index(layer, config.seq, heads)
             slashes, columns = (torch.cat([x] * sequences) for x in (one.slashes, one.columns))
             return VerticalSlash(one.block, one.blocks, slashes, columns)
 
@@ -249,7 +284,7 @@ class PredictedScenario:
                 "whose uneven work topology.layout=auto balances with striped; if your sequences "
                 "are single documents, set topology.layout"
             )
-        if pattern in FAMILIES:
+        if pattern == CLUSTERED:
             shown.append(
                 f"the computed pairs are drawn at random ({pattern}), and the balance between "
                 "workers depends on them; to use the pairs of a profile, set index"
@@ -483,7 +518,7 @@ def estimate_step(plan: RunPlan) -> StepEstimate:
         known = config.sparsity.known_density(config.seq)
         why = f"sparsity={config.sparsity.pattern} has no synthetic index; `mtrain simulate "
         return StepEstimate(known, problem="" if on_cpu else f"{why}--index` takes a recorded one")
-    drawn = pairs.describe(config) if pairs.name in FAMILIES else ""
+    drawn = pairs.describe(config) if pairs.name == CLUSTERED else ""
     if on_cpu:
         return StepEstimate(density, drawn)
     cluster = _cluster_of(plan)

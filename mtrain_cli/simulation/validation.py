@@ -19,7 +19,7 @@ import pandas as pd
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
-from mtrain_cli.config.suggest import no_such
+from mtrain_cli.config.suggest import find_shipped, no_such, shipped_with
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, DIRECTIONS, KINDS
@@ -27,12 +27,10 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.records.index_file import RecordedIndices, load_indices
 from mtrain_cli.records.record_files import RecordedFolder
-from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
 from mtrain_cli.simulation.calibration import Calibration
-from mtrain_cli.simulation.prediction import Prediction, predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
-from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.layout_choice import row_prices
 
 PASSES = ("forward", "backward")
@@ -312,8 +310,7 @@ class PassComparison:
 
     bare: measured without recording (`CaseAnalysis.bare_ms`); None if unknown.
     recorded, std: measured with recording, and its standard deviation.
-    steps, ranks: (measured, predicted) time of each step with waits, averaged over ranks, and of
-        each rank with gathered columns.
+    ranks: (measured, predicted) time of each rank, with waits and gathered columns.
     mape: mean absolute relative error of attention, over all ranks and steps.
     degrees: (measured, predicted) imbalance degrees of time.
     cells, equal: entries of `work_table`, and how many are equal.
@@ -325,7 +322,6 @@ class PassComparison:
     predicted: float
     low: float
     high: float
-    steps: tuple[np.ndarray, np.ndarray]
     ranks: tuple[np.ndarray, np.ndarray]
     mape: float
     degrees: dict[str, tuple[float, float]]
@@ -345,19 +341,19 @@ class PassComparison:
         return self.low <= self.measured <= self.high
 
     def to_json(self) -> dict[str, Any]:
-        def table(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, list[float]]:
-            columns = (*pair, _relative(pair[1], pair[0]))
-            names = ("measured_ms", "predicted_ms", "error")
-            return {n: np.round(c, 5).tolist() for n, c in zip(names, columns, strict=True)}
-
+        measured, predicted = self.ranks
+        ranks = {
+            "measured_ms": measured,
+            "predicted_ms": predicted,
+            "error": _relative(predicted, measured),
+        }
         return {
             **{f"{name}_ms": getattr(self, name) for name in _TIMES},
             "measured_without_records": self.bare is not None,
             "error": self.error,
             "inside_bounds": self.inside,
             "attention_mape": self.mape,
-            "steps": table(self.steps),
-            "ranks": table(self.ranks),
+            "ranks": {name: np.round(values, 5).tolist() for name, values in ranks.items()},
             "work_cells": self.cells,
             "work_cells_equal": self.equal,
             "degrees": {
@@ -472,7 +468,6 @@ def _compare_pass(
         predicted=bounds["value"],
         low=bounds["low"],
         high=bounds["high"],
-        steps=(measured.elapsed.mean(0), other.elapsed.mean(0)),
         ranks=(measured.elapsed.sum(1) + measured.columns, other.elapsed.sum(1) + other.columns),
         mape=float(cells.mean()) if cells.size else 0.0,
         degrees={

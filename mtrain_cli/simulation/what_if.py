@@ -100,15 +100,13 @@ class ReplayCase:
     schedule: Schedule
     counter: WorkCounter
     sizes: ShardSizes
-
-    needs_out: bool = False
     _programs: dict[tuple[bool, Traits], Program] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def program(self, *, backward: bool, columns: bool, copies_parts: bool = False) -> Program:
         """Return rank 0's program. Options: see `lowering.Traits`."""
-        key = backward, Traits(self.needs_out, columns, copies_parts)
+        key = backward, Traits(columns, copies_parts)
         if key not in self._programs:
             self._programs[key] = lower(self.schedule, 0, backward=backward, traits=key[1])
         return self._programs[key]
@@ -259,7 +257,6 @@ def make_case(
         dtype_bytes=recorded.dtype_bytes,
         index=IndexRequest(block, bitmap, chunk) if block else None,
         columns=width if columns == _AS_INDEX else columns,
-        needs_out=recorded.needs_out,
     )
     choice = choice or choose_exchange(topology_of(setup), needs)
     schedule = make_schedule(choice.name, choice.options(workers))
@@ -270,7 +267,7 @@ def make_case(
     casts = largest_shares(schedule, layout, masks, block)
     sizes = needs.sizes(layout.tokens_per_worker * len(masks))
     sizes = replace(sizes, sequences=len(masks), casts=casts)
-    return ReplayCase(setup, layout, choice, schedule, counter, sizes, recorded.needs_out)
+    return ReplayCase(setup, layout, choice, schedule, counter, sizes)
 
 
 def _check(setup: ReplaySetup, recorded: RecordedSetup, block: int | None, per_node: int) -> None:

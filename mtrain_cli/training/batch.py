@@ -20,10 +20,9 @@ from mtrain_cli.model.routing import Routing
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.dispatch import Balancer
-from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchange import Exchange, Plan
 from mtrain_cli.parallel.layer_groups import TensorGroup
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.router_batches import RouterBatches

@@ -1,16 +1,28 @@
-"""Hooks of a training run, for code that watches, records or logs the run."""
+"""Hooks of a training run, and those that watch for spikes and stragglers.
+
+Both watches compare a value with the median of recent values, which a few outliers do not move.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import Attend
     from mtrain_cli.records.metrics import StepMetrics
     from mtrain_cli.training.batch import Batch, PackedSample
     from mtrain_cli.training.step import StepResult
+    from mtrain_cli.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -58,3 +70,242 @@ class Callback:
 
     def close(self) -> None:
         """Run once after the last step, when the last checkpoint is on disk."""
+
+
+class PeriodicEvaluation(Callback):
+    """Evaluates at the start and end of training and every ``train.eval_every`` steps."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def before_training(self) -> None:
+        self._evaluate_after(is_end=self._trainer.step == 0)
+
+    def after_step(self, step: FinishedStep) -> None:
+        # After a stop request the user waits for the checkpoint, so do not evaluate.
+        if not step.result.stop:
+            self._evaluate_after(is_end=step.last)
+
+    def _evaluate_after(self, *, is_end: bool) -> None:
+        every = self._trainer.config.train.eval_every
+        self.evaluate(due=is_end or bool(every and self._trainer.step % every == 0))
+
+    def evaluate(self, *, due: bool) -> None:
+        """Evaluate the model if ``due``. Called after every step."""
+        raise NotImplementedError
+
+
+WINDOW = 64  # number of latest steps to compare with
+MIN_STEPS = 16  # number of steps before the first comparison
+# For a normal distribution, 1.4826 x the median absolute deviation is the standard deviation.
+_NORMAL = 1.4826
+_MIN_LOSS_SIGMA = 0.01  # smallest standard deviation of the loss, as a share of its median
+_MIN_NORM_SIGMA = 0.05  # smallest standard deviation of the logarithm of the gradient norm
+
+STRAGGLER_STEPS = 20  # number of latest steps to compare
+STRAGGLER_WARM_UP = 3  # first steps to ignore: compilation and first communicators
+
+
+def _sigmas(values: deque[float], value: float, minimum: float) -> float:
+    """Return how many robust deviations, at least `minimum`, `value` lies above the median."""
+    if len(values) < MIN_STEPS:
+        return 0.0
+    middle = statistics.median(values)
+    deviation = _NORMAL * statistics.median(abs(v - middle) for v in values)
+    return (value - middle) / max(deviation, minimum)
+
+
+class SpikeWatch:
+    """Detect spikes of the loss and of the gradient norm, with the same result on all workers.
+
+    A step is a spike if its loss, or the logarithm of its gradient norm, exceeds the median of the
+    last 64 steps by more than `sigma` robust standard deviations. The first 16 steps are never
+    spikes. The median includes spikes, so a lasting change stops being a spike after 32 steps.
+    """
+
+    def __init__(self, sigma: float) -> None:
+        """sigma: threshold in robust standard deviations. 0 disables the watch."""
+        self._sigma = sigma
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)  # their logarithms
+        self._since: int | None = None  # first step of the current spike
+
+    def check(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
+        """Return whether this step is a spike, and a line if a spike starts or ends, else ""."""
+        log_norm = math.log(grad_norm) if grad_norm > 0 else -math.inf
+        before = len(self._losses)
+        outliers = self._outliers(loss, grad_norm, log_norm) if self._sigma else []
+        self._losses.append(loss)
+        if log_norm > -math.inf:
+            self._norms.append(log_norm)
+        line = ""
+        if outliers and self._since is None:
+            self._since = step
+            line = f"step {step} is a spike: {' and '.join(outliers)} of the last {before} steps"
+        elif not outliers and self._since is not None:
+            count = step - self._since
+            lasted = f"the spike lasted {count} step{'s' * (count > 1)}"
+            line = f"step {step} is back to normal; {lasted}"
+            self._since = None
+        return bool(outliers), line
+
+    def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
+        outliers = []
+        middle = statistics.median(self._losses) if self._losses else 0.0
+        sigmas = _sigmas(self._losses, loss, _MIN_LOSS_SIGMA * abs(middle))
+        if sigmas > self._sigma:
+            outliers.append(
+                f"loss {loss:.4f}, {_format_sigmas(sigmas)} above the median {middle:.4f}"
+            )
+        sigmas = _sigmas(self._norms, log_norm, _MIN_NORM_SIGMA)
+        if sigmas > self._sigma:
+            middle = math.exp(statistics.median(self._norms))
+            distance = f"{_format_sigmas(sigmas)} above the median {middle:.3g}"
+            outliers.append(f"gradient norm {grad_norm:.3g}, {distance}")
+        return outliers
+
+    def state(self) -> dict[str, Any]:
+        return {"loss": list(self._losses), "norm": list(self._norms)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._losses.extend(float(v) for v in state["loss"])
+        self._norms.extend(float(v) for v in state["norm"])
+
+
+def _format_sigmas(sigmas: float) -> str:
+    return f"{sigmas:.0f} sigma" if sigmas < 1000 else "over 1000 sigma"
+
+
+class StragglerWatch(Callback):
+    """Warn of workers that have become slower than the others. Runs on the first worker.
+
+    A rank is a straggler if it takes more than 1 + `share` times as long as the median of the other
+    ranks for the same part of a layer (`ComputeTimer`), in more than half of the last 20 steps. It
+    is reported once, and when it has caught up. A share of 0 disables the watch.
+    """
+
+    def __init__(
+        self, share: float | str, device: str, places: Sequence[str], warn: Callable[[str], None]
+    ) -> None:
+        """share: ``auto`` is 0.1 on GPUs, 0.5 on CPUs that share cores."""
+        self._share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
+        self._places, self._warn = places, warn
+        self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
+        self._slow: set[int] = set()
+        self._seen = 0
+
+    def after_step(self, step: FinishedStep) -> None:
+        for line in self.check([report.compute_seconds for report in step.result.reports]):
+            self._warn(line)
+
+    def check(self, seconds: Sequence[float]) -> list[str]:
+        """Return a line for each rank that has become a straggler or has caught up.
+
+        seconds: time that each rank took. 0 if not measured.
+        """
+        self._seen += 1
+        is_measured = len(seconds) > 1 and all(seconds)
+        if not self._share or self._seen <= STRAGGLER_WARM_UP or not is_measured:
+            return []
+        lines = []
+        for rank, own in enumerate(seconds):
+            ratios = self._ratios[rank]
+            ratios.append(own / statistics.median([*seconds[:rank], *seconds[rank + 1 :]]))
+            if len(ratios) < STRAGGLER_STEPS:
+                continue
+            ratio, name = statistics.median_low(ratios), f"rank {rank} ({self._places[rank]})"
+            if rank not in self._slow and ratio > 1 + self._share:
+                self._slow.add(rank)
+                lines.append(
+                    f"{name} is a straggler: it takes {ratio:.2f}x as long as the others for the "
+                    f"same part of a layer, in most of the last {STRAGGLER_STEPS} steps"
+                )
+            # It catches up only below half the threshold, so as not to be reported repeatedly.
+            elif rank in self._slow and ratio < 1 + self._share / 2:
+                self._slow.remove(rank)
+                lines.append(f"{name} has caught up with the others")
+        return lines
+
+
+LAYERS = 8  # number of layers timed, evenly spread
+
+
+class ComputeTimer(Callback):
+    """Times the part after attention in some layers of one worker, once per step.
+
+    A GPU records two events per layer, which are read one step later, so that the host never waits.
+
+    seconds: of the previous step, summed over the timed layers; 0 if not measured.
+    """
+
+    seconds = 0.0
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], device: torch.device, most: int = LAYERS
+    ) -> None:
+        """Add a forward hook to each timed layer.
+
+        layers: by number, already sharded by FSDP, so that these hooks run after those of FSDP.
+        most: number of layers of the worker with the fewest. All workers time as many.
+        """
+        self._cuda = device.type == "cuda"
+        count, numbers = min(LAYERS, len(layers), most), list(layers)
+        self._chosen = sorted({numbers[len(layers) * n // count] for n in range(count)})
+        # Times on a CPU, events on a GPU.
+        self._began: dict[int, Any] = {}
+        self._spans: dict[int, tuple[Any, Any]] = {}
+        self._waits: list[tuple[Any, Any]] = []  # of timed layers, for their tensor group
+        self._running = False  # whether a timed layer runs the timed part
+        for index in self._chosen:
+            layers[index].register_forward_hook(self._layer_hook(index))
+
+    def before_step(self) -> None:
+        """Read the times of the previous step. The device must have finished that step."""
+        complete = len(self._spans) == len(self._chosen)
+        timed = sum(map(_seconds, self._spans.values())) - sum(map(_seconds, self._waits))
+        self.seconds = timed if complete else 0.0
+        self._began, self._spans, self._waits, self._running = {}, {}, [], False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave the ``with`` block, a wait for other workers, out of the time of a layer."""
+        if not self._running:
+            yield
+            return
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._waits.append((began, self._now()))
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wrap_attention(self, _batch: Batch, attend: Attend) -> Attend:
+        """Return a function that calls `attend` and marks the end of a timed layer's attention."""
+
+        def timed(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            out = attend(q, k, v, layer)
+            # Later micro-batches and recomputation call attention again. Time only the first call.
+            if layer not in self._began and layer in self._chosen:
+                self._began[layer], self._running = self._now(), True
+            return out
+
+        return timed
+
+    def _layer_hook(self, index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if index in self._began and index not in self._spans:
+                self._running = False
+                self._spans[index] = self._began[index], self._now()
+
+        return hook
+
+
+def _seconds(span: tuple[Any, Any]) -> float:
+    began, ended = span
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000

@@ -41,10 +41,10 @@ from mtrain_cli.launch.manifest import (
     committed_steps,
     incomplete_after,
 )
+from mtrain_cli.launch.run_dir import CheckpointError, NoCheckpointError, checkpoints_of
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training import checkpoint_files
 from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
-from mtrain_cli.training.checkpoint_source import CheckpointError, NoCheckpointError, checkpoints_of
 
 T = TypeVar("T")
 Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]

@@ -16,13 +16,14 @@ from torch import Tensor
 from mtrain_cli.composition import compose
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import NO_BEGIN, Begin, ByteTokenizer, choose_begin, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
+from mtrain_cli.launch.run_dir import RESOLVED, find_source, run_of
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface import check_tensors
@@ -31,7 +32,6 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
-from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 TOKENIZER = "tokenizer"  # in an imported run, the folder with the source's tokenizer files
@@ -119,9 +119,7 @@ def export_checkpoint(
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    check_tensors(
-        model, shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED
-    )
+    check_tensors(shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):
         raise ConfigError(

@@ -1,35 +1,40 @@
-"""Render the plan of a run, for `mtrain train --dry-run`. Planning needs no GPU."""
+"""Render the plan of a run, for `mtrain train --dry-run` and for the banner of a run that starts.
+
+Planning needs no GPU.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from mtrain_cli import __version__
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.derived import folder_of
-from mtrain_cli.config.dense_layers import last_layers
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import grid
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.model.huggingface import SINGLE, has_weights
+from mtrain_cli.model.huggingface_config import max_position, read_config
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
+from mtrain_cli.model.tokenizer_files import TOKENIZER, encodes_bytes
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.sparsity.pattern import display_name, make_pattern, remarks
-from mtrain_cli.training import initial_weights
 from mtrain_cli.training.expert_traffic import ExpertRun
-from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import causal_pairs
+from mtrain_cli.training.layout_choice import named_on
 from mtrain_cli.training.memory import GIB, size
-from mtrain_cli.training.memory_search import longest_seq, refusal, search
-from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.optimizer import LearningRateSchedule
+from mtrain_cli.training.planning import longest_seq, refusal, search
+from mtrain_cli.training.progress import StepEstimate
 from mtrain_cli.training.resolution import compiles
-from mtrain_cli.training.run_plan import FITS, RunPlan
-from mtrain_cli.training.stage_choice import named_on
-from mtrain_cli.training.step_estimate import StepEstimate
+from mtrain_cli.training.run_plan import FITS, FirstMasks, RunPlan
 
 Rows = list[tuple[str, str]]  # (topic or "", text)
 
@@ -45,22 +50,15 @@ DOCUMENTS = {
 }
 
 
-def dry_run(config: Config) -> RenderableType:
-    """Plan a run. Return the rendered plan, which needs a terminal of at least 80 columns."""
-    return render(make_plan(config))
-
-
 def render(
     plan: RunPlan,
     estimate: StepEstimate | None = None,
     data: Sequence[tuple[str, str]] = (),
-    free_disk: int | None = None,
 ) -> RenderableType:
     """Render a plan as a table of facts, a table of a worker's memory, and a verdict on the fit.
 
     estimate: of a step; None leaves the time out.
     data: rows on the data of the run.
-    free_disk: free bytes for checkpoints. None if unknown.
     """
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
@@ -87,13 +85,73 @@ def render(
         *sparsity_rows(plan),
         ("dtype", describe_dtype(plan)),
         ("traffic", describe_traffic(plan)),
-        *checkpoint_rows(plan, free_disk),
+        ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained"
     choice = [Text(f"{line}.") for line in describe_choice(plan)]
     return Group(
         Text(title, "bold"), grid(rows), Text(""), memory_table(plan), *choice, *verdict(plan)
     )
+
+
+def banner(
+    plan: RunPlan,
+    run_dir: Path,
+    data: str,
+    targets: str = "",
+    *,
+    resumed: int | None = None,
+    estimate: StepEstimate | None = None,
+) -> RenderableType:
+    """Return the banner: the version, then a table with one row per topic.
+
+    Args:
+        data: one line that describes the corpus, from `PackedDataset.describe`.
+        targets: one line from `batch.describe_targets`; "" leaves it out.
+        resumed: step of the checkpoint that the run resumes from. None for a new run.
+        estimate: of a step. None leaves the time out.
+    """
+    config = plan.config
+    recomputation = f"recomputation: {describe_activations(config)}"
+    rows = [
+        ("model", f"{describe_model(plan)}, {describe_rope(plan)}"),
+        *position_rows(config),
+        ("weights", _weights(config, resumed)),
+        *weights_rows(config)[1:],
+        ("sequence", f"{format_size(config.seq)}; a step is {describe_step(plan)}"),
+        *time_rows(estimate),
+        *parallel_rows(plan, f", started by {plan.environment.launcher}"),
+        *mask_rows(config),
+        *sparsity_rows(plan),
+        ("dtype", f"{describe_dtype(plan)}; {recomputation}"),
+        ("schedule", LearningRateSchedule.of(config).describe(config.train.steps)),
+        ("compile", describe_compile(plan)),
+        ("memory", _memory(plan)),
+        *(("", line) for line in describe_choice(plan)),
+        ("data", f"{data}; order from seed {config.seed}"),
+        *([("targets", targets)] if targets else []),
+        ("run", str(run_dir)),
+    ]
+    return Group(Text(f"mtrain {__version__}", style="bold"), grid(rows))
+
+
+def _memory(plan: RunPlan) -> str:
+    total, capacity = plan.memory.total, plan.hardware.memory
+    share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
+    text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
+    if plan.config.data.mask_key is not None:
+        text += ", for causal documents"
+    return f"{text}; plus {size(plan.memory.host)} of host memory" if plan.memory.host else text
+
+
+def _weights(config: Config, resumed: int | None) -> str:
+    """Describe where the weights come from."""
+    origin = f"random, seed {config.seed}"
+    if config.train.init_from:
+        origin = f"{config.train.init_from} (train.init_from)"
+    if resumed is None:
+        return origin
+    return f"from the checkpoint of step {resumed}; the run started from {origin}"
 
 
 def parallel_rows(plan: RunPlan, launcher: str = "") -> Rows:
@@ -169,18 +227,6 @@ def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
     ]
 
 
-def checkpoint_rows(plan: RunPlan, free_disk: int | None) -> Rows:
-    train, kept = plan.config.train, plan.config.train.keep_checkpoints
-    rows = [("checkpoint", f"{size(plan.checkpoint)} on disk, {kept} kept")]
-    saved = (train.steps - 1) // train.checkpoint_every if train.checkpoint_every else 0
-    # The oldest one is deleted only after the next one is complete.
-    needed = plan.checkpoint * min(kept + 1, saved + train.checkpoint_at_end)
-    if free_disk is not None and free_disk < needed:
-        text = f"the disk of the run has {size(free_disk)} free, but checkpoints take up to "
-        rows.append(("warning", f"{text}{size(needed)}; give another run.dir"))
-    return rows
-
-
 def time_rows(estimate: StepEstimate | None) -> Rows:
     line = "" if estimate is None else estimate.describe()
     return [("time", line)] if line else []
@@ -198,7 +244,7 @@ def _dense_parts(config: Config) -> str:
     """Return ``the first 10 steps and the last 2 layers``: what is dense in a sparse run."""
     steps = config.sparsity.dense_steps
     first = "" if not steps else "the first step" if steps == 1 else f"the first {steps} steps"
-    return " and ".join(text for text in (first, last_layers(config)) if text)
+    return " and ".join(text for text in (first, config.sparsity.last_layers) if text)
 
 
 def _of_causal(pairs: float, seq: int) -> str:
@@ -365,19 +411,28 @@ def describe_rope(plan: RunPlan) -> str:
 
 def position_rows(config: Config) -> Rows:
     """Return a row if the sequence exceeds the positions that the model covers."""
-    line = initial_weights.beyond_reach(config)
+    line = beyond_reach(config)
     return [("warning" if config.train.init_from else "note", line)] if line else []
 
 
 def weights_rows(config: Config) -> Rows:
-    """Return rows on the folder of `train.init_from`, if any, and how the run differs from it."""
+    """Return rows on the folder of `train.init_from`, if any, and what it lacks or contradicts."""
     if config.train.init_from is None:
         return []
-    notes = [("", line) for line in initial_weights.remarks(config)]
-    folder = folder_of(config.train.init_from)
-    if folder is not None and not has_weights(folder):
-        notes.append(("", f"the folder has no {SINGLE} yet, which the run needs"))
-    return [("weights", f"from {config.train.init_from}"), *notes]
+    rows, data = [("weights", f"from {config.train.init_from}")], config.data
+    if (folder := folder_of(config.train.init_from)) is None:
+        return rows
+    file, as_bytes = (
+        folder / TOKENIZER,
+        data.kind in ("text", "stdlib") and data.tokenizer == "bytes",
+    )
+    if as_bytes and (folder / "config.json").is_file() and not encodes_bytes(file):
+        has = "" if file.is_file() else ", since it has no tokenizer.json"
+        text = f"text is encoded as bytes{has}, but the weights expect the ids of their own"
+        rows.append(("", f"{text} tokenizer. Set data.tokenizer=FILE."))
+    if not has_weights(folder):
+        rows.append(("", f"the folder has no {SINGLE} yet, which the run needs"))
+    return rows
 
 
 def describe_step(plan: RunPlan) -> str:
@@ -484,3 +539,35 @@ def flop(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
     return f"{number / 1e6:.3g} MFLOP"
+
+
+# Llama 3.1 and 3.2 were trained on to 16 times their original length, whatever their factor.
+_LLAMA3 = 16
+_UNRELEASED = ("tiny", "tiny_moe")  # presets without released weights
+
+
+def beyond_reach(config: Config) -> str:
+    """Return a line if the sequence is longer than the rotary positions cover, else ""."""
+    rope, model = config.model.rope, config.model.name
+    trained = rope.original_max_position
+    if rope.scaling == "llama3":
+        trained *= _LLAMA3
+    if (folder := folder_of(config.train.init_from)) is not None:
+        try:
+            theirs, trained = read_config(folder)
+        except ConfigError:
+            return ""  # loading the weights reports the problem
+        if rope.theta > theirs.rope.theta:
+            return ""  # a larger theta stretches the positions, by an unknown factor
+    reach = max_position(rope, rope_factor(rope, config.seq), trained)
+    if config.seq <= reach or (folder is None and model in _UNRELEASED):
+        return ""
+    factor = f"model.rope.factor={math.ceil(config.seq / rope.original_max_position)}"
+    remedy = factor if rope.scaling == "yarn" else f"model.rope.scaling=yarn {factor}"
+    exceeds = f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that the"
+    if folder is not None:
+        return f"{exceeds} model's rotary positions cover. Give {remedy}."
+    return (
+        f"{exceeds} rotary positions of model={model} cover. Random weights learn the positions "
+        f"of this length; released weights need {remedy}."
+    )

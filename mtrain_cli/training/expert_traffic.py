@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mtrain_cli.config.cluster import cluster_of
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts, scored_row
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout

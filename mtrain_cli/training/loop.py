@@ -16,20 +16,23 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.records.metrics import MetricsWriter, nothing_left_out
-from mtrain_cli.training.banner import banner
+from mtrain_cli.records.metrics import MetricsWriter
 from mtrain_cli.training.batch import describe_targets
-from mtrain_cli.training.callback import Callback, FinishedStep
+from mtrain_cli.training.callback import (
+    Callback,
+    FinishedStep,
+    PeriodicEvaluation,
+    StragglerWatch,
+)
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.conversion import record_begin
+from mtrain_cli.training.dry_run import banner
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
-from mtrain_cli.training.progress import TrainingProgress
+from mtrain_cli.training.progress import StepEstimate, TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.step import NonFiniteError
-from mtrain_cli.training.step_estimate import StepEstimate
 from mtrain_cli.training.trainer import Trainer
-from mtrain_cli.training.watch import StragglerWatches
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
 """Function that makes a callback from (trainer, run folder, `TrainingProgress.message`)."""
@@ -76,7 +79,7 @@ def train(
             trainer.callbacks.append(metrics)
             if first:
                 warn = partial(progress.message, warning=True)
-                watch = StragglerWatches(
+                watch = StragglerWatch(
                     config.run.straggler, environment.device, trainer.places, warn
                 )
                 trainer.callbacks.append(watch)
@@ -213,7 +216,7 @@ class MetricsLog(Callback):
     """Show every step and its warnings. The first worker also writes the step to metrics.jsonl."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
-        self._progress, self._writer, self._noted = progress, None, False
+        self._progress, self._writer = progress, None
         if trainer.environment.rank == 0:
             tensorboard, step = trainer.config.run.tensorboard, trainer.step
             self._writer = MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=step)
@@ -225,9 +228,6 @@ class MetricsLog(Callback):
         self._progress.step(step.metrics)
         for warning in step.result.warnings:
             self._progress.message(warning, warning=True)
-        if not self._noted and (note := nothing_left_out(step.metrics)):
-            self._noted = True
-            self._progress.message(note)
 
     def release(self) -> None:
         """Close the file, however training ended."""
@@ -235,11 +235,12 @@ class MetricsLog(Callback):
             self._writer.close()
 
 
-class Evaluations(Callback):
-    """Measure the held-out loss at the start and end of training and every `eval_every` steps."""
+class Evaluations(PeriodicEvaluation):
+    """Measures the held-out loss."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
-        self._trainer, self._progress = trainer, progress
+        super().__init__(trainer)
+        self._progress = progress
         first = trainer.environment.rank == 0 and bool(trainer.held_out)
         self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
         # A run that resumes at the step of its last evaluation must not repeat it.
@@ -249,18 +250,8 @@ class Evaluations(Callback):
         dist.all_reduce(done, group=trainer.host_group)
         self._done = trainer.step if done else -1
 
-    def before_training(self) -> None:
-        self._evaluate(at_end=self._trainer.step == 0)
-
-    def after_step(self, step: FinishedStep) -> None:
-        # After a stop request the user waits for the checkpoint, so do not evaluate.
-        if not step.result.stop:
-            self._evaluate(at_end=step.last)
-
-    def _evaluate(self, *, at_end: bool) -> None:
-        """Evaluate the model if due. at_end: whether training starts or ends at this step."""
-        trainer, every = self._trainer, self._trainer.config.train.eval_every
-        due = at_end or (every and trainer.step % every == 0)
+    def evaluate(self, *, due: bool) -> None:
+        trainer = self._trainer
         if not trainer.held_out or trainer.step == self._done or not due:
             return
         progress_record.note("evaluation", progress_record.SEVERAL)

@@ -17,7 +17,7 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.flops import layer_kinds
 from mtrain_cli.training.layer_memory import BackwardBytes, LayerMemory
-from mtrain_cli.training.model_part import ModelPart, model_parts
+from mtrain_cli.training.pipeline_plan import ModelPart, model_parts
 from mtrain_cli.training.state_memory import StateMemory
 
 MIB, GIB = 2**20, 2**30

@@ -2,8 +2,8 @@
 
 The error lists the largest groups of tensors, the file oom-rank-N.json all of them. Parameters,
 gradients, optimizer states and gathered weights have the parameter's name; other tensors that of a
-variable on the stack, or a description of their shape in sizes of the run ("tokens x hidden").
-Python cannot see tensors that only autograd holds: on a GPU, the allocator reports their sizes.
+variable on the stack. Python cannot see tensors that only autograd holds: on a GPU, the allocator
+reports their sum.
 """
 
 from __future__ import annotations
@@ -16,50 +16,27 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mtrain_cli.config.parallel_checks import refused_settings
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, host_memory
-from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.failures import reporting_out_of_memory
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.model.decoder import DecoderLayer
 from mtrain_cli.training.memory import size
 
 if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
 
 SHOWN = 10  # groups of tensors listed in the error
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
-)
 _GAPS = 0.1  # share of a GPU's memory above which the error reports unused memory of the allocator
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 OPTIMIZER, GATHERED = "optimizer states", "gathered weights"
-ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
-# What a frame of the stack computes, by file or function.
-_PARTS = {
-    "model/loss.py": "LM head and loss",
-    "torch/optim/": "optimizer",
-    "model/feed_forward.py": "MLP",
-    "parallel/exchange.py": "attention",
-    "parallel/context_attention.py": "attention",
-    "torch/distributed/fsdp": "weights gathered or gradients reduced",
-    "training/checkpointer.py": "checkpoint",
-    ":project": "q, k and v",
-    ":finish": "MLP",
-    ":_make_decoder": "making the model",
-}
-
-
-class MemoryFullError(RunError):
-    """A worker ran out of memory. The message lists the largest tensors and suggests changes."""
+ACTIVATIONS, REST = "activations", "other"
 
 
 @dataclass(frozen=True)
@@ -107,36 +84,26 @@ class RunContext:
 def explain_out_of_memory(
     config: Config, environment: Environment, run: RunDir
 ) -> Iterator[RunContext]:
-    """Raise `MemoryFullError` in place of out-of-memory errors of the ``with`` block.
+    """Raise RunError with the largest tensors for out-of-memory errors of the ``with`` block.
 
     Yield a `RunContext`. Call `RunContext.begin` when the trainer exists.
     """
     context = RunContext(config, environment)
-    try:
+    with reporting_out_of_memory(lambda error: _explain(error, context, run)):
         yield context
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RunError) or not is_out_of_memory(error):
-            raise
-        raise MemoryFullError(_explain(error, context, run)) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error reports a failed allocation."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
     cuda, rank = context.environment.device == "cuda", context.environment.rank
     groups = held_tensors(context, error)
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in groups)
-    where, advice = failure_location(error), _advice(context, groups)
+    where = _failure_location()
     first = f"rank {rank} ran out of {'GPU ' * cuda}memory {where}"
     if tried := re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error)):
         first += f": it tried to allocate {tried[1]} more"
     lines = [first, _describe_room(counted, cuda)]
     report: dict[str, Any] = {"error": str(error).splitlines()[0], "where": where}
-    report |= {"allocated": counted, "estimate": None, "advice": advice}
+    report |= {"allocated": counted, "estimate": None}
     if context.trainer is not None:
         memory = context.trainer.plan.memory
         largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
@@ -146,10 +113,12 @@ def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
         outside = {"allocated": memory.allocated, "reserve": memory.reserve}
         report["estimate"] = {"moment": memory.peak.name, **outside, **memory.peak.parts}
     lines += [group.text for group in groups[:SHOWN]]
-    if more := groups[SHOWN:]:
-        rest = size(sum(group.bytes for group in more))
-        lines.append(f"{rest:>12}  in {len(more)} more groups of tensors")
-    lines.append(f"To fit, try: {'; '.join(advice)}")
+    if others := groups[SHOWN:]:
+        rest = size(sum(group.bytes for group in others))
+        lines.append(f"{rest:>12}  in {len(others)} more groups of tensors")
+    auto = "train.memory=auto, " * (context.config.train.memory == "manual")
+    more = f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {context.config.seq:,})"
+    lines.append(f"To fit, try {auto}{more}")
     file = run.path / f"oom-rank-{rank}.json"
     with contextlib.suppress(OSError):
         report["tensors"] = [asdict(group) for group in groups]
@@ -176,63 +145,13 @@ def _describe_room(counted: int, cuda: bool) -> str:
     return line
 
 
-def _advice(context: RunContext, groups: list[HeldTensors]) -> list[str]:
-    """Return suggestions that save memory. Begin with the kind of tensors that takes the most."""
-    by_kind: dict[str, int] = defaultdict(int)
-    for group in groups:
-        by_kind[group.kind] += group.bytes
-    total = max(1, sum(by_kind.values()))
-    kinds = [kind for kind, number in by_kind.items() if number >= total / 10]
-    kinds.sort(key=by_kind.__getitem__, reverse=True)
-    changes = dict.fromkeys(_change(kind, context.config) for kind in kinds)
-    more = "GPUs" if context.environment.device == "cuda" else "memory"
-    least = f"more {more} or a shorter seq (now {context.config.seq:,})"
-    return [*filter(None, changes), least]
-
-
-def _change(kind: str, config: Config) -> str:
-    """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
-    train, refused = config.train, refused_settings(config)
-    if kind in (GRADIENTS, GATHERED) and train.shard != "full":
-        return "train.shard=full"
-    offload = "optim.offload"
-    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and offload not in refused:
-        return f"{offload}=true"
-    if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
-        return "more workers, to share parameters and optimizer states"
-    if kind == LOGITS:
-        return f"train.loss_chunk_mib={chunk // 4}" if (chunk := train.loss_chunk_mib) > 64 else ""
-    if train.activation_checkpoint != "full":
-        return "train.activation_checkpoint=full"
-    offload = "train.offload_activations"
-    return "" if train.offload_activations is True or offload in refused else f"{offload}=true"
-
-
-def failure_location(error: BaseException) -> str:
-    """Describe where in the step an error was raised, such as the layer and the direction.
-
-    The stack of the error shows the layer and the direction, the worker's progress record the step
-    and, for an error outside the layers, the last activity.
-    """
-    backward, layer, part = False, None, ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
-        backward = backward or place.endswith((":backward", ":_engine_run_backward"))
-        module = _layer_in(frame)
-        # In backward, only `ctx` of `feed_forward` knows the layer.
-        layer = getattr(frame.f_locals.get("ctx"), "layer", layer)
-        layer = layer if module is None else module.index
-        part = next((what for word, what in _PARTS.items() if word in place), part)
+def _failure_location() -> str:
+    """Return the training step, and what this worker's progress record noted last."""
     here = progress_record.own_activity()
-    step = here.training_step if here is not None else None
-    parts = [f"in training step {step}" if step else "before the first training step"]
-    if layer is not None:
-        direction = "backward" if backward else "forward"
-        parts.append(f"{direction} of layer {layer}{f' ({part})' if part else ''}")
-    else:
-        doing = here is not None and here.doing and f"last activity: {here.doing}"
-        parts += [text for text in ("backward" * backward, part, doing) if text]
-    return ", ".join(parts)
+    if here is None or not here.training_step:
+        return "before the first training step"
+    activity = f", last activity: {here.doing}" if here.doing else ""
+    return f"in training step {here.training_step}{activity}"
 
 
 def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
@@ -241,28 +160,23 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
     variables = dict(_variables(error))
     groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
     seen: set[int] = set()
-    names = _ShapeNames(context)
     for tensor in _tensors(context.environment.device):
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if not address or address in seen:
             continue
         seen.add(address)
-        kind, name = named.get(address) or (
-            names.kind(tensor),
-            variables.get(address) or names.describe(tensor),
-        )
+        kind, name = named.get(address) or (REST, variables.get(address, "not named"))
         dtype = str(tensor.dtype).removeprefix("torch.")
         groups[kind, tuple(tensor.shape), dtype].append((name, storage.nbytes()))
-    if context.environment.device == "cuda":
-        for number in _unseen_blocks(seen):
-            kept = names.activations.get(number)
-            name = f"kept for backward, as {kept}" if kept else "known only to the allocator"
-            groups[ACTIVATIONS if kept else REST, None, name].append((name, number))
     held = [
         HeldTensors(kind, members[0][0], shape, dtype, len(members), sum(n for _, n in members))
         for (kind, shape, dtype), members in groups.items()
     ]
+    if context.environment.device == "cuda":
+        unseen = torch.cuda.memory_allocated() - sum(group.bytes for group in held)
+        name = "kept for backward, and buffers that only the allocator knows"
+        held.append(HeldTensors(ACTIVATIONS, name, None, "", 1, unseen))
     return sorted(held, key=lambda group: -group.bytes)
 
 
@@ -313,71 +227,9 @@ def _tensors(device: str) -> Iterator[Tensor]:
 def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
     """Yield the storage address and name of each tensor in a stack variable, outermost first."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        layer = _layer_in(frame)
-        where = frame.f_code.co_qualname + (f" of layer {layer.index}" if layer else "")
+        where = frame.f_code.co_qualname
         for name, value in list(frame.f_locals.items()):
             for tensor in value[:8] if isinstance(value, list | tuple) else [value]:
                 if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
                     with contextlib.suppress(RuntimeError, NotImplementedError):
                         yield tensor.untyped_storage().data_ptr(), f"{name} in {where}"
-
-
-def _layer_in(frame: FrameType) -> DecoderLayer | None:
-    """Return the decoder layer among the variables of a frame, or None."""
-    variables = frame.f_locals.values()
-    return next((value for value in variables if isinstance(value, DecoderLayer)), None)
-
-
-class _ShapeNames:
-    """Describes tensors by their shape, in sizes of the run such as "tokens x hidden"."""
-
-    def __init__(self, context: RunContext) -> None:
-        model, train = context.config.of_worker.model, context.config.train
-        tokens, e = context.config.seq, 4
-        if context.trainer is not None:
-            choices = context.trainer.choices
-            tokens, e = choices.layout.tokens_per_worker, choices.dtype.itemsize
-        rows = tokens * train.micro_batch
-        own_rows = -(-rows // context.config.topology.tensor_parallel)
-        self._tokens = {tokens, rows, own_rows}
-        self._vocabulary = model.vocab_size
-        self._sizes = {
-            model.vocab_size: "vocabulary",
-            model.intermediate_size: "MLP width",
-            model.hidden_size: "hidden",
-            model.num_heads: "heads",
-            model.num_kv_heads: "key-value heads",
-            model.head_dim: "head_dim",
-            **dict.fromkeys(self._tokens, "tokens"),
-        }
-        self.activations = {
-            e * rows * model.intermediate_size: "[tokens, MLP width]",
-            e * rows * model.num_kv_heads * model.head_dim: "keys or values",
-            e * rows * model.num_heads * model.head_dim: "queries or attention output",
-            4 * rows * model.num_heads: "log-sum-exp of attention",
-            e * own_rows * model.hidden_size: "[tokens, hidden]",
-        }
-
-    def kind(self, tensor: Tensor) -> str:
-        dims = set(tensor.shape)
-        if not tensor.is_floating_point():
-            return REST
-        if self._vocabulary in dims and tensor.ndim == 2 and not tensor.requires_grad:
-            return LOGITS
-        return ACTIVATIONS if dims & self._tokens else REST
-
-    def describe(self, tensor: Tensor) -> str:
-        names = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]
-        return " x ".join(names) if set(tensor.shape) & set(self._sizes) else "not named"
-
-
-def _unseen_blocks(seen: set[int]) -> Iterator[int]:
-    """Yield the size of each block of the GPU's allocator whose address is not in `seen`."""
-    for segment in torch.cuda.memory_snapshot():
-        if segment.get("device") != torch.cuda.current_device():
-            continue
-        address = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and block.get("address", address) not in seen:
-                yield block.get("requested_size") or block["size"]
-            address += block["size"]

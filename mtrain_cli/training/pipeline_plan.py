@@ -1,19 +1,34 @@
-"""Which layers each stage of a pipeline holds, and what the pipeline costs by its schedule."""
+"""Which layers each stage of a pipeline holds and keeps at once, and what its schedule costs."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate, islice
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.keys import show
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.pipeline_schedule import Pipeline, Played, TimedPipeline
-from mtrain_cli.training.flops import ASSUMED_DENSITY, layer_kinds, layer_matmul, own_tiles
+from mtrain_cli.parallel.pipeline_schedule import (
+    RECEIVE,
+    SEND,
+    SENDS_IN_FLIGHT,
+    Pipeline,
+    Played,
+    TimedPipeline,
+    in_flight,
+)
+from mtrain_cli.training.flops import (
+    ASSUMED_DENSITY,
+    Shape,
+    layer_kinds,
+    layer_matmul,
+    own_tiles,
+    root_shapes,
+)
 
 # FLOP of a backward pass divided by those of the forward pass, without and with recomputation.
 _BACKWARD, _RECOMPUTED = 2, 3
@@ -112,6 +127,117 @@ def _fewest(sums: Sequence[float], head: float, most: float) -> list[int]:
             end = min(bisect_right(sums, sums[begin] + most) - 1, layers - 1)
             fewest[begin] = 1 + fewest[max(begin + 1, end)]
     return fewest
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """The layers and other weights of one worker, when it keeps the most activations.
+
+    layers: layers of each of its virtual stages. Without a pipeline, all layers are one.
+    first, last: whether the worker holds the embedding, or the final norm and the LM head.
+    in_flight: number of micro-batches that each virtual stage keeps.
+    messages: number of messages of the pipeline that the worker keeps. Each has the hidden states
+        of a micro-batch, or their gradient.
+    channels: number of communicators for these messages, and for a tied embedding.
+    """
+
+    layers: tuple[range, ...]
+    first: bool
+    last: bool
+    in_flight: tuple[int, ...]
+    messages: int = 0
+    channels: int = 0
+
+    @staticmethod
+    def whole(model: ModelConfig) -> ModelPart:
+        """Return the whole model, with one micro-batch at a time."""
+        return ModelPart((range(model.num_layers),), True, True, (1,))
+
+    @property
+    def number_of_layers(self) -> int:
+        return sum(map(len, self.layers))
+
+    @property
+    def every_layer(self) -> list[int]:
+        return [layer for layers in self.layers for layer in layers]
+
+    @cached_property
+    def current(self) -> range:
+        """The layers whose backward pass begins: the last virtual stage that keeps activations."""
+        return next(
+            layers
+            for layers, kept in zip(reversed(self.layers), reversed(self.in_flight), strict=True)
+            if kept
+        )
+
+    @cached_property
+    def others(self) -> tuple[range, ...]:
+        """Layers that keep activations of other micro-batches, or of earlier virtual stages."""
+        return tuple(
+            layers
+            for layers, kept in zip(self.layers, self.in_flight, strict=True)
+            for _ in range(kept - (layers == self.current))
+        )
+
+    @property
+    def virtual_stages(self) -> tuple[ModelPart, ...]:
+        ends = len(self.layers) - 1
+        return tuple(
+            replace(
+                self,
+                layers=(layers,),
+                first=self.first and n == 0,
+                last=self.last and n == ends,
+                in_flight=(max(1, self.in_flight[n]),),
+            )
+            for n, layers in enumerate(self.layers)
+        )
+
+    @property
+    def other_losses(self) -> int:
+        """Number of micro-batches, except the current one, whose loss awaits its backward pass."""
+        return max(0, self.in_flight[-1] - 1) if self.last else 0
+
+    def root_shapes(self, model: ModelConfig) -> dict[str, Shape]:
+        head = "embedding" if model.tie_word_embeddings else "lm head"
+        own = {"embedding"} if self.first else set()
+        own |= {"norm", head} if self.last else set()
+        return {name: shape for name, shape in root_shapes(model).items() if name in own}
+
+
+def model_parts(config: Config, micro_batches: int) -> tuple[ModelPart, ...]:
+    """Return the part of the model on each stage of the pipeline, or the whole model."""
+    if config.topology.pipeline_parallel == 1:
+        return (ModelPart.whole(config.model),)
+    tied = config.model.tie_word_embeddings
+    return _stages(Pipeline.of(config.topology, micro_batches), stage_layers(config), tied)
+
+
+@lru_cache(maxsize=64)  # a search for memory settings estimates the same stages many times
+def _stages(pipeline: Pipeline, counts: tuple[int, ...], tied: bool) -> tuple[ModelPart, ...]:
+    ends = [sum(counts[: n + 1]) for n in range(len(counts))]
+    layers = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    parts = []
+    for stage in range(pipeline.stages):
+        own, actions = pipeline.own(stage), pipeline.actions(stage)
+        kept = in_flight(actions, lambda number: counts[number])
+        # One message of each channel arrives ahead of its use. Sends stay for a while.
+        arriving, leaving = (
+            {pipeline.channel(action) for action in actions if action.kind == kind}
+            for kind in (RECEIVE, SEND)
+        )
+        messages = len(arriving) + min(SENDS_IN_FLIGHT, pipeline.micro_batches) * len(leaving)
+        parts.append(
+            ModelPart(
+                tuple(layers[number] for number in own),
+                own[0] == 0,
+                own[-1] == pipeline.last,
+                tuple(kept[number] for number in own),
+                messages,
+                len(arriving | leaving) + (tied and stage in (0, pipeline.stages - 1)),
+            )
+        )
+    return tuple(parts)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern, make_pattern
 from mtrain_cli.training.hardware import ASSUMED_GPU, Hardware
-from mtrain_cli.training.layout_choice import choose_layout
-from mtrain_cli.training.stage_choice import choose_staged_exchange
+from mtrain_cli.training.layout_choice import choose_layout, choose_staged_exchange
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,6 @@ def resolve_run(
         device_memory=hardware.memory or None,
         index=None if pattern is None else pattern.request(),
         columns=config.sparsity.column_bound,
-        needs_out=kernel.needs_out,
     )
     return ResolvedRun(
         layout=chosen.layout,

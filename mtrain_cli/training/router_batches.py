@@ -19,7 +19,6 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import expert_layers
 from mtrain_cli.model.routing import (
     BALANCE,
-    DROPPED,
     ENTROPY,
     PADDING,
     RouterOptions,
@@ -59,7 +58,6 @@ class RouterBatches:
             sequences=train.global_batch,
             balance_loss=balance_loss(config),
             z_loss=train.router_z_loss,
-            capacity=train.expert_capacity,
         )
         return RouterBatches(model.moe, model.num_layers, options, context, tensor)
 
@@ -78,12 +76,12 @@ class RouterBatches:
         groups = []
         if (tensor := self.tensor) is not None:
             errors = self._observed(tensor.peer_errors)
-            groups.append(SharingGroup(tensor.rank, tensor.size, tensor.process_group, errors))
+            groups.append(SharingGroup(tensor.process_group, errors))
         context = self.context
         if context.size > 1:
             assert context.whole is not None
             errors = self._observed(partial(_peer_errors, context))
-            groups.append(SharingGroup(context.rank, context.size, context.whole, errors))
+            groups.append(SharingGroup(context.whole, errors))
         return groups
 
     def _observed(self, peer_errors: _Contexts) -> _Contexts:
@@ -108,7 +106,6 @@ class OwnLoads:
 
     layers: tuple[int, ...]  # those with experts that this worker computes
     chosen: tuple[torch.Tensor, ...]  # tokens that chose each expert, by micro-batch
-    beyond: tuple[torch.Tensor, ...]  # those that it did not compute; () without a capacity
 
     @staticmethod
     def of(routings: Sequence[Routing]) -> OwnLoads | None:
@@ -116,14 +113,11 @@ class OwnLoads:
             return None
         layers = sorted(set().union(*(routing.decided for routing in routings)))
         chosen = tuple(routing.loads[:, : routing.moe.experts] for routing in routings)
-        beyond = tuple(routing.beyond for routing in routings if routing.beyond is not None)
-        return OwnLoads(tuple(layers), chosen, beyond)
+        return OwnLoads(tuple(layers), chosen)
 
     def counts(self) -> np.ndarray:
-        """Return int64 [2, layers, E]: tokens that an expert computes, and those it drops."""
-        chosen = torch.stack(self.chosen).sum(0)
-        beyond = torch.stack(self.beyond).sum(0) if self.beyond else torch.zeros_like(chosen)
-        total = torch.stack([chosen - beyond, beyond])[:, list(self.layers)]
+        """Return the tokens that each expert computes, int64 [layers, E]."""
+        total = torch.stack(self.chosen).sum(0)[list(self.layers)]
         return total.round().long().cpu().numpy()
 
 
@@ -135,7 +129,6 @@ class RoutingMetrics:
     balance: float  # balance loss, without coefficient; 1 is perfect
     z: float  # mean logsumexp(logits)^2
     entropy: float  # of the scores, in nats
-    dropped: int  # pairs of a token and an expert beyond the capacity, summed over layers
     own: OwnLoads | None = None  # the other fields are equal on all workers
 
     def metrics(self) -> dict[str, Any]:
@@ -147,7 +140,6 @@ class RoutingMetrics:
             "expert_load": max(loads),
             "expert_load_by_layer": loads,
             "router_entropy": self.entropy,
-            "dropped": self.dropped,
         }
 
     def change_biases(self, decoder: Decoder, step: float) -> None:
@@ -175,6 +167,5 @@ def routing_metrics(
         balance=float(sums[:, BALANCE].mean()) / options.sequences,
         z=float(sums[:, Z].mean()) / options.sequences,
         entropy=float(sums[:, ENTROPY].mean()) / options.sequences,
-        dropped=int(sums[:, DROPPED].sum()),
         own=OwnLoads.of(routings),
     )

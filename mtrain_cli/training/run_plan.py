@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.launch.environment import Environment, resolve_environment
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.launch.environment import Environment, ParallelDims, resolve_environment
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.step.program import Message, layers, traffic
+from mtrain_cli.training.attention_memory import AttentionMemory, shard_sizes
 from mtrain_cli.training.expert_traffic import ExpertRun
-from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
     causal_pairs,
+    own_tiles,
     parameters,
     recomputed_attention,
     training_flops,
@@ -31,11 +36,118 @@ from mtrain_cli.training.flops import (
 from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory, size
 from mtrain_cli.training.pipeline_plan import PipelinePlan
-from mtrain_cli.training.received_bytes import ReceivedBytes, received_bytes
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+from mtrain_cli.training.state_memory import largest_states
 
 if TYPE_CHECKING:
-    from mtrain_cli.training.memory_search import MemorySearch
+    from mtrain_cli.training.planning import MemorySearch
+
+MOST_READ = 8  # sequences, unless a micro-batch has more
+
+
+@dataclass(frozen=True)
+class FirstMasks:
+    """The masks of the first sequences of data that bring masks (`data.mask_key`).
+
+    masks: one per sequence, without padding; none if the data cannot be read.
+    micro_batch: number of sequences in a micro-batch.
+    problem: why the data cannot be read; "" if they were read.
+    """
+
+    key: str
+    masks: tuple[SequenceMask, ...]
+    micro_batch: int
+    problem: str = ""
+
+    @cached_property
+    def pairs(self) -> float:
+        return sum(mask.pairs for mask in self.masks) / len(self.masks)
+
+    @cached_property
+    def typical(self) -> tuple[SequenceMask, ...]:
+        """The masks of the micro-batch with the median number of pairs."""
+        size = self.micro_batch
+        batches = [self.masks[n : n + size] for n in range(0, len(self.masks), size)]
+        batches.sort(key=lambda batch: sum(mask.pairs for mask in batch))
+        return batches[(len(batches) - 1) // 2]
+
+    def describe(self) -> str:
+        if self.problem:
+            return f"the masks cannot be read ({self.problem}), so causal documents are assumed"
+        first = f"masks of the first {with_count(len(self.masks), 'sequence')} were read"
+        return f"{first}; memory and stages assume causal documents"
+
+
+def first_masks(config: Config) -> FirstMasks | None:
+    """Read the masks of `MOST_READ` sequences, or one micro-batch; None if data bring no masks."""
+    data, each = config.data, config.train.micro_batch
+    if data.mask_key is None:
+        return None
+    if data.path is None and data.mix is None:
+        return FirstMasks(data.mask_key, (), each, "data.path is not set")
+    source = repr((data, config.seq, config.seed, config.model.vocab_size, each))
+    try:
+        if source not in _masks:
+            masks = _read(config, each)
+            _masks.clear()
+            _masks[source] = masks
+    except ConfigError as error:
+        return FirstMasks(data.mask_key, (), each, error.problems[0].rstrip("."))
+    return FirstMasks(data.mask_key, _masks[source], each)
+
+
+# The masks read last, by the settings that decide them, since a plan and its prediction ask twice.
+_masks: dict[str, tuple[SequenceMask, ...]] = {}
+
+
+def _read(config: Config, micro_batch: int) -> tuple[SequenceMask, ...]:
+    dataset, rule, seq = open_dataset(config), MaskRule.of(config), config.seq
+    micro_batches = max(1, min(MOST_READ, len(dataset)) // micro_batch)
+    # The data repeat if they are shorter than a micro-batch.
+    samples = (dataset[n % len(dataset)] for n in range(micro_batches * micro_batch))
+    return tuple(rule(one.documents, seq, seq, one.slices) for one in samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceivedBytes:
+    """How many bytes reach one worker.
+
+    forward, backward: KV and its gradients, per layer and micro-batch.
+    tensor_forward, tensor_backward: hidden states and their gradients that tensor parallelism
+        moves, per layer and micro-batch.
+    weights: weights and their gradients, per optimizer step.
+    host: between device and host with an offloaded optimizer, per optimizer step.
+    """
+
+    forward: int
+    backward: int
+    weights: int
+    host: int = 0
+    tensor_forward: int = 0
+    tensor_backward: int = 0
+
+    def in_step(self, passes: int) -> tuple[int, int, int]:
+        """Return bytes of keys, hidden states and weights in a step of layers x micro-batches."""
+        keys, hidden = self.forward + self.backward, self.tensor_forward + self.tensor_backward
+        return passes * keys, passes * hidden, self.weights
+
+
+def tensor_messages(config: Config) -> tuple[int, int]:
+    """Return the messages of hidden states in each pass of all layers, if each has one tile."""
+    train, row = config.train, {Message.HIDDEN: 1}
+    checkpointed = train.activation_checkpoint != "none"
+    kinds = layers(config.model, checkpointed=checkpointed, tiled=True, keep_mlp=train.keep_mlp)
+    return (
+        sum(number * traffic(layer.forward(), row) for number, layer in kinds),
+        sum(number * traffic(layer.backward(), row) for number, layer in kinds),
+    )
+
+
+def message_bytes(config: Config, layout: Layout, dtype_bytes: int) -> int:
+    """Return the bytes of such a message that reach one worker."""
+    own, _ = own_tiles(config, layout, dtype_bytes)
+    return own * (config.topology.tensor_parallel - 1) * config.model.hidden_size * dtype_bytes
+
 
 USABLE_HOST = 0.9  # share of host memory that plans use; the rest is for processes, files and data
 USABLE = 0.95  # share of a GPU's memory that plans use; the allocator always leaves gaps
@@ -117,7 +229,7 @@ class RunPlan:
         topology = {"device": self.environment.device, "workers": workers}
         return RunPlan.on(self.hardware, config.changed(topology=topology))
 
-    @functools.cached_property
+    @cached_property
     def memory(self) -> MemoryEstimate:
         return self.estimate(self.config)
 
@@ -147,7 +259,7 @@ class RunPlan:
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
 
-    @functools.cached_property
+    @cached_property
     def pipeline(self) -> PipelinePlan | None:
         """The stages; None if each worker holds the whole model."""
         if self.dims.pp == 1:
@@ -159,16 +271,16 @@ class RunPlan:
         """Bytes of one checkpoint on disk: float32 weights and two AdamW states."""
         return 12 * self.parameters.total
 
-    @functools.cached_property
+    @cached_property
     def parameters(self) -> ParameterCount:
         return parameters(self.config.model)
 
-    @functools.cached_property
+    @cached_property
     def data_masks(self) -> FirstMasks | None:
         """The masks of the first sequences of the data; None if the data bring no masks."""
         return first_masks(self.config)
 
-    @functools.cached_property
+    @cached_property
     def flops(self) -> FlopsPerToken:
         read = self.data_masks
         return self._flops(read.pairs if read is not None and read.masks else None)
@@ -186,16 +298,29 @@ class RunPlan:
         """The part of a layer's forward exchange that the backward pass runs again."""
         return recomputed_attention(self.config.train, self.layout, self.exchange.heads)
 
-    @functools.cached_property
+    @cached_property
     def received(self) -> ReceivedBytes:
-        return received_bytes(
-            self._dealt(self.config),
-            layout=self.layout,
-            exchange=self.exchange,
-            kernel=self.kernel,
-            workers=self.dims.workers,
-            micro_batches=self.micro_batches,
-            dtype_bytes=self.dtype_bytes,
+        """How many bytes reach one worker, with the KV that recomputation sends again.
+
+        Messages of a pipeline (`PipelinePlan.received`) and columns of a ring are not counted.
+        """
+        config, layout, exchange = self._dealt(self.config), self.layout, self.exchange
+        e, number = self.dtype_bytes, config.model.num_layers
+        sizes = shard_sizes(config.of_worker, layout, exchange, e)
+        schedule = make_schedule(exchange.name, exchange.options(layout.workers))
+        forward, backward = (lower(schedule, 0, backward=b) for b in (False, True))
+        states = largest_states(config, self.dims.workers, self.micro_batches, e)
+        hidden = message_bytes(config, layout, e)
+        tensor_forward, tensor_backward = tensor_messages(config)
+        return ReceivedBytes(
+            forward=int(forward.sent(sizes)),
+            backward=sum(
+                int(p.sent(sizes)) for p in (backward, forward.recomputed(self.recompute))
+            ),
+            weights=states.sent(),
+            host=states.over_host_link(),
+            tensor_forward=tensor_forward * hidden // number,
+            tensor_backward=tensor_backward * hidden // number,
         )
 
     @property
@@ -253,7 +378,7 @@ class RunPlan:
         degree = ExpertRun(config, self.dims, self.layout, self.dtype_bytes, per_node).degree
         return config.changed(topology={"expert_parallel": degree})
 
-    @functools.cached_property
+    @cached_property
     def _attention(self) -> AttentionMemory:
         # It does not depend on the memory settings.
         return AttentionMemory(

@@ -8,7 +8,7 @@ from math import prod
 from mtrain_cli.config.schema import Config
 from mtrain_cli.step.program import Message, traffic, weight_messages
 from mtrain_cli.training.flops import Shape, layer_kinds, layer_shapes
-from mtrain_cli.training.model_part import ModelPart, model_parts
+from mtrain_cli.training.pipeline_plan import ModelPart, model_parts
 
 BYTES = {"float32": 4, "bfloat16": 2}
 

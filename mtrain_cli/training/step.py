@@ -21,7 +21,7 @@ from mtrain_cli.parallel.context_attention import ContextAttention, IndexRecord
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.batch import Batch
-from mtrain_cli.training.compute_time import ComputeTimer
+from mtrain_cli.training.callback import ComputeTimer
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.router_batches import RoutingMetrics, routing_metrics
 from mtrain_cli.training.worker import TrainState, Worker

@@ -28,9 +28,8 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training.batch import Batch, Batches, HostBatch
-from mtrain_cli.training.callback import Callback
+from mtrain_cli.training.callback import Callback, ComputeTimer
 from mtrain_cli.training.checkpointer import Checkpointer
-from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.step import Step, StepResult
 from mtrain_cli.training.worker import TrainState, Worker

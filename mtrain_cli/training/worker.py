@@ -24,6 +24,7 @@ from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
+from mtrain_cli.training.callback import SpikeWatch
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
@@ -32,7 +33,6 @@ from mtrain_cli.training.pipeline import make_stage
 from mtrain_cli.training.planning import checked_plan
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 from mtrain_cli.training.router_batches import RouterBatches
-from mtrain_cli.training.watch import SpikeWatch
 
 
 class Worker:

@@ -13,8 +13,7 @@ import numpy as np
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.plots import Figure, FigureView, Trace, axis, layout
-from mtrain_cli.reporting.tables import fold
+from mtrain_cli.reporting.plots import Figure, FigureView, Trace, axis, fold, layout
 from mtrain_studies.attention import findings as attention_findings
 from mtrain_studies.attention import tables as attention_tables
 from mtrain_studies.attention.files import MAPS, AttentionFiles, HeadMap, RopeRow
@@ -233,8 +232,8 @@ def maps_figure(named: Named) -> Figure:
 def _map(each: HeadMap, side: int) -> tuple[list[Trace], dict[str, Any], bool]:
     data, annotations, shrank = [], [], False
     for at, (title, values) in enumerate((("|A|", each.attention), ("|dL/dS|", each.gradient))):
-        z, folded = fold(np.where(np.isnan(values), -np.inf, values), side)
-        shrank |= folded
+        z = fold(np.where(np.isnan(values), -np.inf, values), side)
+        shrank |= z.shape != values.shape
         width = each.width * -(-len(values) // len(z))
         logs = np.where(z > 0, np.log10(np.maximum(z, _SMALLEST)), np.nan)
         low, high = _scale(logs)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.schema import ConfigError
 
 MAPS = "maps.npz"

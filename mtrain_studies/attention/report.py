@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.reporting.plots import Figure
-from mtrain_cli.reporting.terminal_width import TextTable
+from mtrain_cli.reporting.terminal import TextTable
 from mtrain_studies.attention.figures import attention_figures
 from mtrain_studies.attention.files import (
     TABLES,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mtrain_cli.reporting.terminal_width import TextTable
+from mtrain_cli.reporting.terminal import TextTable
 from mtrain_studies.attention import findings as attention_findings
 from mtrain_studies.attention.files import AttentionFiles
 from mtrain_studies.attention.findings import (

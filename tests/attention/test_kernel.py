@@ -22,7 +22,6 @@ NAMES = [name for name in KERNELS if name != "auto"]
 def test_a_kernel_has_the_attributes_and_arguments_of_the_contract(name):
     kernel = make_kernel(name)
     assert kernel.name == name
-    assert isinstance(kernel.needs_out, bool)
     assert isinstance(kernel.skips, bool)
     for method in ("forward", "backward", "forward_columns", "backward_columns"):
         expected = list(inspect.signature(getattr(Kernel, method)).parameters)[1:]

@@ -17,10 +17,9 @@ from mtrain_cli.attention.packed_columns import (
     pack_columns,
     whole_columns,
 )
-from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchange import Exchange, Plan
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.program import Whole
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 

@@ -134,11 +134,6 @@ def test_help_imports_neither_torch_nor_hydra():
             "No such option: --layuot; settings are written key=value: topology.layout=...",
         ),
         (
-            ["train", "--config", "x.yaml"],
-            'DIR/recipe/mine.yaml below a line "# @package _global_", and give '
-            "--config-dir DIR recipe=mine.",
-        ),
-        (
             ["eval", "ruler", "x", "--task", "vt"],
             "No such option: --task (Possible options: --tasks). See `mtrain eval ruler --help`.",
         ),

@@ -105,7 +105,7 @@ def test_the_first_package_keeps_a_name(tmp_path):
     )
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from mtrain_cli.evaluation.other_kinds import find; print(type(find('lm-eval')).__name__)"
+        "from mtrain_cli.evaluation.runner import find; print(type(find('lm-eval')).__name__)"
     )
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
@@ -125,6 +125,17 @@ def test_an_installation_without_the_studies_measures_patterns(tmp_path):
     assert (tmp_path / "heads/summary.json").is_file()
     refused = mtrain_with(tmp_path, "profile", "sparsity", "--maps", "0:0", first=none)
     assert "No such option: --maps" in refused.stderr
+
+
+def test_a_checkout_with_older_metadata_says_how_to_get_its_commands(monkeypatch):
+    run = CliRunner().invoke
+    hint = " This checkout has more: run `pip install --no-deps -e .` in it. See "
+    for is_older in (False, True):
+        if is_older:
+            monkeypatch.setattr(plugins, "_all_installed", metadata.EntryPoints)
+        refused = run(app, ["eval", "no-such"])
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert (hint in refused.stderr) == is_older
 
 
 def own_folder(folder: Path) -> FolderReport | None:

@@ -87,20 +87,6 @@ def test_a_finished_evaluation_with_a_short_context_has_nothing_to_compute():
     assert "holds all samples; nothing to compute" in evaluate(*words, *both).stderr
 
 
-def test_ruler_scores_tasks_and_files():
-    lines = [{"input": f"The number is {n}. Which?", "outputs": [str(n)]} for n in range(3)]
-    Path("mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ("--tasks", "niah_single_1", "--samples", "1", "--file", "mine.jsonl", "--max-new", "4")
-    done = evaluate("ruler", "run", "--length", "1536", *words)
-    assert "RULER, % ± standard error" in done.stdout
-    assert "file:mine" in done.stdout
-    assert "FLOP to compute (dense attention) and the samples of --file" in done.stderr
-    again = evaluate("ruler", "run", "--length", "1536", *words)
-    assert "holds all samples; nothing to compute" in again.stderr
-    words = ("--tasks", "", "--file", "mine.jsonl", "--max-new", "2")
-    assert evaluate("ruler", "run", *words).stderr.startswith("the samples of --file\n")
-
-
 def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
     write_hf(tmp_path / "hf", vocab_size=264)
     line = refused("perplexity", str(tmp_path / "hf"), "--length", "256")
@@ -127,12 +113,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
             "/no: no such folder; give a folder with tokenizer.json",
         ),
         (("niah", "run", "--haystack", "none.txt"), "--haystack none.txt: no such file"),
-        (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: ruler6, "),
-        (("ruler", "run", "--tasks", "qa_1"), "give --squad FILE"),
-        (
-            ("ruler", "run", "--tasks", "niah_single_1", "--length", "64"),
-            "--length 64: too few tokens",
-        ),
         (("perplexity", "run", "--length", "512"), "the run held out no text"),
         (("perplexity", "run", "--text", "none.txt"), "--text none.txt: no such file"),
         (("perplexity", "run", "--short", "1"), "--short 1: must be from 2"),
@@ -148,10 +128,6 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (
             ("perplexity", "run", "--text", "text.txt", "--short", "64", "--keys-from", "gone"),
             "--keys-from /",
-        ),
-        (
-            ("ruler", "run", "--tasks", "niah_single_2@gone.txt", "--length", "2k"),
-            "--tasks niah_single_2@gone.txt: no such file",
         ),
         (("perplexity", "run", "--keys-from", "run"), "needs --short N"),
     ],
@@ -191,18 +167,6 @@ def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
     write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=48")
     line = refused("niah", str(tmp_path / "run"), "--length", "400")
     assert "mask prefix_lm, prefix 48: this evaluation needs the loss of each token" in line
-
-
-def test_samples_without_outputs_and_too_long_ones_are_refused():
-    Path("bad.jsonl").write_text('{"input": "a"}\n')
-    words = ("ruler", "run", "--tasks", "", "--file", "bad.jsonl")
-    assert "/bad.jsonl: line 1: outputs is missing" in refused(*words)
-    row = {"input": "a", "outputs": ["b"]}
-    Path("bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "input": ""}))
-    assert "bad.jsonl: sample 2 is empty" in refused(*words)
-    Path("bad.jsonl").write_text(json.dumps({"input": "a" * 5000, "outputs": ["b"]}) + "\n")
-    # Files have lengths of their own, so --length does not count.
-    assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
 def test_sequences_beyond_those_of_training_get_a_warning(tmp_path):
@@ -325,35 +289,11 @@ def test_a_folder_below_a_file_is_refused_with_the_option():
         assert line.startswith(f"mtrain: --out {out}: could not be written (No")
 
 
-def _damage_none(newest: Path) -> None:
-    pass
-
-
-def _truncate(newest: Path) -> None:
-    next(newest.glob("*.distcp")).write_bytes(b"")
-
-
 def _flip_a_bit(newest: Path) -> None:
     file = next(newest.glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-
-
-def _lose_a_file(newest: Path) -> None:
-    next(newest.glob("*.distcp")).unlink()
-
-
-def _lose_the_metadata(newest: Path) -> None:
-    (newest / ".metadata").unlink()
-
-
-def _lose_the_manifest(newest: Path) -> None:
-    (newest / "manifest.json").unlink()
-
-
-def _break_the_manifest(newest: Path) -> None:
-    (newest / "manifest.json").write_text("{")
 
 
 def _put_code_into_the_metadata(newest: Path) -> None:
@@ -363,10 +303,16 @@ def _put_code_into_the_metadata(newest: Path) -> None:
     dataclasses.replace(known, files=files).write(newest)
 
 
-DAMAGES = (
-    _damage_none, _truncate, _flip_a_bit, _lose_a_file, _lose_the_metadata, _lose_the_manifest,
-    _break_the_manifest, _put_code_into_the_metadata,
-)  # fmt: skip
+DAMAGES = {
+    "none": lambda _: None,
+    "truncated": lambda newest: next(newest.glob("*.distcp")).write_bytes(b""),
+    "a bit": _flip_a_bit,
+    "a file less": lambda newest: next(newest.glob("*.distcp")).unlink(),
+    "no metadata": lambda newest: (newest / ".metadata").unlink(),
+    "no manifest": lambda newest: (newest / "manifest.json").unlink(),
+    "a wrong manifest": lambda newest: (newest / "manifest.json").write_text("{"),
+    "code": _put_code_into_the_metadata,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -376,8 +322,8 @@ def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
     monkeypatch.chdir(tmp_path)
     text_file(tmp_path)
     run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
-    damage(run / "checkpoints/step-40")
-    expected = 40 if damage is _damage_none else 20
+    DAMAGES[damage](run / "checkpoints/step-40")
+    expected = 40 if damage == "none" else 20
     evaluated = evaluate("perplexity", "run", *SHORT, "--json")
     assert json.loads(evaluated.stdout)["step"] == expected
     words = ["generate", "run", "--prompt", "a", "--max-new", "2"]
@@ -388,7 +334,7 @@ def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
         for result in (evaluated, generated)
     ]
     assert lines[0] == lines[1]
-    assert len(lines[0]) == (damage is not _damage_none)
+    assert len(lines[0]) == (damage != "none")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         api.load("run")

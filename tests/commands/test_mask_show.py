@@ -42,15 +42,6 @@ def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
     assert all(f"<td class=words>{name}</td>" in page for name in NAMES)
 
 
-def test_it_draws_the_mask_alone_to_svg(tmp_path):
-    file = tmp_path / "mask.svg"
-    for mask in ("chunked", "block_window"):  # the second replaces the first
-        found = run("show", f"mask={mask}", "seq=8k", "--plot", str(file))
-        assert found.exit_code == 0, found.output
-        assert file.read_text().startswith("<svg ")
-        assert f"<title>{mask}, " in file.read_text()
-
-
 def test_workers_and_nodes_come_from_the_topology(tmp_path):
     file = tmp_path / "mask.html"
     words = ["seq=8k", "model=qwen3b", "--plot", str(file)]
@@ -89,7 +80,7 @@ def test_it_shows_both_kinds_of_layers(tmp_path):
         (["mask=prefix_lm", "mask.prefix=5k", "seq=4k"], "mask.prefix=5120: must be at most"),
         (["seq=1k", "--plot", "folder"], "--plot folder: is a folder; give a file"),
         (["seq=1k", "--plot", "notes.html"], "--plot notes.html: exists and is not a picture"),
-        (["seq=1k", "--plot", "new.png"], "--plot new.png: give a file that ends in .html or .svg"),
+        (["seq=1k", "--plot", "new.png"], "--plot new.png: give a file that ends in .html"),
         (["seq=1k", "--plot", "notes.html/x.html"], "x.html: cannot be written: "),
     ],
 )

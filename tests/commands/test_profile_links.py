@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.simulation.link_fit import ALL_TO_ALL, GATHER, HOP, HOPS_AT_ONCE, SCATTER, TWO_HOPS
+from mtrain_cli.simulation.link_fit import GATHER, HOP, HOPS_AT_ONCE, SCATTER, TWO_HOPS
 
 HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")
 
@@ -29,9 +29,7 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     assert document["backend"] == "gloo"
     assert document["versions"]["torch"]
     assert [(t["what"], t["size"]) for t in document["times"]] == [
-        (what, size)
-        for what in (HOP, TWO_HOPS, GATHER, SCATTER, ALL_TO_ALL)
-        for size in (4 << 10, 256 << 10)
+        (what, size) for what in (HOP, TWO_HOPS, GATHER, SCATTER) for size in (4 << 10, 256 << 10)
     ]
     for t in document["times"]:
         assert 0 < t["low"] <= t["us"] <= t["high"]
@@ -70,7 +68,6 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
         TWO_HOPS,
         GATHER,
         SCATTER,
-        ALL_TO_ALL,
     }
     cluster = load_cluster(str(tmp_path / "measurements/four/cluster.yaml"))
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 2)

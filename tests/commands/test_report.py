@@ -8,7 +8,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from reporting.training_runs import step as metrics_of
 from synthetic_records import Play, recorded_once, ring
@@ -227,6 +226,8 @@ def test_other_schemas_are_refused_in_one_line():
         ("cases", {"cp": -2}),
         ("cases", {"steps": {"forward": "x"}}),
         ("cases", {"workers": 10**9}),
+        ("cases", {"padded_seq": [4096]}),
+        ("cases", {"iteration_ms": 3}),
         ("records.parquet", {"dur_us": float("inf")}),
         ("records.parquet", {"rank": None}),
         ("records.parquet", {"phase": None}),
@@ -272,9 +273,3 @@ def test_names_are_completed():
     trained("other")
     assert complete_measured("o") == ["one", "other"]
     assert complete_measured("on") == ["one"]
-
-
-def test_many_ranks_are_summarized_in_the_terminal():
-    times = np.random.default_rng(0).gamma(9, 0.1, (40, 40))
-    recorded_once(Path("measurements/many"), Play(ring(40), lambda _d, r, s: float(times[r, s])))
-    assert "each cell is the maximum of 2 workers x 2 steps" in report("many", "--no-html")

@@ -40,14 +40,13 @@ def test_without_a_model_ineffective_settings_are_refused(tmp_path):
         assert f"{word}: has no effect on a recorded index without model=" in refused.stderr
 
 
-@pytest.mark.parametrize("index", [None, "local", "clustered", "uniform", "drifting"])
-def test_a_family_respects_the_slash_limits_of_the_pattern(index):
+def test_a_synthetic_index_respects_the_slash_limits_of_the_pattern():
     """At 16k there are 128."""
 
     def diagonals(*words: str, density: float | None = None) -> set[int]:
         asked = Request(
             ("model=tiny", "seq=16k", "sparsity=vertical_slash", *words),
-            index,
+            None,
             density,
             columns=0,
             layers=2,
@@ -225,7 +224,7 @@ def test_cpu_workers_get_no_message_about_cuda(tmp_path):
         made["gpu"] |= gpu
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
         words = ("model=tiny seq=16k --columns 64 --cluster mine.yaml", STRIPED)
-        for more in (("run",), ("recommend",), ("sweep", "workers=2,4")):
+        for more in (("run",), ("recommend",), ("workers=2,4",)):
             refused = simulate(*more, *words, "--no-files")
             assert refused.exit_code == 2
             message = (

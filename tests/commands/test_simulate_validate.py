@@ -16,10 +16,9 @@ from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
-from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.validation import key_of
 from mtrain_cli.simulation.what_if import ReplaySetup, topology_of
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,6 @@ def test_a_replay_uses_the_exchange_options_of_the_profile(tmp_path):
         per_node=4,
         layout="striped",
         exchange="ring",
-        needs_out=True,
     )
     masks = (SequenceMask.causal(4096, 4096),)
     problem = AttentionWorkload(setup, masks, (0,), lambda layer: None, "dense")  # noqa: ARG005

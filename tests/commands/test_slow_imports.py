@@ -15,7 +15,7 @@ WITHOUT_TORCH = (
 
 REFUSED = [
     ("simulate --index text", "text: not an index file of mtrain"),
-    ("simulate sweep --index nope model=tiny seq=4k,8k", "index=nope: no such index"),
+    ("simulate --index nope model=tiny seq=4k,8k", "index=nope: no such index"),
     ("simulate --calibration text", "--calibration text: not readable as JSON"),
     ("simulate recommend --calibration empty", "--calibration empty: holds no times"),
     ("simulate validate x --calibration nope", "--calibration nope: no such calibration"),
@@ -30,7 +30,7 @@ MORE = [  # other commands and options whose checks the same functions make
     ("simulate --index nope", "index=nope: no such index"),
     ("simulate recommend --index nope model=tiny", "index=nope: no such index"),
     ("simulate --calibration nope.json", "--calibration nope.json: no such calibration"),
-    ("simulate sweep modl=x seq=4k,8k", "modl=x: no key or group is called modl"),
+    ("simulate modl=x seq=4k,8k", "modl=x: no key or group is called modl"),
     ("checkpoint export nope out", "nope: not a run or a run's checkpoint"),
     ("checkpoint export nope .", ".: already exists"),
     ("generate nope --prompt-file nope.txt", "--prompt-file nope.txt: no such file"),

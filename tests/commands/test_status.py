@@ -205,38 +205,6 @@ def test_all_lists_every_run_despite_a_damaged_state(monkeypatch):
     assert len(status("--all", "--json").stdout.splitlines()) == 2
 
 
-def test_watch_ends_with_the_run(monkeypatch):
-    run = begun()
-    stepped(run)
-    (run.path / ".lock").write_text("process 12 on node7\n")
-    monkeypatch.setattr("mtrain_cli.commands.status.WATCH_S", 0.01)
-    looks = []
-    look = run_status.check_liveness
-
-    def counted(one, now):
-        looks.append(now)
-        if len(looks) == 4:
-            run_status.set_phase(run, "finished")
-            os.utime(run.path / ".lock", (1, 1))
-        return look(one, now)
-
-    monkeypatch.setattr(run_status, "check_liveness", counted)
-    result = status("first", "--watch", "--json")
-    assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + [
-        "finished"
-    ]
-
-
-@pytest.mark.parametrize("words", [["first"], ["--all"]])
-def test_watching_a_finished_run_prints_it_once(words, monkeypatch):
-    run = begun()
-    stepped(run)
-    run_status.set_phase(run, "finished")
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now)  # both print the same age
-    assert status(*words, "--watch").stdout == status(*words).stdout
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [

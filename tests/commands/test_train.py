@@ -51,7 +51,7 @@ def test_cfg_prints_the_composed_configuration_and_exits(launched, tmp_path):
     Path("printed.yaml").write_text(result.stdout)
     assert load(Path("printed.yaml")) == compose(["model=qwen3b", "seq=32k"])
     assert yaml.safe_load(result.stdout)["seq"] == 32768
-    assert "seq: 32768  # 32k; default " in result.stdout
+    assert "seq: 32768  # default " in result.stdout
     assert not launched
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
 
@@ -86,8 +86,7 @@ def test_a_dry_run_refuses_weights_of_another_size(launched, monkeypatch, max_fi
     edit_config(Path("hf"), num_experts=8)
     result = run(*words)
     assert (result.exit_code, result.stdout, launched) == (2, "", [])
-    assert "model.moe.experts=8: the weights in" in result.stderr
-    assert "have 6" in result.stderr
+    assert "mlp.gate.weight has shape (6, 40); " in result.stderr
 
 
 def test_a_dry_run_refuses_a_flipped_bit_of_an_export():

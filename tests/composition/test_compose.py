@@ -99,6 +99,12 @@ def test_a_word_instead_of_a_degree_says_nothing_about_blocks(degree):
     assert len(complaints(compose, ["seq=512", "topology.workers=8"])) == 1
 
 
+def test_a_wrong_number_of_experts_is_the_only_line_about_them():
+    words = ["model=tiny_moe", "model.moe.experts=many", "topology.expert_parallel=2"]
+    (line,) = complaints(compose, [*words, "train.balance_loss=0.1"])
+    assert line.startswith("model.moe.experts=many: expected a whole number")
+
+
 def test_block_size_is_not_checked_for_zigzag():
     words = ["seq=512", "topology.workers=8"]
     assert complaints(compose, words)[0].startswith(

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from mtrain_cli.config.atomic_files import replace_text, replacing
+from mtrain_cli.config.documents import replace_text, replacing
 from mtrain_cli.launch.failures import not_written
 
 

@@ -4,6 +4,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
 from mtrain_cli.config.earlier_versions import (
     LATER,
+    REMOVED,
     RENAMED,
     RENAMED_METRICS,
     completed,
@@ -25,6 +26,10 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
     assert "sparsity.gate" not in completed({"sparsity.pattern": "dense"})
     for kind, full_first in (("sliding_window", 0), ("prefix_lm", None)):
         assert completed({"mask.kind": kind}).get("mask.full_first") == full_first
+
+
+def test_keys_without_effect_are_left_out():
+    assert REMOVED[0] not in completed({REMOVED[0]: "python"})
 
 
 def test_masks_of_earlier_versions_lack_keys():
@@ -56,3 +61,10 @@ def test_a_file_without_a_newer_key_loads_with_its_old_behavior(tmp_path):
     ]
     (tmp_path / "resolved.yaml").write_text("\n".join(kept))
     assert load(tmp_path / "resolved.yaml") == config
+
+
+def test_a_file_with_a_removed_key_loads(tmp_path):
+    config, file = compose([]), tmp_path / "resolved.yaml"
+    save(config, file)
+    file.write_text(file.read_text().replace("train:\n", "train:\n  expert_capacity: 1.0\n"))
+    assert load(file) == config

@@ -22,10 +22,6 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         (["train.checkpoint_every=6", "train.steps=5"], "train.steps=5 ends first"),
         (["model.rope.beta_fast=16", "model.rope.scaling=none"], "model.rope.scaling=none; only"),
         (["eval.samples=4"], "train.eval_tasks=[] names no task"),
-        (
-            ["eval.needles=4", "train.eval_tasks=[perplexity]", "data.eval_sequences=4"],
-            "train.eval_tasks=[perplexity] does not contain niah",
-        ),
     ],
 )
 def test_an_unused_setting_is_one_line(words, reason):

@@ -102,21 +102,14 @@ def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(
     assert all(len(piece) <= 16 * size for piece in pieces)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"min_tokens": 9, "max_tokens": 8}, "--max-tokens 8: is below --min-tokens 9"),
-        ({"truncate": True}, "--truncate: cuts documents at --max-tokens"),
-    ],
-)
-def test_contradicting_filters_are_refused(values, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        Filters(**values)
+def test_contradicting_filters_are_refused():
+    with pytest.raises(ConfigError, match=r"^--max-tokens 8: is below --min-tokens 9"):
+        Filters(min_tokens=9, max_tokens=8)
 
 
 def test_a_minimum_without_a_maximum_is_allowed():
     assert Filters(min_tokens=9, max_tokens=0).max_tokens == 0
-    assert Filters(min_tokens=9, max_tokens=9, truncate=True).truncate
+    assert Filters(min_tokens=9, max_tokens=9).max_tokens == 9
 
 
 def test_the_recipe_tells_filters_apart_and_is_empty_without_any():

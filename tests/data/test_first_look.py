@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,24 +80,15 @@ def test_a_dry_run_fails_with_the_line_of_the_run(name):
     assert dry_run(*words, "--no-data").exit_code == (2 if name == "vocabulary" else 0)
 
 
-def test_a_plan_shows_the_first_document_on_one_line_and_escaped():
-    shown = dry_run("data=text", jsonl("a.jsonl", LONG))
-    assert shown.exit_code == 0, shown.output
-    begins = (LONG["text"][:60] + "...").replace("\x1b", r"\x1b")
-    assert f'it begins: "{begins}"' in " ".join(shown.stdout.split())
-    assert "\x1b[31m" not in shown.stdout
-    assert not Path("cache").exists(), "a corpus that is long enough is not tokenized whole"
-
-
 def test_a_plan_counts_what_a_folder_leaves_out_and_the_documents_of_the_standard_library():
     Path("docs").mkdir()
     Path("docs/a.txt").write_text(LONG["text"])
     Path("docs/b.pdf").touch()
-    (line, _), _ = look_at_data(compose([*CPU, "data=text", "data.path=docs"]))
+    (line,), _ = look_at_data(compose([*CPU, "data=text", "data.path=docs"]))
     left_out = "left out: 1 of other kinds"
     assert line.endswith(f"; {left_out}")
     assert left_out in open_dataset(compose([*CPU, "data=text", "data.path=docs"])).describe()
-    (line, _), _ = look_at_data(compose(list(CPU)))
+    (line,), _ = look_at_data(compose(list(CPU)))
     assert re.search(r": \d+ documents, ", line)
 
 
@@ -114,6 +104,7 @@ def test_only_as_many_tokens_are_made_as_the_run_needs(monkeypatch):
     words = ["data=text", jsonl("a.jsonl", *[LONG] * 50)]
     look_at_data(compose([*CPU, *words]))
     assert len(made) == 1
+    assert not Path("cache").exists(), "a corpus that is long enough is not tokenized whole"
 
 
 def test_a_plan_says_how_many_tokens_are_targets(tmp_path):
@@ -124,24 +115,6 @@ def test_a_plan_says_how_many_tokens_are_targets(tmp_path):
     counted = int((labels != -100).sum())
     assert counted < 250
     assert f"targets {counted} of the 256 tokens of the first sequence count toward " in shown
-    assert re.search(r'it begins: ".+"', shown)
-
-
-@pytest.mark.parametrize("gone", ["tokenizer.json", "the package"])
-def test_a_store_whose_tokenizer_cannot_be_opened_begins_with_ids(tmp_path, monkeypatch, gone):
-    folder = masked_store(tmp_path)
-    meta = json.loads((folder / "meta.json").read_text())
-    old = {**meta, "tokenizer_identity": "bpe:1", "tokenizer": "bpe", "files": {}}
-    (folder / "meta.json").write_text(json.dumps(old))
-    if gone == "the package":
-        (folder / "tokenizer.json").write_text("{}")
-        monkeypatch.setitem(sys.modules, "tokenizers", None)
-    words = ["data=tokens", f"data.path={folder}", "model.vocab_size=264"]
-    first = open_dataset(compose([*CPU, *words]))[0].tokens[:8].tolist()
-    shown = dry_run(*words)
-    assert shown.exit_code == 0, shown.output
-    ids = ", ".join(map(str, first))
-    assert f"it begins: ids {ids}, ..." in " ".join(shown.stdout.split())
 
 
 def test_data_that_are_elsewhere_need_no_data():
@@ -149,6 +122,5 @@ def test_data_that_are_elsewhere_need_no_data():
     assert (refused.exit_code, refused.stdout) == (2, "")
     planned = dry_run("data=text", "data.path=/none", "--no-data")
     assert (planned.exit_code, planned.stderr) == (0, "")
-    assert "it begins" not in planned.stdout
     alone = CliRunner().invoke(app, ["train", "--no-data"], prog_name="mtrain")
     assert alone.stderr == "mtrain: --no-data: a run needs its data; give it with --dry-run\n"

@@ -112,12 +112,11 @@ def test_an_interrupted_call_resumes_with_the_same_result(
     monkeypatch.setattr(prepare, "_BATCH_PIECES", 1)
     monkeypatch.setattr(prepare, "_COMMIT_TOKENS", 1)
     monkeypatch.setattr(mds, "_DECODED_TOKENS", 100)
-    filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200, truncate=True)
+    filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200)
     chosen = str(bpe_file) if tokenizer == "bpe" else tokenizer
     whole = prepared(shards, tmp_path / "whole", bpe_file, filters, chosen)
     # In bytes some documents are too long, with a BPE none.
-    assert whole.meta.cut < whole.meta.num_documents
-    assert bool(whole.meta.cut) == (tokenizer == "bytes")
+    assert ("longer than --max-tokens" in whole.meta.left_out) == (tokenizer == "bytes")
     for stop in range(1, 40):
         calls = 0
 
@@ -207,7 +206,6 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> 
         == f"SOURCE={shards}: holds no text; left out: 9 longer than --max-tokens"
     )
     assert line(min_tokens=9, max_tokens=5).startswith("--max-tokens 5: is below --min-tokens 9")
-    assert line(truncate=True).startswith("--truncate: cuts documents at --max-tokens")
     large = write_mds(
         tmp_path / "large",
         RAW,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -140,26 +139,8 @@ def test_lines_that_could_disturb_are_left_out() -> None:
     }
 
 
-def test_each_document_and_seed_has_its_own_numbers() -> None:
-    def numbers(seed: int) -> list[str]:
-        settings_ = NeedleSettings(2048, 8, 0.25, seed)
-        made = needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, 3)
-        return [question.answer for document in made for question in document.questions]
-
-    assert numbers(1) == numbers(1)
-    assert len(set(numbers(1)) | set(numbers(2))) == 48
-
-
 @pytest.mark.parametrize(("length", "pairs"), [(1000, 20), (65536, 300)])
 def test_too_many_pairs_are_refused(length: int, pairs: int) -> None:
     settings_ = NeedleSettings(length, pairs, 0, 1)
     with pytest.raises(ConfigError, match=rf"^--pairs {pairs}: .*tokens of bytes have no room"):
         next(needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, 1))
-
-
-def test_a_line_is_a_record_with_a_text(bpe: Tokenizer) -> None:
-    settings_ = NeedleSettings(2048, 4, 0.5, 3)
-    (document,) = needle_documents(_corpus(_TEXT), bpe, settings_, 1)
-    record = json.loads(document.line())
-    assert (record["text"], record["length"]) == (document.text, 2048)
-    assert record["questions"][0].keys() == {"answer", "start", "needle", "links", "in_tail"}

@@ -85,30 +85,30 @@ def test_parquet_files_hold_the_same(store: TokenStore, tmp_path: Path) -> None:
         prepared(tmp_path / "a.parquet", tmp_path / "third", fields=missing)
 
 
-def test_filters_drop_and_cut_the_columns_too(tmp_path: Path) -> None:
+def test_filters_drop_the_columns_too(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", records())
-    filters = Filters(domains=("odd",), max_tokens=9, truncate=True, min_tokens=3)
+    filters = Filters(domains=("odd",), max_tokens=9, min_tokens=3)
     store = prepared(source, tmp_path / "store", filters=filters)
-    kept = [r for r in records() if r["domain"] == "odd" and len(r["ids"]) >= 3]
+    kept = [r for r in records() if r["domain"] == "odd" and 3 <= len(r["ids"]) <= 9]
     assert store.meta.num_documents == len(kept)
-    assert store.meta.cut > 2
+    assert store.meta.left_out["longer than --max-tokens"] > 2
     for number, record in enumerate(kept):
-        slices, length = store.slices_of(number), min(9, len(record["ids"]))
-        assert store.document(number).tolist() == record["ids"][:9]
+        slices, length = store.slices_of(number), len(record["ids"])
+        assert store.document(number).tolist() == record["ids"]
         if record["mask"] is None:
             assert slices is None
         else:
-            whole = by_slices(np.array(record["mask"]), len(record["ids"]))
-            assert np.array_equal(by_slices(slices, length), whole[:9, :9])
+            whole = by_slices(np.array(record["mask"]), length)
+            assert np.array_equal(by_slices(slices, length), whole)
         own = store.positions_of(number)
-        assert (None if own is None else own.tolist()) == (record["at"] and record["at"][:9])
+        assert (None if own is None else own.tolist()) == record["at"]
 
 
-def test_a_cut_document_whose_tokens_see_nothing_is_not_causal(tmp_path: Path) -> None:
-    line = {"ids": [1] * 6, "mask": [[0, 6, 5, 6, "full"]], "at": None}
+def test_a_document_whose_tokens_see_nothing_is_not_causal(tmp_path: Path) -> None:
+    line = {"ids": [1] * 6, "mask": [[0, 6, 5, 5, "full"]], "at": None}
     source = write_jsonl(tmp_path / "a.jsonl", [line])
-    store = prepared(source, tmp_path / "store", filters=Filters(max_tokens=4, truncate=True))
-    assert not by_slices(store.slices_of(0), 4).any()
+    store = prepared(source, tmp_path / "store")
+    assert not by_slices(store.slices_of(0), 6).any()
 
 
 def mask_counts(folder: Path, lines: list[dict[str, Any]], filters: Filters = EVERYTHING) -> tuple:

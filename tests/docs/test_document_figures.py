@@ -7,10 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from docs.blocks import ROOT, blocks, script
-from typer.testing import CliRunner
+from docs.blocks import ROOT, script
 
-from mtrain_cli.commands.app import app
 from mtrain_cli.config.mask_settings import MASKS
 
 FOLDER = ROOT / "docs/figures"
@@ -22,6 +20,7 @@ def drawing() -> ModuleType:
 
 
 def test_the_script_draws_what_is_committed(drawing, tmp_path):
+    assert drawing.MASKS.keys() == set(MASKS)
     drawing.write(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {path.name for path in FOLDER.glob("*.svg")}
@@ -29,30 +28,6 @@ def test_the_script_draws_what_is_committed(drawing, tmp_path):
         assert (tmp_path / name).read_text() == (FOLDER / name).read_text(), (
             f"{name}: python docs/figures.py"
         )
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_the_command_draws_the_picture_of_each_mask(drawing, tmp_path, name):
-    words = ["mask", "show", *drawing.mask_words(name), "--plot", str(tmp_path / "mask.svg")]
-    found = CliRunner().invoke(app, words, prog_name="mtrain")
-    assert found.exit_code == 0, found.output
-    assert (tmp_path / "mask.svg").read_text() == (FOLDER / f"mask_{name}.svg").read_text()
-
-
-def test_the_documents_give_the_command_of_a_picture(drawing):
-    (command,) = (
-        words
-        for block in blocks(ROOT / "docs/masks.md")
-        for words in block.commands
-        if any(word.endswith(".svg") for word in words)
-    )
-    assert command == [
-        "mask",
-        "show",
-        *drawing.mask_words("block_window"),
-        "--plot",
-        "block_window.svg",
-    ]
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.svg")), ids=lambda path: path.stem)

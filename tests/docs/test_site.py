@@ -36,7 +36,7 @@ def test_the_command_reference_has_every_command_and_option(generate):
     for command in (
         "mtrain train",
         "mtrain profile step",
-        "mtrain simulate sweep",
+        "mtrain simulate recommend",
         "mtrain doctor",
     ):
         assert command in headings

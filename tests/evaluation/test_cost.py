@@ -25,34 +25,14 @@ def test_units(flop, text):
     assert format_flop(flop) == text
 
 
-def progress_at(times: list[float], **options) -> tuple[EvaluationProgress, io.StringIO]:
+def test_lines_on_the_work_left_are_rare_and_other_workers_say_nothing():
     out = io.StringIO()
-    clock = iter(times)
-    now = [0.0]
-
-    def tick() -> float:
-        now[0] = next(clock, now[0])
-        return now[0]
-
-    console = Console(file=out, width=100)
-    return EvaluationProgress(80.0, console=console, clock=tick, **options), out
-
-
-def test_the_time_left_follows_from_the_pace():
-    progress, out = progress_at([0.0, 40.0, 40.0, 40.0])
-    assert progress.left() == "time left unknown"
-    progress, out = progress_at([0.0, 40.0])
-    progress.advance(40.0, "niah 64k dense")  # 40 in 40 s; 40 are left
-    assert out.getvalue() == "50% niah 64k dense, 0:40 left\n"
-
-
-def test_plain_lines_are_rare_and_other_workers_say_nothing():
-    progress, out = progress_at([0.0, 1.0, 2.0, 3.0, 4.0])
-    progress.advance(10.0, "niah")
-    assert out.getvalue() == ""
-    progress.say("done")
-    assert out.getvalue() == "done\n"
-    silent, out = progress_at([0.0, 99.0], enabled=False)
-    silent.advance(10.0, "niah")
-    silent.say("done")
-    assert out.getvalue() == ""
+    for enabled in (True, False):
+        clock = iter([0.0, 1.0, 40.0, 41.0])
+        console = Console(file=out, width=100)
+        progress = EvaluationProgress(80.0, enabled=enabled, console=console, clock=clock.__next__)
+        progress.advance(10.0, "niah")
+        progress.advance(30.0, "niah 64k dense")  # 40 in 40 s; 40 are left
+        progress.advance(10.0, "niah")
+        progress.say("done")
+    assert out.getvalue() == "50% niah 64k dense, 0:40 left\ndone\n"

@@ -100,26 +100,16 @@ def test_means_are_those_of_all_tokens(model):
     assert result.key_tokens.score == pytest.approx(np.mean(keys), rel=1e-6)
 
 
-@pytest.mark.parametrize("length", [50, 81, 82, 300])
-def test_short_losses_see_a_short_context(model, length):
+@pytest.mark.parametrize(("length", "kept"), [(50, 0), (81, 0), (82, 0), (300, 0), (300, 1)])
+def test_short_losses_see_a_short_context_behind_the_begin_token(model, length, kept):
     ids, short = tokens(length), 64
-    found = short_losses(model, ids, short)
+    found = short_losses(model, ids, short, kept=kept)
     whole = model.token_losses(ids).numpy()
     np.testing.assert_allclose(found[: short + 16], whole[: short + 16], rtol=1e-4)
     for place in (place for place in (80, 100, length - 2) if 80 <= place < length - 1):
         # A window of 80 tokens counts for its last 16: its first place follows 64 tokens.
         begin = 80 + (place - 80) // 16 * 16 - short
-        window = model.token_losses(ids[begin : place + 2]).numpy()
-        assert found[place] == pytest.approx(window[-1], rel=1e-4)
-
-
-def test_windows_of_a_short_context_start_with_the_begin_token(model):
-    ids, short = tokens(300), 64
-    found = short_losses(model, ids, short, kept=1)
-    np.testing.assert_allclose(found[:80], model.token_losses(ids).numpy()[:80], rtol=1e-4)
-    for place in (80, 100, 298):
-        begin = 80 + (place - 80) // 16 * 16 - short
-        window = model.token_losses([ids[0], *ids[begin : place + 2]]).numpy()
+        window = model.token_losses([*ids[:kept], *ids[begin : place + 2]]).numpy()
         assert found[place] == pytest.approx(window[-1], rel=1e-4)
 
 

@@ -12,7 +12,7 @@ from evaluation.evaluated_runs import configs_of, request_of, small_run, text_fi
 from inference.small_models import source, write_hf
 
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, ConfigError
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.prepare import prepare_store
 from mtrain_cli.data.store import TokenStore
@@ -21,11 +21,11 @@ from mtrain_cli.evaluation.request import (
     EvaluationRequest,
     NeedleOptions,
     PerplexityOptions,
-    RulerOptions,
     Weights,
     open_measurement,
 )
 from mtrain_cli.evaluation.results import Part, Result, ResultsFolder
+from mtrain_cli.evaluation.retrieval import PYTHON
 from mtrain_cli.inference.text import TextCodec, open_codec
 
 
@@ -36,8 +36,8 @@ def run(tmp_path_factory):
 
 def test_workers_read_what_was_asked(run, tmp_path):
     both = ("dense", "vertical_slash")
-    options = RulerOptions(tasks=("vt",), files=("a.jsonl",))
-    request = request_of(run, NIAH, attentions=both, ruler=options, lengths=(1, 2))
+    options = {"tasks": ["vt"], "max_new": 2}
+    request = request_of(run, NIAH, attentions=both, options=options, lengths=(1, 2))
     request.save(tmp_path, configs_of(run, both))
     loaded, configs = EvaluationRequest.load(tmp_path)
     assert loaded == request
@@ -124,16 +124,14 @@ def starts_of(run, text: Path) -> list[list[int]]:
     """Return the first ids of each kind of text of a run: in training, evaluated and generated."""
     found = source(run)
     codec = open_codec(found)
-    file = text.parent / "own.jsonl"
-    file.write_text(json.dumps({"input": "Line 1 says 1.", "outputs": ["1"]}) + "\n")
-    short = RulerOptions(tasks=("fwe",), files=(str(file),))
     python = NeedleOptions(form=PYTHON, haystack=str(text), needles=2)
     sentences = NeedleOptions(haystack=str(text), needles=2)
     perplexity = PerplexityOptions(str(text))
     requests = [
-        request_of(run, NIAH, niah=sentences), request_of(run, NIAH, niah=python),
-        request_of(run, PERPLEXITY, perplexity=perplexity), request_of(run, "ruler", ruler=short),
-    ]  # fmt: skip
+        request_of(run, NIAH, niah=sentences),
+        request_of(run, NIAH, niah=python),
+        request_of(run, PERPLEXITY, perplexity=perplexity),
+    ]
     items = [
         item["ids"]
         for request in requests

@@ -16,7 +16,6 @@ from mtrain_cli.evaluation.results import (
     Result,
     ResultsFolder,
     format_score,
-    key_of,
     mean_and_error,
     model_name,
     read_results,
@@ -66,18 +65,6 @@ def test_a_number_that_is_not_finite_is_null_in_the_files(tmp_path):
             json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)["score"] is None
         )
     assert [result.score for result in read_results(tmp_path)] == [None]
-
-
-def test_a_line_cut_short_is_dropped_and_the_next_line_is_whole(tmp_path):
-    folder = ResultsFolder.open(tmp_path, "m")
-    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write('{"key": "k1", "ind')
-    again = ResultsFolder.open(tmp_path, "m")
-    again.add_sample({"key": "k1", "index": 1, "score": 2.0})
-    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["index"] for line in lines] == [0, 1]
-    assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0, 1}
 
 
 @pytest.mark.parametrize("damage", ["{", "[1]", '{"key": "k2", "task": "niah"}'])
@@ -197,11 +184,6 @@ def test_other_folders_and_files_are_refused(tmp_path):
 def test_a_run_can_move_with_its_results(tmp_path):
     assert model_name(tmp_path / "run", tmp_path / "run" / "evaluation") == ".."
     assert model_name(tmp_path / "run", tmp_path / "other") == str(tmp_path / "run")
-
-
-def test_keys_depend_on_every_setting_but_not_on_their_order():
-    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
-    assert key_of({"a": 1, "b": 2}) != key_of({"a": 1, "b": 3})
 
 
 def test_what_a_run_trains_again_is_dropped(tmp_path):

@@ -32,24 +32,15 @@ class Case:
         ]
 
 
-_FAMILIES = ("local", "clustered", "uniform", "drifting")
 CASES: dict[str, Case] = {
-    # Attention alone, with each index family and pattern.
-    **{
-        f"{family} on 8": Case(
-            f"model=qwen3b seq=64k --attention-only --index {family} --density 8% --columns 512"
-        )
-        for family in _FAMILIES
-    },
-    **{
-        f"{family} on 2 x 4": Case(
-            f"model=llama8b seq=64k --attention-only --index {family} --cluster a100_4x8 "
-            "--workers 8 topology.gpus_per_node=4",
-            "striped",
-            _RINGS,
-        )
-        for family in _FAMILIES
-    },
+    # Attention alone, with each pattern.
+    "clustered on 8": Case("model=qwen3b seq=64k --attention-only --density 8% --columns 512"),
+    "clustered on 2 x 4": Case(
+        "model=llama8b seq=64k --attention-only --density 5% --cluster a100_4x8 --workers 8 "
+        "topology.gpus_per_node=4",
+        "striped",
+        _RINGS,
+    ),
     "dense on 8": Case(
         "model=qwen3b seq=128k --attention-only", "contiguous,zigzag,striped", "ring,all_gather"
     ),
@@ -134,7 +125,7 @@ CASES: dict[str, Case] = {
         "model=qwen3b seq=100000 --attention-only --density 5%", "zigzag,striped", "ring,all_gather"
     ),
     "kernel triton": Case(
-        "model=qwen3b seq=64k --attention-only --kernel triton --density 5%", "striped", "ring"
+        "model=qwen3b seq=64k --attention-only train.kernel=triton --density 5%", "striped", "ring"
     ),
     "several layers": Case(
         "model=qwen3b seq=64k --attention-only --density 5% --layers 3", "striped", "ring"
@@ -213,14 +204,13 @@ CASES: dict[str, Case] = {
 }
 _SWEEP, _RECOMMEND = "sweep", "recommend"
 TABLES: dict[str, str] = {
-    f"{_SWEEP} of lengths and nodes": "sweep model=qwen3b seq=64k,256k nodes=1,2,4 "
-    "--cluster a100_4x8 --layout striped --tokens 2b",
+    f"{_SWEEP} of lengths and nodes": "model=qwen3b seq=64k,256k nodes=1,2,4 "
+    "--cluster a100_4x8 --layout striped",
     f"{_SWEEP} of workers and density": (
-        "sweep model=llama8b seq=64k workers=2,4,8 density=2%,20% --exchange ring,ulysses "
+        "model=llama8b seq=64k workers=2,4,8 density=2%,20% --exchange ring,ulysses "
         "--layout striped --columns 512"
     ),
-    f"{_RECOMMEND} dense": "recommend model=qwen3b seq=128k --cluster h100_4x8 --nodes 1 "
-    "--tokens 1b --price 2.5",
+    f"{_RECOMMEND} dense": "recommend model=qwen3b seq=128k --cluster h100_4x8 --nodes 1",
     f"{_RECOMMEND} sparse": "recommend model=llama8b seq=512k --cluster a100_4x8 --nodes 2 "
     "--density 5% --exchange ring,hierarchical_ring",
 }

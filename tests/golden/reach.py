@@ -264,7 +264,7 @@ def predicted(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def swept(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of `simulate sweep`, including configurations that are impossible."""
+    """Return the rows of a sweep, including configurations that are impossible."""
     return [
         {"point": row["point"], **({"cannot": True} if "cannot" in row else step_row(row))}
         for row in document["sweep"]
@@ -295,8 +295,6 @@ def step_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "hidden": row["hidden_weights_s"],
         "parts": {_ours(name): value for name, value in row["parts_s"].items()},
         "degrees": [row["degrees"][name] for name in _DEGREES],
-        **({"days": _bounds(row["days"])} if "days" in row else {}),
-        **({"dollars": row["dollars"] and _bounds(row["dollars"])} if "days" in row else {}),
     }
 
 

@@ -15,7 +15,7 @@ _MOST_BYTES = 1_500_000  # of all committed files
 # Each exchange, kind of index and kind of cluster once.
 _PREDICTED = (
     "clustered on 8",
-    "drifting on 2 x 4",
+    "clustered on 2 x 4",
     "dense ulysses",
     "dense on 2 x 8",
     "hierarchical queries",

@@ -79,7 +79,7 @@ TRAININGS = [
     ("seq=16k", "train.activation_checkpoint=none"),  # two parts of the experts
     ("seq=16k", "train.activation_checkpoint=full"),
     ("model.moe.score=sigmoid", "model.moe.scale=2.5", "model.moe.top_k=3"),
-    ("train.expert_capacity=1", "model.moe.normalize=false"),
+    ("model.moe.normalize=false",),
     ("model.moe.shared_size=48", "model.moe.dense_layers=1", "seq=2003"),
     ("model.moe.expert_size=20", "model.hidden_size=132"),  # no multiples of 16 bytes
 ]

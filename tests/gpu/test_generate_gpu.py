@@ -14,12 +14,11 @@ from model.tiny_models import PLAIN
 
 from mtrain_cli.attention.partials import merge_parts, pack_part
 from mtrain_cli.attention.triton_kernel import TritonKernel
-from mtrain_cli.inference.decode_step import DecodeStep, KvCache
-from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.engine import DecodeStep, Engine, KvCache
 from mtrain_cli.inference.model_source import open_source
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.launch.environment import resolve_environment
-from mtrain_cli.model.layer_execution import ExecutedLayer
+from mtrain_cli.model.parallelize import ExecutedLayer
 from mtrain_cli.model.rope import inverse_frequencies, rotate, rotation
 
 pytestmark = [

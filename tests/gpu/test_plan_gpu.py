@@ -11,10 +11,9 @@ import torch
 from mtrain_cli.attention.device_copy import map_tensors
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchange import Plan, make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,56 +8,13 @@ import torch
 from inference.small_models import engine, tokens, write_hf
 from model.tiny_models import tiny_model
 
-from mtrain_cli.inference.decode_step import DecodeStep, KvCache
-from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.engine import DecodeStep, Engine, KvCache
 from mtrain_cli.inference.sampling import Sampling
 
 NEW = 4
 
 
 MODEL = tiny_model(num_layers=2)
-
-
-def cache(batch: int = 2, capacity: int = 5) -> KvCache:
-    return KvCache(MODEL, batch, capacity, torch.float32, torch.device("cpu"))
-
-
-def keys(tokens: int, batch: int = 1) -> torch.Tensor:
-    return torch.randn(batch, tokens, MODEL.num_kv_heads, MODEL.head_dim)
-
-
-def test_prompts_and_tokens_lie_one_after_another():
-    found, first, second = cache(), keys(3), keys(1)
-    for layer in range(2):
-        found.store(layer, 0, first, -first)
-        found.store(layer, 1, second, -second)
-    found.used[0], found.used[1] = 3, 1
-    token = keys(1, batch=2)
-    slots = found.take_token(torch.tensor([True]))
-    assert slots.tolist() == [3, 1]
-    found.append(1, token, -token, slots)
-    assert found.used.tolist() == [4, 2]
-    assert torch.equal(found.keys[1][0, :4], torch.cat([first[0], token[0]]))
-    assert torch.equal(found.values[1][1, :2], -torch.cat([second[0], token[1]]))
-    assert not found.keys[0][0, 3].any()
-
-
-def test_the_token_of_another_worker_does_not_count():
-    found, prompt = cache(), keys(5)
-    found.store(0, 0, prompt, prompt)
-    found.used[0] = 5
-    for mine, used in ((False, [5, 0]), (False, [5, 0]), (True, [6, 1])):
-        token = keys(1, batch=2)
-        found.append(0, token, token, found.take_token(torch.tensor([mine])))
-        assert found.used.tolist() == used
-    assert torch.equal(found.keys[0][0, :5], prompt[0])
-    assert torch.equal(found.keys[0][1, 0], token[1, 0])
-    assert not found.keys[0][1, 1:].any()
-
-
-def test_a_prompt_longer_than_the_capacity_is_an_error():
-    with pytest.raises(AssertionError):
-        cache().store(0, 0, keys(6), keys(6))
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +42,6 @@ def run(step: DecodeStep) -> list[list[int]]:
         step.run()
         found.append(step.tokens[:, 0].tolist())
     return [list(row) for row in zip(*found, strict=True)]
-
-
-def test_a_step_moves_each_sequence_by_one(loaded):
-    prompts = [tokens(30), tokens(9)]
-    step, cache = begun(loaded, prompts, batch=2)
-    assert step.positions[:, 0].tolist() == [30, 9]
-    assert cache.used.tolist() == [30, 9]
-    first = step.tokens[:, 0].tolist()
-    step.run()
-    assert step.positions[:, 0].tolist() == [31, 10]
-    assert cache.used.tolist() == [31, 10]
-    assert step.tokens[:, 0].tolist() != first
 
 
 def test_a_later_step_does_not_change_a_copy_of_the_tokens(loaded):

@@ -14,12 +14,10 @@ from inference.small_models import engine, source, tokens, write_hf, write_run
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import Sample
-from mtrain_cli.inference.decode_step import DecodeStep, KvCache
-from mtrain_cli.inference.engine import END, LENGTH, Engine
+from mtrain_cli.inference.engine import END, LENGTH, DecodeStep, Engine, KvCache
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
-from mtrain_cli.model.layer_execution import ExecutedLayer
-from mtrain_cli.model.parallelize import set_execution
+from mtrain_cli.model.parallelize import ExecutedLayer, set_execution
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layer_groups import own_part
 from mtrain_cli.parallel.mesh import ContextGroup

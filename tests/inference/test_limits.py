@@ -21,8 +21,7 @@ from mtrain_cli.inference.limits import (
     require_prompts,
 )
 from mtrain_cli.inference.model_source import ModelSource
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import Environment, ParallelDims
 
 
 @pytest.fixture(scope="module")

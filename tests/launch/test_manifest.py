@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,12 @@ def test_a_plain_name_has_no_folder(name, plain):
     assert plain_name(name) is plain
 
 
-def test_newer_folders_without_a_manifest_are_incomplete(folder):
+@pytest.mark.parametrize("descending", [False, True])
+def test_newer_folders_without_a_manifest_are_incomplete(folder, descending, monkeypatch):
+    def listed(parent: Path) -> list[Path]:
+        return sorted(map(parent.joinpath, os.listdir(parent)), reverse=descending)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
     for name in ("step-12", "step-5", "step-2", "step-7.tmp-1", "other"):
         (folder.parent / name).mkdir()
     assert incomplete_after(folder) == [folder.parent / "step-5", folder.parent / "step-12"]

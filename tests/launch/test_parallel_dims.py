@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 
 
 def test_data_parallelism_takes_the_workers_that_the_other_degrees_leave():

@@ -172,6 +172,21 @@ def test_latest_points_to_the_earlier_run_again_when_a_start_is_discarded(here):
     )
 
 
+def test_a_discarded_start_elsewhere_leaves_a_link_of_the_user(here):
+    run_dir.create(config_for("run.name=first"), [])
+    (here / "mine").mkdir()
+    (here / "mine/latest").symlink_to("third")
+    run_dir.create(config_for("run.dir=mine/third"), []).discard()
+    assert os.readlink(here / "mine/latest") == "third"
+
+
+def test_a_start_is_discarded_while_another_one_is(monkeypatch):
+    """Listing the runs fails if one of them goes away meanwhile."""
+    run = run_dir.create(config_for("run.name=only"), [])
+    monkeypatch.setattr(run_dir, "list_runs", lambda: [run.path.with_name("gone").stat()])
+    assert run.discard()
+
+
 def test_discard_removes_the_parent_folders_of_a_run(here):
     run_dir.create(config_for("run.name=only"), []).discard()
     assert list(here.iterdir()) == []

@@ -14,10 +14,10 @@ import pytest
 
 import mtrain_cli
 from mtrain_cli.launch.temporary_folders import (
+    compiled,
     is_private,
     private_folder,
     remove_abandoned,
-    use_private_cache,
 )
 
 HOLDER = """
@@ -116,7 +116,7 @@ def no_cache(monkeypatch) -> str:
 
 
 def test_compiled_code_lies_in_the_private_folder_of_the_user(temporary, no_cache):
-    use_private_cache()
+    compiled(abs)
     assert Path(os.environ[no_cache]) == temporary / f"mtrain-{os.getuid()}/inductor"
     assert is_private(temporary / f"mtrain-{os.getuid()}")
 
@@ -125,7 +125,7 @@ def test_compiled_code_lies_in_a_new_folder_if_others_can_open_that_of_the_user(
     temporary, no_cache
 ):
     (temporary / f"mtrain-{os.getuid()}").mkdir(mode=0o755)
-    use_private_cache()
+    compiled(abs)
     folder = Path(os.environ[no_cache]).parent
     assert folder.name != f"mtrain-{os.getuid()}"
     assert is_private(folder)
@@ -135,7 +135,7 @@ def test_compiled_code_lies_in_a_new_folder_if_others_can_open_that_of_the_user(
 
 def test_a_cache_that_the_user_chose_stays(no_cache, monkeypatch):
     monkeypatch.setenv(no_cache, "/chosen")
-    use_private_cache()
+    compiled(abs)
     assert os.environ[no_cache] == "/chosen"
 
 
@@ -143,4 +143,4 @@ def test_nothing_compiles_without_the_private_cache():
     package = Path(mtrain_cli.__file__).parent
     files = [*package.rglob("*.py"), *(package.parent / "kernels").rglob("*.py")]
     callers = {path.name for path in files if "torch.compile(" in path.read_text()}
-    assert callers == {"compilation.py"}
+    assert callers == {"temporary_folders.py"}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment

@@ -31,7 +31,6 @@ def layer_by_definition(module: MixtureOfExperts, x_BNC: Tensor, chosen: Tensor)
         first = [e for e in experts if e >= 0]
         weights = {e: scores[e] for e in first}
         if moe.normalize:
-            # Those beyond the capacity still count in the sum: that is what dropping means.
             total = sum(scores[e] for e in scores_of_choice(module, scores))
             weights = {e: weight / total for e, weight in weights.items()}
         out = torch.zeros_like(x)

@@ -71,19 +71,21 @@ def in_float64(
     return found, expected
 
 
-def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens():
-    """The chunks of 5 and of 4,500 tokens would be one and two."""
-    for found, expected in gloo.run(2, of_other_lengths):
+@pytest.mark.parametrize("fewest", [5, 1])
+def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens(fewest):
+    """A worker with one token has one chunk, and an empty one because the others have two."""
+    for found, expected in gloo.run(2, of_other_lengths, fewest):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
-def of_other_lengths(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+def of_other_lengths(rank: int, world: int, fewest: int) -> tuple[torch.Tensor, torch.Tensor]:
     whole, part = (make_module(moe_model()) for _ in range(2))
     part.sharing = ExpertGroup(rank, world, dist.group.WORLD)
+    part.execution = LayerExecution(expert_chunks=2)
     for name, weight in list(part.experts.named_parameters()):
         own = weight.detach()[3 * rank : 3 * rank + 3].clone()
         part.experts.register_parameter(name, torch.nn.Parameter(own))
-    x = torch.randn(1, (5, 4500)[rank], 40, dtype=torch.float64)
+    x = torch.randn(1, (fewest, 4500)[rank], 40, dtype=torch.float64)
     with torch.no_grad():
         return part(x), whole(x)
 
@@ -283,9 +285,9 @@ def test_parts_depend_on_the_tokens_the_own_experts_and_the_tiles(monkeypatch, b
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_dropped_pairs_and_padding_do_not_travel(fused):
+def test_padding_does_not_travel(fused):
     decision = decide_alone(torch.tensor([[0, 1], [1, 0]]), 2)
-    # Pairs beyond the capacity come last: only the first pair of each expert is computed.
+    # Only the first pair of each expert is computed; padding comes last.
     kept = decision._replace(
         order_S=torch.tensor([0, 1, 2, 3]), place_S=torch.tensor([0, 1, 2, 3]),
         ends_E=torch.tensor([1, 2], dtype=torch.int32),

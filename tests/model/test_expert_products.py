@@ -28,7 +28,7 @@ NAMES = "out", "x", "scores", "gate_up", "down"
 
 
 def decision(tokens: int, beyond: int) -> Decision:
-    """Return a decision with an empty expert, and with pairs beyond the capacity."""
+    """Return a decision with an empty expert, and with pairs of padding."""
     chosen = torch.rand(tokens, EXPERTS - 1, generator=torch.Generator().manual_seed(3)).topk(2)
     found = decide_alone(chosen.indices, EXPERTS)
     return found._replace(ends_E=found.ends_E.clamp(max=2 * tokens - beyond))

@@ -37,7 +37,7 @@ def plain(x: Tensor, out: Tensor, o: Tensor, norm: Tensor, gate: Tensor, up: Ten
 
 
 def options(rows: int, **changes: bool) -> FeedForwardOptions:
-    return FeedForwardOptions(LayerExecution(), EPS, rows, layer=7, **changes)
+    return FeedForwardOptions(LayerExecution(), EPS, rows, **changes)
 
 
 @pytest.mark.parametrize("keep_products", [False, True])
@@ -68,8 +68,3 @@ def test_inputs_alone_are_enough_for_backward():
     wanted = torch.autograd.grad(plain(*expected_tensors), expected_tensors, upstream)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_the_context_of_backward_knows_the_layer():
-    x, out, *weights = inputs()
-    assert feed_forward(x, out, FeedForwardWeights(*weights), options(5)).grad_fn.layer == 7

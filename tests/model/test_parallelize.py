@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from torch.distributed.tensor import DTensor
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model.decoder import Decoder, ProjectionWeights
 from mtrain_cli.model.feed_forward import FeedForwardWeights
 from mtrain_cli.model.parallelize import cut_layers, parallelize, set_execution

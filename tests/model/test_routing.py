@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -94,7 +93,7 @@ def test_losses_and_their_gradients_are_the_definition(settings):
     given = routing(settings, balance_loss=0.3, z_loss=0.05)
     values, again = logits().requires_grad_(), logits().requires_grad_()
     chosen = scored(values, settings).topk(given.moe.top_k).indices
-    decision = given.decide(chosen, scored(values, settings).detach(), 1)
+    decision = given.decide(chosen, 1)
     loss = given.loss(values, scored(values, settings), decision, 1, count=True)
     balance, z = by_definition(again, chosen, settings)
     torch.testing.assert_close(loss, (0.3 * balance + 0.05 * z) / 4, rtol=1e-12, atol=0)
@@ -116,60 +115,13 @@ def test_losses_and_their_gradients_are_the_definition(settings):
 def test_padding_is_not_computed_and_pairs_are_ordered_by_expert():
     given = routing({})
     chosen = logits().topk(2).indices
-    decision = given.decide(chosen, logits(), 0)
+    decision = given.decide(chosen, 0)
     experts = chosen.flatten()[decision.order_S]
     real = int(decision.ends_E[-1])
     assert real == sum(LENGTHS) * 2
     assert experts[:real].tolist() == sorted(experts[:real].tolist())
     assert all(int(s) // 2 - SEQ >= LENGTHS[1] for s in decision.order_S[real:])
     assert torch.equal(decision.order_S[decision.place_S], torch.arange(32))
-
-
-@pytest.mark.parametrize("equal", [None, 0.0, 1e-6])
-def test_an_expert_computes_the_best_tokens_of_each_sequence(equal):
-    """equal: by how much scores differ that are equal but for rounding; None for other scores."""
-    given = routing({}, capacity=0.9)  # 3 pairs of the first sequence, 2 of the second
-    scores, rounded = logits().softmax(-1), logits().softmax(-1)
-    if equal is not None:
-        scores = torch.full((2 * SEQ, E), 0.5)
-        rounded = scores * (1 + equal * logits(1))
-    chosen = logits().topk(2).indices
-    decision = given.decide(chosen, rounded, 2)
-    kept = set(decision.order_S[: int(decision.ends_E[-1])].tolist())
-    wanted, beyond = set(), [0] * E
-    for number, length in enumerate(LENGTHS):
-        for expert in range(E):
-            pairs = [
-                (-float(scores[row, expert]), row, 2 * row + k)
-                for row in range(number * SEQ, number * SEQ + length)
-                for k in range(2)
-                if chosen[row, k] == expert
-            ]
-            most = math.ceil(0.9 * 2 * length / E)
-            wanted |= {pair for _, _, pair in sorted(pairs)[:most]}
-            beyond[expert] += len(pairs[most:])
-    assert kept == wanted
-    dropped = 2 * sum(LENGTHS) - len(wanted)
-    assert dropped > 0
-    assert given.loads[2, -1] == dropped
-    assert given.beyond.tolist() == [[0] * E, [0] * E, beyond]
-    assert given.decided == {2}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_rounding_does_not_choose_among_equal_tokens(seed):
-    """Equal tokens stand among others, and the capacity ends at any of them."""
-    generator = torch.Generator().manual_seed(seed)
-    levels = torch.rand(9, generator=generator).double()
-    scores = levels[torch.randint(9, (2 * SEQ, E), generator=generator)]
-    chosen = torch.randn(2 * SEQ, E, generator=generator).topk(2).indices
-
-    def computed(scores):
-        decision = routing({}, capacity=0.9).decide(chosen, scores, 0)
-        return set(decision.order_S[: int(decision.ends_E[-1])].tolist())
-
-    noise = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
-    assert computed(scores) == computed(scores * (1 + 1e-5 * noise))
 
 
 @pytest.mark.parametrize("experts", [6, 128])
@@ -197,28 +149,21 @@ class Meeting:
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(2, 3), (3, 2), (1, 4)])
-def test_workers_of_two_groups_drop_the_pairs_that_one_worker_drops(monkeypatch, inner, outer):
+def test_workers_of_two_groups_add_up_the_loads_of_one_worker(monkeypatch, inner, outer):
     """As with tensor parallelism inside context parallelism. Tokens are dealt one by one."""
-    monkeypatch.setattr(routing_module, "all_gather", lambda own, _, place: place[0](place[1], own))
     monkeypatch.setattr(
         routing_module.dist,
         "all_reduce",
         lambda own, group: own.copy_(group[0](group[1], own).sum(0)),
     )
     workers, moe = inner * outer, moe_model().moe
-    seq, options = 12 * workers, RouterOptions(sequences=1, capacity=0.8)
+    seq, options = 12 * workers, RouterOptions(sequences=1)
     generator = torch.Generator().manual_seed(3)
-    scores = torch.randn(seq, moe.experts, generator=generator).softmax(-1)
-    chosen = scores.topk(moe.top_k).indices
-    scores = scores.mul(8).round()  # of equal scores, the first positions are kept
+    chosen = torch.randn(seq, moe.experts, generator=generator).topk(moe.top_k).indices
 
     def decided(slots, groups=()):
         given = Routing(slots[None], [seq], seq, moe, 1, options, groups)
-        decision = given.decide(chosen[slots], scores[slots], 0)
-        pairs = decision.order_S[: int(decision.ends_E[-1])]
-        token, expert = slots[pairs // moe.top_k], chosen[slots].flatten()[pairs]
-        kept = set(zip(token.tolist(), expert.tolist(), strict=True))
-        return kept, decision.load_BE, int(given.loads[0, -1])
+        return given.decide(chosen[slots], 0).load_BE
 
     within = [Meeting(inner).exchange for _ in range(outer)]
     across = [Meeting(outer).exchange for _ in range(inner)]
@@ -226,17 +171,15 @@ def test_workers_of_two_groups_drop_the_pairs_that_one_worker_drops(monkeypatch,
     def of_worker(number):
         o, i = divmod(number, inner)
         groups = [
-            SharingGroup(i, inner, (within[o], i), nullcontext),
-            SharingGroup(o, outer, (across[i], o), nullcontext),
+            SharingGroup((within[o], i), nullcontext),
+            SharingGroup((across[i], o), nullcontext),
         ]
         return decided(torch.arange(number, seq, workers), groups)
 
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(of_worker, range(workers)))
-    alone, load, dropped = decided(torch.arange(seq))
-    assert 0 < dropped == sum(each for _, _, each in found) < seq
-    for number, (kept, shared_load, _) in enumerate(found):
-        assert kept == {(token, expert) for token, expert in alone if token % workers == number}
+    load = decided(torch.arange(seq))
+    for shared_load in found:
         torch.testing.assert_close(shared_load, load)
 
 
@@ -244,11 +187,11 @@ def test_a_part_of_a_decision_has_the_pairs_of_its_tokens():
     chosen = torch.tensor([[0, 2], [2, 1], [2, 0], [1, 2]])
     whole = decide_alone(chosen, 4)
     assert whole.order_S.tolist() == [0, 5, 3, 6, 1, 2, 4, 7]
-    # The last pair of expert 2 is beyond its capacity.
+    # No expert computes the last pair, as with padding.
     whole = whole._replace(ends_E=torch.tensor([2, 4, 7, 7], dtype=torch.int32))
     part = part_of(whole, 2, 4)
     assert part.chosen_TK.tolist() == [[2, 0], [1, 2]]
-    assert part.order_S.tolist() == [1, 2, 0, 3], "dropped pairs come last"
+    assert part.order_S.tolist() == [1, 2, 0, 3], "padding comes last"
     assert part.place_S.tolist() == [2, 0, 1, 3]
     assert part.ends_E.tolist() == [1, 2, 3, 3]
     for name, value in part_of(whole, 0, 4)._asdict().items():

@@ -21,7 +21,6 @@ class OnePartEach:
     """
 
     name = "test"
-    needs_out = False
 
     def __init__(self, rank: int) -> None:
         self.part = TINY if rank else 1.0

@@ -19,10 +19,9 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.parallel.context_attention import _Attend, gather_rows, make_index_group
 from mtrain_cli.parallel.dispatch import Balancer
-from mtrain_cli.parallel.exchange import ShardTiles, make_exchange
+from mtrain_cli.parallel.exchange import Plan, ShardTiles, make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
 SEQ, BATCH, HEAD_DIM, BLOCK = 61, 2, 8, 4

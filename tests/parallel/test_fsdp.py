@@ -6,7 +6,7 @@ import gloo
 import torch
 from torch import nn
 
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_parameter_mesh
 

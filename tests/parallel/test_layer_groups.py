@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel import layer_groups, nvtx_ranges
 from mtrain_cli.parallel.layer_groups import (
     Message,

@@ -19,7 +19,7 @@ from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions,
 
 def traits_of(schedule: Schedule) -> list[Traits]:
     if schedule.gathers:
-        return [Traits(), Traits(needs_out=True, copies_parts=True)]
+        return [Traits(), Traits(copies_parts=True)]
     return [Traits(*found) for found in product((False, True), repeat=2)]
 
 

@@ -13,12 +13,11 @@ from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.launch.environment import ParallelDims
+from mtrain_cli.parallel.exchange import Plan, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.training import attention_memory
 
 TOKENS, DIM, BLOCK = 1024, 64, 16
@@ -59,8 +58,6 @@ class Held(TorchDispatchMode):
 
 class Stub:
     """A kernel that allocates its results and a temporary buffer."""
-
-    needs_out = False
 
     def __init__(self, grad: torch.dtype, buffer: int) -> None:
         self.grad, self.buffer = grad, buffer

@@ -11,13 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel import operations
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchange import Plan, make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.training import attention_memory
 
 HEADS, KV_HEADS = 16, 8

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.pipeline_group import PipelineExecutor, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.parallel.recording import Recorder, Span

@@ -9,10 +9,9 @@ import torch
 from mtrain_cli.attention.device_copy import packed, unpacked
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchange import Exchange, make_exchange
+from mtrain_cli.parallel.exchange import Exchange, Plan, make_exchange, positions_of
 from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan, positions_of
 
 SEQ, WORKERS, BLOCK = 93, 4, 4
 REQUEST = IndexRequest(BLOCK, bitmap=True)

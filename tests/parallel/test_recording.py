@@ -17,7 +17,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
@@ -59,9 +59,8 @@ def recorded(
     recorder.start()
     assert recorder.read() == [], "what is done outside of a recording is not in it"
     sizes = ShardSizes(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4)
-    traits = Traits(SdpaKernel().needs_out)
     return found, tuple(
-        lower(exchange.schedule, rank, backward=b, traits=traits).sent(sizes) for b in (False, True)
+        lower(exchange.schedule, rank, backward=b).sent(sizes) for b in (False, True)
     )
 
 

@@ -10,12 +10,11 @@ import torch
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchange import Exchange, Plan
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import Pattern
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.profiling import imbalance_benchmark

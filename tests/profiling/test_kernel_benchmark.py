@@ -28,10 +28,9 @@ from mtrain_cli.simulation.calibration import (
     SPARSE,
     load_calibration,
 )
-from mtrain_cli.simulation.families import IndexFamily
-from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
+from mtrain_cli.simulation.scenario import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16, density=0.5, columns=4)
 
@@ -87,7 +86,7 @@ class Watching(SimpleNamespace):
 
 
 def test_dense_attention_is_timed_once_and_sparse_calls_get_the_index(monkeypatch):
-    kernel = Watching(name="watching", skips=True, needs_out=False, tiles=[], delta=[])
+    kernel = Watching(name="watching", skips=True, tiles=[], delta=[])
     monkeypatch.setattr(KernelBench, "kernels", lambda *_: iter([kernel]))
     other = replace(CASE, density=0.25)
     times = list(profile_kernels(KernelBench([], torch.float32, "cpu", 1), [CASE, other]))
@@ -117,7 +116,7 @@ def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(tmp_path):
     cluster = dataclasses.replace(base, gpu=dataclasses.replace(base.gpu, name=calibration.device))
 
     def attention(exchange: str, density: float) -> np.ndarray:
-        family = IndexFamily("uniform", density=density, columns=0, block=16)
+        family = SyntheticIndex(density=density, columns=0, block=16)
         problem = AttentionWorkload(
             made,
             (SequenceMask.causal(4096, 4096),),

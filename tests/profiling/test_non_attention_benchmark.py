@@ -207,7 +207,7 @@ def _step(non_attention: NonAttentionTimes | None, monkeypatch, **more) -> Predi
     from mtrain_cli.simulation import calibration
 
     monkeypatch.setattr(calibration, "_non_attention_of", lambda *_: non_attention)
-    pairs = PairSource("uniform", 0.05, 2048)
+    pairs = PairSource("clustered", 0.05, 2048)
     config = compose(["model=qwen3b", "seq=128k", *pairs.sparsity()])
     plan = plan_on(H200, config, workers=4, layout="striped", exchange="all_gather")
     return evaluate(H200, Scenario(config, pairs.problem(config)), plan, **more)

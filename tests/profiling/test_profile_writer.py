@@ -12,7 +12,7 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter, _in_parts

@@ -14,30 +14,34 @@ from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.expert_loads import (
     FACT,
+    LOAD_PARTS,
     LOADS,
     ROW,
     ExpertAnalysis,
     analyse_experts,
     dealt_degree,
-    delete_loads_after,
     expert_degrees,
-    join_loads,
     worker_tokens,
-    write_loads,
 )
 from mtrain_cli.records.record_files import ROW as RECORD
-from mtrain_cli.records.record_files import open_records, write_rows
+from mtrain_cli.records.record_files import (
+    delete_parts_after,
+    join_parts,
+    open_records,
+    write_part,
+    write_rows,
+)
 
 # Tokens of two ranks by expert, in two layers.
 TOKENS = np.array([[[8, 0, 2, 2], [4, 4, 0, 4]], [[3, 3, 3, 3], [3, 3, 3, 3]]])
 
 
-def loads(tokens: Any = TOKENS, step: int = 1, dropped: int = 0, **more: Any) -> np.ndarray:
-    """Return rows of tokens [layers, ranks, E]. dropped: tokens of each row."""
+def loads(tokens: Any = TOKENS, step: int = 1, dtype: Any = ROW, **more: Any) -> np.ndarray:
+    """Return rows of tokens [layers, ranks, E]."""
     tokens = np.asarray(tokens)
-    rows = np.zeros(tokens.size, ROW)
+    rows = np.zeros(tokens.size, dtype)
     rows["layer"], rows["rank"], rows["expert"] = np.indices(tokens.shape).reshape(3, -1)
-    rows["tokens"], rows["step"], rows["dropped"] = tokens.reshape(-1), step, dropped
+    rows["tokens"], rows["step"] = tokens.reshape(-1), step
     for name, value in more.items():
         rows[name] = value
     return rows
@@ -53,7 +57,7 @@ def profile(
         rows.append(passes())
     write(folder, [np.concatenate(rows)], [facts])
     for number, each in enumerate(samples):
-        write_loads(each, folder, number)
+        write_part(each, folder, number, LOAD_PARTS)
     return folder
 
 
@@ -90,8 +94,14 @@ def test_experts_on_several_workers_compute_the_tokens_of_all_of_them():
     assert four.tolist() == [[12, 4], [2, 6], [6, 6], [6, 6]]
 
 
-def test_an_analysis_covers_all_steps_and_layers(tmp_path):
-    found = analysed(profile(tmp_path, loads(), loads(2 * TOKENS, step=4, dropped=1)))
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_analysis_covers_all_steps_and_layers(tmp_path, joined):
+    """The first sample is of an earlier version, whose experts could drop tokens."""
+    earlier = loads(dtype=[*ROW.descr, ("dropped", "<i8")])
+    profile(tmp_path, earlier, loads(2 * TOKENS, step=4))
+    if joined:
+        join_parts(tmp_path, LOAD_PARTS, LOADS)
+    found = analysed(tmp_path)
     assert (found.steps, found.layers, found.ranks, found.experts) == ((1, 4), (0, 1), (0, 1), 4)
     assert (found.worker.mean, found.worker.n) == (1.0, 4)
     assert found.step.mean == pytest.approx((2 + 1) / 2)
@@ -101,7 +111,6 @@ def test_an_analysis_covers_all_steps_and_layers(tmp_path):
         4: pytest.approx(1.5),
     }
     assert found.shares[1, 0] == pytest.approx([12 / 24, 4 / 24, 2 / 24, 6 / 24])
-    assert found.dropped == pytest.approx(16 / (48 + 96 + 16))
     document = found.to_json()
     assert document["worker"] == {"mean": 1.0, "std": 0.0, "n": 4}
     assert document["dealt"]["2"]["mean"] == pytest.approx(7 / 6, abs=1e-4)
@@ -136,19 +145,18 @@ def test_expert_parallelism_is_taken_from_the_summary(tmp_path):
 def test_parts_are_joined_and_repeated_steps_deleted(tmp_path):
     folder = profile(tmp_path)
     for step in (2, 4, 6):
-        write_loads(loads(step=step), folder, step)
-    write_loads(np.empty(0, ROW), folder, 8)
-    delete_loads_after(folder, 4)
+        write_part(loads(step=step), folder, step, LOAD_PARTS)
+    delete_parts_after(folder, 4, LOAD_PARTS)
     before = analysed(folder)
     assert before.steps == (2, 4)
-    join_loads(folder)
+    join_parts(folder, LOAD_PARTS, LOADS)
     assert (folder / LOADS).is_file()
     assert analysed(folder).to_json() == before.to_json()
 
 
 def test_a_profile_without_the_file_has_no_loads(tmp_path):
     assert analyse_experts(open_records(profile(tmp_path))) == []
-    join_loads(tmp_path)
+    join_parts(tmp_path, LOAD_PARTS, LOADS)
     assert not (tmp_path / LOADS).exists()
 
 

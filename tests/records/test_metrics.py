@@ -75,7 +75,7 @@ def test_every_line_has_every_key_of_the_contract(tmp_path):
         *("density", "peak_memory_gib", "seconds", "epoch", "consumed", "data_seconds"),
         *("slashes", "columns", "index_seconds", "density_by_layer", "skipped"),
         *("balance_loss", "router_z", "expert_load", "expert_load_by_layer"),
-        *("router_entropy", "dropped", "targets", "targets_per_second_per_gpu", "dense_density"),
+        *("router_entropy", "targets", "targets_per_second_per_gpu", "dense_density"),
     }
 
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from mtrain_cli import resource_dir
-from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
+from mtrain_cli.config.suggest import find_shipped, shipped_with
 
 SHIPPED = resource_dir("profiles")
 

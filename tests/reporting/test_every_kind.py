@@ -13,10 +13,9 @@ from reporting.every_kind import every_kind
 from mtrain_cli.console import Console
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource
-from mtrain_cli.reporting.sections import files, own_sections, shared_sections
+from mtrain_cli.reporting.sections import files, own_sections, shared_sections, show_sources
 from mtrain_cli.reporting.table import Table
-from mtrain_cli.reporting.terminal import show_sources
-from mtrain_cli.reporting.terminal_width import print_table
+from mtrain_cli.reporting.terminal import print_table
 
 KINDS = (
     *("profile", "two profiles", "step", "two steps", "experts", "pipeline"),

@@ -21,8 +21,8 @@ from test_console import MARKUP
 from mtrain_cli.console import Console
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.sections import show_sources
 from mtrain_cli.reporting.table import data
-from mtrain_cli.reporting.terminal import show_sources
 
 TAG = "<img src=x onerror=alert(1)></script><!--<script>"
 STEP = metrics_of(1)

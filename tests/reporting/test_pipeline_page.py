@@ -13,11 +13,10 @@ from synthetic_records import Play, facts_of, ring, rows_of, write
 
 from mtrain_cli.parallel.pipeline_schedule import TimedPipeline
 from mtrain_cli.records.pipeline_times import prediction_entry
-from mtrain_cli.reporting import pipeline_page
+from mtrain_cli.reporting import sections
 from mtrain_cli.reporting.html import write_page
-from mtrain_cli.reporting.pipeline_page import pipeline_figure, pipeline_table
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.sections import figures
+from mtrain_cli.reporting.sections import figures, pipeline_figure, pipeline_table
 
 
 def measured(folder: Path, timed: TimedPipeline = TIMED, label: str = "one") -> ReportSource:
@@ -80,9 +79,9 @@ def test_a_report_without_a_pipeline_shows_nothing(tmp_path):
 
 def test_too_many_passes_are_not_drawn(tmp_path, monkeypatch):
     sources = [measured(tmp_path / "a"), simulated(tmp_path / "b")]
-    monkeypatch.setattr(pipeline_page, "BARS", 32 + 31)
+    monkeypatch.setattr(sections, "BARS", 32 + 31)
     assert len(pipeline_figure(sources).views) == 1
-    monkeypatch.setattr(pipeline_page, "BARS", 31)
+    monkeypatch.setattr(sections, "BARS", 31)
     assert pipeline_figure(sources).views == []
 
 

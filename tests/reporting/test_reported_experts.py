@@ -18,8 +18,7 @@ from mtrain_cli.reporting.comparison import comparison
 from mtrain_cli.reporting.experts import expert_table, routing_table
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.sections import figures, files
-from mtrain_cli.reporting.terminal import show_sources
+from mtrain_cli.reporting.sections import figures, files, show_sources
 
 
 def with_experts(name: str, folder: Path, load: float = 2.0) -> ReportSource:
@@ -32,7 +31,6 @@ def with_experts(name: str, folder: Path, load: float = 2.0) -> ReportSource:
             expert_load=load + n / 100,
             expert_load_by_layer=[1.5, load + n / 100],
             router_entropy=1.3,
-            dropped=n % 2,
         )
         for n in range(1, 21)
     )
@@ -58,7 +56,6 @@ def test_the_table_has_degrees_times_and_the_what_if(tmp_path):
         "if dealt over 2 / 4 / 8": "1.17 / 1.50 / -",
         "worker imbalance, by time": "1.50",
         "ms forward / backward": "2 / 4",
-        "dropped": "0.0%",
         "n": "4",
     }
 
@@ -67,7 +64,7 @@ def test_the_routing_of_a_run_is_its_first_and_last_step(tmp_path):
     table = routing_table([with_experts("run", tmp_path), trained("dense", tmp_path)])
     (row,) = table.cells()
     assert row[:7] == ["run", "1.010", "1.200", "2.01", "2.20", "1.300", "1.300"]
-    assert row[7:] == ["1.386", "4.000", "10"], "even: the logarithm of 4"
+    assert row[7:] == ["1.386", "4.000"], "even: the logarithm of 4"
     headings = [column.heading for column in table.shown]
     assert headings[1:3] == ["balance loss, first", "balance loss, last"]
 
@@ -136,8 +133,7 @@ def test_heat_maps_show_shares_by_layer(tmp_path):
 def test_routing_is_drawn_over_steps_and_layers(tmp_path):
     source = with_experts("run", tmp_path)
     titles = [view.labels[0] for view in drawn([source], "routing").views]
-    assert titles[-1] == "tokens dropped"
-    assert len(titles) == 5
+    assert len(titles) == 4
     (view,) = drawn([source], "expert-load").views
     assert view.data[0]["y"] == [1, 2], "the first of three layers is dense"
     assert view.data[0]["z"][1][0] == pytest.approx(2.01)

@@ -14,12 +14,8 @@ from mtrain_cli.config.resolved_file import save
 from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import StateReporter, read_state, write_state
-from mtrain_cli.reporting.run_files import (
-    attention_lines,
-    read_run_files,
-    read_settings,
-    with_choices,
-)
+from mtrain_cli.reporting.report_source import read_run, read_settings, with_choices
+from mtrain_cli.reporting.sections import attention_lines
 
 
 @pytest.fixture
@@ -42,17 +38,16 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_an_undamaged_run_has_everything(run: Path):
-    files = read_run_files(run)
+    files = read_run(run)
     assert files.damage == ()
-    assert files.state is not None
-    assert files.state.chosen == {"train.kernel": "sdpa"}
+    assert files.chosen == {"train.kernel": "sdpa"}
     assert (files.steps_wanted, files.settings["train.steps"]) == (3, 3)
     assert files.facts == {"command": "mtrain train"}
     counts = (files.metrics, files.evaluations, files.results, files.restarts)
     assert list(map(len, counts)) == [2, 1, 1, 1]
-    assert read_run_files(run / "evaluation").damage == ()
+    assert read_run(run / "evaluation").damage == ()
     (run / "empty").mkdir()
-    assert read_run_files(run / "empty").damage == ()
+    assert read_run(run / "empty").damage == ()
 
 
 LOST = {
@@ -65,9 +60,9 @@ LOST = {
 @pytest.mark.parametrize("name", LOST)
 def test_a_missing_file_of_a_run_and_a_folder_in_its_place_are_named(run: Path, name: str):
     (run / name).unlink()
-    assert f"{run / name}: missing; {LOST[name]}" in read_run_files(run).damage
+    assert f"{run / name}: missing; {LOST[name]}" in read_run(run).damage
     (run / name).mkdir()
-    (line,) = read_run_files(run).damage
+    (line,) = read_run(run).damage
     assert line.startswith(f"{run / name}: cannot be read (")
     assert line.endswith(LOST[name])
 
@@ -75,7 +70,7 @@ def test_a_missing_file_of_a_run_and_a_folder_in_its_place_are_named(run: Path, 
 def test_a_folder_of_evaluations_alone_lacks_no_file_of_a_run(run: Path):
     for name in ("metrics.jsonl", "state.json", "resolved.yaml", "environment.json"):
         (run / name).unlink()
-    assert read_run_files(run).damage == ()
+    assert read_run(run).damage == ()
 
 
 @pytest.mark.parametrize(
@@ -89,9 +84,9 @@ def test_a_folder_of_evaluations_alone_lacks_no_file_of_a_run(run: Path):
     ],
 )
 def test_one_line_names_a_damaged_file_and_what_is_missing(run: Path, name: str, lost: str):
-    whole = read_run_files(run)
+    whole = read_run(run)
     (run / name).write_text("{\n")
-    files = read_run_files(run)
+    files = read_run(run)
     (line,) = files.damage
     assert line.startswith(f"{run / name}: ")
     assert lost in line
@@ -103,7 +98,7 @@ def test_one_line_names_a_damaged_file_and_what_is_missing(run: Path, name: str,
 def test_a_wrong_number_of_steps_is_named(run: Path):
     file = run / "resolved.yaml"
     file.write_text(file.read_text().replace("steps: 3\n", "steps: three\n", 1))
-    files = read_run_files(run)
+    files = read_run(run)
     assert files.damage == (f"{file}: train.steps=three: expected a whole number",)
     assert files.steps_wanted is None
     assert files.settings
@@ -121,7 +116,7 @@ def test_a_wrong_number_of_steps_is_named(run: Path):
 )
 def test_one_line_names_missing_steps_and_losses(run: Path, lines: str, remark: str):
     (run / "metrics.jsonl").write_text(lines)
-    (line,) = read_run_files(run).damage
+    (line,) = read_run(run).damage
     assert line.startswith(f"{run / 'metrics.jsonl'}: ")
     assert line.endswith(remark)
 
@@ -132,21 +127,21 @@ def test_held_out_losses_that_are_not_finite_are_named(run: Path):
     bucket = '{"begin": 0, "end": 128, "tokens": 2, "loss": null}'
     second = first.replace("[]", f"[{bucket}]").replace('"step": 0', '"step": 3')
     file.write_text(first.replace('"loss": 1.0', '"loss": NaN') + second)
-    files = read_run_files(run)
+    files = read_run(run)
     assert files.damage == (f"{file}: steps 0, 3 have no finite loss",)
     assert len(files.evaluations) == 2
     file.write_text(second.replace('"tokens": 2, "loss": null', '"tokens": 0, "loss": null'))
-    assert read_run_files(run).damage == (), "a range of context without tokens has no loss"
+    assert read_run(run).damage == (), "a range of context without tokens has no loss"
 
 
 def test_steps_that_a_run_has_done_are_missed_in_its_metrics(run: Path):
     StateReporter(RunDir(run), steps=3, step=3).end("stopped")
     file = run / "metrics.jsonl"
-    assert read_run_files(run).damage == (f"{file}: step 3 is missing",)
+    assert read_run(run).damage == (f"{file}: step 3 is missing",)
     file.write_text("")
-    assert read_run_files(run).damage == (f"{file}: steps 1-3 are missing",)
+    assert read_run(run).damage == (f"{file}: steps 1-3 are missing",)
     file.unlink()
-    assert read_run_files(run).damage == (f"{file}: missing, although the run has done 3 steps",)
+    assert read_run(run).damage == (f"{file}: missing, although the run has done 3 steps",)
 
 
 def test_the_steps_of_a_run_that_has_not_ended_may_not_be_written_yet(run: Path):
@@ -154,7 +149,7 @@ def test_the_steps_of_a_run_that_has_not_ended_may_not_be_written_yet(run: Path)
     assert state is not None
     for phase, lines in (("training", 0), ("finished", 1)):
         write_state(RunDir(run), replace(state, phase=phase, step=3))
-        damage = read_run_files(run).damage
+        damage = read_run(run).damage
         assert len(damage) == lines, damage
     assert "step 3 is missing" in damage[0]
 

@@ -1,9 +1,8 @@
-"""Tables and figures of sweeps: best of each group, lines, linear scaling, what does not fit."""
+"""Tables of sweeps: the best of each group, what does not fit, and units."""
 
 from __future__ import annotations
 
-from mtrain_cli.reporting.plots import FigureView
-from mtrain_cli.reporting.sweeps import Row, scaling_figure, sweep_table, why_not
+from mtrain_cli.reporting.sweeps import sweep_table, why_not
 
 
 def row(
@@ -53,47 +52,7 @@ def test_the_fastest_that_fits_of_each_number_of_gpus_is_the_best():
     assert list(map(both.state, both.rows))[-1] == "best", "runs do not compete"
 
 
-def views_of(rows: list[Row]) -> list[FigureView]:
-    return scaling_figure([("mine", rows)]).views
-
-
-def test_throughput_over_gpus_has_bounds_and_a_linear_line():
-    views = {view.labels[-1]: (view.data, view.layout) for view in views_of(ROWS)}
-    assert set(views) == {
-        "tokens/s, all GPUs",
-        "tokens/s/GPU",
-        "seconds per step",
-        "GiB per GPU",
-    }
-    data, layout = views["tokens/s, all GPUs"]
-    by_name = {trace["name"]: trace for trace in data if trace.get("mode") != "markers"}
-    assert by_name["striped, ring"]["x"] == [8, 16, 32]
-    assert by_name["striped, ring"]["y"] == [32768, 58254, 104860]
-    # Linear scaling from the fastest configuration with the fewest GPUs.
-    assert by_name["linear"]["y"] == [32768, 65536, 131070]
-    assert by_name["zigzag, ring"]["customdata"][-1] == [65536, 262140, "fits"], "its bounds"
-    (crosses,) = [trace for trace in data if trace.get("mode") == "markers"]
-    assert (crosses["x"], crosses["legendgroup"]) == ([8], "striped, ring")
-    assert layout["xaxis"]["ticktext"] == ["8", "16", "32"]
-    assert "linear" not in [trace.get("name") for trace in views["seconds per step"][0]]
-
-
-def test_length_is_the_axis_if_the_number_of_gpus_is_fixed():
-    rows = [
-        row(8, "striped", 5, seq=1 << 18, seq_="x"),
-        row(8, "striped", 15, seq=1 << 19, seq_="x"),
-    ]
-    for one in rows:
-        one["point"] = {"seq": str(one["seq"]), "train.micro_batch": "1"}
-    views = views_of(rows)
-    assert {view.labels[1] for view in views} == {"train.micro_batch 1"}
-    assert views[0].data[-1]["x"] == [1 << 18, 1 << 19]
-    assert views[0].layout["xaxis"]["ticktext"] == ["256k", "512k"]
-    several = views_of([*ROWS, row(16, "striped", 20, seq=1 << 20, seq_="1m")])
-    assert len({view.labels[1] for view in several}) == 2
-
-
-def test_units_agree_in_table_sheet_and_figure():
+def test_units_agree_in_table_and_sheet():
     """GiB are 2^30 bytes everywhere, and throughput is the likely value."""
     mine = [row(8, "striped", 16), row(16, "striped", 8)]
     table = sweep_table([("one", mine)])
@@ -107,6 +66,3 @@ def test_units_agree_in_table_sheet_and_figure():
     line = table.records()[0]
     assert (line["memory_gib"], line["tokens_per_second_per_gpu"]) == (30, 4096)
     assert (line["seconds_low"], line["seconds"], line["seconds_high"]) == (8, 16, 32)
-    views = {view.labels[-1]: view.data for view in views_of(mine)}
-    (drawn,) = [trace for trace in views["GiB per GPU"] if trace.get("mode") == "lines+markers"]
-    assert drawn["y"] == [30, 30]

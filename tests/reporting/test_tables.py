@@ -10,23 +10,18 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import tables
+from mtrain_cli.reporting.plots import fold
 from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.sections import show_sources
 from mtrain_cli.reporting.table import Table, ms
-from mtrain_cli.reporting.terminal import show_sources
-from mtrain_cli.reporting.terminal_width import print_table
+from mtrain_cli.reporting.terminal import print_table
 
 VARIATION = "iterations without recording vary by up to 18.2%"
 
 
-def printed(item, *, width: int = 100, colour: bool = False) -> str:
+def printed(table: Table, width: int = 100) -> str:
     file = io.StringIO()
-    console = Console(
-        file=file, width=width, force_terminal=True, color_system="256" if colour else None
-    )
-    if isinstance(item, Table):
-        print_table(console, item)
-    else:
-        console.print(item)
+    print_table(Console(file=file, width=width, force_terminal=True, color_system=None), table)
     return file.getvalue()
 
 
@@ -100,20 +95,11 @@ def test_every_table_of_several_runs_names_the_run(tmp_path):
     file = io.StringIO()
     show_sources(Console(file=file, width=120), sources)
     for name in ("left", "right"):
-        for title in (", forward: attention by worker and step", ": why workers wait"):
-            assert f"{name}, dense striped ring{title}" in file.getvalue()
+        assert f"{name}, dense striped ring: why workers wait" in file.getvalue()
 
 
 def rising(direction: str, rank: int, step: int) -> float:
     return (1.0 + rank + step) * (3 if direction == "backward" else 1)
-
-
-def test_a_heat_map_shows_the_direction_in_its_title(tmp_path):
-    (case,) = open_source(recorded_once(tmp_path, Play(ring(2), rising))).cases
-    for direction, sums in (("forward", (3, 5)), ("backward", (9, 15))):
-        lines = printed(tables.heat_map(case, direction)).splitlines()
-        assert f"{direction}: attention" in lines[0]
-        assert [float(line.split()[-1]) for line in lines[1:3]] == pytest.approx(sums, rel=1e-2)
 
 
 def test_shares_of_the_bins_add_up(source):
@@ -126,25 +112,15 @@ def test_shares_of_the_bins_add_up(source):
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
 
-def test_a_heat_map_is_darkest_where_most_is_computed_without_colours(source):
-    lines = printed(tables.heat_map(source.cases[0], "forward")).splitlines()[1:5]
-    cells = [line[9:17] for line in lines]
-    assert cells[1][4:6] == "██"
-    assert sum(line.count("█") for line in cells) == 2
-    assert "\x1b[" not in "".join(lines)
-    assert "\x1b[" in printed(tables.heat_map(source.cases[0], "forward"), colour=True)
-
-
 @pytest.mark.parametrize(
     ("shape", "folded"),
     [((4, 4), (4, 4)), ((33, 5), (17, 5)), ((128, 100), (32, 25)), ((1, 1), (1, 1))],
 )
 def test_folding_keeps_the_maximum(shape, folded):
     table = np.random.default_rng(0).random(shape)
-    small, was_folded = tables.fold(table, 32)
+    small = fold(table, 32)
     assert small.shape == folded
     assert small.max() == table.max()
-    assert was_folded == (shape != folded)
     rows, columns = (-(-a // b) for a, b in zip(shape, folded, strict=True))
     assert small[0, 0] == table[:rows, :columns].max()
 

@@ -16,8 +16,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.simulation import scenario as module
 from mtrain_cli.simulation.scenario import MOST_CONTEXT, PairSource, estimate_step
-from mtrain_cli.training.banner import banner
-from mtrain_cli.training.dry_run import render
+from mtrain_cli.training.dry_run import banner, render
 from mtrain_cli.training.planning import make_plan
 
 ON_H200 = ["model=qwen3b", "seq=256k", "topology=h200_1x8"]

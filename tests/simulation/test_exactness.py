@@ -16,9 +16,8 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup
-from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather", "ulysses")

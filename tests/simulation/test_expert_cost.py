@@ -116,8 +116,8 @@ def profile(folder, tokens_LE) -> None:
     rows["layer"], rows["expert"] = (n.ravel() for n in np.indices(tokens_LE.shape))
     rows["tokens"] = tokens_LE.ravel()
     folder.mkdir()
-    expert_loads.write_loads(rows, folder, 0)
-    expert_loads.join_loads(folder)
+    record_files.write_part(rows, folder, 0, expert_loads.LOAD_PARTS)
+    record_files.join_parts(folder, expert_loads.LOAD_PARTS, expert_loads.LOADS)
     facts = expert_loads.expert_facts(EXPERTS_MODEL, 1)
     record_files.write_summary(folder, {"cases": [facts], "complete": True})
 

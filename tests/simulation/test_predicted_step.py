@@ -28,7 +28,7 @@ from mtrain_cli.training.flops import causal_pairs, training_flops
 from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")
-SPARSE = PairSource("uniform", 0.05, 2048)
+SPARSE = PairSource("clustered", 0.05, 2048)
 DENSE = PairSource("dense")
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 from simulation.counting import count_work
 
-from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
-from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.program import Recompute
@@ -19,10 +15,15 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW
-from mtrain_cli.simulation.families import IndexFamily
-from mtrain_cli.simulation.prediction import BoundedTime, Prediction, _CasePlayer, predict
+from mtrain_cli.simulation.prediction import (
+    AttentionWorkload,
+    BoundedTime,
+    Prediction,
+    _CasePlayer,
+    predict,
+)
+from mtrain_cli.simulation.scenario import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 SEQ, HEADS, BLOCK = 16384, 4, 128
 
@@ -39,7 +40,7 @@ def problem(family: str | None = "clustered", layers: int = 1, seq: int = SEQ) -
         layout="striped",
         exchange="ring",
     )
-    of = None if family is None else IndexFamily(family, density=0.1, columns=64)
+    of = None if family is None else SyntheticIndex(density=0.1, columns=64)
     masks = (SequenceMask.causal(seq, seq),)
     return AttentionWorkload(
         made,
@@ -79,11 +80,6 @@ def test_every_estimate_has_bounds(name, exchange):
     assert found.duration.high < (14 if name == "h200_1x8" else 32) * found.duration.low
     assert any("not calibrated" in remark for remark in found.remarks) == (name != "h200_1x8")
     assert found.costs[LOW].copied(1 << 30) < found.costs[HIGH].copied(1 << 30)
-
-
-def test_no_kernel_needs_out_as_predictions_assume():
-    kernels = (ReferenceKernel, SdpaKernel, TritonKernel, Flash4Kernel)
-    assert not any(kernel.needs_out for kernel in kernels)
 
 
 def test_pairs_of_columns_are_counted_separately_in_every_exchange():

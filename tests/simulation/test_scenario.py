@@ -14,10 +14,10 @@ from mtrain_cli.commands.simulate_request import Request
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.simulation.calibration import VALUE
-from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.scenario import (
     PairSource,
     Scenario,
+    SyntheticIndex,
     evaluate,
     plan_on,
     predict_training,
@@ -27,7 +27,7 @@ from mtrain_cli.training.flops import causal_pairs
 
 
 def scenario_of(*words: str) -> Scenario:
-    pairs = PairSource("local", 0.05, 256)
+    pairs = PairSource("clustered", 0.05, 256)
     config = compose([*words, *pairs.sparsity()])
     return Scenario(config, pairs.problem(config), words=(*words, *pairs.sparsity()))
 
@@ -172,9 +172,8 @@ def test_plan_and_attention_share_the_configured_chunk():
         predict_training(cluster, scenario, 4, "zigzag", "group_cast")  # does not read the chunk
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_has_the_density_that_it_states(name):
-    family = IndexFamily(name, density=0.05, columns=100)
+def test_a_synthetic_index_has_the_density_that_it_states():
+    family = SyntheticIndex(density=0.05, columns=100)
     index = family.index(3, 1 << 17, 2)
     area = index.blocks - np.arange(index.blocks)
     shares = (index.slashes.numpy() * area).sum(-1) / area.sum()
@@ -182,33 +181,9 @@ def test_a_family_has_the_density_that_it_states(name):
     assert index.slashes[..., 0].all()
     assert all(len(set(row.tolist())) == 100 for row in index.columns[0])
     other = family.index(4, 1 << 17, 2)
-    assert np.array_equal(index.slashes.numpy(), other.slashes.numpy()) == (name == "local")
+    assert not np.array_equal(index.slashes.numpy(), other.slashes.numpy())
     assert not np.array_equal(index.columns.numpy(), other.columns.numpy())
     assert np.array_equal(index.columns.numpy(), family.index(3, 1 << 17, 2).columns.numpy())
-
-
-def test_drifting_diagonals_move_with_layers_and_steps_and_stay_together():
-    family = IndexFamily("drifting", density=0.05, columns=16)
-
-    def kept(later: int) -> float:
-        """Share of layer 0's diagonals within a layer's drift of a diagonal of a later layer."""
-        first, then = (family.index(layer, 1 << 17, 4).slashes.numpy()[0] for layer in (0, later))
-        blocks = first.shape[-1]
-        reach = blocks // 64 + 1
-        near = np.array(
-            [
-                [then[h, max(0, d - reach) : d + reach + 1].any() for d in range(blocks)]
-                for h in range(4)
-            ]
-        )
-        return float((first & near).sum() / first.sum())
-
-    assert kept(1) > 0.9
-    assert kept(40) < 0.6
-    moved = dataclasses.replace(family, step=2).index(3, 1 << 17, 4)
-    assert np.array_equal(moved.slashes.numpy(), family.index(5, 1 << 17, 4).slashes.numpy()), (
-        "a step is as far as a layer"
-    )
 
 
 CLUSTER = load_cluster("h200_1x8", "--cluster")

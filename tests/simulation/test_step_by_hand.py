@@ -28,21 +28,20 @@ from mtrain_cli.simulation.calibration import (
     kernels_for,
 )
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
 from mtrain_cli.simulation.predicted_step import PredictedStep
-from mtrain_cli.simulation.prediction import BoundedTime, predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, predict
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
     Scenario,
+    SyntheticIndex,
     evaluate,
     plan_on,
     with_step,
 )
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
 
 pytestmark = pytest.mark.usefixtures("by_constants")
 FORMS = (DENSE, SPARSE, LISTS, DIAGONALS, ALONE_COLUMNS)
@@ -343,7 +342,7 @@ def test_a_kernel_that_does_not_skip_computes_all_pairs_of_the_mask(skips):
         layout="striped",
         exchange="ring",
     )
-    masks, family = (SequenceMask.causal(8192, 8192),), IndexFamily("local", density=0.1, columns=0)
+    masks, family = (SequenceMask.causal(8192, 8192),), SyntheticIndex(density=0.1, columns=0)
     quiet = dataclasses.replace(H200, inner=constants(H200.inner, gpu_share=0))
     for name, of in (("dense", None), ("sparse", family.index(0, 8192, 4))):
         problem = AttentionWorkload(

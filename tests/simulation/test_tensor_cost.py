@@ -8,6 +8,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Constant, load_cluster
+from mtrain_cli.simulation.expert_cost import TensorMessages, cluster_of_groups
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -15,7 +16,6 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     predict_training,
 )
-from mtrain_cli.simulation.tensor_cost import TensorMessages, cluster_of_groups
 from mtrain_cli.step.program import Layer
 
 CLUSTER = load_cluster("h100_4x8", nodes=2)
@@ -110,7 +110,7 @@ def test_a_tensor_group_is_as_slow_as_its_slowest_worker():
 
 def test_an_index_gives_each_worker_the_pairs_of_its_heads():
     found = predicted(name="uniform", density=0.1, columns=256)
-    pairs = PairSource("uniform", 0.1, 256)
+    pairs = PairSource("clustered", 0.1, 256)
     config = compose([*WORDS, *pairs.sparsity()])
     workload = pairs.problem(config)
     first, second = workload.part(0, 2), workload.part(1, 2)

@@ -18,10 +18,9 @@ from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.named_masks import CAUSAL, SlidingWindow
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchange import Plan, make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records.index_file import load_indices, save_indices
 from mtrain_cli.simulation.what_if import (

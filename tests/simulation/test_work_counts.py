@@ -17,11 +17,10 @@ from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
-from mtrain_cli.parallel.exchange import Exchange, ShardTiles, make_exchange
+from mtrain_cli.parallel.exchange import Exchange, Plan, ShardTiles, make_exchange, positions_of
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.lowering import Traits
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan, positions_of
 from mtrain_cli.parallel.program import Compute, Whole
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.imbalance import imbalance

@@ -15,8 +15,7 @@ from rich.console import Console
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.sparsity.pattern import make_pattern, remarks, select_by_mass
-from mtrain_cli.training.banner import banner
-from mtrain_cli.training.dry_run import render
+from mtrain_cli.training.dry_run import banner, render
 from mtrain_cli.training.planning import make_plan
 
 

@@ -24,7 +24,7 @@ from mtrain_cli.step.program import (
     WAIT,
     Compute,
 )
-from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
+from mtrain_cli.training.run_plan import message_bytes, tensor_messages
 from mtrain_cli.training.trainer import Trainer
 
 RUN = (
@@ -163,7 +163,7 @@ def test_the_program_of_a_tile_is_what_the_layer_does(keep, monkeypatch):
     x = torch.randn(1, rows, hidden, requires_grad=True)
     out = torch.randn(1, 2 * rows, 1, heads, requires_grad=True)
     execution = LayerExecution(tensor=group)
-    options = feed_forward.FeedForwardOptions(execution, 1e-6, rows, 0, keep_products=keep)
+    options = feed_forward.FeedForwardOptions(execution, 1e-6, rows, keep_products=keep)
     sizes = {heads: "o", width: "mlp"}
 
     def alike(program):

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.records.study_rows import errors
 from mtrain_studies.published import (
     MFU,
     SPEED,
@@ -19,6 +18,7 @@ from mtrain_studies.published import (
     read,
 )
 from mtrain_studies.published_predictions import predict_table
+from mtrain_studies.published_tables import errors
 from mtrain_studies.study_published import _scenario
 
 

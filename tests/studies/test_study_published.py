@@ -43,10 +43,14 @@ def test_a_table_becomes_files_that_a_report_shows():
     assert [row["row"] for row in rows] == ["causal, 4 workers", "sliding window 1K, 4 workers"]
     shown = CliRunner().invoke(app, ["report", "masks"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
-    assert "masks: study" in shown.stdout
     assert "redundant messages %" in shown.stdout
     assert "redundant messages %" in Path("masks/report.html").read_text()
-    assert Path("masks/tables/study.csv").is_file()
+    as_json = CliRunner().invoke(app, ["report", "masks", "--json"])
+    assert json.loads(as_json.stdout) == summary
+    damaged = {**summary, "tables": 3}
+    Path("masks/summary.json").write_text(json.dumps(damaged))
+    refused = CliRunner().invoke(app, ["report", "masks"])
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
 
 
 def test_a_table_without_numbers_says_why():

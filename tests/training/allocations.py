@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model import tiling
@@ -115,7 +115,6 @@ class StandIn:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.needs_out = False
 
     def forward(self, q, k, v, tiles, scale):  # noqa: ARG002
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])

@@ -12,7 +12,7 @@ from parallel.ways import Way
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers, initialize

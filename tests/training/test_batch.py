@@ -16,10 +16,9 @@ from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.mask_settings import MASKS, MaskSettings
 from mtrain_cli.parallel.dispatch import Balancer
-from mtrain_cli.parallel.exchange import Exchange, make_exchange
+from mtrain_cli.parallel.exchange import Exchange, Plan, make_exchange
 from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts

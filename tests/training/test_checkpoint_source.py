@@ -10,7 +10,7 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import Manifest
-from mtrain_cli.training.checkpoint_source import (
+from mtrain_cli.launch.run_dir import (
     CheckpointError,
     NoCheckpointError,
     checkpoints_of,
@@ -82,7 +82,7 @@ def test_a_folder_outside_a_run_is_refused_in_one_line(run, tmp_path):
 
 def test_the_module_does_not_import_torch():
     code = (
-        "import sys, mtrain_cli.training.checkpoint_source\n"
+        "import sys, mtrain_cli.launch.run_dir\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,26 +1,46 @@
 """The dry run: every number of a plan, also on a machine other than the planned one."""
 
+from __future__ import annotations
+
 import dataclasses
 import io
+import json
 import re
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from attention.missing_packages import hide_packages
+from commands.typed_line import simulate
 from masked_documents import masked_store
 from rich.console import Console
-from training.test_run_plan import LARGE, without_gpu
+from training.test_run_plan import LARGE, dry_run, without_gpu
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.model.tokenizer_files import of_bytes
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
-from mtrain_cli.training.dry_run import dry_run
-from mtrain_cli.training.memory import size
-from mtrain_cli.training.memory_search import longest_seq
-from mtrain_cli.training.planning import make_plan
+from mtrain_cli.training.dry_run import (
+    banner,
+    beyond_reach,
+    describe_sparsity,
+    expert_rows,
+    kernel_rows,
+    pipeline_rows,
+    position_rows,
+    render,
+    tensor_rows,
+    weights_rows,
+)
+from mtrain_cli.training.hardware import Hardware
+from mtrain_cli.training.planning import longest_seq, make_plan
+from mtrain_cli.training.resolution import resolve_run
+from mtrain_cli.training.run_plan import RunPlan
 
 
 def text(renderable, width=80):
@@ -289,12 +309,297 @@ def test_a_plan_shows_the_masks_of_the_data(tmp_path):
     assert banner[1].endswith("intervals of keys per query"), "a banner does not read the data"
 
 
-@pytest.mark.parametrize(("spare", "warns"), [(-1, True), (0, False), (None, False)])
-def test_a_plan_warns_if_the_disk_has_no_room_for_the_checkpoints(spare, warns):
-    words = ["train.steps=10", "train.checkpoint_every=1", "train.keep_checkpoints=2"]
-    plan = make_plan(compose(words))
-    needed = 3 * plan.checkpoint  # the oldest one goes only after the next one is complete
-    rows = module.checkpoint_rows(plan, None if spare is None else needed + spare)
-    assert [label for label, _ in rows] == ["checkpoint", *["warning"] * warns]
-    if warns:
-        assert f"checkpoints take up to {size(needed)}; give another run.dir" in rows[1][1]
+ELSEWHERE = [
+    "topology.device=cuda",
+    "topology.workers=2",
+    "seq=8k",
+    "sparsity=vertical_slash",
+    "sparsity.dense_steps=3",
+    "model=qwen3b",
+]
+
+
+def test_the_kernel_of_dense_steps_is_shown_with_its_reason():
+    sparse, dense = kernel_rows(make_plan(compose([*ELSEWHERE, "train.kernel=triton"])))
+    assert sparse[1].startswith("triton: as configured")
+    assert dense[1].startswith("flash4 for the first 3 steps, which are dense: ")
+    assert len(kernel_rows(make_plan(compose([*ELSEWHERE, "sparsity.dense_steps=0"])))) == 1
+
+
+def test_the_kernel_of_dense_layers_is_shown_with_its_reason():
+    words = ["train.kernel=triton", "sparsity.dense_layers=2"]
+    plan = make_plan(compose([*ELSEWHERE, *words]))
+    (_, (_, dense)) = kernel_rows(plan)
+    expected = "flash4 for the first 3 steps and the last 2 layers, which are dense: "
+    assert dense.startswith(expected)
+    assert describe_sparsity(plan).endswith("; the first 3 steps and the last 2 layers dense")
+    only = make_plan(compose([*ELSEWHERE, *words, "sparsity.dense_steps=0"]))
+    assert kernel_rows(only)[1][1].startswith("flash4 for the last 2 layers, which are dense: ")
+    one = make_plan(compose([*ELSEWHERE, "sparsity.dense_layers=1", "sparsity.dense_steps=0"]))
+    assert kernel_rows(one)[1][1].startswith("flash4 for the last layer, which are dense: ")
+    assert describe_sparsity(one).endswith("; the last layer dense")
+
+
+def test_dense_layers_keep_no_index():
+    layers = compose(ELSEWHERE).model.num_layers
+    plans = [
+        make_plan(compose([*ELSEWHERE, f"sparsity.dense_layers={n}"])) for n in (0, layers // 2)
+    ]
+    whole, half = (max(m.parts["index"] for m in plan.memory.moments) for plan in plans)
+    assert 0 < half < 0.6 * whole
+
+
+def test_dense_steps_that_must_be_repeatable_run_on_triton():
+    plan = make_plan(compose([*ELSEWHERE, "train.kernel=triton", "train.deterministic=true"]))
+    assert kernel_rows(plan)[1][1].startswith("triton for the first 3 steps, which are dense: ")
+
+
+WORDS = [
+    "model=qwen3b", "seq=32k", "topology=h200_1x8", "train.global_batch=16",
+    "topology.exchange=all_gather",
+]  # fmt: skip
+
+
+def test_runs_without_them_have_no_rows():
+    plan = make_plan(compose(WORDS))
+    assert (tensor_rows(plan), pipeline_rows(plan)) == ([], [])
+
+
+def test_a_tensor_group_says_what_a_worker_computes():
+    rows = tensor_rows(make_plan(compose([*WORDS, "topology.tensor_parallel=2"])))
+    what = "a worker computes 8 of 16 heads and 5,504 of 11,008 columns of the MLP"
+    assert rows == [("tensor", what)]
+
+
+def test_auto_shows_the_predicted_time_of_each_degree_of_experts():
+    words = "model=tiny_moe", "topology=h200_1x8", "train.global_batch=8", "seq=8k"
+    shown = expert_rows(make_plan(compose([*words, "topology.expert_parallel=auto"])))
+    (_, chosen), (_, costs) = shown
+    head, _, degrees = costs.partition(": ")
+    assert head.endswith("per layer and step by degree, predicted for h200_1x8")
+    times = {n: float(ms) for n, ms in re.findall(r"(\d): ([\d.]+) ms, [\d.]+ [MG]iB", degrees)}
+    assert list(times) == ["1", "2", "4", "8"]
+    assert f"; degree {min(times, key=times.get)} was chosen by auto" in chosen
+    given = expert_rows(make_plan(compose([*words, "topology.expert_parallel=2"])))
+    assert given == [("experts", "a worker computes 4 of 8"), ("", costs)]
+
+
+def test_times_of_experts_on_a_cpu_are_those_of_gpus():
+    words = "model=tiny_moe", "topology.device=cpu", "topology.workers=2"
+    for degree in ("auto", "2"):
+        rows = expert_rows(make_plan(compose([*words, f"topology.expert_parallel={degree}"])))
+        text = "predicted for H200s (topology.cluster=auto), not for CPU processes: "
+        assert text in rows[1][1]
+
+
+def test_a_pipeline_says_its_stages_idle_time_and_messages():
+    words = [*WORDS, "topology.pipeline_parallel=4", "train.shard=gradients"]
+    (name, text), (_, cost) = pipeline_rows(make_plan(compose(words)))
+    assert name == "pipeline"
+    assert text == (
+        "4 stages of [10,9,10,7] layers; 1f1b, 16 micro-batches per step: stages idle 19% of the "
+        "time"
+    )
+    assert cost == (
+        "a message has 64.0 MiB of hidden states; a stage between others receives 2.00 GiB per step"
+    )
+
+
+QWEN = {
+    "model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 2048, "rope_theta": 1e6,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def banner_lines(folder: Path, *words: str, **changes: Any) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(QWEN | changes))
+    return encoding(compose([f"train.init_from={folder}", "seq=2k", *words]))
+
+
+def encoding(config: Config) -> list[str]:
+    (_, *rows) = weights_rows(config)
+    return [text for _, text in rows if "the run needs" not in text]
+
+
+def test_positions_beyond_the_folders_reach_are_reported(folder: Path) -> None:
+    def line(*words: str, **changes: Any) -> str:
+        banner_lines(folder, **changes)
+        return beyond_reach(compose([f"train.init_from={folder}", "seq=8k", *words]))
+
+    exceeds = "seq=8k exceeds the 2k tokens that the model's rotary positions cover. Give "
+    remedy = "model.rope.scaling=yarn model.rope.factor=4"
+    assert line() == f"{exceeds}{remedy}."
+    assert line(*remedy.split()) == line("model.rope.theta=2e6") == line("seq=2k") == ""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert line(rope_scaling=yarn) == f"{exceeds}model.rope.factor=16."
+    assert line("model.rope.factor=16", rope_scaling=yarn) == ""
+    (row,) = position_rows(compose([f"train.init_from={folder}", "seq=8k"]))
+    assert row[0] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("words", "covered", "remedy"),
+    [
+        (["model=llama8b", "seq=1m"], "128k", "model.rope.scaling=yarn model.rope.factor=128"),
+        (["model=llama1b", "seq=1m"], "128k", "model.rope.scaling=yarn model.rope.factor=128"),
+        (["model=llama14b", "seq=10k"], "4k", "model.rope.scaling=yarn model.rope.factor=3"),
+        (["model=qwen3b", "seq=512k", "model.rope.factor=4"], "128k", "model.rope.factor=16"),
+        (["model=llama8b", "seq=128k"], None, ""),
+        (["model=qwen3b", "seq=512k"], None, ""),
+        ([], None, ""),
+        (["seq=16k"], None, ""),  # the default model has no released weights
+    ],
+)
+def test_a_preset_gets_a_note_on_the_positions_that_it_covers(words, covered, remedy):
+    config = compose(words)
+    rows = position_rows(config)
+    if covered is None:
+        assert rows == []
+        return
+    ((label, line),) = rows
+    assert label == "note"
+    assert f" exceeds the {covered} tokens that the rotary positions of model=" in line
+    assert line.endswith(f"; released weights need {remedy}.")
+    assert position_rows(compose([*words, *remedy.split()])) == [], "the remedy helps"
+
+
+def test_plan_banner_and_simulation_show_the_line():
+    plan = make_plan(compose(["model=llama8b", "seq=1m", "topology=h100_4x8"]))
+    line = beyond_reach(plan.config)
+    for shown in (render(plan), banner(plan, Path("runs/x"), "stdlib")):
+        console = Console(file=io.StringIO(), width=400, color_system=None)
+        console.print(shown)
+        assert line in console.file.getvalue()
+    shown = simulate("model=llama8b seq=1m --no-files --layout zigzag --exchange ring")
+    assert f"note   {line[:60]}" in shown.stdout
+
+
+EXAMPLES = re.compile(r"mtrain train ([^`\n\[]*?seq=[^`\n\[]*)")
+
+
+def test_no_example_exceeds_the_positions_of_its_model():
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("docs/*.md"), root / "README.md", *root.glob("mtrain_cli/commands/*.py")]
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages]
+    found = [words for text in texts for words in EXAMPLES.findall(text)]
+    assert len(found) > 20
+    for words in found:
+        kept = [
+            w for w in words.split("#")[0].split() if re.match(r"(model|seq|recipe)[\w.]*=\S", w)
+        ]
+        assert beyond_reach(compose([*kept, "mask=causal"], plan=True)) == "", words
+    for recipe in root.glob("conf/recipe/*.yaml"):
+        assert beyond_reach(compose([f"recipe={recipe.stem}"], plan=True)) == "", recipe
+
+
+def test_bytes_for_another_tokenizers_model_are_reported(folder: Path) -> None:
+    lines = banner_lines(folder, "data.tokenizer=bytes")
+    assert lines[0].startswith(
+        "text is encoded as bytes, but the weights expect the ids of their own tokenizer."
+    )
+    (folder / "tokenizer.json").unlink()
+    assert "since it has no tokenizer.json" in banner_lines(folder)[0]
+
+
+def test_bytes_for_a_model_of_bytes_are_no_mistake(folder: Path) -> None:
+    of_bytes().write(folder)
+    assert banner_lines(folder, "data.tokenizer=bytes", vocab_size=264) == []
+
+
+def test_a_resumed_run_does_not_need_the_folder_of_its_weights(folder: Path) -> None:
+    banner_lines(folder)
+    config = compose([f"train.init_from={folder}"])
+    (folder / "config.json").unlink()
+    assert encoding(config) == []
+
+
+def test_the_banner_says_what_runs_and_why_in_80_columns():
+    config = compose(["topology.device=cpu"])
+    environment = make_plan(config).environment
+    printed = text(
+        banner(plan_here(config, environment), Path("runs/tiny-4k"), "stdlib: 212 documents")
+    )
+    for word in (
+        "tiny (qwen2), 822 K parameters",
+        "2 CPU processes",
+        "all_gather: ",
+        "sdpa: ",
+        "striped",
+        "stdlib: 212 documents",
+        "runs/tiny-4k",
+    ):
+        assert word in printed, word
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80
+    assert len(printed.splitlines()) <= 24
+
+
+def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tmp_path):
+    assert "weights random, seed 7" in banner_of("seed=7")
+    assert "212 documents; order from seed 7" in banner_of("seed=7")
+    shape = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "vocab_size": 264, "head_dim": 32, **shape})
+    )
+    begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
+    assert f"weights{tmp_path}(train.init_from)" in begun
+    assert (
+        "weights from the checkpoint of step 40; the run started from random, seed 0"
+        in banner_of(resumed=40)
+    )
+    plain = banner_of("train.steps=100", "optim.lr=1e-3")
+    assert (
+        "schedule cosine: warm up over 10 steps to a peak of 1.00e-03, "
+        "decay to 1.00e-04 from step 11 to step 100" in plain
+    )
+    assert "compile off (train.compile=auto)" in plain
+    assert (
+        "compile on (train.compile=true): the first step also compiles, which can take minutes"
+        in banner_of("train.compile=true")
+    )
+    reasons = {
+        "data.document_mask=true": "auto: striping balances the uneven work of packed documents",
+        "data.document_mask=false": "auto: zigzag balances dense attention without documents",
+        "sparsity=moba": "auto: striping balances the uneven work of the index of moba",
+        "topology.layout=contiguous": "tokens per worker; as configured",
+        "topology.workers=1": "auto: each worker holds whole sequences, so layouts do not differ",
+    }
+    for word, reason in reasons.items():
+        assert reason in banner_of(word), word
+
+
+def test_the_banner_names_the_mask_and_its_pairs():
+    words = ["mask=sliding_window", "mask.window=64", "seq=4k", "topology.workers=1"]
+    pairs = sum(min(position + 1, 64) for position in range(4096))
+    share = f"{100 * pairs / (4096 * 4097 / 2):.3g}% of the pairs of a causal mask"
+    mask = "mask sliding_window, window 64"
+    assert f"{mask}, inside each document; {share}" in banner_of(*words)
+    assert f"{mask}; {share}" in banner_of(*words, "data.document_mask=false")
+    assert "of a causal mask" not in banner_of("topology.workers=1")
+
+
+def plan_here(config: Config, environment: Environment) -> RunPlan:
+    hardware = Hardware.here(environment.device)
+    return RunPlan.of(config, environment, hardware, resolve_run(config, environment))
+
+
+def banner_of(
+    *words: str, resumed: int | None = None, device: str = "cpu", run_dir: Path = Path("runs/x")
+) -> str:
+    config = compose([f"topology.device={device}", *words])
+    environment = resolve_environment(config)
+    plan = plan_here(config, environment)
+    return " ".join(text(banner(plan, run_dir, "stdlib: 212 documents", resumed=resumed)).split())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import test_pipeline as pipelines
-from training.test_router_batches import BIASED, CAPACITY, MOE, SHARED, SIGMOID, exchange, same
+from training.test_router_batches import BIASED, MOE, SHARED, SIGMOID, exchange, same
 from training.test_router_batches import steps as router_steps
 from training.test_tensor_parallel_training import SLASHES, differences, held_out, make, steps
 from training.test_tensor_parallel_training import SMALL as TENSOR_SMALL
@@ -43,7 +43,7 @@ slow = pytest.mark.slow
     [
         (1, 2, 1, MOE, dealt(2, exchange("ring"), NONE)),
         (1, 2, 1, SHARED, dealt(2, FULL, "topology.expert_chunks=3")),
-        (1, 2, 2, CAPACITY, dealt(2, "train.shard=gradients")),
+        (1, 2, 2, MOE, dealt(2, "train.shard=gradients")),
         (1, 2, 2, SIGMOID, dealt(4, "train.shard=optimizer")),
         (2, 2, 1, SHARED, dealt(4, "topology.expert_chunks=2")),
         (2, 1, 1, MOE, dealt(2, "train.micro_batch=2")),
@@ -51,7 +51,7 @@ slow = pytest.mark.slow
         (1, 2, 2, NARROW, dealt(2)),
         (1, 2, 1, (*MOE, *SLASHES), dealt(2, exchange("ring"), FULL)),
         pytest.param(1, 2, 1, MOE, dealt(2, "train.compile=true"), marks=slow),
-        (1, 2, 1, CAPACITY, (FULL, "topology.expert_chunks=3", "train.micro_batch=2")),
+        (1, 2, 1, SIGMOID, (FULL, "topology.expert_chunks=3", "train.micro_batch=2")),
         pytest.param(2, 2, 2, (*MOE, "train.global_batch=4"), dealt(8), marks=slow),
         pytest.param(1, 8, 1, (*SHARED, "topology.block_size=16"), dealt(4), marks=slow),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training import expert_traffic
 from mtrain_cli.training.expert_traffic import ExpertPrice, ExpertRun, ExpertTraffic

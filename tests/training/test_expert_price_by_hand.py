@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import Rates
 from mtrain_cli.step.program import Compute, Message, Post, work

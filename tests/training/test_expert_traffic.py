@@ -6,7 +6,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.expert_traffic import (
     allowed_degrees,

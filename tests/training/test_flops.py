@@ -11,10 +11,9 @@ from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.parallelize import initialize, set_execution
 from mtrain_cli.model.routing import RouterOptions, Routing
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchange import Plan, make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.training.flops import (
     ASSUMED_DENSITY,
     allowed_pairs,

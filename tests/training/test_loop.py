@@ -256,14 +256,6 @@ def test_a_worker_without_data_ends_all_workers_after_the_save_in_progress(tmp_p
     assert others == [(PeerLostError.__name__, "rank 1 has no data for step 3", True)] * 2
 
 
-def test_a_pattern_that_leaves_nothing_out_is_noted_once(tmp_path):
-    words = ["sparsity=moba", "sparsity.block=16", "sparsity.chunk=96", "train.steps=2"]
-    gloo.run(1, run, str(tmp_path), words)
-    log = (tmp_path / "log.txt").read_text()
-    assert log.count("the pattern leaves nothing out at this length") == 1
-    assert all(m["density"] == m["dense_density"] for m in metrics(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("words", "counted"),
     [

@@ -15,7 +15,7 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.flops import layer_shapes, root_shapes
 from mtrain_cli.training.memory import GIB, _StepMemory, estimate_memory
-from mtrain_cli.training.model_part import model_parts
+from mtrain_cli.training.pipeline_plan import model_parts
 from mtrain_cli.training.state_memory import sharded_numbers
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -7,14 +7,14 @@ import re
 
 import pytest
 import torch
-from test_memory_search import planned
+from test_planning import planned
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
 from mtrain_cli.training import hardware
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import require_fit
+from mtrain_cli.training.planning import require_fit
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs that are not here"
@@ -60,39 +60,6 @@ def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
         match=r"and \d+\.\d\d GiB of host memory \(.*\) with topology.exchange=all_gather, but ",
     ):
         require_fit(crowded)
-
-
-def test_auto_is_a_remedy_for_a_chosen_exchange_if_keys_take_too_much():
-    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m"]
-    given = planned(
-        *words, "topology.gpu_memory_gib=52", "topology.exchange=all_gather", "topology.chunks=1"
-    )
-    with pytest.raises(
-        ConfigError, match=r" with topology.exchange=all_gather, but has 52.00"
-    ) as c:
-        require_fit(given)
-    change = "topology.exchange=auto topology.chunks=auto"
-    assert f"{change}, or seq=" in str(c.value)
-    assert planned(*words, "topology.gpu_memory_gib=52", *change.split()).fits
-
-
-def test_a_run_that_lacks_room_only_for_its_checkpoint_is_advised_to_save_none():
-    words = [
-        "topology.workers=1",
-        "seq=64k",
-        "train.activation_checkpoint=full",
-        "optim.offload=true",
-    ]
-    with pytest.raises(
-        ConfigError,
-        match=r"fits with (.*, or )?train\.checkpoint_every=0 train\.checkpoint_at_end=false, "
-        "or 2 GPUs",
-    ):
-        require_fit(planned(*words))
-    require_fit(planned(*words, "train.checkpoint_every=0", "train.checkpoint_at_end=false"))
-    with pytest.raises(ConfigError) as caught:
-        require_fit(planned(*words, "seq=8m"))
-    assert "checkpoint_at_end" not in caught.value.problems[0], "advised only if it helps"
 
 
 def test_more_cpu_workers_are_no_remedy_for_a_model_that_is_too_large(monkeypatch):

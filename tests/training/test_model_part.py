@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.training.model_part import ModelPart, model_parts
+from mtrain_cli.training.pipeline_plan import ModelPart, model_parts
 
 WORDS = ["model.num_layers=6", "topology.pipeline_parallel=3", "topology.stage_layers=[3,2,1]"]
 

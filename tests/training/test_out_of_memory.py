@@ -12,21 +12,13 @@ from training.test_loop import SMALL, place
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch import progress_record
+from mtrain_cli.launch.failures import RunError, reporting_out_of_memory
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import decoder as decoders
-from mtrain_cli.model import feed_forward as feed_forwards
-from mtrain_cli.model import layer_execution
+from mtrain_cli.model import parallelize
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
-from mtrain_cli.training.out_of_memory import (
-    ACTIVATIONS,
-    LOGITS,
-    OPTIMIZER,
-    MemoryFullError,
-    _change,
-    is_out_of_memory,
-)
 from mtrain_cli.training.trainer import Trainer
 
 CPU_WORDS = (
@@ -38,16 +30,14 @@ CPU_WORDS = (
 def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
     """Train until an allocation fails on this rank in step 2.
 
-    It fails in the MLP of layer 1, in its backward pass, in that of a recomputed layer, or in the
-    loss.
+    It fails in the MLP of layer 1, in its backward pass, or in the loss.
     """
-    kind = "selective" if where == "recomputed" else "none"
     config = compose(
         [
             *SMALL,
             "model.num_layers=2",
             "train.steps=3",
-            f"train.activation_checkpoint={kind}",
+            "train.activation_checkpoint=none",
             "optim.warmup_steps=0",
         ]
     )
@@ -64,7 +54,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 
     def faulty(self, stop, save):
         if self.step == 1:
-            finish = layer_execution.finish
+            finish = parallelize.finish
 
             def failing(layer, x_BNC, out_BNHD):
                 if layer.index != 1:
@@ -74,14 +64,9 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
                     raise RuntimeError(CPU_WORDS)
                 return finish(layer, Backward.apply(x_BNC), out_BNHD)
 
-            if where == "recomputed":
-                patch.setattr(feed_forwards, "_GradientSums", no_sums)
-            elif where != "loss":
-                patch.setattr(layer_execution, "finish", failing)
+            if where != "loss":
+                patch.setattr(parallelize, "finish", failing)
         return step(self, stop, save)
-
-    def no_sums(*_):
-        raise RuntimeError(CPU_WORDS)
 
     def no_room(*arguments, **options):
         if where == "loss" and progress_record.own_activity().training_step == 2:
@@ -96,19 +81,15 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainers.Trainer, "train_step", faulty)
         patch.setattr(decoders, "with_z_loss", no_room)
-        with pytest.raises(MemoryFullError) as caught:
+        with pytest.raises(RunError) as caught:
             train(config, RunDir(Path(folder)), place(rank, world), False)
     return str(caught.value), json.loads((Path(folder) / f"oom-rank-{rank}.json").read_text())
 
 
 CASES = {
-    "forward": (
-        "forward of layer 1",
-        "scratch in full.<locals>.faulty.<locals>.failing of layer 1",
-    ),
-    "backward": ("in training step 2, backward", None),
-    "recomputed": ("in training step 2, backward of layer 1 (MLP)", None),
-    "loss": ("in training step 2, ", "logits in full.<locals>.no_room"),
+    "forward": "scratch in full.<locals>.faulty.<locals>.failing",
+    "backward": None,
+    "loss": "logits in full.<locals>.no_room",
 }
 
 
@@ -127,10 +108,9 @@ def reports(tmp_path_factory):
 def test_the_error_names_the_location_and_the_largest_tensors(reports, where):
     folder, cases = reports
     text, report = cases[where]
-    place_told, variable = CASES[where]
+    variable = CASES[where]
     first, *lines = text.splitlines()
     assert first.startswith("rank 0 ran out of memory in training step 2")
-    assert place_told in first
     if where == "loss":
         assert first.endswith(": it tried to allocate 2.00 GiB more")
     by_kind = {}
@@ -156,16 +136,14 @@ def test_the_error_names_the_location_and_the_largest_tensors(reports, where):
     assert report["tensors"] == sorted(report["tensors"], key=lambda group: -group["bytes"])
     if variable is not None:
         (group,) = [group for group in report["tensors"] if group["name"] == variable]
-        assert group["kind"] == ("logits" if where == "loss" else "other")
-    if where in ("backward", "recomputed"):
+        assert group["kind"] == "other"
+    if where == "backward":
         assert {group["name"].split(" in ")[0] for group in by_kind["gradients"]}, (
             "gradients of the LM head and layer 1 exist already"
         )
     assert any(line.startswith("--dry-run estimates ") for line in lines)
     assert report["estimate"]["allocated"] > 0
-    assert any(
-        line.startswith("To fit, try: ") and "a shorter seq (now 96)" in line for line in lines
-    )
+    assert "To fit, try train.memory=auto, more memory or a shorter seq (now 96)" in lines
     assert lines[-1] == f"All tensors: {folder / where / 'oom-rank-0.json'}"
 
 
@@ -180,28 +158,6 @@ def test_the_error_names_the_location_and_the_largest_tensors(reports, where):
     ],
 )
 def test_only_failed_allocations_count_as_out_of_memory(error, full):
-    assert is_out_of_memory(error) == full
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "change"),
-    [
-        (LOGITS, ["train.loss_chunk_mib=128"], "train.loss_chunk_mib=32"),
-        (LOGITS, ["train.loss_chunk_mib=64"], ""),
-        (ACTIVATIONS, [], "train.activation_checkpoint=full"),
-        (ACTIVATIONS, ["train.activation_checkpoint=full"], "train.offload_activations=true"),
-        (
-            ACTIVATIONS,
-            ["train.activation_checkpoint=full", "topology.pipeline_parallel=2"],
-            "",
-        ),
-        (OPTIMIZER, [], "optim.offload=true"),
-        (
-            OPTIMIZER,
-            ["model=tiny_moe", "topology.expert_parallel=2"],
-            "more workers, to share parameters and optimizer states",
-        ),
-    ],
-)
-def test_advice_names_a_setting_that_the_run_takes_and_that_needs_less(kind, words, change):
-    assert _change(kind, compose(["topology.workers=2", *words])) == change
+    with pytest.raises(RunError if full else type(error)) as raised, reporting_out_of_memory(str):
+        raise error
+    assert isinstance(raised.value, RunError) == full

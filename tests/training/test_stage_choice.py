@@ -10,7 +10,7 @@ import pytest
 from mtrain_cli import resource_dir
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
-from mtrain_cli.training import stage_choice
+from mtrain_cli.training import layout_choice
 from mtrain_cli.training.planning import make_plan
 
 WINDOW = ("seq=512k", "mask=sliding_window", "mask.window=32k")
@@ -18,9 +18,9 @@ WINDOW = ("seq=512k", "mask=sliding_window", "mask.window=32k")
 
 @pytest.fixture(autouse=True)
 def no_remembered_times():
-    stage_choice._mean_seconds.cache_clear()
+    layout_choice._mean_seconds.cache_clear()
     yield
-    stage_choice._mean_seconds.cache_clear()
+    layout_choice._mean_seconds.cache_clear()
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_every_exchange_is_planned_under_every_mask(layout, ulysses):
 def test_stages_must_win_by_two_percent(monkeypatch, seconds, stages):
     times = {1: 1.0, 2: seconds, 3: 2.0}
     monkeypatch.setattr(
-        stage_choice, "attention_seconds", lambda schedule, *_: times[schedule.stages]
+        layout_choice, "attention_seconds", lambda schedule, *_: times[schedule.stages]
     )
     assert exchange(*WINDOW).stages == stages
 
@@ -100,7 +100,7 @@ def test_stages_must_win_by_two_percent(monkeypatch, seconds, stages):
     ],
 )
 def test_only_auto_stages_of_dense_group_casts_are_priced(monkeypatch, words):
-    monkeypatch.delattr(stage_choice, "attention_seconds")
+    monkeypatch.delattr(layout_choice, "attention_seconds")
     found = exchange("seq=32k", *words)
     assert "stage" not in found.reason
     assert found.stages == (2 if "topology.stages=2" in words else 1)
@@ -110,7 +110,7 @@ def test_layers_with_different_masks_share_their_mean_time(monkeypatch):
     """With every second layer full, half of the layers take the time of each mask."""
     pairs = []
     monkeypatch.setattr(
-        stage_choice,
+        layout_choice,
         "attention_seconds",
         lambda _, __, masks, *___: pairs.append(masks[0].pairs) or float(masks[0].pairs),
     )

@@ -14,10 +14,9 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.parallel.traffic import Nodes, Rates
 from mtrain_cli.records.index_file import RecordedSetup
-from mtrain_cli.simulation.prediction import predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.what_if import ReplaySetup
-from mtrain_cli.simulation.workload import AttentionWorkload
-from mtrain_cli.training.stage_choice import attention_seconds, pairs_by_stage
+from mtrain_cli.training.layout_choice import attention_seconds, pairs_by_stage
 
 NAME = "hierarchical_group_cast"
 
