@@ -227,14 +227,14 @@ MTRAINING = (
         "The columns of an answer that is asked at the end of a prompt are kept at the defaults.",
         "python planted_end.py",
         (every(r"kept (\d+) % .* density of ([\d.]+) %", lambda kept, _: kept >= 95),),
-        not_yet="only every second of the last 128 queries is probed: half of the columns are kept",
+        not_yet="every one of the last 128 queries is probed, and 84 % of the columns are kept",
     ),
     Row(
         "M1c",
         "Some setting keeps columns that are asked anywhere, at a density of at most 15 %.",
-        "python planted_anywhere.py",
+        "python planted_anywhere.py sparsity=block_topk sparsity.block=32 sparsity.density=0.12 "
+        "sparsity.score=exact",
         (every(r"kept (\d+) % .* density of ([\d.]+) %", lambda kept, d: kept >= 95 and d <= 15),),
-        not_yet="25 % at density 39 %; only a probe of every query keeps them, at quadratic cost",
     ),
     Row(
         "M2",

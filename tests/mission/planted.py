@@ -13,8 +13,7 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.sparsity.pattern import MaskedPositions
-from mtrain_cli.sparsity.vertical_slash import make_pattern
+from mtrain_cli.sparsity.pattern import MaskedPositions, make_pattern
 
 CODE, SINK, DIM = 40, 40, 64  # dimensions of the codes, place of the sink, all dimensions
 PERIODS = (48, 80, 140, 230, 400, 700, 1200, 2000, 3300, 5600, 9000)  # tokens
@@ -70,8 +69,11 @@ def kept(head: Head, *settings: str) -> tuple[torch.Tensor, float]:
     """
     seq = head.q.shape[1]
     chosen = compose(["sparsity=vertical_slash", f"seq={seq}", *settings]).sparsity
-    masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], chosen.block)
-    index = make_pattern(chosen, 0).estimate(head.q, head.k, masked, 0)
+    pattern = make_pattern(chosen, 0)
+    assert pattern is not None
+    bitmap = pattern.request().bitmap
+    masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], chosen.block, bitmap=bitmap)
+    index = pattern.estimate(head.q, head.k, masked, 0)
     positions = torch.arange(seq)
     computed = index.allowed(positions, positions)[0, 0].tril()
     density = float(computed.sum()) / (seq * (seq + 1) / 2)

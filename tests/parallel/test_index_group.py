@@ -16,6 +16,7 @@ from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.parallel.context_attention import DynamicIndex, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.sparsity.block_topk import BlockTopkPattern
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
@@ -45,7 +46,19 @@ def vertical_slash(**changed) -> VerticalSlashPattern:
     return VerticalSlashPattern(**{**default, **changed})
 
 
+def block_topk(**changed) -> BlockTopkPattern:
+    default = {
+        "block": BLOCK, "density": 0.6, "threshold": 0.0, "row_cap": 1.5, "score": "exact",
+        "rank": 8, "index_per": "query_head",
+    }  # fmt: skip
+    return BlockTopkPattern(**{**default, **changed})
+
+
 PATTERNS: dict[str, Pattern] = {
+    "block_topk": block_topk(),
+    "block_topk of groups": block_topk(index_per="kv_group", score="pca"),
+    "block_topk above a threshold": block_topk(density=0.0, threshold=0.2),
+    "block_topk of means": block_topk(score="mean"),
     "plain": vertical_slash(),
     "joint": vertical_slash(joint=True, p_v=0.8),
     "windows": vertical_slash(windows=3),
@@ -137,7 +150,9 @@ def estimates(
                     dynamic.count()
                     found[cell] = (index.tensors(), dynamic.records[0].counts.pairs)
                     if rank == 0:
-                        alone = pattern.estimate(q, k, MaskedPositions.make(batch_masks, BLOCK), 3)
+                        bitmap = pattern.request().bitmap
+                        positions = MaskedPositions.make(batch_masks, BLOCK, bitmap=bitmap)
+                        alone = pattern.estimate(q, k, positions, 3)
                         work = MaskTables.make(
                             batch_masks, BLOCK, bitmap=isinstance(index, BlockBitmap)
                         )
