@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, PassAnalysis
+from mtrain_cli.reporting.plots import cell_labels, fold
 from mtrain_cli.reporting.table import (
     Column,
     Lines,
@@ -26,6 +27,7 @@ from mtrain_cli.reporting.table import (
 _FACTS = ("layout", "exchange", "pattern", "kernel", "seq")
 _COUNTS = ("workers", "groups", "samples", "iterations", "partial")
 _CAUSE = ("ms", "kind", "direction", "rank", "step", "text")
+_STEP_TABLES, _CELLS = 3, 12  # most tables of steps in a section, and most rows and columns of one
 Named = Sequence[tuple[str, CaseAnalysis]]  # (name of the run, "" for a single run; case)
 
 
@@ -88,8 +90,34 @@ _LONGEST = Column(
 
 
 def balance_section(cases: Named) -> Section:
-    """Return load balance and time breakdown."""
-    return Section("Load balance", [summary_table(cases), bins_table(cases)])
+    """Return load balance, time breakdown, and what each worker computes at which step."""
+    several = [(run, case) for run, case in cases if case.workers > 1]
+    parts: list[Table | Lines] = [summary_table(cases), bins_table(cases)]
+    parts += [steps_table(run, case) for run, case in several[:_STEP_TABLES]]
+    if len(several) > _STEP_TABLES:
+        more = f"showing the steps of {_STEP_TABLES} of {len(several)} cases; report.html has all"
+        parts.append(Lines([more], style="dim"))
+    return Section("Load balance", parts)
+
+
+def steps_table(run: str, case: CaseAnalysis) -> Table:
+    """Return the attention time of the first pass, with a row per worker and a column per step."""
+    direction, one_pass = next(iter(case.passes.items()))
+    whole = one_pass.attention  # ms [workers, steps]
+    folded = fold(whole, _CELLS)
+    workers, steps = (cell_labels(range(whole.shape[i]), folded.shape[i]) for i in (0, 1))
+    columns = [
+        Column("worker", lambda row: workers[row], words=True),
+        *(
+            Column(f"{'step ' * (i == 0)}{step}", lambda row, i=i: folded[row, i], ms)
+            for i, step in enumerate(steps)
+        ),
+        Column("sum", lambda row: folded[row].sum(), ms),
+    ]
+    across = f"attention ms by worker, steps 0-{whole.shape[1] - 1} across"
+    title = ", ".join(filter(None, (run, f"{case.label}, {direction}: {across}")))
+    note = "" if folded.shape == whole.shape else "a cell is the maximum of its workers and steps"
+    return Table(title, columns, range(len(folded)), note)
 
 
 def causes_section(cases: Named) -> Section:

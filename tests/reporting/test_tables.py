@@ -112,6 +112,19 @@ def test_shares_of_the_bins_add_up(source):
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
 
+def test_each_worker_and_step_has_its_time_in_the_terminal(source):
+    (case,) = source.cases
+    times = next(iter(case.passes.values())).attention
+    table = tables.steps_table("", case)
+    shown = [[column.value(row) for column in table.columns[1:-1]] for row in table.rows]
+    np.testing.assert_allclose(shown, times)
+    assert [table.columns[-1].value(row) for row in table.rows] == pytest.approx(times.sum(1))
+    lines = printed(table).splitlines()
+    assert f"forward: attention ms by worker, steps 0-{times.shape[1] - 1} across" in lines[0]
+    section = tables.balance_section([(str(n), case) for n in range(5)])
+    assert section.parts[-1].lines == ["showing the steps of 3 of 5 cases; report.html has all"]
+
+
 @pytest.mark.parametrize(
     ("shape", "folded"),
     [((4, 4), (4, 4)), ((33, 5), (17, 5)), ((128, 100), (32, 25)), ((1, 1), (1, 1))],
