@@ -36,7 +36,7 @@ from mtrain_studies.outcomes import (
     control_loses,
 )
 from mtrain_studies.t_interval import Interval
-from mtrain_studies.tiers import AGAIN, DENSE, FIXED, Cell, Tier
+from mtrain_studies.tiers import AGAIN, DENSE, FIXED, HALF_A_BLOCK, Cell, Tier
 
 LOSSES = (LOSS, LONG_LOSS, KEY_LOSS)
 TOY = (
@@ -99,7 +99,8 @@ def _attention(cell: Cell) -> str:
         return "-"
     if variant.density_of:
         return "random keys"
-    settings = " ".join(w.removeprefix("sparsity.") for w in variant.words if "sparsity." in w)
+    words = (word for word in variant.words if "sparsity." in word and word != HALF_A_BLOCK)
+    settings = " ".join(word.removeprefix("sparsity.") for word in words)
     return re.sub(r"p_v=(\S+) p_s=\1", r"p_v=p_s=\1", settings) or "defaults"
 
 

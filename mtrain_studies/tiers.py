@@ -124,12 +124,12 @@ class Cell:
 
 
 # The cells of vertical_slash were measured when this was the default, which no word named.
-_HALF_A_BLOCK = "sparsity.last_q=64"
+HALF_A_BLOCK = "sparsity.last_q=64"
 
 
 def _vertical_slash(share: float, *more: str) -> tuple[str, ...]:
     words = ("sparsity=vertical_slash", f"sparsity.p_v={share}", f"sparsity.p_s={share}", *more)
-    return words if any("last_q" in word for word in more) else (*words, _HALF_A_BLOCK)
+    return words if any("last_q" in word for word in more) else (*words, HALF_A_BLOCK)
 
 
 _SPARSE = "vertical_slash-0.6"
@@ -365,6 +365,6 @@ def digest(tier: Tier, cell: Cell) -> str:
     if cell.variant is not None:
         del own["variant"]["about"]
         words = own["variant"]["words"]
-        own["variant"]["words"] = tuple(word for word in words if word != _HALF_A_BLOCK)
+        own["variant"]["words"] = tuple(word for word in words if word != HALF_A_BLOCK)
     text = json.dumps([facts, own], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -128,7 +128,6 @@ def test_configurations_of_earlier_versions_load_unchanged(pattern: str) -> None
     """resolved/ holds files of a version that lacked newer keys."""
     old = load(Path(__file__).parent / "resolved" / f"{pattern}.yaml")
     assert not list(validate.problems(old))
-    now = compose(
-        [f"sparsity={pattern}", "seq=64k", *(["sparsity.gate=block"] if pattern == "moba" else [])]
-    )
+    defaults = {"moba": ["sparsity.gate=block"], "vertical_slash": ["sparsity.last_q=64"]}
+    now = compose([f"sparsity={pattern}", "seq=64k", *defaults.get(pattern, [])])
     assert dataclasses.replace(old, run=now.run) == now

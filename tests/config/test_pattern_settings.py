@@ -65,7 +65,7 @@ def test_fixed_takes_either_slashes_or_a_density(words, slashes, density):
 
 def test_windows_may_fill_the_whole_sequence():
     assert (
-        compose(["sparsity=vertical_slash", "sparsity.windows=64", "seq=4k"]).sparsity.windows == 64
+        compose(["sparsity=vertical_slash", "sparsity.windows=32", "seq=4k"]).sparsity.windows == 32
     )
 
 

@@ -106,5 +106,5 @@ def test_wrong_overrides_have_their_key_value_and_what_is_allowed():
     assert found["optim.lr"][0] == "-1"
     assert "above 0" in found["optim.lr"][1]
     assert found["sparsity"][0] == "none"
-    assert "allowed: dense, fixed, moba" in found["sparsity"][1]
+    assert "allowed: block_topk, dense, fixed, moba" in found["sparsity"][1]
     assert "zigzag" in found["topology.layout"][1]
