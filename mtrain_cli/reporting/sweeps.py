@@ -70,6 +70,7 @@ def sweep_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
     def degree(name: str) -> Callable[[Row], Any]:
         return lambda row: row.get("degrees", {}).get(name)
 
+    several_sizes = len({row.get("workers") for _, row in every}) > 1
     several_groups = any(row.get("dp", 1) > 1 for _, row in every)
     named = any("configuration" in row for _, row in every)
     sparse = any(row.get("density", 1) < 1 for _, row in every)
@@ -77,7 +78,7 @@ def sweep_table(runs: Sequence[tuple[str, Sequence[Row]]]) -> Table:
     columns = [
         Column("run" * (len(runs) > 1), itemgetter(0), key="run", words=True),
         *map(swept, points),
-        _column("GPUs", _get("workers"), key="workers"),
+        _column("GPUs" * several_sizes, _get("workers"), key="workers"),
         *([_column("data x context", groups, drop=3)] if several_groups else []),
         _column("", _get("cp"), key="cp"),
         _column("configuration" * named, _get("configuration"), words=True),
