@@ -2,7 +2,7 @@
 
 1. `yaml_groups` composes the YAML into values by dotted key.
 2. `derived` fills in the values that other files decide.
-3. `config.overrides` converts every value to its schema type.
+3. `config.keys` converts every value to its schema type.
 4. `config.validate` checks the values against each other.
 
 All problems are reported together.

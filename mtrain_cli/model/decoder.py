@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.experts import MixtureOfExperts
-from mtrain_cli.model.loss import LossOptions, token_losses, with_z_loss
+from mtrain_cli.model.loss import LossOptions, chunked_losses, token_losses
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
 from mtrain_cli.model.routing import Routing
 
@@ -233,7 +233,7 @@ class Decoder(nn.Module):
 
     def loss_of(self, x_BNC: Tensor, labels_BN: Tensor, loss_scale: float | Tensor) -> Tensor:
         """Return the result of `forward` from hidden states."""
-        total, loss = with_z_loss(
+        total, loss = chunked_losses(
             x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), loss_scale, self.loss
         )
         return loss + (total - total.detach()) if self.loss.z_loss else total

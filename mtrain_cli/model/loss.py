@@ -40,7 +40,7 @@ class LossOptions:
     compile: bool = False
 
 
-def with_z_loss(
+def chunked_losses(
     x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, scale: float | Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
     """Return the total loss, which includes the z-loss, and the cross entropy.

@@ -2,8 +2,9 @@
 
 Shard s contains the queries, keys and values of rank s of the context group. Ranks are numbered
 node by node: rank = node * per_node + local. A step is one kernel call with the transfers around
-it. A rank runs its parts in the order post -> wait -> compute -> collect -> send. For example, step
-1 of rank 0 in a ring of 3 ranks sends on shard 2, which transfer 0 brought from rank 2, receives
+it. A rank runs its parts in the order post -> wait -> compute -> collect -> send. If a transfer is
+posted before its shard is there, ``after`` names the transfer that brings it. For example, step 1
+of rank 0 in a ring of 3 ranks sends on shard 2, which transfer 0 brought from rank 2, receives
 shard 1 for step 2, and computes shard 2:
 
     ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
@@ -183,6 +184,7 @@ class ScheduleOptions:
     """The sizes and choices from which `make_schedule` makes a schedule.
 
     chunks: number of equal parts of the heads, of which one moves while another is computed.
+    prefetch: number of steps by which a ring posts a hop before the step that needs it.
     heads: number of neighboring ranks that share heads (Ulysses).
     stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
         keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,

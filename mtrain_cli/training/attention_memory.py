@@ -51,7 +51,7 @@ class IndexShape:
     column_width: columns per head, rounded up to whole tiles.
     ways: number of ranks that share heads (Ulysses). A kernel call has the tokens of these ranks.
     rings: whether KV or queries circulate.
-    gathered: whether a ring gathers the columns in forward and keeps them until backward.
+    gathers_columns: whether a ring gathers the columns in forward and keeps them until backward.
     diagonals: maximum number of slashes per head; 0 = no limit.
     """
 
@@ -65,7 +65,7 @@ class IndexShape:
     column_width: int
     ways: int
     rings: bool
-    gathered: bool
+    gathers_columns: bool
     diagonals: int = 0
 
     @staticmethod
@@ -95,7 +95,7 @@ class IndexShape:
             sequences=sequences, heads=model_heads, block=request.block, blocks=blocks,
             bitmap=request.bitmap, kept=kept, counted=counted, ways=heads, rings=rings,
             column_width=-(-width // COLUMN_TILE) * COLUMN_TILE,
-            gathered=rings and exchange.shared_columns and width > 0,
+            gathers_columns=rings and exchange.shared_columns and width > 0,
             diagonals=0 if request.bitmap else sparsity.slash_bound(blocks),
         )  # fmt: skip
 
@@ -110,10 +110,14 @@ class IndexShape:
 
     def derived(self, kernel: str) -> int:
         """Return the bytes that a kernel derives and keeps for backward (`Tiles.index_cache`)."""
-        if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
+        if (
+            self.bitmap
+            or kernel not in ("flash4", "triton")
+            or (self.rings and not self.gathers_columns)
+        ):
             return 0
         # The key slots of the columns, the columns below each block, and the list of slashes.
-        numbers = self.columns * (2 if self.gathered else 1)
+        numbers = self.columns * (2 if self.gathers_columns else 1)
         if self.columns:
             numbers += self.head_lists * (self.blocks + 1)
         if kernel == "triton" and not self.rings:
@@ -141,8 +145,8 @@ class IndexShape:
         if not self.columns:
             return 0
         parts = max(1, min(_MOST_PARTS, _PROGRAMS_WANTED // (self.columns // COLUMN_TILE)))
-        gradients = 8 * (parts + (parts > 1) - self.gathered) * head_dim
-        packed = 0 if self.gathered else 2 * e * head_dim
+        gradients = 8 * (parts + (parts > 1) - self.gathers_columns) * head_dim
+        packed = 0 if self.gathers_columns else 2 * e * head_dim
         covered = self._blocks_of(queries * self.ways) * self.columns // 8
         return self.columns * (packed + gradients + 8) + covered
 
@@ -188,9 +192,9 @@ class AttentionMemory:
         self.sizes = shard_sizes(config, layout, exchange, e)
         if self.index is not None:
             self.sizes = replace(self.sizes, column_width=self.index.column_width)
-        self.gathered = self.index is not None and self.index.gathered
+        self.gathers_columns = self.index is not None and self.index.gathers_columns
         traits = Traits(
-            columns=self.gathered,
+            columns=self.gathers_columns,
             copies_parts=kernel == "sdpa",  # the other kernels take views
             zigzag=layout.name == "zigzag",
         )
@@ -261,7 +265,7 @@ class AttentionMemory:
             index=self.index,
             intervals=self.intervals,
         )
-        call = (kernel.blocks if self.gathered else kernel.call) // exchange.chunks
+        call = (kernel.blocks if self.gathers_columns else kernel.call) // exchange.chunks
         sizes = replace(sizes, made_bytes=kernel.made)
         return self.pool + _peak_of_backward(*self._program, sizes, call, kernel.columns)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli.model import loss as loss_module
-from mtrain_cli.model.loss import LossOptions, token_losses, with_z_loss
+from mtrain_cli.model.loss import LossOptions, chunked_losses, token_losses
 
 VOCAB, HIDDEN, ROWS = 50, 16, 37
 
@@ -33,7 +33,7 @@ def loss_of(
     **options: bool,
 ) -> Tensor:
     """Return the loss without z-loss."""
-    return with_z_loss(x, weight, labels, scale, LossOptions(chunk_bytes, **options))[0]
+    return chunked_losses(x, weight, labels, scale, LossOptions(chunk_bytes, **options))[0]
 
 
 def plain(x: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
@@ -69,7 +69,7 @@ def test_gradcheck_in_float64(recompute, z_loss):
 
     def total(x, weight):
         options = LossOptions(8 * VOCAB * 10, z_loss, recompute=recompute)
-        return with_z_loss(x, weight, labels, 0.3, options)[0]
+        return chunked_losses(x, weight, labels, 0.3, options)[0]
 
     assert torch.autograd.gradcheck(total, (x, weight))
 
@@ -93,7 +93,7 @@ def test_z_loss_is_the_squared_logsumexp_of_counted_rows(recompute, chunk_rows):
     x, weight, labels = problem(torch.float64)
     scale = torch.tensor(0.25, dtype=torch.float64)
     options = LossOptions(8 * VOCAB * chunk_rows, z_loss=1e-2, recompute=recompute)
-    total, loss = with_z_loss(x, weight, labels, scale, options)
+    total, loss = chunked_losses(x, weight, labels, scale, options)
     logits = x @ weight.t()
     plain_loss = functional.cross_entropy(logits, labels, reduction="sum") * 0.25
     squares = logits.logsumexp(-1)[labels != -100].square().sum() * 0.25
@@ -113,14 +113,14 @@ def test_the_out_of_place_version_equals_the_in_place_one(dtype, z_loss, monkeyp
     results = []
     for compile in (False, True):
         options = LossOptions(4 * VOCAB * 5, z_loss, compile=compile)
-        total, loss = with_z_loss(x, weight, labels, 0.25, options)
+        total, loss = chunked_losses(x, weight, labels, 0.25, options)
         results.append((total, loss, *torch.autograd.grad(total, (x, weight))))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2**-7
     for compiled, plain_one in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain_one, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
         torch.testing.assert_close(
-            with_z_loss(x, weight, labels, 0.25, options)[0], results[0][0].detach()
+            chunked_losses(x, weight, labels, 0.25, options)[0], results[0][0].detach()
         )
 
 

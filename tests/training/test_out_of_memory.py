@@ -16,7 +16,7 @@ from mtrain_cli.launch.failures import RunError, reporting_out_of_memory
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import decoder as decoders
 from mtrain_cli.model import parallelize
-from mtrain_cli.model.loss import with_z_loss
+from mtrain_cli.model.loss import chunked_losses
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.trainer import Trainer
@@ -74,13 +74,13 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
             )
-        return with_z_loss(*arguments, **options)
+        return chunked_losses(*arguments, **options)
 
     Path(folder).mkdir(exist_ok=True)
     progress_record.start_record(Path(folder) / f"where-{rank}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainers.Trainer, "train_step", faulty)
-        patch.setattr(decoders, "with_z_loss", no_room)
+        patch.setattr(decoders, "chunked_losses", no_room)
         with pytest.raises(RunError) as caught:
             train(config, RunDir(Path(folder)), place(rank, world), False)
     return str(caught.value), json.loads((Path(folder) / f"oom-rank-{rank}.json").read_text())
