@@ -53,7 +53,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def clean_prediction(text: str) -> str:
-    """Replace control characters by line breaks and strip the ends, as RULER does."""
+    """Replace control characters with newlines, and strip whitespace at both ends, like RULER."""
     return _CONTROL.sub("\n", text.strip()).strip()
 
 
@@ -149,7 +149,7 @@ def generate(
 
     Args:
         task: a name in `TASKS`, or ``niah_single_2@FILE`` for another haystack than the essays.
-        length: most tokens of a sample, those for the answer included.
+        length: maximum number of tokens of a sample, including its answer.
         tokenizer: tokenizer of the model to evaluate.
         seed: 42 gives RULER's samples.
         sources: files for the tasks with essays and questions.

@@ -140,7 +140,7 @@ def fitting(
 
 @dataclass(frozen=True)
 class NeedleKinds:
-    """What a task hides and asks: number of keys, of keys to ask for, and of values of each.
+    """How many keys a task hides, how many it asks for, and how many values each key has.
 
     haystack: ``noise`` repeats one sentence, ``needle`` repeats other needles, ``essay`` is text.
     key, value: ``words``, ``numbers`` or ``uuids``.

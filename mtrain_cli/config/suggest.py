@@ -64,6 +64,8 @@ def _ratio(a: str, b: str) -> float:
     ratio = SequenceMatcher(None, a, b).ratio()
     # An abbreviation is similar to its long form, such as ``seq`` to ``sequence``.
     short, long = sorted((a, b), key=len)
+    if short and short == "".join(part[:1] for part in long.split("_")) and "_" in long:
+        return 0.9  # initials, such as ``lr``
     return max(ratio, 0.9) if len(short) >= 3 and long.startswith(short) else ratio
 
 

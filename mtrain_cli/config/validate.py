@@ -208,8 +208,9 @@ def _columns(config: Config) -> Iterator[str]:
         yield "{mask.kind}: {data.mask_key} takes the mask from the data; give mask=causal"
     if config.sparsity.pattern != "dense":
         yield (
-            "{sparsity.pattern}: needs a mask in which each query sees one interval of keys up to "
-            "itself, which {data.mask_key} does not promise; give sparsity=dense"
+            "{sparsity.pattern}: needs a mask in which each query sees one contiguous range of "
+            "keys that ends at the query, which {data.mask_key} does not promise; "
+            "give sparsity=dense"
         )
 
 
@@ -238,9 +239,10 @@ def _schedule(config: Config) -> Iterator[str]:
     # The last warm-up step is the first at the peak.
     most = span - 1 - optim.warmup_steps
     if optim.schedule == "wsd" and isinstance(optim.decay_steps, int) and optim.decay_steps > most:
+        advice = f"allowed: 1 to {most}, which leaves at least 1 at the peak rate"
         yield (
             f"{{optim.decay_steps}}: the schedule has {span} steps with {{optim.warmup_steps}}; "
-            + (f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps")
+            + (advice if most >= 1 else "give fewer optim.warmup_steps")
         )
 
 
@@ -342,7 +344,10 @@ def _eval_tasks(config: Config) -> Iterator[str]:
 def _run(config: Config) -> Iterator[str]:
     train, run = config.train, config.run
     if train.eval_every > 0 and config.data.eval_sequences == 0 and not train.eval_tasks:
-        yield "{train.eval_every}: needs {data.eval_sequences!s}=4 or {train.eval_tasks!s}=[niah]"
+        yield (
+            "{train.eval_every}: has nothing to evaluate; set {data.eval_sequences!s} (such as 4) "
+            "or {train.eval_tasks!s} (such as [niah])"
+        )
     if not re.fullmatch(r"[\w.+=-]+", run.name) or run.name in (".", ".."):
         yield "{run.name}: may only contain letters, digits and . _ - + =, since it names a folder"
     if run.dir == "" or run.dir != run.dir.strip():

@@ -122,10 +122,9 @@ def open_haystack(haystack: str) -> Corpus:
 def needle_documents(
     corpus: Corpus, tokenizer: Tokenizer, settings: NeedleSettings, count: int
 ) -> Iterator[NeedleDocument]:
-    """Yield ``count`` documents, the lines between needles from the corpus in its order.
+    """Yield ``count`` documents: needles among lines of the corpus, which keep their order.
 
-    The corpus repeats if it is too short. Lines with other characters than ASCII, and long lines,
-    are left out.
+    The corpus repeats if it is too short. Lines that are long or not ASCII are skipped.
     """
     lines = _lines(corpus)
     for number in range(count):

@@ -101,7 +101,7 @@ class _Journal:
             return cls(content["recipe"], position, documents.checked(Written, content))
         except (ValueError, KeyError):
             raise ConfigError(
-                f"{partial}: {_JOURNAL} in it is broken. Delete the folder to start again."
+                f"{partial}: {_JOURNAL} in it is damaged. Delete the folder to start again."
             ) from None
 
     def write(self, partial: Path) -> None:
@@ -211,7 +211,7 @@ def prepare_store(
         partial.mkdir(parents=True, exist_ok=True)
         for path in (partial, *partial.iterdir()):  # writing to a link could change files elsewhere
             if path.is_symlink():
-                raise ConfigError(f"{path}: is a link. Remove it, or give another OUT.")
+                raise ConfigError(f"{path}: is a symbolic link. Remove it, or give another OUT.")
         with _lock(partial):
             if store := _open_finished(out, recipe):  # another process has just finished it
                 shutil.rmtree(partial)

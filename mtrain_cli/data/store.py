@@ -147,7 +147,7 @@ class StoreMeta:
             if outside := [name for name in sums if not plain_name(name)]:
                 raise documents.UnreadableError(f"files names {outside[0]!r}")
         except documents.UnreadableError as error:
-            raise ConfigError(f"{origin}: {META} is broken ({error}). {_AGAIN}") from None
+            raise ConfigError(f"{origin}: {META} is damaged ({error}). {_AGAIN}") from None
         if meta.columns.intervals > MOST_INTERVALS:
             raise ConfigError(
                 f"{origin}: {META} lists queries with {meta.columns.intervals} separate intervals "

@@ -111,7 +111,7 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
 
 
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
-    """Return the store in ``entry``; None if missing or broken. Remove what is broken."""
+    """Return the store in ``entry``; None if missing or damaged. Remove what is damaged."""
     if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)

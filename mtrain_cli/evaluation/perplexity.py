@@ -133,8 +133,8 @@ def sequences_of_run(config: Config, length: int, count: int) -> list[TextSequen
         )
     if data.mask_key is not None or data.positions_key is not None:
         raise ConfigError(
-            "the data of the run bring masks or positions, which this command does not read. Give "
-            "--text FILE"
+            "the run's data has its own masks or positions, which this command does not support; "
+            "give --text FILE"
         )
     if data.mix is not None and length > config.seq:
         raise ConfigError(

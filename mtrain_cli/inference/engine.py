@@ -352,7 +352,7 @@ class Engine(Scorer):
         return last
 
     def held(self, ids: Ids) -> list[int]:
-        """Return how many tokens of a prompt each place holds. They come before its padding."""
+        """Return how many tokens of a prompt each context rank holds, before its padding."""
         layout = resolve_run(self._config_for(len(ids)), self.environment).layout
         return [int((layout.positions(r) < len(ids)).sum()) for r in range(layout.workers)]
 

@@ -102,7 +102,7 @@ class TextCodec:
 
 
 def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
-    """Open the tokenizer of a model, or that of a folder. Raises ConfigError if it is broken."""
+    """Open the tokenizer of a model, or that of a folder. Raises ConfigError if it is damaged."""
     if folder is not None:
         given = cli_option("tokenizer", folder)
         if not folder.is_dir():
@@ -134,7 +134,7 @@ def _files_of_run(source: ModelSource) -> tuple[TokenizerFiles | None, str]:
 
 
 def codec_of_files(files: TokenizerFiles) -> TextCodec:
-    """Return the codec of tokenizer files. Raises ConfigError if the files are broken."""
+    """Return the codec of tokenizer files. Raises ConfigError if the files are damaged."""
     tokenizer: ByteTokenizer | FileTokenizer
     if files.name == ByteTokenizer.name or files.files.get(TOKENIZER) == exported_bytes():
         tokenizer = ByteTokenizer()

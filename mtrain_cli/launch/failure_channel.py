@@ -293,7 +293,9 @@ def _server(job: Job) -> socket.socket:
     """Open the listening socket of the hub, at the port ``MTRAIN_PORT`` or else at a free port."""
     given = os.environ.get(PORT, "0")
     if not given.isdigit() or int(given) > 65535:
-        raise ConfigError(f"{PORT}={given}: must be a port, 1 to 65535, or unset for any.")
+        raise ConfigError(
+            f"{PORT}={given}: must be a port from 1 to 65535; unset it for any free port"
+        )
     try:
         return listen(job, int(given))
     except OSError as error:

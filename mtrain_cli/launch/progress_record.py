@@ -37,7 +37,7 @@ class WorkerActivity:
     waits_for: int | None = None  # a rank, SEVERAL in a collective, or None
 
     def text(self, now: float) -> str:
-        """Return the activity in one line, with its age at the time ``now`` from a second on."""
+        """Return the activity in one line, with its age at ``now`` if at least one second."""
         ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
         number = self.training_step
         step = f"training step {number}" if number else "before the first training step"

@@ -1,18 +1,18 @@
 """Experts of a layer on several workers: rows of tokens travel to the experts and back.
 
-Tokens are computed in tiles, as many as memory needs, and a worker's experts in parts: while it
-computes one part, the rows of other parts are on their way. Unlike tiles, parts read each weight
-once and need no sums of gradients. Rows of a worker's own experts are in no message.
+Tokens are computed in chunks, as many as memory needs, and a worker's experts in parts: while it
+computes one part, the rows of other parts are on their way. Unlike chunks, parts read each weight
+once and need no sums of gradients. Rows of local tokens for local experts are not sent.
 
-Only the numbers of rows are known on the host; the orders of the rows stay on the device. On a GPU,
-each step of a journey launches one kernel (`kernels.triton.expert_rows`): a part is computed so
-fast that the GPU would wait for the host. `expert_rows` computes the same with PyTorch.
+Only the numbers of rows are known on the host; the row order stays on the device. On a GPU, each
+step of a transfer launches one kernel (`kernels.triton.expert_rows`): a part is computed so fast
+that the GPU would wait for the host. `expert_rows` computes the same with PyTorch.
 
-Shape suffixes: T own tokens, C hidden size, E experts, K chosen experts of a token, P workers of
-the group, L own experts, J parts, I width of an expert, W = 2 I. S own pairs of a token and an
-expert in a tile. R pairs of a part that this worker computes, ordered by expert. Of these, A arrive
-from others and B belong to own tokens. D are the elements of a row of a message: C, or more with a
-score at its end.
+Shape suffixes: T local tokens, C hidden size, E experts, K chosen experts of a token, P workers of
+the group, L local experts, J parts, I width of an expert, W = 2 I. S pairs of a local token and an
+expert in a chunk. R pairs of a part that this worker computes, ordered by expert. Of these, A
+arrive from others and B belong to local tokens. D are the elements of a row of a message: C, or
+more with a score at its end.
 """
 
 from __future__ import annotations

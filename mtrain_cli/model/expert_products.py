@@ -88,7 +88,7 @@ def dispatch(rows: Tensor, decision: Decision, *, compile: bool = False) -> Tens
 
 
 def combine(rows_SC: Tensor, decision: Decision, *, compile: bool = False) -> Tensor:
-    """Return the sum of each token's rows, ``[T, C]``, without those that no expert computes."""
+    """Sum the expert outputs of each token, ``[T, C]``. Pairs that no expert computes are 0."""
     ends_E, (tokens, top_k) = decision.ends_E, decision.chosen_TK.shape
     if compile and len(rows_SC) == 0:
         return rows_SC.new_zeros(tokens, rows_SC.shape[1])
@@ -117,7 +117,8 @@ def inner_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up and of the scores.
 
-    rows: the gradient of the experts' outputs ``[S, C]``, which leaves the list to be freed.
+    rows: a list that holds only the gradient of the experts' outputs ``[S, C]``; it is popped so
+        that it can be freed.
     take: receives this gradient and the input of the down projection ``[S, I]``. If it does not
         keep them, they are free before the gradients of gate and up exist.
     fused: computes what `gate_backward` returns in one kernel.

@@ -74,10 +74,10 @@ class MixtureOfExperts(nn.Module):
     ) -> Tensor:
         """Return the sum of the chosen experts' outputs, each times its score.
 
-        routing: the sequences of the tokens, for the losses of training; None without losses and
-            padding.
-        kept: receives the decision, which the second forward pass of a checkpoint takes: other
-            rounding would let some tokens have other experts.
+        routing: the sequences of the tokens, for the losses of training; None if there are neither
+            losses nor padding.
+        kept: stores the routing decision so that recomputation reuses it; with different rounding,
+            some tokens would choose other experts.
         """
         x_TC, again = x_BNC.flatten(0, -2), bool(kept)
         direction = RECOMPUTE if again else FORWARD

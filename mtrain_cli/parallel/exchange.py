@@ -117,7 +117,7 @@ class Executor:
         return self.tiles.rows
 
     def total(self, buffer: Buffer) -> RunningAttention:
-        """Return the output so far. The first call begins it."""
+        """Return the running attention output of a buffer; the first call creates it."""
         if buffer not in self.tensors:
             self.tensors[buffer] = RunningAttention(self.tensors[buffers.Q])
         return self.tensors[buffer]

@@ -36,7 +36,7 @@ Predicate = Callable[[Any, Any, Any, Any], torch.Tensor]
 
 
 def flex_attention(predicate: Predicate, seq: int, device: str) -> Callable[..., torch.Tensor]:
-    """Return PyTorch's FlexAttention, compiled, under a mask, whose block lists are not timed.
+    """Return compiled FlexAttention with its block mask built, so that timings leave that out.
 
     The call takes q [1, heads, tokens, head_dim], and k and v with kv_heads.
     """

@@ -233,9 +233,9 @@ class Bench:
 def entry_point(
     plan_type: type[P],
 ) -> Callable[[Callable[[Bench, P], bool]], Callable[[Config, RunDir, Environment, bool], bool]]:
-    """Turn a function of bench and plan into what the launcher calls on every worker.
+    """Wrap a function of (bench, plan) as the launcher's entry point on every worker.
 
-    It returns whether a stop request ended it early.
+    Both return whether a stop request ended the measurement early.
     """
 
     def decorate(measure: Callable[[Bench, P], bool]):

@@ -21,8 +21,9 @@ WARM_UP = 2  # calls before the first timed call
 def measure(
     call: Callable[[], Any], device: str, repeats: int, before: Callable[[], Any] = lambda: None
 ) -> list[float]:
-    """Return the time in ms of every call after `WARM_UP` calls, each behind a call of ``before``.
+    """Return the time in ms of every call after `WARM_UP` calls.
 
+    Each is preceded by an untimed call of ``before``.
     CUDA events measure on device `cuda`, and the monotonic clock elsewhere.
     """
     times = []

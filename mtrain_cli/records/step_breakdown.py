@@ -402,7 +402,7 @@ def inside(spans: Iterable[Span], steps: Sequence[Span]) -> list[Span]:
 def innermost(
     ranges: Sequence[tuple[Span, str]], at: Sequence[tuple[Thread, int]]
 ) -> list[str | None]:
-    """Return the part of the innermost (span, part) around each (thread, ns); None outside."""
+    """For each (thread, ns), return the part of the innermost span that contains it, or None."""
     latest_first = sorted(ranges, key=lambda r: (-r[0].begin, r[0].end))  # to pop from the end
     by_thread = grouped(latest_first, lambda r: r[0].thread)
     words: list[str | None] = [None] * len(at)

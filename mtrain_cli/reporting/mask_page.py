@@ -234,7 +234,7 @@ def layouts_note(prices: RowPrices, cluster: str) -> str:
     return (
         "Most: the largest number of a rank. Slices: rectangles, full, causal or banded, that "
         "cover the pairs of a rank. Rows are those that a group cast moves in the forward pass of "
-        "a layer. Cost: the pairs of a rank plus the price of the rows that it receives, divided "
+        "a layer. Cost: the pairs of a rank plus the cost of the rows that it receives, divided "
         f"by the mean number of pairs. On {gpus}, a row of this model costs as much as "
         f"{prices.inner:,} pairs, and {prices.outer:,} if it comes from another node. Without "
         "overlap, attention takes as long as the largest cost, and 1 is the best."

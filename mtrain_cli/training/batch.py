@@ -142,10 +142,10 @@ class AttentionSetup:
         dense_layers: frozenset[int] = frozenset(),
         dense_kernel: Kernel | None = None,
     ) -> dict[str, AttentionSetup]:
-        """Return the setups of a model's layers by kind: this one, and that of full layers if any.
+        """Return the setup of each kind of layer: this one, and one of full or dense layers if any.
 
-        layers: number of layers of the model.
-        dense_layers, dense_kernel: those without index, and their kernel; None for `kernel`.
+        layers: number of layers of the model. dense_layers: layers without an index.
+        dense_kernel: their kernel; None: `kernel`.
         """
         if self.mask.mask.is_mixed:
             rule = MaskRule(self.mask.document_mask)

@@ -98,8 +98,8 @@ class Checkpointer:
         state: `model` and `optimizer` are state dicts of DTensors or tensors, `trainer` has JSON
             values that are equal on all ranks, `rng` this rank's generators as tensors.
 
-        Raises CheckpointError on all ranks, if the previous save or this synchronous one failed.
-        This save runs in any case. Committed checkpoints stay intact.
+        Raises CheckpointError on all ranks, if the previous save failed or, without `asynchronous`,
+        this one. This save runs even if the previous one failed. Committed checkpoints stay intact.
         """
         earlier = self._finish()
         self._attempts += 1

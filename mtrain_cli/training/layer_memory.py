@@ -224,7 +224,7 @@ class ExpertMemory:
 
     @property
     def decision(self) -> int:
-        """Experts and order of the pairs, and loads (`routing.Decision`), until backward ends."""
+        """Bytes of the routing decision (`routing.Decision`), which is kept until backward ends."""
         moe = self.model.moe
         # If rows travel, also their orders here and there (`expert_parallel.Tile`).
         numbers = (7 if self.degree > 1 else 3) * _INT64

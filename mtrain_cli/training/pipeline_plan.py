@@ -282,7 +282,7 @@ class PipelinePlan:
 
     @property
     def received(self) -> int:
-        """Bytes of hidden states and of their gradients that reach a worker in the middle."""
+        """Bytes of hidden states and of their gradients that reach a worker of a middle stage."""
         pipeline = self.pipeline
         return 2 * self.hidden * pipeline.micro_batches * pipeline.virtual_stages
 

@@ -80,7 +80,7 @@ class Worker:
         self.router = RouterBatches.make(config, self.exchange.group, self.tensor)
 
     def batch_makers(self) -> tuple[Batches, Batches]:
-        """Return the makers of the batches of all steps and of the dense first steps of a run."""
+        """Return two batch makers: for regular steps, and for `sparsity.dense_steps`."""
         choices, keep = self.choices, attention_kept(self.config.train)
         layouts = Layouts(self.exchange, choices.balancer)
 

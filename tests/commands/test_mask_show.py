@@ -34,7 +34,7 @@ def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
     assert "901 of 1,000 count" in text
     assert "4 workers" in text
     assert "dense attention only" in text
-    assert "Cost: the pairs of a rank plus the price of the rows that it receives" in text
+    assert "Cost: the pairs of a rank plus the cost of the rows that it receives" in text
     assert all(f"{name} " in text for name in NAMES)
     page = file.read_text()
     assert page.startswith("<!doctype html>")

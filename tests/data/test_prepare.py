@@ -370,7 +370,9 @@ def test_links_in_the_place_of_an_unfinished_store_are_refused(source, tmp_path,
     else:
         victim.mkdir()
     (partial / name if name else partial).symlink_to(victim)
-    assert "is a link. Remove it, or give another OUT." in _refused(source, tmp_path / "out")
+    assert "is a symbolic link. Remove it, or give another OUT." in _refused(
+        source, tmp_path / "out"
+    )
     assert victim.read_text() == "keep me" if name else not any(victim.iterdir())
 
 

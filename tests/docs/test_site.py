@@ -22,9 +22,7 @@ def generate() -> ModuleType:
 
 def test_the_configuration_reference_has_every_key_with_its_meaning(generate):
     text = generate.configuration()
-    described = dict(
-        re.findall(r"^`([a-z_.0-9]+)`(?:, default .*)?\n:   (.+)", text, re.MULTILINE)
-    )
+    described = dict(re.findall(r"^`([a-z_.0-9]+)`(?:, default .*)?\n:   (.+)", text, re.MULTILINE))
     assert described.keys() == keys.all_keys().keys()
     assert "`train.steps`, default `60`" in text
     assert all(f"| `{pattern}` |" in text for pattern in PATTERNS)

@@ -96,7 +96,7 @@ def test_tokens_without_a_label_belong_to_the_text():
     [
         ({"eval_sequences": 0}, 256, "held out no text"),
         ({}, 8192, "held out 4 sequences of at most 512 tokens"),
-        ({"mask_key": "mask"}, 256, "bring masks or positions"),
+        ({"mask_key": "mask"}, 256, "has its own masks or positions"),
         ({"mix": "{a: 1}"}, 1024, "do not follow each other"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_loss_that_is_not_finite_is_written_as_null_and_read_back(tmp_path: Pa
 def test_impossible_evaluations_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^train.eval_every=5: needs data.eval_sequences=4",
+        match=r"^train.eval_every=5: has nothing to evaluate; set data.eval_sequences",
     ):
         compose(["train.eval_every=5"])
     with pytest.raises(ConfigError, match=r"^data.eval_sequences=-1: must be 0 or more"):
