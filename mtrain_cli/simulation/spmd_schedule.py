@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, SUM, Schedule, ScheduleStep, Transfer
 
 
@@ -110,12 +111,26 @@ class SpmdSchedule:
 
     @staticmethod
     def of(schedule: Schedule) -> SpmdSchedule:
+        """Represent a schedule by that of rank 0.
+
+        Raises:
+            ConfigError: another rank exchanges messages with other peers, as seen by itself.
+        """
         grid = RankGrid.of(schedule)
         assert grid.workers == schedule.workers
         maker = _SpmdStepMaker(grid)
         forward, backward = (
             tuple(map(maker.step, steps)) for steps in (schedule.forward[0], schedule.backward[0])
         )
+        for steps, every in ((forward, schedule.forward), (backward, schedule.backward)):
+            for rank in {1, schedule.workers // 2, schedule.workers - 1} & {*range(grid.workers)}:
+                for step, own in zip(steps, every[rank], strict=True):
+                    messages = zip((*step.post, *step.send), (*own.post, *own.send), strict=True)
+                    if any(m.to is not None and m.to[rank] != t.to for m, t in messages):
+                        raise ConfigError(
+                            f"topology.exchange={schedule.exchange}: cannot be predicted, because "
+                            f"rank {rank} does not do what rank 0 does, relative to its own number"
+                        )
         return SpmdSchedule(schedule, grid, forward, backward)
 
     def steps(self, direction: str) -> tuple[SpmdStep, ...]:

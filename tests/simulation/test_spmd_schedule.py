@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from parallel.test_schedule import cases
 
+from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.parallel.schedule import (
     CONTEXT,
     DKV,
@@ -36,6 +40,15 @@ def test_every_rank_of_every_schedule_agrees():
                     compare(spmd, rank, step, own)
             compared += 1
     assert compared > 4000
+
+
+def test_a_schedule_whose_ranks_differ_is_refused():
+    schedule = make_schedule("ring", ScheduleOptions(4, 4))
+    forward = [list(steps) for steps in schedule.forward]
+    post = tuple(replace(t, to=1, source=3) for t in forward[2][0].post)
+    forward[2][0] = replace(forward[2][0], post=post)
+    with pytest.raises(ConfigError, match=r"topology.exchange=ring: cannot be predicted.*rank 2"):
+        SpmdSchedule.of(replace(schedule, forward=forward))
 
 
 def compare(spmd: SpmdSchedule, rank: int, step: SpmdStep, own: ScheduleStep) -> None:
