@@ -27,7 +27,7 @@ def shape_of(p: Problem) -> IndexShape:
     return IndexShape(
         sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0,
         kept=0, counted=0, column_width=columns // (sequences * heads), ways=1,
-        rings=False, gathered=False,
+        rings=False, gathers_columns=False,
     )  # fmt: skip
 
 

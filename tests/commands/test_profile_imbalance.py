@@ -221,7 +221,7 @@ def test_a_named_length_is_kept_and_gets_blocks_that_it_can_leave_out(words, seq
         # Masks that a sparse index does not allow, and a sequence shorter than its probe.
         ("mask=full", {}, ["dense zigzag auto"]),
         ("mask=sliding_window mask.full_every=2", {}, ["dense zigzag auto"]),
-        ("seq=32", {}, ["dense zigzag auto"]),
+        ("seq=12", {}, ["dense zigzag auto"]),
     ],
 )
 def test_what_the_user_chose_is_measured_as_it_is(words, options, labels):
