@@ -153,7 +153,7 @@ def run(
       [cyan]mtrain simulate run index=measurements/imbalance-x cluster=h100_4x8[/cyan]
           Predict the attention of a profile on another cluster
       [cyan]mtrain simulate run model=qwen3b seq=512k,1m cluster=my.yaml nodes=2,128[/cyan]
-          Predict how training scales on a cluster of your own; `mtrain report` plots the result
+          Predict how training scales on a cluster of your own; `mtrain report` shows the result
 
     Args:
         attention_only: Predict the attention of one layer instead of whole steps. A recorded

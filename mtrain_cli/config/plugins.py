@@ -50,7 +50,8 @@ def lacks_own() -> bool:
     project = Path(__file__).parents[2] / "pyproject.toml"
     if not project.is_file():
         return False
-    groups = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
+    about = tomllib.loads(project.read_text(encoding="utf-8"))
+    groups = about.get("project", {}).get("entry-points", {})
     return any(
         not entries.keys() <= {entry.name for entry in installed(group)}
         for group, entries in groups.items()

@@ -101,7 +101,7 @@ def test_runs_of_earlier_versions_keep_their_schedule(tmp_path: Path) -> None:
         (
             ["optim.rewarm=true", "train.steps=120", "optim.schedule=wsd", "optim.decay_steps=15"],
             "optim.decay_steps=15: the schedule has 20 steps with optim.warmup_steps=10; "
-            "allowed: 1 to 9",
+            "allowed: 1 to 9, which leaves at least 1 at the peak rate",
         ),
     ],
 )
