@@ -195,7 +195,7 @@ def _corpus(
 @app.command()
 def show(
     path: Annotated[Path, argument("PATH")],
-    document: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
+    document: Annotated[int, bounded(0, MOST_DOCUMENTS)] = 0,
     check: Annotated[bool, flag("--check")] = False,
     tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
 ) -> None:

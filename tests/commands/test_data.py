@@ -164,6 +164,12 @@ def test_wrong_settings_of_columns_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_document_has_a_number_from_0(tmp_path: Path) -> None:
+    result = _run("show", tmp_path, "--document", "-5")
+    assert result.exit_code == 2
+    assert "-5" in result.output
+
+
 def test_wrong_documents_are_one_line_with_their_place(tmp_path: Path) -> None:
     good = question_record(10, 4, 6)
     wrong = {
