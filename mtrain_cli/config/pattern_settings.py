@@ -268,7 +268,7 @@ class BlockTopkSettings(SparseSettings):
 
     density: float = option(FRACTION)
     threshold: float = option(FRACTION)
-    row_cap: float = option(at_least(1).up_to(10**6, "no row has so many blocks"))
+    row_cap: float = option(at_least(1).up_to(10**6, "no sequence has so many blocks"))
     score: str = option(("exact", "pca", "mean"))
     rank: int = option(POSITIVE.up_to(1024, "no head is wider"))
     index_per: str = option(("query_head", "kv_group"))

@@ -95,7 +95,7 @@ def balance_section(cases: Named) -> Section:
     parts: list[Table | Lines] = [summary_table(cases), bins_table(cases)]
     parts += [steps_table(run, case) for run, case in several[:_STEP_TABLES]]
     if len(several) > _STEP_TABLES:
-        more = f"showing the steps of {_STEP_TABLES} of {len(several)} cases; report.html has all"
+        more = f"{_STEP_TABLES} of {len(several)} cases; report.html has a heat map of each"
         parts.append(Lines([more], style="dim"))
     return Section("Load balance", parts)
 
@@ -104,7 +104,7 @@ def steps_table(run: str, case: CaseAnalysis) -> Table:
     """Return the attention time of the first pass, with a row per worker and a column per step."""
     direction, one_pass = next(iter(case.passes.items()))
     whole = one_pass.attention  # ms [workers, steps]
-    folded = fold(whole, _CELLS)
+    folded, sums = fold(whole, _CELLS), fold(whole.sum(1, keepdims=True), _CELLS)[:, 0]
     workers, steps = (cell_labels(range(whole.shape[i]), folded.shape[i]) for i in (0, 1))
     columns = [
         Column("worker", lambda row: workers[row], words=True),
@@ -112,11 +112,11 @@ def steps_table(run: str, case: CaseAnalysis) -> Table:
             Column(f"{'step ' * (i == 0)}{step}", lambda row, i=i: folded[row, i], ms)
             for i, step in enumerate(steps)
         ),
-        Column("sum", lambda row: folded[row].sum(), ms),
+        Column("sum", lambda row: sums[row], ms),
     ]
     across = f"attention ms by worker, steps 0-{whole.shape[1] - 1} across"
     title = ", ".join(filter(None, (run, f"{case.label}, {direction}: {across}")))
-    note = "" if folded.shape == whole.shape else "a cell is the maximum of its workers and steps"
+    note = "" if folded.shape == whole.shape else "maxima of the workers and steps of a cell"
     return Table(title, columns, range(len(folded)), note)
 
 

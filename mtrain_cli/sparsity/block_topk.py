@@ -36,7 +36,8 @@ class BlockTopkPattern(BlockTopkSettings):
     lower. Queries that rest on near keys rank low, and leave the density to those that look far.
 
     A query sees a chosen block only from the first query of its block on that ranks it so high:
-    what later queries look for would tell the model what the next tokens are.
+    what later queries look for would tell the model what the next tokens are. With a density, the
+    level that a rank must reach, one number per head, and the row cap still depend on all queries.
     """
 
     @property

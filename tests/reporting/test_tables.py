@@ -122,7 +122,17 @@ def test_each_worker_and_step_has_its_time_in_the_terminal(source):
     lines = printed(table).splitlines()
     assert f"forward: attention ms by worker, steps 0-{times.shape[1] - 1} across" in lines[0]
     section = tables.balance_section([(str(n), case) for n in range(5)])
-    assert section.parts[-1].lines == ["showing the steps of 3 of 5 cases; report.html has all"]
+    assert section.parts[-1].lines == ["3 of 5 cases; report.html has a heat map of each"]
+
+
+def test_a_table_of_many_workers_shows_maxima_and_the_largest_sum(tmp_path):
+    (case,) = open_source(recorded_once(tmp_path, Play(ring(16), heavy))).cases
+    times = next(iter(case.passes.values())).attention
+    table = tables.steps_table("", case)
+    assert (len(table.rows), len(table.columns)) == (8, 10)
+    assert table.columns[0].cell(0) == "0-1"
+    assert table.columns[2].value(0) == times[:2, 2:4].max()
+    assert table.columns[-1].value(0) == pytest.approx(times[:2].sum(1).max())
 
 
 @pytest.mark.parametrize(
