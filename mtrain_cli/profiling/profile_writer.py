@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.launch.failures import not_written
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.record_collector import Estimated, own_loads, own_work
@@ -260,26 +261,25 @@ class ProfileWriter:
                     yield pattern, layer, part
 
     def _gathered(self, mine: Index | None) -> Sequence[Index]:
-        sent = None
-        if isinstance(mine, BlockBitmap):
-            sent = mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy(), -1
-        elif isinstance(mine, VerticalSlash):
-            tensors = mine.slashes.numpy(), mine.columns.numpy()
-            sent = mine.block, mine.blocks, *tensors, mine.max_slashes
+        sent = None if mine is None else (_FORMS.index(type(mine)), _as_arrays(mine))
         workers = self.bench.environment.dims.workers
         everyone: list[Any] | None = [None] * workers if self.first else None
         dist.gather_object(sent, everyone, group=self.bench.host_group)
         return [_received(*index) for index in everyone or () if index is not None]
 
 
-def _received(
-    block: int, blocks: int, first: np.ndarray, second: np.ndarray, most: int
-) -> BlockBitmap | VerticalSlash:
-    """Return an index that another worker sent. most: its ``max_slashes``; -1 for a bitmap."""
-    tensors = torch.from_numpy(first), torch.from_numpy(second)
-    if most < 0:
-        return BlockBitmap(block, blocks, *tensors)
-    return VerticalSlash(block, blocks, *tensors, most)
+# The classes of indices, which travel between ranks as numbers and arrays.
+_FORMS: Sequence[type[Index]] = (VerticalSlash, BlockBitmap, GatedBitmap)
+
+
+def _as_arrays(index: Index) -> dict[str, Any]:
+    values = {field.name: getattr(index, field.name) for field in fields(index)}
+    return values | {name: tensor.numpy() for name, tensor in index.tensors().items()}
+
+
+def _received(form: int, values: dict[str, Any]) -> Index:
+    arrays = {n: torch.from_numpy(v) for n, v in values.items() if isinstance(v, np.ndarray)}
+    return _FORMS[form](**values | arrays)
 
 
 def _in_parts(index: Index) -> bool:

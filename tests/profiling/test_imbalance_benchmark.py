@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
+from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.launch.environment import ParallelDims
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
@@ -19,7 +23,8 @@ from mtrain_cli.profiling import imbalance_benchmark
 from mtrain_cli.profiling.imbalance_benchmark import _draw, _medians
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.records.record_files import open_records
+from mtrain_cli.records.record_files import ROW, as_frame, open_records
+from mtrain_cli.simulation import validation
 from mtrain_cli.training.trainer import Trainer
 
 CONFIG = compose(["seq=48", "train.micro_batch=2", "train.global_batch=2"])
@@ -89,6 +94,52 @@ def test_each_sample_of_each_length_has_its_file_and_counts_once_all_lengths_hav
     assert gloo.run(1, two_lengths, str(tmp_path)) == [[(1, 0), (2, 0), (3, 1), (4, 2)]]
     frame = open_records(tmp_path).frame()
     assert set(zip(frame.case, frame.iteration, strict=True)) == {(0, 1), (0, 2), (1, 1), (1, 2)}
+
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def block_lists(rank: int, world: int, folder: str) -> None:
+    words = ["seq=200", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"]
+    words += ["sparsity=block_topk", "sparsity.block=16", "sparsity.density=0.5"]
+    words += ["topology.block_size=16", "topology.exchange=ring", "model.hidden_size=32"]
+    cases = [(name, compose([*words, f"topology.layout={name}"])) for name in LAYOUTS]
+    run_dir = RunDir(Path(folder))
+    MeasurementPlan(ATTENTION_ONLY, cases, samples=1, quiet=True).save(run_dir)
+    environment = gloo.environment(rank, world)
+    assert not imbalance_benchmark.record_attention(cases[0][1], run_dir, environment, False)
+
+
+def work_of(rows: Any) -> set[tuple[Any, ...]]:
+    """Return (direction, rank, step, pairs, blocks) of each kernel call of a layer."""
+    attention = rows[(rows.phase == "attention") & (rows.pairs > 0)]
+    return set(attention[["direction", "rank", "step", "pairs", "blocks"]].itertuples(index=False))
+
+
+def test_the_work_of_block_lists_is_predicted_exactly_from_a_record_of_any_workers(tmp_path):
+    for workers in (1, 2, 3):
+        (tmp_path / str(workers)).mkdir()
+        gloo.run(workers, block_lists, str(tmp_path / str(workers)))
+    runs = {workers: validation.open_run(tmp_path / str(workers)) for workers in (1, 2, 3)}
+    cluster = load_cluster("h200_1x8")
+    for workers, run in runs.items():
+        measured = run.recorded.frame()
+        assert [case.facts["layout"] for case in run.cases] == list(LAYOUTS)
+        for case in run.cases:
+            work = work_of(measured[measured.case == case.number])
+            assert {call.rank for call in work} == set(range(workers))
+            for other in runs.values():
+                indices = replace(other.indices, setup=run.indices.setup)
+                replayed = validation.replay(
+                    replace(run, indices=indices), case, cluster, None, case.number
+                )
+                rows = as_frame({name: replayed.rows[name] for name in ROW.names})
+                assert work_of(rows) == work
+    # Queries see less than the whole of a chosen block, so these counts are not those of blocks.
+    index = runs[3].indices.index("block_topk", 0)
+    mask = MaskTables.make(runs[3].indices.masks, 16, bitmap=True)
+    assert isinstance(index, GatedBitmap)
+    assert (index.counts(mask).pairs < BlockBitmap.whole(16, index.bits).counts(mask).pairs).all()
 
 
 def profiled_and_plain(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:
