@@ -95,7 +95,8 @@ class SimulateOptions:
         default the pairs of sparsity=; with density or columns, a synthetic index.
     density: Share of the causal blocks that the slashes of a synthetic index cover, such as
         0.05 or 5%; by default 5%. Columns add to it.
-    columns: Single key columns per head of a synthetic index; 2048 by default.
+    columns: Single key columns per head of a synthetic index; 2048 by default. For block_topk,
+        tokens in blocks that all later queries see; by default a twelfth of the density.
     layers: Number of layers to predict, each with its own index; by default 1, or all recorded.
     expert_loads: Loads of experts: zipf:X, with which the expert of rank r gets a share ~ 1 / r^X,
         or a profile with loads of experts; zipf:0 (equal loads) by default.

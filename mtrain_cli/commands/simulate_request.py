@@ -140,7 +140,7 @@ class Request:
             return source
         if limit := next((k for k in ("min", "max") if self.sets(f"sparsity.{k}_slashes")), None):
             self._refuse(f"contradicts sparsity.{limit}_slashes; give only one", "density")
-        bound = settings.column_bound
+        bound = None if source.groups else settings.column_bound
         if columns is not None and bound is not None and columns > bound:
             self._refuse(f"sparsity={pattern} allows at most {bound} per head", "columns")
         if (known := settings.known_density(config.seq)) is not None:
@@ -242,6 +242,7 @@ class Request:
     def _recorded(self) -> tuple[Config, AttentionWorkload, list[str]]:
         """Return a training run with recorded indices, and the settings that follow from them."""
         from mtrain_cli.config.pattern_settings import PATTERNS
+        from mtrain_cli.simulation.scenario import scores_of
 
         problem, file = self._load_recorded(), self.recorded_file()
         index, name = problem.index(problem.layers[0]), problem.pattern.partition(" ")[0]
@@ -269,7 +270,8 @@ class Request:
         }
         if problems := [line for line, is_wrong in wrong.items() if is_wrong]:
             raise ConfigError(problems[0])
-        problem = replace(problem, made=replace(problem.made, chunk=config.topology.chunk))
+        made = replace(problem.made, chunk=config.topology.chunk)
+        problem = replace(problem, made=made, scores=scores_of(config))
         return config, problem.with_dense(numbers, count), more
 
 

@@ -42,6 +42,9 @@ LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6
 # INDEX_PER_TOKEN_US * (tokens of a GPU), and at least INDEX_TOGETHER_US on several GPUs. Two H200s
 # took 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K tokens each (profiles/notes.md).
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
+# `block_topk` scores every query with every key, too. An H200 took 9.4 ms for 8 heads of 64
+# dimensions and 64K tokens; fewer dimensions were not measured, and count as 64.
+INDEX_PER_SCORE_US, SCORE_DIMS, SCORE_TFLOPS = 5.5e-7, 64, 989.0
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
 # Bytes that `attention.sdpa` moves per key, number of a head and call in backward: the call writes
@@ -78,6 +81,7 @@ class Costs:
     """Prices of operations on one cluster, for one bound.
 
     estimated: number of tokens over which an index is estimated; 0 if that takes no time.
+    scores: number of scores from which an index is estimated, as scores of `SCORE_DIMS`.
     measured: whether estimating this kind of index was measured on this GPU model.
     stripe: number of tokens per stripe, if a kernel takes one call per stripe; else 0.
     """
@@ -89,6 +93,7 @@ class Costs:
     head_dim: int
     sparse: bool = False
     estimated: int = 0
+    scores: float = 0.0
     measured: bool = True
     stripe: int = 0
     bound: str = VALUE
@@ -249,6 +254,7 @@ class Costs:
             alone = INDEX_ALONE_US + each * tokens
         if workers > 1:
             alone = max(alone, INDEX_TOGETHER_US)
+        alone += self.scores / workers * INDEX_PER_SCORE_US * SCORE_TFLOPS / gpu.peak_tflops.value
         wider = {LOW: calibration.UNKNOWN[0], VALUE: 1.0, HIGH: calibration.UNKNOWN[1]}[self.bound]
         return alone * INDEX_BOUNDS[self.bound] * (1.0 if self.measured else wider)
 
@@ -277,6 +283,8 @@ class LayerPrices:
         per_pair = FLOP_PER_PAIR[counted] * costs.head_dim
         of_columns: IntArray | int = 0 if self.counts.of_columns is None else self.counts.of_columns
         pairs = self.counts.pairs
+        if self.counts.hidden is not None:
+            pairs = pairs + self.counts.hidden
         # Gathered columns have a call of their own. The calls of the steps then have slashes only.
         whole = kernels.whole[counted]
         without = self.columns or (whole.form == calibration.SPARSE and not np.any(of_columns))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.attention.index import Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -64,6 +64,8 @@ _INDEX_TIMES = {
     "index_alone_us": "shortest time to estimate an index on one GPU",
     "index_per_token_us": "time to estimate an index, for each token on a GPU; scaled by the "
     "number of heads and by 1 / memory bandwidth",
+    "index_per_score_us": "time to score a query and a key for an index of block_topk; scaled by "
+    "1 / peak FLOP/s",
     "index_together_us": "shortest time to estimate an index on several GPUs",
 }
 _OF_INDEX = f"measured with {costs.INDEX_HEADS} heads on {costs.INDEX_DEVICE}"
@@ -111,6 +113,7 @@ class AttentionWorkload:
     index: returns the index of a layer, or None for dense attention.
     columns: largest number of single columns per head, as in `what_if.make_case`.
     estimated: whether the time includes that of estimating indices.
+    scores: number of scores from which an index is estimated (`costs.Costs`).
     full: the layers of the second kind: without a window, or without an index under a pattern.
     drawn: number of sparse layers with an index of their own, which others repeat; None for all.
     remark: where the masks come from, for the user.
@@ -123,6 +126,7 @@ class AttentionWorkload:
     pattern: str
     columns: int | None = -1
     estimated: bool = True
+    scores: float = 0.0
     model: str = ""
     full: FullLayers | None = None
     drawn: int | None = None
@@ -138,7 +142,7 @@ class AttentionWorkload:
             return None if whole is None else whole.part(i, n)
 
         made = replace(self.made, heads=self.made.heads // n, kv_heads=self.made.kv_heads // n)
-        return replace(self, made=made, index=index)
+        return replace(self, made=made, index=index, scores=self.scores / n)
 
     @property
     def sparse(self) -> bool:
@@ -151,7 +155,8 @@ class AttentionWorkload:
         shares = [sum(mask.pairs for mask in masks) / len(masks) for masks, _ in self.kinds]
         weights = [len(layers) for _, layers in self.kinds]
         if index is not None:
-            tables = MaskTables.make(self.masks, index.block)
+            bitmap = isinstance(index, BlockBitmap)
+            tables = MaskTables.make(self.masks, index.block, bitmap=bitmap)
             drawn = (self.index(layer) for layer in self.kinds[0][1][: self.drawn])
             found = [float(i.counts(tables).pairs.double().mean()) for i in drawn if i is not None]
             shares[0] = sum(found) / len(found)
@@ -291,11 +296,12 @@ class Prediction:
         )
 
 
-def default_kernel(gpu: Gpu, dense: bool) -> str:
+def default_kernel(gpu: Gpu, index: Index | None) -> str:
     """Return the kernel that ``train.kernel=auto`` stands for on this GPU."""
-    if not gpu.is_cpu and any(name in gpu.name for name in _SM90):
+    whole = index is None or (index.block == 128 and not isinstance(index, GatedBitmap))
+    if whole and not gpu.is_cpu and any(name in gpu.name for name in _SM90):
         return "flash4"
-    return "sdpa" if dense or gpu.is_cpu else "triton"
+    return "sdpa" if index is None or gpu.is_cpu else "triton"
 
 
 def predict(
@@ -328,7 +334,7 @@ def predict(
         ConfigError: a configuration is impossible, a kernel has no times, an index is damaged.
     """
     first = problem.index(problem.layers[0])
-    name = kernel or default_kernel(cluster.gpu, first is None)
+    name = kernel or default_kernel(cluster.gpu, first)
     prices = prices or RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
     # Dense layers of a sparse model have the same masks, which a layout needs only once.
     mixed = problem.full is not None and first is None
@@ -340,7 +346,7 @@ def predict(
                 problem.made, masks, setup, first, problem.columns, choice, prices, balanced
             )
             own = replace(problem, masks=masks, layers=tuple(numbers), full=None)
-            dense = dense_kernel or kernel or default_kernel(cluster.gpu, True)
+            dense = dense_kernel or kernel or default_kernel(cluster.gpu, None)
             own_kernel = name if own.sparse or first is None else dense
             player = _CasePlayer(cluster, own, case, own_kernel, calibration, slow, recompute)
             players.append(player)
@@ -447,7 +453,11 @@ class _CasePlayer:
         times: dict[str, dict[str, PassTimes]] = {direction: {} for direction in self.directions}
         for direction, bound in product(self.directions, bounds):
             costs = replace(
-                self.costs[bound], sizes=sizes, sparse=index is not None, estimated=estimated
+                self.costs[bound],
+                sizes=sizes,
+                sparse=index is not None,
+                estimated=estimated,
+                scores=self.problem.scores if estimated else 0.0,
             )
             prices = LayerPrices(costs, work, direction, self.masked)
             program = case.program(

@@ -7,23 +7,30 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
-from mtrain_cli.attention.index import Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.config.cluster import Cluster, load_cluster, shipped
-from mtrain_cli.config.pattern_settings import FixedSettings, VerticalSlashSettings
+from mtrain_cli.config.pattern_settings import (
+    BlockTopkSettings,
+    FixedSettings,
+    VerticalSlashSettings,
+)
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
+from mtrain_cli.simulation.costs import SCORE_DIMS
 from mtrain_cli.simulation.expert_cost import ExpertLoads, cluster_of_groups, dealt_over
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.synthetic_index import SyntheticBlocks, SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_cli.training.dry_run import beyond_reach
+from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.progress import StepEstimate
@@ -31,50 +38,11 @@ from mtrain_cli.training.run_plan import RunPlan, first_masks
 
 DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
+HOT = 1 / 12  # share of a synthetic list's pairs that lie in blocks seen by all later queries
+MOST_BLOCKS = 1 << 14  # of a synthetic list; more take gigabytes
 MOST_CONTEXT = 64  # workers of a context group; predicting a larger one can take minutes
-_RUN = 16  # slashes in a run of a synthetic index
-_NEAR = 0.25  # share of its slashes that lie next to the main diagonal
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
 _LEAST_COLUMNS = 8  # the smallest number of columns of a configuration with slashes and columns
-
-
-@dataclass(frozen=True)
-class SyntheticIndex:
-    """An index of which every head of every layer draws its own columns and slashes.
-
-    A quarter of the slashes lie next to the main diagonal, the others in runs.
-
-    density: share of the causal block pairs that lie on slashes, 0 to 1.
-    columns: number of single columns per head, drawn from all positions.
-    fewest, most: bounds on the number of slashes per head; most=0 means none.
-    """
-
-    density: float = DENSITY
-    columns: int = COLUMNS
-    block: int = 128
-    seed: int = 0
-    fewest: int = 1
-    most: int = 0
-
-    def index(self, layer: int, seq: int, heads: int) -> VerticalSlash:
-        """Draw the index of a layer for ``seq`` tokens. Padding completes the last block."""
-        blocks = -(-seq // self.block)
-        area = blocks - np.arange(blocks)
-        area_wanted = self.density * area.sum()
-        on = np.zeros((1, heads, blocks), bool)
-        columns = np.empty((1, heads, min(self.columns, seq)), np.int32)
-        for head in range(heads):
-            rng = np.random.default_rng([self.seed, layer, head])
-            near = range(int(_NEAR * area_wanted / blocks))
-            runs = rng.permutation(-(-blocks // _RUN))[:, None] * _RUN + np.arange(_RUN)
-            order = list(dict.fromkeys([0, *near, *runs[runs < blocks].tolist()]))
-            # The slash that reaches the wanted area is included.
-            number = int(np.searchsorted(np.cumsum(area[order]), area_wanted)) + 1
-            on[0, head, order[: min(max(number, self.fewest), self.most or blocks)]] = True
-            columns[0, head] = np.sort(
-                rng.choice(seq, columns.shape[-1], replace=False, shuffle=False)
-            )
-        return VerticalSlash(self.block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
 
 
 @dataclass(frozen=True)
@@ -84,6 +52,8 @@ class PairSource:
     name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or `CLUSTERED`.
     density, columns, fewest, most: see `SyntheticIndex`.
     layers: number of layers whose indices are drawn; they stand for all sparse layers.
+    groups: number of groups of heads that share a list of blocks (`SyntheticBlocks`), of which
+        ``columns`` tokens are hot; 0 for slashes.
     """
 
     name: str
@@ -92,6 +62,7 @@ class PairSource:
     layers: int = 1
     fewest: int = 1
     most: int = 0
+    groups: int = 0
 
     @staticmethod
     def of(
@@ -114,10 +85,22 @@ class PairSource:
             settings = config.sparsity
             if settings.pattern in (DENSE, FIXED):
                 return PairSource(settings.pattern, layers=layers)
+            if isinstance(settings, BlockTopkSettings) and _blocks(config) <= MOST_BLOCKS:
+                model, shared = config.model, settings.index_per == "kv_group"
+                groups = model.num_kv_heads if shared else model.num_heads
+                density = density or settings.density or DENSITY
+                most = int(density * config.seq)
+                if columns is not None and columns > most:
+                    raise ConfigError(
+                        f"columns={columns}: tokens that all later queries see would hold more "
+                        f"than the density {density:.10g}; allowed: 0 to {most}"
+                    )
+                hot = int(HOT * most) if columns is None else columns
+                return PairSource(CLUSTERED, density, hot, layers, groups=groups)
             if settings.bitmap:
                 raise ConfigError(
                     f"sparsity={settings.pattern}: there are no synthetic indices for this "
-                    "pattern; set index to the profile of a run with it"
+                    "pattern and length; set index to the profile of a run with it"
                 )
             if columns is None:
                 most = COLUMNS if settings.column_bound is None else settings.column_bound
@@ -138,6 +121,10 @@ class PairSource:
 
     def describe(self, config: Config) -> str:
         """Describe drawn pairs: ``slashes on 5% of the blocks, plus 2,048 columns per head``."""
+        if isinstance(config.sparsity, BlockTopkSettings):
+            block = config.sparsity.block
+            hot = f"{with_count(self.columns // block, 'block')} of them seen by all later queries"
+            return f"{100 * self.density:.3g}% of the pairs in blocks of {block} tokens, {hot}"
         covered = self.most_covered(config)
         share = f"{'at most ' * (covered < self.density)}{100 * min(self.density, covered):.3g}%"
         return f"slashes on {share} of the blocks, plus {self.columns:,} columns per head"
@@ -193,6 +180,7 @@ class PairSource:
             (config.sparsity.column_bound or 0) if fixed else -1,
             # A layer draws its `fixed` index once, so no step spends time on estimating it.
             estimated=not fixed,
+            scores=scores_of(config),
             model=model.name,
             full=full,
             remark="" if read is None else f"data.mask_key={read.key}: {read.describe()}",
@@ -209,6 +197,15 @@ class PairSource:
             return lambda layer: pattern.draw(layer, sequences, heads, config.seq)
         columns = min(self.columns, config.seq)
         block = config.sparsity.block or config.topology.block_size
+        if isinstance(config.sparsity, BlockTopkSettings):
+            hot, cap = self.columns // block, config.sparsity.row_cap
+            lists = SyntheticBlocks(self.density, hot, block, cap, self.groups, config.seed)
+
+            def draw_lists(layer: int) -> BlockBitmap:
+                bits = lists.index(layer, config.seq, heads).bits
+                return BlockBitmap.whole(block, bits.expand(sequences, -1, -1, -1))
+
+            return draw_lists
         drawn = SyntheticIndex(self.density, columns, block, config.seed, self.fewest, self.most)
 
         def draw(layer: int) -> VerticalSlash:
@@ -217,6 +214,17 @@ class PairSource:
             return VerticalSlash(one.block, one.blocks, slashes, columns)
 
         return draw
+
+
+def scores_of(config: Config) -> float:
+    """Return the number of scores from which a layer's index is estimated (`costs.Costs`)."""
+    settings, model = config.sparsity, config.model
+    if not isinstance(settings, BlockTopkSettings) or settings.score == "mean":
+        return 0.0
+    rank = min(settings.rank, model.head_dim) if settings.score == "pca" else model.head_dim
+    pairs = config.train.micro_batch * model.num_heads * causal_pairs(config.seq)
+    # Once for the largest of each pair of blocks, and once for the first query that reaches it.
+    return 2.0 * pairs * max(1.0, rank / SCORE_DIMS)
 
 
 def _blocks(config: Config) -> int:

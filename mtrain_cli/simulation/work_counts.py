@@ -40,6 +40,8 @@ class StepWork:
     columns: [workers], gathered single columns without padding; 0 if the steps compute them.
     column_pairs: [workers], pairs of gathered columns on no slash, which are not in ``pairs``.
     of_columns: [workers, steps], pairs of single columns on no slash, which are in ``pairs``.
+    hidden: [workers, steps], pairs of chosen blocks that the gate of the query hides. They are not
+        in ``pairs``, but kernels compute whole blocks.
     """
 
     direction: str
@@ -48,6 +50,7 @@ class StepWork:
     columns: IntArray
     column_pairs: IntArray
     of_columns: IntArray | None = None
+    hidden: IntArray | None = None
 
     @property
     def total_pairs(self) -> IntArray:
@@ -197,13 +200,13 @@ class WorkCounter:
     ) -> StepWork:
         steps = getattr(self.schedule, direction)
         shape = len(ranks), len(steps[ranks[0]])  # all ranks have the same number of steps
-        pairs, blocks, of_columns = np.zeros((3, *shape), np.int64)
+        pairs, blocks, of_columns, hidden = np.zeros((4, *shape), np.int64)
         columns, column_pairs = np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64)
         for part, table in tables.items():
             rank, step, _, _, q, k = places[(places[:, 2] == part[0]) & (places[:, 3] == part[1])].T
             in_steps = np.zeros_like(table.pairs) if self.gathers_columns else table.column_pairs
-            counts = (pairs, table.pairs + in_steps), (blocks, table.blocks), (of_columns, in_steps)
-            for values, counted in counts:
+            counts = (pairs, table.pairs + in_steps), (blocks, table.blocks)
+            for values, counted in (*counts, (of_columns, in_steps), (hidden, table.hidden)):
                 of_pairs = np.column_stack([counted, counted.sum(1)])[q, k]
                 np.add.at(values, (rank - ranks[0], step), of_pairs)
         if self.gathers_columns:
@@ -211,7 +214,7 @@ class WorkCounter:
                 table = tables[rank % self.schedule.heads, self.schedule.heads]
                 columns[row] = table.columns
                 column_pairs[row] = table.column_pairs[rank // self.schedule.heads].sum()
-        return StepWork(direction, pairs, blocks, columns, column_pairs, of_columns)
+        return StepWork(direction, pairs, blocks, columns, column_pairs, of_columns, hidden)
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
@@ -283,12 +286,12 @@ class WorkCounter:
                     for sequence in kind.rows:
                         for head in heads:
                             chosen += bits[sequence, head, held]
+                    pairs = whole = chosen * allowed.astype(np.float64)
                     if isinstance(index, GatedBitmap):
                         pairs = self._gated_pairs(index, kind, heads, rows, held, allowed)
-                    else:
-                        pairs = chosen * allowed.astype(np.float64)
                     blocks = (chosen * (allowed > 0)).astype(np.float64)
-                    for total, counted in ((table.pairs, pairs), (table.blocks, blocks)):
+                    sums = (table.pairs, pairs), (table.blocks, blocks)
+                    for total, counted in (*sums, (table.hidden, whole - pairs)):
                         np.add.at(total, own, np.rint(counted @ to_group).astype(np.int64))
         return tables
 
@@ -334,12 +337,12 @@ class _Table:
     pairs: IntArray
     blocks: IntArray
     column_pairs: IntArray
+    hidden: IntArray
     columns: int = 0
 
     @staticmethod
     def empty(groups: int) -> _Table:
-        pairs, blocks, column_pairs = np.zeros((3, groups, groups), np.int64)
-        return _Table(pairs, blocks, column_pairs)
+        return _Table(*np.zeros((4, groups, groups), np.int64))
 
 
 @dataclass(frozen=True)

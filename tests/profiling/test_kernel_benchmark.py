@@ -29,7 +29,7 @@ from mtrain_cli.simulation.calibration import (
     load_calibration,
 )
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
-from mtrain_cli.simulation.scenario import SyntheticIndex
+from mtrain_cli.simulation.synthetic_index import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
 
 CASE = KernelCase(seq=64, heads=4, kv_heads=2, head_dim=16, block=16, density=0.5, columns=4)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from attention.sparse_problems import gated_index
 from simulation.counting import count_work
+from simulation.recordings import lines
 
+from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.config.cluster import load_cluster
@@ -20,9 +24,10 @@ from mtrain_cli.simulation.prediction import (
     BoundedTime,
     Prediction,
     _CasePlayer,
+    default_kernel,
     predict,
 )
-from mtrain_cli.simulation.scenario import SyntheticIndex
+from mtrain_cli.simulation.synthetic_index import SyntheticIndex
 from mtrain_cli.simulation.what_if import ReplaySetup
 
 SEQ, HEADS, BLOCK = 16384, 4, 128
@@ -159,3 +164,12 @@ def test_a_simulation_reads_like_a_profile(tmp_path):
 
 def exposed(found: Prediction) -> float:
     return sum(sum(of_pass.exposed.values()) for of_pass in found.passes.values())
+
+
+def test_the_default_kernel_computes_the_blocks_and_gates_of_an_index():
+    h200, a100 = (load_cluster(name).gpu for name in ("h200_1x8", "a100_4x8"))
+    gated = gated_index(np.random.default_rng(0), 1, 2, 1024, 128, 128)
+    whole = BlockBitmap.whole(128, gated.bits)
+    found = [default_kernel(h200, index) for index in (None, whole, gated, lines(0))]
+    assert found == ["flash4", "flash4", "triton", "triton"], "blocks of 16 tokens are the last"
+    assert [default_kernel(a100, index) for index in (None, whole)] == ["sdpa", "triton"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 from attention.missing_packages import hide_packages
 from masked_documents import masked_store
@@ -17,7 +16,6 @@ from mtrain_cli.simulation.calibration import VALUE
 from mtrain_cli.simulation.scenario import (
     PairSource,
     Scenario,
-    SyntheticIndex,
     evaluate,
     plan_on,
     predict_training,
@@ -172,20 +170,6 @@ def test_plan_and_attention_share_the_configured_chunk():
         predict_training(cluster, scenario, 4, "zigzag", "group_cast")  # does not read the chunk
 
 
-def test_a_synthetic_index_has_the_density_that_it_states():
-    family = SyntheticIndex(density=0.05, columns=100)
-    index = family.index(3, 1 << 17, 2)
-    area = index.blocks - np.arange(index.blocks)
-    shares = (index.slashes.numpy() * area).sum(-1) / area.sum()
-    assert ((shares >= 0.05) & (shares < 0.053)).all()
-    assert index.slashes[..., 0].all()
-    assert all(len(set(row.tolist())) == 100 for row in index.columns[0])
-    other = family.index(4, 1 << 17, 2)
-    assert not np.array_equal(index.slashes.numpy(), other.slashes.numpy())
-    assert not np.array_equal(index.columns.numpy(), other.columns.numpy())
-    assert np.array_equal(index.columns.numpy(), family.index(3, 1 << 17, 2).columns.numpy())
-
-
 CLUSTER = load_cluster("h200_1x8", "--cluster")
 WORDS = ("model=qwen0.5b", "seq=8k", "model.num_layers=6", "topology.exchange=ring")
 SPARSE = (*WORDS, "sparsity=vertical_slash", "topology.layout=striped")
@@ -246,3 +230,19 @@ def test_dense_layers_have_the_prices_of_their_kernel():
     # Bounds, and plans that share this attention, ask for the same layers again.
     assert mixed.attention.of_layers([3, 0]) is sparse
     assert mixed.attention.of_layers(range(6)) is mixed.attention
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_lists_of_blocks_are_predicted_for_a_length_that_nobody_trained(degree):
+    words = ["model=qwen0.5b", "seq=64k", "sparsity=block_topk", "sparsity.density=0.1"]
+    words += ["topology.layout=striped", "topology.exchange=ring"]
+    words += [f"topology.tensor_parallel={degree}"]
+    found = predicted(*words)
+    assert found.attention.facts["density"] == pytest.approx(0.1, rel=0.02)
+    assert found.plan.kernel == "triton"
+    hot = request(*words, columns=5000).scenario().problem.index(0).bits[0]
+    assert sum(bool(hot[0, key:, key].all()) for key in range(480)) > 30
+    assert all(hot[0].equal(head) for head in hot[:7]), "heads of a KV group share a list"
+    pca, exact = (predicted(*words, f"sparsity.score={name}") for name in ("pca", "exact"))
+    assert pca.step.parts["index"] == pytest.approx(exact.step.parts["index"]), "64 dimensions"
+    assert exact.step.parts["index"] > 5 * predicted(*SPARSE).step.parts["index"]

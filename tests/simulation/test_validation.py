@@ -21,7 +21,7 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
-from mtrain_cli.simulation.scenario import SyntheticIndex
+from mtrain_cli.simulation.synthetic_index import SyntheticIndex
 from mtrain_cli.simulation.validation import (
     CaseComparison,
     PassComparison,

@@ -13,7 +13,7 @@ from attention.sparse_problems import gated_index
 from parallel.ways import Way
 from simulation.counting import count_work
 
-from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -298,6 +298,20 @@ def test_totals_equal_those_of_the_index_in_every_layout(kind):
                 if way.shared_columns and "ring" in way.exchange and workers > way.heads:
                     assert work.columns.sum() * way.heads == workers * counts.columns.sum()
                     assert work.column_pairs.sum() == counts.column_pairs.sum()
+
+
+@pytest.mark.parametrize("masks_kind", ["causal", "documents"])
+def test_pairs_that_gates_hide_complete_the_chosen_blocks(masks_kind):
+    layout = make_layout("striped", 3, SEQ, BLOCK, unit=BLOCK)
+    masks, gated = masks_of(masks_kind, layout.padded_seq), index_of("gated", layout)
+    assert isinstance(gated, GatedBitmap)
+    works = [
+        count_work(options(Way("ring"), layout), layout, masks, index, heads=HEADS)["backward"]
+        for index in (gated, BlockBitmap.whole(BLOCK, gated.bits))
+    ]
+    assert np.array_equal(works[0].pairs + works[0].hidden, works[1].pairs)
+    assert (works[0].hidden > 0).all()
+    assert not works[1].hidden.any()
 
 
 def test_dense_causal_degrees_have_their_known_values():
