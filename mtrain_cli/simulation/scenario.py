@@ -39,7 +39,7 @@ from mtrain_cli.training.run_plan import RunPlan, first_masks
 DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
 HOT = 1 / 12  # share of a synthetic list's pairs that lie in blocks seen by all later queries
-MOST_BLOCKS = 1 << 14  # of a synthetic list; more take gigabytes
+MOST_BLOCKS = 1 << 14  # of a synthetic list, whose size grows with their square
 MOST_CONTEXT = 64  # workers of a context group; predicting a larger one can take minutes
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
 _LEAST_COLUMNS = 8  # the smallest number of columns of a configuration with slashes and columns
@@ -521,14 +521,13 @@ def estimate_step(plan: RunPlan) -> StepEstimate:
     try:
         pairs = PairSource.of(config)
         workload = pairs.problem(config)
-        density = workload.density
     except ConfigError:
         known = config.sparsity.known_density(config.seq)
         why = f"sparsity={config.sparsity.pattern} has no synthetic index; `mtrain simulate "
         return StepEstimate(known, problem="" if on_cpu else f"{why}--index` takes a recorded one")
     drawn = pairs.describe(config) if pairs.name == CLUSTERED else ""
     if on_cpu:
-        return StepEstimate(density, drawn)
+        return StepEstimate(workload.density, drawn)
     cluster = _cluster_of(plan)
     problem = ""
     if cluster is None:
@@ -540,12 +539,12 @@ def estimate_step(plan: RunPlan) -> StepEstimate:
         problem = f"{plan.dims.cp} workers share a sequence; `mtrain simulate` takes minutes"
     else:
         try:
-            step = evaluate(cluster, Scenario(config, workload), plan.dealt).step.seconds
-            seconds = step.value, step.low, step.high
-            return StepEstimate(density, drawn, cluster.name, seconds)
+            found = evaluate(cluster, Scenario(config, workload), plan.dealt)
+            step, density = found.step.seconds, found.attention.facts["density"]
+            return StepEstimate(density, drawn, cluster.name, (step.value, step.low, step.high))
         except ConfigError as error:
             problem = str(error)
-    return StepEstimate(density, drawn, problem=problem)
+    return StepEstimate(workload.density, drawn, problem=problem)
 
 
 def _cluster_of(plan: RunPlan) -> Cluster | None:

@@ -88,12 +88,14 @@ class SyntheticBlocks:
             chosen = forced.copy()
             hot = rng.choice(blocks, min(self.hot, blocks), replace=False, shuffle=False)
             chosen[:, hot] = causal[:, hot]
-            number = min(round(wanted), int(causal.sum())) - int(chosen.sum())
-            if number > 0:
-                wanted_by = rng.exponential(size=(blocks, 1)).clip(1e-6, self.row_cap)
-                order = rng.random(chosen.shape, np.float32) / wanted_by.astype(np.float32)
-                order[~causal | chosen] = np.inf
-                chosen |= order <= np.partition(order, number - 1, axis=None)[number - 1]
+            left = at + 1 - chosen.sum(1)
+            number = min(max(0, wanted - chosen.sum()), left.sum())
+            share = rng.exponential(size=blocks).clip(1e-6, self.row_cap)
+            for _ in range(30):  # rows that want more than there is leave it to the others
+                share *= number / max(1.0, (share.clip(max=1) * left).sum())
+            for row, count in enumerate(np.rint(share.clip(max=1) * left).astype(np.int64)):
+                others = np.flatnonzero(~chosen[row, : row + 1])
+                chosen[row, rng.choice(others, count, replace=False, shuffle=False)] = True
             size = heads // self.groups
             bits[:, group * size : (group + 1) * size] = chosen
         return BlockBitmap.whole(self.block, torch.from_numpy(bits))
