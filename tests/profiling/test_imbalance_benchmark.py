@@ -96,7 +96,7 @@ def test_each_sample_of_each_length_has_its_file_and_counts_once_all_lengths_hav
     assert set(zip(frame.case, frame.iteration, strict=True)) == {(0, 1), (0, 2), (1, 1), (1, 2)}
 
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 def block_lists(rank: int, world: int, folder: str) -> None:

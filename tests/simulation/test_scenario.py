@@ -240,7 +240,9 @@ def test_lists_of_blocks_are_predicted_for_a_length_that_nobody_trained(degree):
     found = predicted(*words)
     assert found.attention.facts["density"] == pytest.approx(0.1, rel=0.02)
     assert found.plan.kernel == "triton"
-    hot = request(*words, columns=5000).scenario().problem.index(0).bits[0]
+    work = request(*words, columns=5000).scenario().problem
+    assert work.part(0, 2).scores == work.scores / 2 > 0
+    hot = work.index(0).bits[0]
     assert sum(bool(hot[0, key:, key].all()) for key in range(480)) > 30
     assert all(hot[0].equal(head) for head in hot[:7]), "heads of a KV group share a list"
     pca, exact = (predicted(*words, f"sparsity.score={name}") for name in ("pca", "exact"))

@@ -52,3 +52,11 @@ def test_drawn_lists_have_their_density_forced_blocks_and_hot_blocks(block, hot)
         assert rows.max() < 4 * rows.mean()
     assert np.array_equal(bits, family.index(3, seq, 4).bits[0])
     assert not np.array_equal(bits, family.index(4, seq, 4).bits[0])
+
+
+@pytest.mark.parametrize("density", [0.02, 0.6])
+def test_rows_that_want_more_blocks_than_there_are_leave_them_to_others(density):
+    index = SyntheticBlocks(density, 0, 16).index(0, 512 * 16, 1)
+    tables = MaskTables.make([SequenceMask.causal(512 * 16, 512 * 16)], 16, bitmap=True)
+    found = float(index.counts(tables).pairs) / causal_pairs(512 * 16)
+    assert found == pytest.approx(density, rel=0.005)
