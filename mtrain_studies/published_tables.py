@@ -198,8 +198,9 @@ def study_sections(tables: Sequence[StudyTable]) -> list[Section]:
         title = f"{table.name}: {table.title} ({table.paper}, {table.where}{place})"
         of_rows = [f"{value.row}: {value.note}" for value in table.values if value.note]
         notes = Lines(list(dict.fromkeys([*of_rows, *table.remarks])))
+        columns = _COLUMNS if table.cluster else (*_COLUMNS[:3], _COLUMNS[-1])
         shown = (
-            Table(title, _COLUMNS, table.values) if table.values else Lines([title], style="bold")
+            Table(title, columns, table.values) if table.values else Lines([title], style="bold")
         )
         sections.append(Section(title, [shown, notes]))
     if any(table.cluster for table in tables):
