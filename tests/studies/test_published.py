@@ -11,7 +11,7 @@ from mtrain_cli.config.schema import LAYOUTS, ConfigError
 from mtrain_studies.published import PAPERS, chosen, names, read, read_file
 
 ASKED = (
-    *("table1", "table2", "table3", "llama-ruler", "fig6b", "fig7", "fig12", "fig13"),
+    *("table1", "table2", "table3", "llama-ruler", "fig6b", "fig7", "fig11", "fig12", "fig13"),
     *(f"burst-table{number}" for number in range(1, 6)),
     *("burst-fig14", "magi-masks", "magi-scaling"),
 )
