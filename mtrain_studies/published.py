@@ -112,8 +112,8 @@ class PublishedTable:
     title: str
     paper: str
     where: str
+    cluster: str
     rows: tuple[PublishedRow, ...]
-    cluster: str = ""
     remarks: tuple[str, ...] = ()
     evaluation: str = ""
     scores: Mapping[str, ScoreColumn] = field(default_factory=dict)
@@ -153,7 +153,7 @@ def read(name: str) -> PublishedTable:
 def read_file(path: Path) -> PublishedTable:
     """Read a table."""
     try:
-        content = dict(read_yaml(path))
+        content = {"cluster": "", **read_yaml(path)}
         shared = {key: content.pop(key) for key in _SETTINGS if key in content}
         scores = {
             name: checked(ScoreColumn, column) for name, column in content.pop("scores", {}).items()
