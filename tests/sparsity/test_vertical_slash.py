@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from attention.equal_indices import same_index
@@ -103,6 +105,57 @@ def test_vertical_slash_equals_its_definition(documents, changed):
             )
             chosen_columns = index.columns[b, h]
             assert chosen_columns[chosen_columns < blocks * BLOCK].tolist() == sorted(kept)
+
+
+def released_choice(mass: list[float], share: float, most: int) -> list[int]:
+    """Return the largest lines whose running sum stays below the share, at most ``most``."""
+    order = sorted(range(len(mass)), key=lambda line: (-mass[line], line))[:most]
+    sums = list(itertools.accumulate(mass[line] for line in order))
+    return [line for line, held in zip(order, sums, strict=True) if held < share]
+
+
+@pytest.mark.parametrize(
+    ("seq", "heads", "kv_heads", "documents"),
+    [(150, 4, 2, False), (147, 4, 2, True), (160, 2, 2, False), (33, 3, 1, False)],
+)
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"last_q": 33}, {"p_s": 0.3, "max_slashes": 5, "max_columns": 4}, {"p_s": 0.1, "p_v": 0.1},
+     {"min_slashes": 2, "p_s": 0.1}],
+)  # fmt: skip
+def test_token_diagonals_equal_a_loop_over_last_queries(seq, heads, kv_heads, documents, changed):
+    """Token diagonals, each with the block diagonals that it touches in the last row of blocks."""
+    torch.manual_seed(seq)
+    q, k = torch.randn(1, seq, heads, DIM), torch.randn(1, seq, kv_heads, DIM)
+    k[:, ::37] *= 4
+    q[:, 7:] += k[:, :-7].repeat_interleave(heads // kv_heads, 2)  # a diagonal that stands out
+    document = seq // 3 if documents else seq
+    mask = SequenceMask.from_documents(np.arange(seq) // document, seq)
+    p = pattern(slash_unit="token", **{"last_q": 20, "sink_tokens": 0, "min_columns": 0, **changed})
+    masked = MaskedPositions.make([mask], BLOCK)
+    index = p.estimate(q, k, masked, 0)
+    blocks, rows = masked.geometry.blocks, range(seq - p.last_q, seq)
+    for h in range(heads):
+        vertical, distances = [0.0] * seq, [0.0] * seq
+        for row in rows:
+            first = int(mask.first[row])
+            scores = k[0, first : row + 1, h * kv_heads // heads].double() @ q[0, row, h].double()
+            for key, share in enumerate((scores / DIM**0.5).softmax(0).tolist(), first):
+                vertical[key] += share / len(rows)
+                distances[row - key] += share / len(rows)
+        lit = {0, 1} if p.min_slashes > 1 else {0}
+        for distance in released_choice(distances, p.p_s, p.max_slashes or seq):
+            # Distance d joins the last row of blocks, of queries N - 16 to N - 1, to these blocks.
+            end = blocks * BLOCK
+            for query in range(end - BLOCK, end):
+                if query >= distance:
+                    lit.add((end - 1) // BLOCK - (query - distance) // BLOCK)
+        assert set(index.slashes[0, h].nonzero().flatten().tolist()) == lit
+        columns = released_choice(vertical, p.p_v, p.max_columns)
+        own = index.columns[0, h]
+        assert own[own < blocks * BLOCK].tolist() == sorted(columns)
+    assert not index.max_slashes or int(index.slashes.sum(-1).max()) <= index.max_slashes
+    assert p.p_s > 0.1 or blocks < 4 or not index.slashes.all(-1).any(), "a choice must remain"
 
 
 @pytest.mark.parametrize("joint", [False, True])
