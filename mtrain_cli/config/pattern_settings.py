@@ -143,6 +143,8 @@ class VerticalSlashSettings(SparseSettings):
         documents are packed, a single window probes only the last document
     p_v: share of the probed attention that the columns must cover
     p_s: share of the probed attention that the slashes must cover
+    p_of: what p_v and p_s are shares of: all the probed attention (all), or only the attention
+        outside the columns and slashes that are always chosen (rest)
     joint: choose columns by the attention that the slashes leave uncovered
     index_per: what has an index of its own: each query head, or each group of query heads that
         shares a key-value head
@@ -158,6 +160,7 @@ class VerticalSlashSettings(SparseSettings):
     loses_in_all_layers: ClassVar[bool] = True
 
     slash_unit: str = option(("block", "token"), default="block", kw_only=True)
+    p_of: str = option(("all", "rest"), default="all", kw_only=True)
     last_q: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
     windows: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
     p_v: float = option(SHARE)

@@ -261,6 +261,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
     This is MTraining's section B.1 and algorithm 1: a column is a single key, a slash a block
     diagonal with the mass of its blocks. The line that crosses the share is kept. With ``joint``,
     slashes and columns together hold the share p_v: columns count only mass outside the slashes.
+    With ``p_of=rest``, no line counts mass in the columns and slashes that are always kept.
     Diagonal 0 is always kept, and diagonal 1 if min_slashes is above 1: without it, the first
     queries of a block would not see the recent past.
 
@@ -295,6 +296,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return (
             f"columns that{joint} hold {100 * self.p_v:g}% and {diagonals} that hold "
             f"{100 * self.p_s:g}% of the attention of {probe}"
+            + (" outside the lines that are always kept" if self.p_of == "rest" else "")
             + (f", at most {caps} per head" if caps else "")
             + (", one index per KV head" if self.per_group else "")
         )
@@ -308,10 +310,12 @@ class VerticalSlashPattern(VerticalSlashSettings):
         cached = list(attention.tables()) if self.joint and attention.is_small else None
         shape = len(masked.masks), q.shape[2] // group
         diagonals, vertical = self._totals(cached or attention.tables(), masked, shape, None)
-        slashes = self._slashes(diagonals, masked)
+        diagonals = masked.group.sum(diagonals)
+        slashes = self._slashes(diagonals.clamp(max=MOST_UNITS), masked)
         if self.joint:
             _, vertical = self._totals(cached or attention.tables(), masked, shape, slashes)
-        columns = self._column_choice(vertical, masked)
+        whole = diagonals.sum(-1, keepdim=True) if self.p_of == "rest" else MASS_UNITS
+        columns = self._column_choice(vertical, masked, whole)
         if group > 1:
             slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
         most = self.slash_bound(masked.geometry.blocks)
@@ -329,10 +333,13 @@ class VerticalSlashPattern(VerticalSlashSettings):
         lines = masked.geometry.blocks * (self.block if self.by_token else 1)
         diagonals = torch.zeros(*shape, lines, dtype=torch.int64, device=device)
         columns: dict[int, Tensor] = {}
+        is_sink = (masked.positions < self.sink_tokens).unflatten(0, (-1, self.block))
         for b, blocks, table in tables:
             for mass, number in zip(table, blocks, strict=True):
                 met, units = probes[b].diagonals[number], _units(mass, len(mass) // shape[1])
                 by_block = units.unflatten(-1, (-1, self.block))
+                if self.p_of == "rest":
+                    by_block.masked_fill_(is_sink | (met < self._forced)[:, None], 0)
                 if chosen is None and self.by_token:
                     distances = (probes[b].rows[number] - masked.positions).clamp(min=0)
                     diagonals[b].index_add_(-1, distances, units)
@@ -344,6 +351,11 @@ class VerticalSlashPattern(VerticalSlashSettings):
         assert len(columns) == len(probes), "every sequence ends with a probed block"
         vertical = list(columns.values())
         return diagonals, torch.stack(vertical) if len(vertical) > 1 else vertical[0][None]
+
+    @property
+    def _forced(self) -> int:
+        """Number of the nearest block diagonals that are always kept."""
+        return min(2, max(1, self.min_slashes))
 
     @property
     def _span(self) -> int:
@@ -375,15 +387,15 @@ class VerticalSlashPattern(VerticalSlashSettings):
             ]
         return masked.cache[key]
 
-    def _slashes(self, diagonals: Tensor, masked: MaskedPositions) -> Tensor:
-        """Return the chosen block diagonals, bool [batch, heads, blocks]."""
-        lines, blocks = diagonals.shape[-1], masked.geometry.blocks
-        units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
-        at_least = max(1, self.min_slashes)
-        forced = min(2, at_least)
+    def _slashes(self, units: Tensor, masked: MaskedPositions) -> Tensor:
+        """Return the chosen block diagonals, bool [batch, heads, blocks].
+
+        units: probed mass per diagonal over all workers, int64 [batch, heads, diagonals].
+        """
+        lines, blocks, forced = units.shape[-1], masked.geometry.blocks, self._forced
         key = (type(self).__name__, "diagonals", forced, lines)
         if key not in masked.cache:
-            numbers = torch.arange(lines, device=diagonals.device)
+            numbers = torch.arange(lines, device=units.device)
             is_forced = (numbers < forced) & (not self.by_token)
             masked.cache[key] = base_rank_keys(is_forced, numbers, lines)
         order, total = rank_keys(units, masked.cache[key]), units.sum(-1, keepdim=True)
@@ -391,21 +403,26 @@ class VerticalSlashPattern(VerticalSlashSettings):
             order,
             total,
             self.p_s,
-            0 if self.by_token else at_least,
+            0 if self.by_token else max(1, self.min_slashes),
             self.max_slashes or lines,
             lines,
             crossing=not self.by_token,
         )
         if not self.by_token:
-            return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, candidates, keep)
-        chosen = diagonals.new_zeros(*diagonals.shape[:-1], blocks + 1, dtype=torch.bool)
+            return torch.zeros_like(units, dtype=torch.bool).scatter_(-1, candidates, keep)
+        chosen = units.new_zeros(*units.shape[:-1], blocks + 1, dtype=torch.bool)
         for touched in (candidates // self.block, -(-candidates // self.block)):
             chosen.scatter_(-1, torch.where(keep, touched, blocks), True)
         chosen[..., :forced] = True
         return chosen[..., :blocks].contiguous()
 
-    def _column_choice(self, vertical: Tensor, masked: MaskedPositions) -> Tensor:
-        """Return the positions of the chosen columns, int32 [batch, heads, width], ascending."""
+    def _column_choice(
+        self, vertical: Tensor, masked: MaskedPositions, whole: Tensor | float
+    ) -> Tensor:
+        """Return the positions of the chosen columns, int32 [batch, heads, width], ascending.
+
+        whole: the mass of which slashes and columns must hold p_v with ``joint``.
+        """
         tokens = masked.geometry.blocks * self.block
         at_most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
@@ -427,8 +444,8 @@ class VerticalSlashPattern(VerticalSlashSettings):
             order = gathered[..., :-1].permute(1, 2, 0, 3).flatten(2)
         share: float | Tensor = self.p_v
         if self.joint:
-            # Slashes hold 1 - column_mass, so columns must add p_v - (1 - column_mass).
-            wanted = column_mass - (1 - self.p_v) * MASS_UNITS
+            # Slashes hold whole - column_mass, so columns add p_v * whole - (whole - column_mass).
+            wanted = column_mass - (1 - self.p_v) * whole
             share = (wanted / column_mass.clamp(min=1)).clamp(min=0.0)
         candidates, keep = select_ranked(
             order,

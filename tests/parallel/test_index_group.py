@@ -64,6 +64,7 @@ PATTERNS: dict[str, Pattern] = {
     "windows": vertical_slash(windows=3),
     "joint windows of groups": vertical_slash(windows=3, joint=True, index_per="kv_group", p_v=0.8),
     "per group": vertical_slash(index_per="kv_group"),
+    "joint of the rest": vertical_slash(joint=True, p_v=0.8, p_of="rest", min_slashes=2),
     "token diagonals": vertical_slash(slash_unit="token"),
     "token diagonals of groups, joint": vertical_slash(
         slash_unit="token", joint=True, index_per="kv_group", p_v=0.8, max_slashes=30

@@ -60,6 +60,8 @@ def expected_rows(p: VerticalSlashPattern, length: int) -> list[int]:
     [
         {}, {"windows": 3}, {"last_q": 40}, {"min_slashes": 2, "p_s": 0.1},
         {"min_slashes": 4, "p_s": 0.1},
+        {"p_of": "rest"}, {"p_of": "rest", "min_slashes": 2, "index_per": "kv_group"},
+        {"p_of": "rest", "min_slashes": 2, "joint": True, "p_v": 0.9, "p_s": 0.3},
         {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_columns": 0},
         {"index_per": "kv_group"},
         {"max_columns": 10, "max_slashes": 2}, {"min_columns": 50},
@@ -82,6 +84,12 @@ def test_vertical_slash_equals_its_definition(documents, changed):
         if p.per_group:
             group = HEADS // KV_HEADS
             probed = probed.unflatten(0, (-1, group)).mean(1).repeat_interleave(group, 0)
+        forced = {0, 1} if p.min_slashes > 1 else {0}
+        if p.p_of == "rest":
+            keys = torch.arange(SEQ)
+            distance = torch.tensor(rows)[:, None] // BLOCK - keys // BLOCK
+            near = torch.isin(distance, torch.tensor(sorted(forced)))
+            probed = probed.masked_fill(near | (keys < p.sink_tokens), 0.0)
         for h in range(HEADS):
             diagonals, columns = [0.0] * blocks, [0.0] * (blocks * BLOCK)
             for row, position in zip(probed[h].tolist(), rows, strict=True):
@@ -90,7 +98,7 @@ def test_vertical_slash_equals_its_definition(documents, changed):
             slashes = fewest_that_reach(
                 diagonals,
                 p.p_s,
-                {0, 1} if p.min_slashes > 1 else {0},
+                forced,
                 p.min_slashes,
                 p.max_slashes or blocks,
             )
@@ -99,12 +107,34 @@ def test_vertical_slash_equals_its_definition(documents, changed):
                 for key in range(position + 1):
                     if not (p.joint and position // BLOCK - key // BLOCK in slashes):
                         columns[key] += row[key]
-            share = p.p_v if not p.joint else max(0.0, (sum(columns) - (1 - p.p_v)) / sum(columns))
+            share = p.p_v
+            if p.joint:
+                share = max(0.0, 1 - (1 - p.p_v) * sum(diagonals) / sum(columns))
             kept = fewest_that_reach(
                 columns, share, set(range(p.sink_tokens)), p.min_columns, p.max_columns
             )
             chosen_columns = index.columns[b, h]
             assert chosen_columns[chosen_columns < blocks * BLOCK].tolist() == sorted(kept)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(("p_of", "found"), [("all", False), ("rest", True)])
+def test_a_sink_leaves_no_budget_for_retrieval_unless_p_is_of_the_rest(joint, p_of, found):
+    """The sink has 70 % of the attention, two keys have 10 % each, and noise has the rest."""
+    length = 9 * BLOCK
+    _, _, masked = inputs(length=length)
+    asked = torch.tensor([37, 70])
+    share = torch.full((SEQ,), 0.1 / SEQ)
+    share[0], share[asked] = 0.7, 0.1
+    q, k = torch.zeros(2, SEQ, HEADS, DIM), torch.zeros(2, SEQ, KV_HEADS, DIM)
+    q[..., 0], k[..., 0] = DIM**0.5, share.log()[:, None]
+    p = pattern(p_of=p_of, p_v=0.6, p_s=0.6, joint=joint, min_columns=0, last_q=BLOCK)
+    index = p.estimate(q, k, masked, 0)
+    rows = p.probed_rows(length)
+    kept = index.allowed(rows, asked)
+    assert bool(kept.all()) == found
+    assert found or not kept.any()
+    assert index.allowed(rows, torch.tensor([0])).all()
 
 
 def released_choice(mass: list[float], share: float, most: int) -> list[int]:
@@ -240,6 +270,11 @@ def test_the_description_names_every_bound_of_vertical_slash():
     assert pattern(max_columns=0).describe() == (
         "columns that hold 60% and block diagonals that hold 70% of the attention of 20 queries "
         "spread over the last 32 tokens"
+    )
+    assert (
+        pattern(p_of="rest", max_columns=0)
+        .describe()
+        .endswith("tokens outside the lines that are always kept")
     )
     assert pattern(
         windows=4, max_columns=256, max_slashes=4, joint=True, index_per="kv_group"
