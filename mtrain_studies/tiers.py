@@ -268,6 +268,14 @@ _A = Tier(
             )
             for share in (0.6, 0.9)
         ),
+        Variant(
+            "released-0.9",
+            _vertical_slash(
+                0.9, "sparsity.slash_unit=token", "sparsity.last_q=64", "sparsity.max_slashes=4096",
+                "sparsity.min_slashes=1", "sparsity.sink_tokens=0", "sparsity.min_columns=0",
+            ),
+            about="p = 0.9 by the rule of MTraining's released code",
+        ),
         *(
             Variant(f"block_topk-{name}", _block_topk(*settings), about=about)
             for name, settings, about in (

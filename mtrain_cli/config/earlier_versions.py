@@ -67,6 +67,8 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the keys of a resolved.yaml, {dotted name: value}, and add those that it lacks."""
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
+    slashes = flat.get("sparsity.pattern") == "vertical_slash"
+    budgets = {"sparsity.slash_unit": "block", "sparsity.p_of": "all"} if slashes else {}
     kind = str(flat.get("mask.kind"))
     own = MASKS[kind].own_keys() if kind in MASKS else ()
     mask: dict[str, Any] = {f"mask.{key}": None for key in own}
@@ -78,7 +80,7 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
     kept = {name: value for name, value in renamed(flat).items() if name not in REMOVED}
-    found = {**LATER, **gate, **mask, **bos, **dense, **kept}
+    found = {**LATER, **gate, **budgets, **mask, **bos, **dense, **kept}
     if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}

@@ -35,6 +35,7 @@ BLOCKS = (16, 32, 64, 128)  # allowed block sizes of a dynamic index, in tokens
 MOST_LINES = 1 << 24
 _LINES = Range("must be between 0 and 2^31 - 1", lambda value: 0 <= value < 2**31)
 _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and slashes in 32 bits")
+_RELEASED_BLOCK = 128  # tokens per block in MTraining's released code
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,16 @@ class SparseSettings(PatternSettings):
 class VerticalSlashSettings(SparseSettings):
     """Slashes and columns, with a number of each that depends on the data (MTraining, alg. 1).
 
+    slash_unit: what p_s and max_slashes count: block diagonals (block), as in the paper, or single
+        diagonals of tokens (token), as in MTraining's released code, which also leaves out the line
+        that crosses a share, and probes the last queries in a row
     last_q: number of queries that each probe window samples, spread evenly over whole blocks
     windows: number of probe windows, evenly spaced, the last at the end of the sequence. If
         documents are packed, a single window probes only the last document
     p_v: share of the probed attention that the columns must cover
     p_s: share of the probed attention that the slashes must cover
+    p_of: what p_v and p_s are shares of: all the probed attention (all), or only the attention
+        outside the columns and slashes that are always chosen (rest)
     joint: choose columns by the attention that the slashes leave uncovered
     index_per: what has an index of its own: each query head, or each group of query heads that
         shares a key-value head
@@ -153,6 +159,8 @@ class VerticalSlashSettings(SparseSettings):
     name: ClassVar[str] = "vertical_slash"
     loses_in_all_layers: ClassVar[bool] = True
 
+    slash_unit: str = option(("block", "token"), default="block", kw_only=True)
+    p_of: str = option(("all", "rest"), default="all", kw_only=True)
     last_q: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
     windows: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
     p_v: float = option(SHARE)
@@ -173,6 +181,17 @@ class VerticalSlashSettings(SparseSettings):
             if 0 < (most := getattr(self, f"max_{name}")) < low:
                 allowed = f"0 (no limit) or at least {low}, the minimum"
                 yield f"sparsity.max_{name}={most}: give {allowed}"
+        if self.slash_unit == "token" and self.block != _RELEASED_BLOCK:
+            yield (
+                f"sparsity.block={self.block}: sparsity.slash_unit=token is MTraining's released "
+                f"rule, which has blocks of {_RELEASED_BLOCK} tokens; give {_RELEASED_BLOCK}, or "
+                "sparsity.slash_unit=block"
+            )
+        if self.slash_unit == "token" and self.min_slashes > 2:
+            yield (
+                f"sparsity.min_slashes={self.min_slashes}: with sparsity.slash_unit=token, a head "
+                "needs 1 or 2 block diagonals, the nearest ones; give 1 or 2"
+            )
         if seq > MOST_LINES:
             yield f"seq={seq}: sparsity.pattern={self.name} takes at most {MOST_LINES} tokens"
         if 1 <= seq < self.last_q:
@@ -196,7 +215,10 @@ class VerticalSlashSettings(SparseSettings):
         return self.min_slashes
 
     def slash_bound(self, blocks: int) -> int:
-        return self.max_slashes
+        if self.slash_unit == "block" or not self.max_slashes:
+            return self.max_slashes
+        # Diagonals 0 and 1 are kept, and a diagonal of tokens touches at most two of blocks.
+        return min(blocks, 2 + 2 * self.max_slashes)
 
 
 @dataclass(frozen=True)

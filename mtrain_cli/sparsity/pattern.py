@@ -243,12 +243,20 @@ def rank_keys(units: Tensor, without_mass: Tensor) -> Tensor:
 
 
 def select_ranked(
-    order: Tensor, total: Tensor, share: float | Tensor, at_least: int, at_most: int, n: int
+    order: Tensor,
+    total: Tensor,
+    share: float | Tensor,
+    at_least: int,
+    at_most: int,
+    n: int,
+    *,
+    crossing: bool = True,
 ) -> Pair:
     """Select candidates as `select_by_mass` does, from their `rank_keys`.
 
     order: rank keys [..., candidates], which must include the ``at_most`` largest rank keys.
     total: total mass of all candidates in units, int64 [..., 1].
+    crossing: whether to select the candidate that crosses the share.
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
     candidates = n - 1 - (order & _NUMBER_MASK)
@@ -259,7 +267,8 @@ def select_ranked(
         if isinstance(share, Tensor)
         else total * torch.tensor(share, dtype=torch.float64)
     )
-    kept = masses.cumsum(-1).sub_(masses) < limit
+    held = masses.cumsum(-1)
+    kept = (held.sub_(masses) if crossing else held) < limit
     kept[..., :at_least].fill_(True)
     return candidates, kept
 

@@ -43,7 +43,8 @@ Table = tuple[int, range, Tensor]
 class Probe:
     """The probed queries of one sequence, whose attention to all keys is computed, on the device.
 
-    A probed block is a query block that contains a probed query.
+    A probed block is a query block that contains a probed query; with ``by_row``, each probed query
+    is one.
 
     rows: int64 [rows], positions of the probed queries, ascending.
     row_blocks: int64 [rows], index of each query's block among the probed blocks.
@@ -60,9 +61,13 @@ class Probe:
     diagonals: Tensor
 
     @staticmethod
-    def make(positions: Tensor, masked: MaskedPositions, sequence: int) -> Probe:
+    def make(
+        positions: Tensor, masked: MaskedPositions, sequence: int, *, by_row: bool = False
+    ) -> Probe:
         device = masked.device
-        numbers, row_blocks = torch.unique(positions // masked.tables.block, return_inverse=True)
+        numbers, row_blocks = positions // masked.tables.block, torch.arange(len(positions))
+        if not by_row:
+            numbers, row_blocks = torch.unique(numbers, return_inverse=True)
         slots = np.searchsorted(masked.host_positions, positions.numpy())
         nearest = masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)]
         local = np.flatnonzero(nearest == positions.numpy())
@@ -256,9 +261,19 @@ class VerticalSlashPattern(VerticalSlashSettings):
     This is MTraining's section B.1 and algorithm 1: a column is a single key, a slash a block
     diagonal with the mass of its blocks. The line that crosses the share is kept. With ``joint``,
     slashes and columns together hold the share p_v: columns count only mass outside the slashes.
+    With ``p_of=rest``, no line counts mass in the columns and slashes that are always kept.
     Diagonal 0 is always kept, and diagonal 1 if min_slashes is above 1: without it, the first
     queries of a block would not see the recent past.
+
+    With ``slash_unit=token``, this is the rule of the released code (`vertical_slash_utils.py`):
+    shares are of single diagonals of tokens and leave out the line that crosses them, and each
+    chosen diagonal keeps the one or two block diagonals that it touches. There, block diagonal 0 is
+    kept by unused entries of the list.
     """
+
+    @property
+    def by_token(self) -> bool:
+        return self.slash_unit == "token"
 
     @property
     def per_group(self) -> bool:
@@ -277,9 +292,11 @@ class VerticalSlashPattern(VerticalSlashSettings):
         joint = ", joint with the diagonals," if self.joint else ""
         bounds = ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
         caps = " and ".join(f"{at_most} {kind}" for at_most, kind in bounds if at_most)
+        diagonals = "the blocks of token diagonals" if self.by_token else "block diagonals"
         return (
-            f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold "
+            f"columns that{joint} hold {100 * self.p_v:g}% and {diagonals} that hold "
             f"{100 * self.p_s:g}% of the attention of {probe}"
+            + (" outside the lines that are always kept" if self.p_of == "rest" else "")
             + (f", at most {caps} per head" if caps else "")
             + (", one index per KV head" if self.per_group else "")
         )
@@ -293,13 +310,16 @@ class VerticalSlashPattern(VerticalSlashSettings):
         cached = list(attention.tables()) if self.joint and attention.is_small else None
         shape = len(masked.masks), q.shape[2] // group
         diagonals, vertical = self._totals(cached or attention.tables(), masked, shape, None)
-        slashes = self._slashes(diagonals, masked)
+        diagonals = masked.group.sum(diagonals)
+        slashes = self._slashes(diagonals.clamp(max=MOST_UNITS), masked)
         if self.joint:
             _, vertical = self._totals(cached or attention.tables(), masked, shape, slashes)
-        columns = self._column_choice(vertical, masked)
+        whole = diagonals.sum(-1, keepdim=True) if self.p_of == "rest" else MASS_UNITS
+        columns = self._column_choice(vertical, masked, whole)
         if group > 1:
             slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
-        return VerticalSlash(self.block, masked.geometry.blocks, slashes, columns, self.max_slashes)
+        most = self.slash_bound(masked.geometry.blocks)
+        return VerticalSlash(self.block, masked.geometry.blocks, slashes, columns, most)
 
     def _totals(
         self,
@@ -310,13 +330,20 @@ class VerticalSlashPattern(VerticalSlashSettings):
     ) -> Pair:
         """Return this worker's probed mass per diagonal and per local column."""
         probes, device = self.probes(masked), masked.device
-        diagonals = torch.zeros(*shape, masked.geometry.blocks, dtype=torch.int64, device=device)
+        lines = masked.geometry.blocks * (self.block if self.by_token else 1)
+        diagonals = torch.zeros(*shape, lines, dtype=torch.int64, device=device)
         columns: dict[int, Tensor] = {}
+        is_sink = (masked.positions < self.sink_tokens).unflatten(0, (-1, self.block))
         for b, blocks, table in tables:
             for mass, number in zip(table, blocks, strict=True):
                 met, units = probes[b].diagonals[number], _units(mass, len(mass) // shape[1])
                 by_block = units.unflatten(-1, (-1, self.block))
-                if chosen is None:
+                if self.p_of == "rest":
+                    by_block.masked_fill_(is_sink | (met < self._forced)[:, None], 0)
+                if chosen is None and self.by_token:
+                    distances = (probes[b].rows[number] - masked.positions).clamp(min=0)
+                    diagonals[b].index_add_(-1, distances, units)
+                elif chosen is None:
                     diagonals[b].index_add_(-1, met, by_block.sum(-1))
                 else:
                     by_block.masked_fill_(chosen[b][:, met][..., None], 0)
@@ -326,16 +353,21 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return diagonals, torch.stack(vertical) if len(vertical) > 1 else vertical[0][None]
 
     @property
+    def _forced(self) -> int:
+        """Number of the nearest block diagonals that are always kept."""
+        return min(2, max(1, self.min_slashes))
+
+    @property
     def _span(self) -> int:
         """Number of last tokens of a window from which `probed_rows` takes the probed queries."""
-        return -(-self.last_q // self.block) * self.block
+        return self.last_q if self.by_token else -(-self.last_q // self.block) * self.block
 
     def probed_rows(self, length: int) -> Tensor:
         """Return the positions of the probed queries, int64, ascending, distinct.
 
         They are evenly spaced over the last `_span` tokens of each window, which samples every
         offset within a block equally: the first queries of a block meet a diagonal of tokens in one
-        block diagonal, the later queries in the next.
+        block diagonal, the later queries in the next. With diagonals of tokens, they are the last.
         """
         rows, before = [], 0
         for window in range(self.windows):
@@ -347,31 +379,50 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return torch.cat(rows)
 
     def probes(self, masked: MaskedPositions) -> list[Probe]:
-        key = (type(self).__name__, self.last_q, self.windows)
+        key = (type(self).__name__, self.last_q, self.windows, self.by_token)
         if key not in masked.cache:
             masked.cache[key] = [
-                Probe.make(self.probed_rows(mask.length), masked, sequence)
+                Probe.make(self.probed_rows(mask.length), masked, sequence, by_row=self.by_token)
                 for sequence, mask in enumerate(masked.masks)
             ]
         return masked.cache[key]
 
-    def _slashes(self, diagonals: Tensor, masked: MaskedPositions) -> Tensor:
-        blocks = masked.geometry.blocks
-        units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
-        at_least = max(1, self.min_slashes)
-        forced = min(2, at_least)
-        key = (type(self).__name__, "diagonals", forced)
+    def _slashes(self, units: Tensor, masked: MaskedPositions) -> Tensor:
+        """Return the chosen block diagonals, bool [batch, heads, blocks].
+
+        units: probed mass per diagonal over all workers, int64 [batch, heads, diagonals].
+        """
+        lines, blocks, forced = units.shape[-1], masked.geometry.blocks, self._forced
+        key = (type(self).__name__, "diagonals", forced, lines)
         if key not in masked.cache:
-            numbers = torch.arange(blocks, device=diagonals.device)
-            masked.cache[key] = base_rank_keys(numbers < forced, numbers, blocks)
+            numbers = torch.arange(lines, device=units.device)
+            is_forced = (numbers < forced) & (not self.by_token)
+            masked.cache[key] = base_rank_keys(is_forced, numbers, lines)
         order, total = rank_keys(units, masked.cache[key]), units.sum(-1, keepdim=True)
         candidates, keep = select_ranked(
-            order, total, self.p_s, at_least, self.max_slashes or blocks, blocks
+            order,
+            total,
+            self.p_s,
+            0 if self.by_token else max(1, self.min_slashes),
+            self.max_slashes or lines,
+            lines,
+            crossing=not self.by_token,
         )
-        return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, candidates, keep)
+        if not self.by_token:
+            return torch.zeros_like(units, dtype=torch.bool).scatter_(-1, candidates, keep)
+        chosen = units.new_zeros(*units.shape[:-1], blocks + 1, dtype=torch.bool)
+        for touched in (candidates // self.block, -(-candidates // self.block)):
+            chosen.scatter_(-1, torch.where(keep, touched, blocks), True)
+        chosen[..., :forced] = True
+        return chosen[..., :blocks].contiguous()
 
-    def _column_choice(self, vertical: Tensor, masked: MaskedPositions) -> Tensor:
-        """Return the positions of the chosen columns, int32 [batch, heads, width], ascending."""
+    def _column_choice(
+        self, vertical: Tensor, masked: MaskedPositions, whole: Tensor | float
+    ) -> Tensor:
+        """Return the positions of the chosen columns, int32 [batch, heads, width], ascending.
+
+        whole: the mass of which slashes and columns must hold p_v with ``joint``.
+        """
         tokens = masked.geometry.blocks * self.block
         at_most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
@@ -393,11 +444,17 @@ class VerticalSlashPattern(VerticalSlashSettings):
             order = gathered[..., :-1].permute(1, 2, 0, 3).flatten(2)
         share: float | Tensor = self.p_v
         if self.joint:
-            # Slashes hold 1 - column_mass, so columns must add p_v - (1 - column_mass).
-            wanted = column_mass - (1 - self.p_v) * MASS_UNITS
+            # Slashes hold whole - column_mass, so columns add p_v * whole - (whole - column_mass).
+            wanted = column_mass - (1 - self.p_v) * whole
             share = (wanted / column_mass.clamp(min=1)).clamp(min=0.0)
         candidates, keep = select_ranked(
-            order, column_mass, share, max(self.sink_tokens, self.min_columns), at_most, tokens
+            order,
+            column_mass,
+            share,
+            max(self.sink_tokens, self.min_columns),
+            at_most,
+            tokens,
+            crossing=not self.by_token,
         )
         if masked.padded:
             # Never choose padding, even if the settings ask for more columns than there are tokens.

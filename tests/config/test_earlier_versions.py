@@ -23,7 +23,10 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
     assert completed({"seq": 4096})["train.shard"] == "full"
     assert completed({"train.shard": "gradients"})["train.shard"] == "gradients"
     assert completed({"sparsity.pattern": "moba"})["sparsity.gate"] == "block"
-    assert "sparsity.gate" not in completed({"sparsity.pattern": "dense"})
+    assert completed({"sparsity.pattern": "vertical_slash"})["sparsity.slash_unit"] == "block"
+    assert completed({"sparsity.pattern": "vertical_slash"})["sparsity.p_of"] == "all"
+    for name in ("sparsity.gate", "sparsity.slash_unit", "sparsity.p_of"):
+        assert name not in completed({"sparsity.pattern": "dense"})
     for kind, full_first in (("sliding_window", 0), ("prefix_lm", None)):
         assert completed({"mask.kind": kind}).get("mask.full_first") == full_first
 

@@ -7,6 +7,8 @@ from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.sparsity.pattern import make_pattern
 
+BY_TOKEN = "sparsity=vertical_slash sparsity.slash_unit=token"
+
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_every_pattern_composes_and_can_be_built(name):
@@ -28,6 +30,9 @@ def test_every_pattern_composes_and_can_be_built(name):
         ("sparsity=dense", 0, 0, 1.0),
         ("sparsity=vertical_slash", 4096, 0, None),
         ("sparsity=vertical_slash sparsity.max_columns=0 sparsity.max_slashes=9", None, 9, None),
+        (f"{BY_TOKEN} sparsity.max_slashes=0", 4096, 0, None),
+        (f"{BY_TOKEN} sparsity.max_slashes=9", 4096, 20, None),
+        (f"{BY_TOKEN} sparsity.max_slashes=16", 4096, 32, None),
         ("sparsity=xattention", 0, 0, None),
         ("sparsity=moba", 0, 0, None),
         ("sparsity=fixed sparsity.columns=128 sparsity.density=0.25", 128, 10, 0.25 + 1 / 16),

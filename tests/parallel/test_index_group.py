@@ -64,6 +64,11 @@ PATTERNS: dict[str, Pattern] = {
     "windows": vertical_slash(windows=3),
     "joint windows of groups": vertical_slash(windows=3, joint=True, index_per="kv_group", p_v=0.8),
     "per group": vertical_slash(index_per="kv_group"),
+    "joint of the rest": vertical_slash(joint=True, p_v=0.8, p_of="rest", min_slashes=2),
+    "token diagonals": vertical_slash(slash_unit="token"),
+    "token diagonals of groups, joint": vertical_slash(
+        slash_unit="token", joint=True, index_per="kv_group", p_v=0.8, max_slashes=30
+    ),
     "any number of columns": vertical_slash(max_columns=0),
     # One worker cannot hold all the largest ones: candidates of all workers must be merged.
     "few columns": vertical_slash(max_columns=7, min_columns=7, max_slashes=3, sink_tokens=0),
