@@ -267,7 +267,7 @@ def test_shards_that_are_not_whole_blocks_are_refused():
 
 
 def maps_after_updates(rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Return the maps of two layouts after some updates; rank 0 also returns those of one worker."""
+    """Return the maps of two layouts after updates; rank 0 also those of a single worker."""
     group, found = group_of(rank, world), {}
     q, k = inputs(4, 2, torch.float32, layout_of("zigzag", world).padded_seq)
     for name in ("zigzag", "striped"):
