@@ -53,8 +53,9 @@ class IndexMaps:
         draws = torch.randn(kv_heads, head_dim, rank, generator=generator, dtype=torch.float64)
         key = torch.linalg.qr(draws)[0].float().to(device)
         query = (key * head_dim**-0.5).repeat(1, heads // kv_heads, 1)
-        moments = (torch.zeros_like(t) for t in (query, query, key, key))
-        return IndexMaps(query, key, *moments, torch.zeros((), dtype=torch.int64))
+        means, squares = ([torch.zeros_like(t) for t in (query, key)] for _ in range(2))
+        count = torch.zeros((), dtype=torch.int64)
+        return IndexMaps(query, key, means[0], squares[0], means[1], squares[1], count)
 
     def project(self, q: Tensor, k: Tensor) -> Pair:
         """Return queries and keys [..., kv_heads, rank] of [..., heads, head_dim]."""

@@ -39,10 +39,8 @@ def loss(maps: IndexMaps, q, k, masked, rows) -> torch.Tensor:
             whole = far.sum() + near_share
             low_q, low_k = heads.flatten() @ maps.query[group], k[keys, group] @ maps.key[group]
             chosen = (low_k @ low_q).log_softmax(-1)
-            terms.append(
-                -(far / whole * chosen[~near]).sum()
-                - near_share / whole * chosen[near].logsumexp(0)
-            )
+            of_near = near_share / whole * chosen[near].logsumexp(0)
+            terms.append(-(far / whole * chosen[~near]).sum() - of_near)
             weights.append(0.02 + (float(far.max()) if len(far) else 0.0))
         weight = torch.tensor(weights, dtype=torch.float64)
         total.append((torch.stack(terms) * weight).sum() / weight.sum())
@@ -100,9 +98,8 @@ def test_maps_that_learn_find_what_is_asked():
         index = pattern.estimate(q, k, masked, 0)
         at = torch.arange(SEQ)
         allowed = index.allowed(at, at)[0]
-        kept[learns] = float(
-            torch.stack([allowed[:, row, key] for row, key in asked]).float().mean()
-        )
+        rows, keys = map(list, zip(*asked, strict=True))
+        kept[learns] = float(allowed[:, rows, keys].float().mean())
     assert kept[True] > 0.95 > kept[False] + 0.2
 
 
