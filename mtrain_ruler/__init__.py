@@ -1,1 +1,1 @@
-"""Benchmarks whose answers a model generates, so far RULER: `mtrain eval ruler`, `data ruler`."""
+"""Benchmarks whose answers a model generates: RULER and InfiniteBench."""

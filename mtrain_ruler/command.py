@@ -1,4 +1,4 @@
-"""`mtrain eval ruler` scores the samples of RULER, and `mtrain data ruler` writes them."""
+"""The commands `mtrain eval ruler`, `mtrain eval infinitebench` and `mtrain data ruler`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from mtrain_cli.commands.completion import complete_tokenizers
+from mtrain_cli.commands.completion import complete_tokenizers, in_list
 from mtrain_cli.commands.evaluate import Common, Model, Words, run_evaluation
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     MOST_TOKENS,
     argument,
     bounded,
+    name_list,
     option,
     parse_names,
     token_lengths,
@@ -25,6 +26,13 @@ from mtrain_cli.config.suggest import no_such
 
 if TYPE_CHECKING:
     from mtrain_ruler.ruler_files import Sources
+
+
+def complete_tasks(incomplete: str) -> list[str]:
+    """Complete a comma-separated list of tasks of InfiniteBench."""
+    from mtrain_ruler.infinitebench import TASKS
+
+    return in_list(list(TASKS), incomplete)
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,43 @@ def evaluate(
     options = RulerOptions(names, chosen.sources(), files, max_new)
     lengths = token_lengths("--length", common.length) if names else [0]  # files have their own
     run_evaluation("ruler", common, model, overrides, samples, lengths, options=asdict(options))
+
+
+@with_options(Common)
+def infinitebench(
+    common: Common,
+    model: Model,
+    data: Annotated[Path, option("DIR")],
+    overrides: Words = None,
+    tasks: Annotated[str | None, name_list(complete_tasks)] = None,
+    samples: Annotated[int, bounded(1, MOST_SAMPLES)] = 50,
+) -> None:
+    """Score InfiniteBench: the model answers questions about books, code, dialogues and lists.
+
+    A prompt that is longer than --length, less the room for the answer, keeps its first and its
+    last half, as in the benchmark. The prompt is computed under --attention; new tokens attend to
+    everything. The table has MTraining's published scores beside yours.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain eval infinitebench Qwen2.5-3B --data InfiniteBench --length 128k[/cyan]
+          Score 50 samples of each task whose file is in the folder
+      [cyan]mtrain eval infinitebench runs/latest --data DIR --tasks passkey,code_debug[/cyan]
+          Score two tasks
+
+    Args:
+        model: A Hugging Face folder, a run, or a step-N folder of a run.
+        data: Folder of the released files, such as passkey.jsonl.
+        overrides: Settings of sparsity and topology, train.kernel and train.dtype.
+        tasks: Names of files without .jsonl; by default all in the folder.
+        samples: Maximum number of samples of each task, its first ones. The largest has 590.
+    """
+    from mtrain_ruler.infinitebench import find_files
+    from mtrain_ruler.infinitebench_evaluation import InfiniteBenchOptions
+
+    folder = data.expanduser().absolute()
+    options = InfiniteBenchOptions(str(folder), tuple(find_files(folder, tasks)))
+    run_evaluation("infinitebench", common, model, overrides, samples, options=asdict(options))
 
 
 @with_options(Chosen)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mtrain_cli import __version__
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.launch.run_dir import RUN
+from mtrain_cli.records.metrics import METRICS_FILE, read_readable_metrics
 from mtrain_cli.reporting import elements, plots
 from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_studies.cells import Study
@@ -25,9 +27,10 @@ from mtrain_studies.outcomes import (
     Summary,
     dense_of,
 )
-from mtrain_studies.tiers import DENSE
+from mtrain_studies.tiers import DENSE, Cell
 
 PAGE = "report.html"
+_POINTS = 50  # of a line of losses by step
 _TITLE = "Does sparse training lose anything?"
 _BELOW = {"orientation": "v", "y": -0.3, "yanchor": "top", "x": 0}
 # Of the variants that have the same color, in turn: symbol and dash with the training's attention.
@@ -38,7 +41,7 @@ _DENSE_DASHES = ("dot", "dashdot")  # with dense attention in the measurement
 def write_page(study: Study, summary: Summary) -> Path:
     """Write the page of a study to its folder, and return its path."""
     path = study.folder / PAGE
-    drawn = [figure for figure in figures(summary) if figure.views]
+    drawn = [each for each in (*figures(summary), loss_by_step(study, summary)) if each.views]
     tier = summary.tier
     facts = [
         ("tier", tier.name),
@@ -99,7 +102,7 @@ def _frontier(summary: Summary) -> Figure:
 def _point(summary: Summary, each: Compared, x: float, measure: str) -> plots.Trace:
     over = each.difference[measure]
     half = 0.0 if over.high is None else over.high - over.mean
-    colour, turn = _colour(summary, each)
+    colour, turn = _colour(summary, each.variant.name)
     symbol = _SYMBOLS[turn] + ("-open" if _is_dense_beside_own(each) else "")
     bars = {"type": "data", "array": plots.numbers([half]), "thickness": 1}
     return plots.line(
@@ -108,10 +111,10 @@ def _point(summary: Summary, each: Compared, x: float, measure: str) -> plots.Tr
     )  # fmt: skip
 
 
-def _colour(summary: Summary, each: Compared) -> tuple[str, int]:
+def _colour(summary: Summary, name: str) -> tuple[str, int]:
     """Return the color of a variant, and how many variants before it have the same."""
     names = [variant.name for variant in summary.tier.variants]
-    turn, at = divmod(names.index(each.variant.name), len(plots.PALETTE))
+    turn, at = divmod(names.index(name), len(plots.PALETTE))
     return plots.PALETTE[at], turn % len(_SYMBOLS)
 
 
@@ -142,7 +145,7 @@ def _by_context(summary: Summary) -> Figure:
             ],
         }
         for title, values in lines.items():
-            colour, turn = _colour(summary, each)
+            colour, turn = _colour(summary, each.variant.name)
             dashes = _DENSE_DASHES if _is_dense_beside_own(each) else _DASHES
             drawn[title].append(
                 plots.line(
@@ -194,6 +197,48 @@ def _by_depth(summary: Summary) -> Figure:
         views.append(FigureView((label(each),), [map_], plots.layout(320, *axes)))
     note = "Depth: share of the text before the needle. Empty cells have no question."
     return Figure("needles", "Needles by depth and place", (), views, note, together=True)
+
+
+def loss_by_step(study: Study, summary: Summary) -> Figure:
+    """Draw the loss of training, as MTraining's figure 6a, from the metrics that cells keep."""
+    width = max(1, summary.tier.steps // _POINTS)
+    losses: dict[str, dict[int, dict[int, float]]] = {}  # by variant, seed and step
+    for variant in summary.tier.variants:
+        for seed in summary.tier.seeds:
+            cell = Cell(seed, variant)
+            file = study.path(cell) / RUN / METRICS_FILE
+            if variant.is_trained and cell.key in summary.done and file.is_file():
+                own = {row.step: row.loss for row in read_readable_metrics(file)[0]}
+                whole = {step: loss for step, loss in own.items() if loss is not None}
+                losses.setdefault(variant.name, {})[seed] = whole
+    drawn: dict[str, list[plots.Trace]] = {"nats per token": [], "nats above dense": []}
+    for name, seeds in losses.items():
+        above = {
+            seed: {step: loss - dense[step] for step, loss in own.items() if step in dense}
+            for seed, own in seeds.items()
+            if (dense := losses.get(DENSE, {}).get(seed))
+        }
+        for title, runs in zip(drawn, (seeds.values(), above.values()), strict=True):
+            steps = sorted(set.intersection(*map(set, runs))) if runs else []
+            blocks = [steps[at : at + width] for at in range(0, len(steps), width)]
+            means = [_mean([run[step] for run in runs for step in block]) for block in blocks]
+            colour, turn = _colour(summary, name)
+            look = {"mode": "lines", "line": {"color": colour, "dash": _DASHES[turn]}}
+            ends = [block[-1] for block in blocks]
+            drawn[title] += [plots.line(escape(name), ends, means, colour, **look)] * bool(blocks)
+    views = [
+        FigureView(
+            (title,), traces,
+            plots.layout(_height(traces), plots.axis("step"), plots.axis(title), legend=_BELOW),
+        )
+        for title, traces in drawn.items()
+        if traces
+    ]  # fmt: skip
+    note = (
+        f"Mean over seeds and {width} steps; differences are from the dense cell of the same seed, "
+        "which has the same batches, except dense-again."
+    )
+    return Figure("loss-by-step", "Loss of training by step", (), views, note, together=True)
 
 
 def _cells(summary: Summary) -> str:

@@ -5,14 +5,14 @@ The files are `profiles/published/NAME.yaml`. This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli import resource_dir
 from mtrain_cli.config.cluster import Cluster, load_cluster
-from mtrain_cli.config.documents import read_yaml, reason
+from mtrain_cli.config.documents import checked, read_yaml, reason
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
@@ -61,6 +61,7 @@ class PublishedRow:
     counts: whether the mean errors count the row.
     redundancy: workers and layout of a count of messages; empty if the row counts none.
     measured: shipped profile, layout and exchange of a measured value; empty if there is none.
+    attention: pattern with which the model of a score reads its prompts.
     """
 
     name: str
@@ -78,6 +79,7 @@ class PublishedRow:
     counts: bool = True
     redundancy: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
+    attention: str = "dense"
 
     def on(self, cluster: str) -> Cluster:
         """Return the cluster of the row."""
@@ -86,8 +88,25 @@ class PublishedRow:
 
 
 @dataclass(frozen=True)
+class ScoreColumn:
+    """The results of `mtrain eval` whose mean a column of scores is.
+
+    length, tasks: of the results; None and () for all.
+    results: number of results if all are there.
+    """
+
+    results: int
+    length: int | None = None
+    tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class PublishedTable:
-    """A published table. The fields are those of `published_tables.StudyTable`."""
+    """A published table. The fields are those of `published_tables.StudyTable`, and:
+
+    evaluation: the `mtrain eval` that gives such scores; "" for a table that mtrain predicts.
+    scores: the results that each quantity of a table of scores is the mean of.
+    """
 
     name: str
     title: str
@@ -96,6 +115,8 @@ class PublishedTable:
     cluster: str
     rows: tuple[PublishedRow, ...]
     remarks: tuple[str, ...] = ()
+    evaluation: str = ""
+    scores: Mapping[str, ScoreColumn] = field(default_factory=dict)
 
 
 def names() -> list[str]:
@@ -132,26 +153,32 @@ def read(name: str) -> PublishedTable:
 def read_file(path: Path) -> PublishedTable:
     """Read a table."""
     try:
-        content = dict(read_yaml(path))
+        content = {"cluster": "", **read_yaml(path)}
         shared = {key: content.pop(key) for key in _SETTINGS if key in content}
-        rows = tuple(_row(each, shared) for each in content.pop("rows"))
+        scores = {
+            name: checked(ScoreColumn, column) for name, column in content.pop("scores", {}).items()
+        }
+        quantities = scores or QUANTITIES
+        rows = tuple(_row(each, shared, quantities) for each in content.pop("rows"))
         remarks = tuple(content.pop("remarks", ()))
-        return PublishedTable(path.stem, **content, rows=rows, remarks=remarks)
+        return PublishedTable(path.stem, **content, rows=rows, remarks=remarks, scores=scores)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a published table ({reason(error)})") from None
 
 
-def _row(content: Mapping[str, Any], shared: Mapping[str, Any]) -> PublishedRow:
+def _row(
+    content: Mapping[str, Any], shared: Mapping[str, Any], quantities: Container[str]
+) -> PublishedRow:
     given = {**shared, **content}
     words = [*shared.get("words", ()), *content.get("words", ())]
     # A row's own setting replaces that of the table.
     given["words"] = tuple({str(word).partition("=")[0]: str(word) for word in words}.values())
     name, values = str(given.pop("row")), given.pop("values")
+    if other := [quantity for quantity in values if quantity not in quantities]:
+        raise ValueError(f"{other[0]}: no such quantity")
     return PublishedRow(name, tuple(_value(*item) for item in values.items()), **given)
 
 
 def _value(quantity: str, content: Any) -> PublishedValue:
-    if quantity not in QUANTITIES:
-        raise ValueError(f"{quantity}: no such quantity")
     content = content if isinstance(content, Mapping) else {"value": content}
     return PublishedValue(quantity, **{"value": None, **content})

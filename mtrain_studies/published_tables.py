@@ -61,6 +61,7 @@ class StudyTable:
     """A published table with all its values.
 
     where: section and table of the paper.
+    cluster: for which mtrain predicts the values; "" for scores, which it does not predict.
     remarks: sentences about the whole table, such as numbers that are left out.
     """
 
@@ -190,18 +191,22 @@ _ERRORS = (
 
 
 def study_sections(tables: Sequence[StudyTable]) -> list[Section]:
-    """Return the tables with their notes, and the errors of all of them; [] without tables."""
+    """Return the tables with their notes, and the errors of all that mtrain predicts."""
     sections = []
     for table in tables:
-        title = f"{table.name}: {table.title} ({table.paper}, {table.where}; for {table.cluster})"
+        place = f"; for {table.cluster}" if table.cluster else ""
+        title = f"{table.name}: {table.title} ({table.paper}, {table.where}{place})"
         of_rows = [f"{value.row}: {value.note}" for value in table.values if value.note]
         notes = Lines(list(dict.fromkeys([*of_rows, *table.remarks])))
+        columns = _COLUMNS if table.cluster else (*_COLUMNS[:3], _COLUMNS[-1])
         shown = (
-            Table(title, _COLUMNS, table.values) if table.values else Lines([title], style="bold")
+            Table(title, columns, table.values) if table.values else Lines([title], style="bold")
         )
         sections.append(Section(title, [shown, notes]))
-    found = Table("Errors", _ERRORS, errors(tables))
-    return [*sections, Section("Errors", [Lines([NOTE], style="dim"), found])] if tables else []
+    if any(table.cluster for table in tables):
+        found = Table("Errors", _ERRORS, errors(tables))
+        sections.append(Section("Errors", [Lines([NOTE], style="dim"), found]))
+    return sections
 
 
 def write_page(folder: Path, tables: Sequence[StudyTable]) -> Path:

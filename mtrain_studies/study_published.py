@@ -17,11 +17,12 @@ from mtrain_cli.commands.simulate import Calibrations
 from mtrain_cli.config.documents import json_text, read_json
 from mtrain_cli.config.schema import ConfigError
 from mtrain_studies import published
-from mtrain_studies.published import COMPUTED, STEP, WORKER, PublishedRow
+from mtrain_studies.published import COMPUTED, STEP, WORKER, PublishedRow, PublishedTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mtrain_cli.evaluation.results import Result
     from mtrain_cli.simulation.scenario import Scenario
     from mtrain_studies.published_tables import StudyTable
 
@@ -66,6 +67,7 @@ def compare(
     names: Annotated[list[str], argument("NAME...", complete_published)],
     out: Annotated[Path | None, option("DIR")] = None,
     files: Annotated[bool, flag("--files/--no-files")] = True,
+    results: Annotated[Path | None, option("DIR")] = None,
     calibration: Calibrations = None,
     as_json: Json = False,
 ) -> None:
@@ -85,11 +87,14 @@ def compare(
           Take kernel times of an H200 instead, scaled by peak FLOP/s
       [cyan]mtrain study burst-table2 burst-table4 --out ablations && mtrain report ablations[/cyan]
           Write the tables to a folder, and draw them to a page
+      [cyan]mtrain study table1 --results runs/latest[/cyan]
+          Compare RULER's scores in MTraining's paper with those of your model
 
     Args:
         names: Names of tables (`mtrain study list`), or burst, mtraining, magi or all.
         out: Folder for the files; by default measurements/study-NAME.
         files: Write summary.json and study.csv.
+        results: Run, or folder of results, of `mtrain eval` to show beside published scores.
     """
     chosen = [published.read(name) for name in published.chosen(names)]
     if not files and out is not None:
@@ -97,9 +102,13 @@ def compare(
     folder = _folder(out, names) if files else None
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_studies.published_predictions import predict_table
+    from mtrain_studies.published_scores import scored_table
 
+    own = [] if results is None else _results(results, chosen)
     tables = [
-        predict_table(table, partial(_scenario, table.cluster, calibration), _measured)
+        scored_table(table, results, own)
+        if table.evaluation
+        else predict_table(table, partial(_scenario, table.cluster, calibration), _measured)
         for table in chosen
     ]
     content = _document(tables)
@@ -109,6 +118,24 @@ def compare(
         typer.echo(json_text(content, indent=1))
     else:
         _show(tables, f"files  {folder}\ndraw   mtrain report {folder}" if folder else "")
+
+
+def _results(folder: Path, tables: Sequence[PublishedTable]) -> list[Result]:
+    """Return the results in a folder. Raises ConfigError if no table compares any of them."""
+    from mtrain_cli.evaluation.results import read_results
+
+    kinds = {table.evaluation for table in tables} - {""}
+    if not kinds:
+        known = (name for name in published.names() if published.read(name).evaluation)
+        raise ConfigError(
+            f"--results {folder}: these tables hold no scores; give one of {', '.join(known)}"
+        )
+    results = [r for r in read_results(folder) if r.task.partition(":")[0] in kinds]
+    if not results:
+        commands = " or ".join(f"`mtrain eval {kind}`" for kind in sorted(kinds))
+        why = f"holds no results of {commands}" if folder.is_dir() else "no such folder"
+        raise ConfigError(f"--results {folder}: {why}")
+    return results
 
 
 def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scenario:

@@ -86,17 +86,32 @@ def predict(
 ) -> torch.Tensor:
     """Return the scores of mean queries and keys by distance, float64 [heads, tokens].
 
-    MTraining, equation 9, with the mean query. With (a, b) the two dimensions of each frequency:
-    f(D) = sum of (a_q a_k + b_q b_k) cos(D theta) + (a_q b_k - b_q a_k) sin(D theta).
+    MTraining, equation 9, with the mean query.
 
     mean_q, mean_k: float64 [heads, head_dim], without rotation.
     """
-    (a_q, b_q), (a_k, b_k) = mean_q.chunk(2, -1), mean_k.chunk(2, -1)
-    even, odd = a_q * a_k + b_q * b_k, a_q * b_k - b_q * a_k
-    theta = frequencies.per_position.to(mean_q)
-    scale = frequencies.factor**2 * mean_q.shape[-1] ** -0.5
+    return expected_scores(mean_q[..., :, None] * mean_k[..., None, :], tokens, frequencies)
+
+
+def expected_scores(
+    products: torch.Tensor, tokens: int, frequencies: RotaryFrequencies
+) -> torch.Tensor:
+    """Return the expected scores by distance, float64 [heads, tokens]: MTraining, theorem A.1.
+
+    With A_i = E[q_i k_i] and B_i = E[q_i k_(i + d/2 mod d)], the score at distance D is the sum of
+    (A_i + A_(i + d/2)) cos(D theta_i) + (B_i - B_(i + d/2)) sin(D theta_i) over the frequencies i.
+    The paper's equation 13 squares the product of the means; E[q k] has it once.
+
+    products: float64 [heads, head_dim, head_dim], E[q_i k_j], without rotation.
+    """
+    own = products.diagonal(dim1=-2, dim2=-1)
+    other = products.roll(-(products.shape[-1] // 2), -1).diagonal(dim1=-2, dim2=-1)
+    (a, a_next), (b, b_next) = own.chunk(2, -1), other.chunk(2, -1)
+    even, odd = a + a_next, b - b_next
+    theta = frequencies.per_position.to(products)
+    scale = frequencies.factor**2 * products.shape[-1] ** -0.5
     parts = []
-    for distances in torch.arange(tokens, device=mean_q.device).split(_ANGLES // len(theta)):
+    for distances in torch.arange(tokens, device=products.device).split(_ANGLES // len(theta)):
         angles = theta[:, None] * distances
         parts.append((even @ angles.cos() + odd @ angles.sin()) * scale)
     return torch.cat(parts, -1)

@@ -9,6 +9,7 @@ import re
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command import mtrain
 from evaluation.evaluated_runs import small_run, text_file
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from mtrain_cli import api
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
+from mtrain_cli.evaluation.perplexity import text_hash
 from mtrain_cli.evaluation.runner import STOPPED
 from mtrain_cli.launch.manifest import Manifest, checksum
 
@@ -57,6 +59,28 @@ def refused(*words: str) -> str:
     """Return the only line of output."""
     (line,) = evaluate(*words, code=2).stderr.splitlines()
     return line
+
+
+def test_a_folder_of_books_gives_the_windows_of_each_length():
+    """PG-19: one file per book; short books count only for the lengths that they fill."""
+    books = {"10146": 700, "10321": 300, "10356": 1300}
+    for name, characters in books.items():
+        path = Path("pg19/test", f"{name}.txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name} " * (characters // 6))
+    words = ("--text", "pg19/test", "--length", "256,512,1k", "--samples", "3", "--json")
+    done = evaluate("perplexity", "run", *words)
+    results = {row["length"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert {length: row["samples"] for length, row in results.items()} == {256: 3, 512: 3, 1024: 1}
+    assert "shorter than 512 tokens" in results[512]["note"]
+    assert results[1024]["parts"][-1]["end"] == 1024
+    rows = map(json.loads, Path("run/evaluation/samples.jsonl").read_text().splitlines())
+    at_256 = [row["text"] for row in rows if row["length"] == 256 and row["tokens"] == 255]
+    starts = [[*f"{name} ".encode() * 43][:256] for name in books]
+    assert at_256[-3:] == [text_hash(np.array(ids)) for ids in starts]  # each book's beginning
+    assert "no document has 2,048 tokens; the longest has" in refused(
+        "perplexity", "run", "--text", "pg19/test", "--length", "256,2k"
+    )
 
 
 def test_perplexity_and_needles_share_a_folder_that_report_shows():

@@ -11,7 +11,7 @@ from mtrain_cli.config.schema import LAYOUTS, ConfigError
 from mtrain_studies.published import PAPERS, chosen, names, read, read_file
 
 ASKED = (
-    *("table3", "fig6b", "fig7", "fig12", "fig13"),
+    *("table1", "table2", "table3", "llama-ruler", "fig6b", "fig7", "fig11", "fig12", "fig13"),
     *(f"burst-table{number}" for number in range(1, 6)),
     *("burst-fig14", "magi-masks", "magi-scaling"),
 )
@@ -28,8 +28,16 @@ def test_all_tables_ship_with_their_source():
         for row in table.rows:
             assert row.layout in LAYOUTS
             assert row.exchange in exchange_names()
-            assert row.on(table.cluster).gpus > 0
+            assert table.evaluation or row.on(table.cluster).gpus > 0
             assert not row.measured or (resource_dir("profiles") / row.measured["profile"]).is_dir()
+
+
+@pytest.mark.parametrize("name", [name for name in names() if read(name).evaluation])
+def test_printed_averages_are_the_means_of_the_printed_scores(name):
+    """A digit that was copied wrongly would show."""
+    for row in read(name).rows:
+        *scores, average = [value.value for value in row.values]
+        assert average == pytest.approx(sum(scores) / len(scores), abs=0.051), row.name
 
 
 def test_settings_of_a_row_replace_those_of_its_table():

@@ -12,6 +12,7 @@ from mtrain_studies.attention.rope_analysis import (
     RotaryFrequencies,
     analyze_rope,
     determination,
+    expected_scores,
     predict,
 )
 
@@ -62,6 +63,29 @@ def test_planted_means_are_predicted_and_make_slashes(factor):
     diagonals = torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(2, 1)) / math.sqrt(DIM)
     expected = torch.stack([diagonals.diagonal(-d, 1, 2).mean(-1) for d in range(TOKENS)], -1)
     torch.testing.assert_close(found.measured, expected.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_expected_score_of_correlated_queries_and_keys_depends_on_their_distance(seed, factor):
+    """MTraining, theorem A.1, by 100,000 draws: three distances, each at two places."""
+    generator = torch.Generator().manual_seed(seed)
+    draws, frequencies = 100_000, RotaryFrequencies(THETA, factor)
+    mean_q, mean_k = torch.randn(2, DIM, generator=generator, dtype=torch.float64)
+    mix_q, mix_k = torch.randn(2, DIM, DIM, generator=generator, dtype=torch.float64)
+    # A query and a key share their noise, so E[q_i k_j] has a covariance beside the means.
+    products = mean_q[:, None] * mean_k + mix_q.T @ mix_k
+    expected = expected_scores(products[None], TOKENS, frequencies)[0]
+    for distance in (1, 37, TOKENS - 1):
+        for place in (0, 1000):
+            noise = torch.randn(draws, DIM, generator=generator, dtype=torch.float64)
+            positions = torch.tensor([[place + distance, place]])
+            turned = rotation(positions, THETA, factor)
+            pair = torch.stack([mean_q + noise @ mix_q, mean_k + noise @ mix_k], 1)[:, :, None]
+            q, k = rotate(pair, turned.cos_BN1F, turned.sin_BN1F)[:, :, 0].unbind(1)
+            scores = (q * k).sum(-1) / math.sqrt(DIM)
+            error = float(scores.std()) / math.sqrt(draws)
+            assert abs(float(scores.mean() - expected[distance])) < 3 * error
 
 
 def test_other_frequencies_do_not_predict():
