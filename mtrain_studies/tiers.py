@@ -280,9 +280,14 @@ _A = Tier(
             Variant(f"block_topk-{name}", _block_topk(*settings), about=about)
             for name, settings, about in (
                 ("exact-15", ("score=exact", "density=0.15"), "15 % of the pairs by exact scores"),
-                ("exact-5", ("score=exact", "density=0.05"), "5 % of the pairs by exact scores"),
-                ("mean-15", ("score=mean", "density=0.15"), "by mean query and key: a control"),
-                ("pca-15", ("score=pca", "density=0.15"), "by scores of 32 dimensions"),
+                ("15", ("score=learned", "density=0.15"), "15 % by learned scores"),
+                ("10", ("score=learned", "density=0.1"), "10 % by learned scores"),
+                ("5", ("score=learned", "density=0.05"), "5 % by learned scores"),
+                (
+                    f"10-{DENSE_LAYERS}",
+                    ("score=learned", "density=0.1", "dense_layers=2"),
+                    "10 % by learned scores, and the last 2 layers dense",
+                ),
             )
         ),
     ),

@@ -10,6 +10,40 @@ _ROWS, _KEYS = 128, 64  # most queries and keys of a tile
 
 
 @triton.jit
+def _lse(
+    Q, K, FIRST, NUMBERS, OUT, scale, local,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    slot = local - 1 - tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    number = tl.load(NUMBERS + slot)
+    row, d, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, KEYS)
+    kv_heads = HEADS // GROUP
+    at = slot.to(tl.int64) * BLOCK + row
+    q = tl.load(Q + (at[:, None] * HEADS + h) * D + d)
+    own = number * BLOCK + row
+    first = tl.load(FIRST + own)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for block in range(0, number + 1):
+        of_block = tl.full([ROWS], float("-inf"), tl.float32)
+        for begin in tl.static_range(0, BLOCK, KEYS):
+            position = block * BLOCK + begin + key
+            place = position.to(tl.int64)[:, None] * kv_heads + h // GROUP
+            k = tl.load(K + place * D + d)
+            s = tl.dot(q, tl.trans(k)) * scale
+            seen = (position[None, :] >= first[:, None]) & (position[None, :] <= own[:, None])
+            of_block = tl.maximum(of_block, tl.max(tl.where(seen, s, float("-inf")), 1))
+        higher = tl.maximum(largest, of_block)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(largest - base) + tl.exp(of_block - base)
+        largest = higher
+    lse = tl.where(total > 0, largest + tl.log(total), float("inf"))
+    tl.store(OUT + (h * local + slot) * BLOCK + row, lse)
+
+
+@triton.jit
 def _largest(
     Q, K, LSE, FIRST, NUMBERS, LEVEL, OUT, scale, local, blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
@@ -23,7 +57,7 @@ def _largest(
     d, key = tl.arange(0, D), tl.arange(0, KEYS)
     kv_heads = HEADS // GROUP
     if STARTS:
-        level = tl.load(LEVEL + h)
+        level = tl.load(LEVEL)
     for block in range(split, number, splits):
         largest = float("-inf")
         start_row = BLOCK
@@ -49,6 +83,33 @@ def _largest(
         tl.store(OUT + (h * local + slot) * blocks + block, start_row if STARTS else largest)
 
 
+def lse_of_largest(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    first: torch.Tensor,
+    numbers: torch.Tensor,
+    scale: float,
+    block: int,
+) -> torch.Tensor:
+    """Return each query's log-sum-exp over key blocks of its largest ``scale * q k`` in each.
+
+    Arguments are those of `largest_scores`.
+
+    Returns:
+        float32 [heads, local blocks, block]; +inf for a query that sees no key.
+    """
+    q, k = q.contiguous(), k.contiguous()
+    local, _, heads, dim = q.shape
+    result = torch.empty(heads, local, block, device=q.device)
+    rows = min(block, _ROWS)
+    _lse[(local, heads, block // rows)](
+        q, k, first.contiguous(), numbers, result, scale, local,
+        HEADS=heads, GROUP=heads // k.shape[1], D=dim, BLOCK=block, ROWS=rows,
+        KEYS=min(block, _KEYS), num_warps=4 if dim <= 64 else 8, num_stages=3,
+    )  # fmt: skip
+    return result
+
+
 def largest_scores(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,10 +127,10 @@ def largest_scores(
     Args:
         q: [local blocks, block, heads, dim], contiguous.
         k: [blocks * block, kv_heads, dim], contiguous, all keys of the sequence in order.
-        lse: float32 [heads, local blocks, block]; +inf for padding.
+        lse: float32 [heads, local blocks, block]; +inf for a query that sees no key.
         first: int32 [blocks, block], position of the first key that each query sees.
         numbers: int32 [local blocks], block number of each local query block.
-        level: float32 [heads].
+        level: float32, a scalar.
 
     Returns:
         float32 [heads, local blocks, blocks]; -inf from the query block itself on. With a level,

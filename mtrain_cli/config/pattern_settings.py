@@ -270,15 +270,15 @@ class MobaSettings(SparseSettings):
 
 @dataclass(frozen=True)
 class BlockTopkSettings(SparseSettings):
-    """Key blocks for each block of queries, by the largest score of any of its query-key pairs.
+    """Key blocks for each block of queries, by the largest attention of any of its queries.
 
-    density: share of the causal pairs that each head computes, forced blocks included; 0 =
+    density: share of the causal pairs that each layer computes, forced blocks included; 0 =
         sparsity.threshold decides
     threshold: least bound of an attention probability that chooses a block: with exact scores, no
         pair above it is lost; 0 = sparsity.density decides
     row_cap: most blocks of a row of blocks, as a multiple of its share of the density
-    score: exact = products of whole queries and keys; pca = of their projections on the directions
-        that matter most to the products; mean = of the mean query and key of a block (a control)
+    score: exact = products of whole queries and keys; learned = of projections that learn in
+        training where the queries of each group look
     rank: dimensions of a projection
     index_per: what has an index of its own: each query head, or each group of query heads that
         shares a key-value head
@@ -291,7 +291,7 @@ class BlockTopkSettings(SparseSettings):
     density: float = option(FRACTION)
     threshold: float = option(FRACTION)
     row_cap: float = option(at_least(1).up_to(10**6, "no sequence has so many blocks"))
-    score: str = option(("exact", "pca", "mean"))
+    score: str = option(("exact", "learned"))
     rank: int = option(POSITIVE.up_to(1024, "no head is wider"))
     index_per: str = option(("query_head", "kv_group"))
 

@@ -1,4 +1,4 @@
-"""Choose key blocks for each block of queries by the largest score of any query-key pair.
+"""Choose key blocks for each block of queries by the attention of the query that needs them most.
 
 One question among the queries of a block is enough to choose the block that answers it. A sum or a
 mean over the queries, as `xattention` and `moba` take it, would let the other queries outvote it.
@@ -7,235 +7,202 @@ mean over the queries, as `xattention` and `moba` take it, would let the other q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.device_copy import to_device
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, pack_bits
+from mtrain_cli.attention.index import GatedBitmap, pack_bits
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import Pair, accumulation_dtype, has_triton, high_product
 from mtrain_cli.config.pattern_settings import BlockTopkSettings
+from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.sparsity.index_maps import FIRST_UPDATES, UPDATES, IndexMaps
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
-_SINKS = 16  # first keys of a sequence, which nearly every query attends to
-_SAMPLES = 1024  # queries and keys of a sequence from which projections are found
-_SCORE_BYTES = 1 << 28
+_GATE_BYTES = 1 << 28
 
 
-@dataclass(frozen=True)
 class BlockTopkPattern(BlockTopkSettings):
-    """Rank blocks by the maximum of q k - lse over their pairs.
+    """Rank blocks by the maximum over their queries of the largest score minus the query's lse.
 
-    lse is a query's log-sum-exp over its own block and the first keys. The attention that a query
-    gives to a key is at most exp(q k - lse), so no larger attention lies in a block that ranks
-    lower. Queries that rest on near keys rank low, and leave the density to those that look far.
+    lse is the log-sum-exp over all blocks that a query sees, of its largest score in each. As the
+    log-sum-exp over all keys is no less, the attention that a query gives to a key is at most exp
+    of this rank. Queries whose attention is spread rank low, and leave the density to those that
+    look at few keys.
 
     A query sees a chosen block only from the first query of its block on that ranks it so high:
     what later queries look for would tell the model what the next tokens are. With a density, the
-    level that a rank must reach, one number per head, and the row cap still depend on all queries.
+    level that a rank must reach, one number per layer, and the row cap still depend on all queries.
+
+    learns: whether `estimate` updates the maps of ``score=learned``.
     """
 
-    @property
-    def is_causal(self) -> bool:
-        return self.score != "mean"
+    learns = False
+
+    def __init__(self, seed: int = 0, **settings: object) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.seed = seed
+        self._maps: dict[int, IndexMaps] = {}
 
     def request(self) -> IndexRequest:
-        return IndexRequest(self.block, bitmap=True, chunk=self.block if self.is_causal else 0)
+        return IndexRequest(self.block, bitmap=True, chunk=self.block)
 
     def describe(self) -> str:
-        scores = {
-            "exact": "exact scores",
-            "pca": f"scores of {self.rank} dimensions",
-            "mean": "the score of mean query and mean key (a control)",
-        }[self.score]
-        each = "KV head" if self.index_per == "kv_group" else "query head"
         size = (
             f"every block with a pair above {self.threshold:g}"
             if self.threshold
             else f"{100 * self.density:g}% of the pairs"
         )
-        return f"{size} for every {each} and block of queries, by the largest of {scores}"
+        owner = "KV head" if self.index_per == "kv_group" else "query head"
+        scores = f"learned scores of {self.rank} dimensions"
+        return (
+            f"{size} for every {owner} and block of queries, by "
+            f"{scores if self.score == 'learned' else 'exact scores'}"
+        )
 
     def probed_rows(self, length: int) -> Tensor:
         return NO_ROWS
 
-    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:
+    def state(
+        self, model: ModelConfig, layers: Sequence[int], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return the maps that are learned, by ``LAYER.NAME``; {} with exact scores."""
+        if self.score != "learned":
+            return {}
+        heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+        maps = {layer: self._maps_of(layer, heads, kv_heads, dim, device) for layer in layers}
+        return {
+            f"{layer}.{field.name}": getattr(of_layer, field.name)
+            for layer, of_layer in maps.items()
+            for field in fields(of_layer)
+        }
+
+    def _maps_of(
+        self, layer: int, heads: int, kv_heads: int, dim: int, device: torch.device
+    ) -> IndexMaps:
+        if layer not in self._maps:
+            seed = self.seed * 100_003 + layer
+            self._maps[layer] = IndexMaps.make(heads, kv_heads, dim, self.rank, seed, device)
+        return self._maps[layer]
+
+    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> GatedBitmap:
         """Return the index. Workers gather the keys that scores need, and count scores together."""
+        heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
         blocks_of = [masked.in_blocks(t[b], b) for t in (q, k) for b in range(len(q))]
         queries, keys = torch.stack(blocks_of[: len(q)]), torch.stack(blocks_of[len(q) :])
-        lse = self._near_lse(queries, keys, masked)
-        if self.score == "pca" and self.rank < q.shape[-1]:
-            queries, keys = self._project(queries, keys, masked)
-        if self.score == "mean":
-            counts = masked.tables.lengths[:, None] - masked.geometry.key_blocks * self.block
-            counts = counts.clamp(1, self.block)[..., None, None, None]
-            queries, keys = (t.float().sum(2, keepdim=True) / counts for t in (queries, keys))
-            lse = lse.masked_fill(lse.isposinf(), 0.0).mean(-1, keepdim=True)
+        scale = dim**-0.5
+        if self.score == "learned":
+            maps = self._maps_of(layer, heads, kv_heads, dim, q.device)
+            if self.learns:
+                seed = self.seed * 100_003 + layer
+                for turn in range(UPDATES if maps.updates else FIRST_UPDATES):
+                    b = turn % len(q)
+                    maps.learn(queries[b], keys[b], masked, b, seed)
+            (queries, keys), scale = maps.project(queries, keys), 1.0
         everyone = masked.gather_blocks(keys)  # [batch, keys, kv_heads, dim]
-        heads, groups = q.shape[2], k.shape[2] if self.index_per == "kv_group" else q.shape[2]
+        groups = kv_heads if self.index_per == "kv_group" else queries.shape[3]
         bits, gates = [], []
         for b in range(len(q)):
-            find = partial(
-                self._find, queries[b], everyone[b], lse[b], q.shape[-1] ** -0.5, masked, b
-            )
-            scores = find().unflatten(0, (groups, -1)).amax(1)
+            find = partial(self._find, queries[b], everyone[b], scale, masked, b)
+            lse = self._lse(queries[b], everyone[b], scale, masked, b)
+            scores = find(lse).unflatten(0, (groups, -1)).amax(1)
             forced = self._forced(masked, b)
             chosen, level = self._choose(scores, forced, masked, b)
+            starts = find(lse, level).unflatten(0, (groups, -1)).amin(1)
             bits.append(chosen.repeat_interleave(heads // groups, 0))
-            if self.is_causal:
-                per_head = level.repeat_interleave(heads // groups)
-                starts = find(per_head).unflatten(0, (groups, -1)).amin(1)
-                gates.append(self._gates(chosen, starts.masked_fill(forced, 0)))
+            gates.append(self._gates(chosen, starts.masked_fill(forced, 0)))
         geometry = masked.geometry
-        index = BlockBitmap(self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks)
-        if not gates:
-            return index
         by_head = torch.stack(gates).repeat_interleave(heads // groups, 1)
-        return GatedBitmap(**vars(index), gates=by_head, chunk=self.block)
+        return GatedBitmap(
+            self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks,
+            gates=by_head, chunk=self.block,
+        )  # fmt: skip
 
     def _gates(self, chosen: Tensor, starts: Tensor) -> Tensor:
         """Return which blocks each query sees, int32 [heads, local queries, words].
 
         starts: [heads, local, blocks], first query of a query block that sees a key block.
         """
-        row, words = torch.arange(self.block, device=starts.device), -(-starts.shape[-1] // 32)
-        gates = torch.empty(
-            *starts.shape[:2], self.block, words, dtype=torch.int32, device=starts.device
-        )
-        for slot in range(starts.shape[1]):
-            seen = chosen[:, slot, None] & (starts[:, slot, None] <= row[:, None])
-            gates[:, slot] = pack_bits(seen)
-        return gates.flatten(1, 2)
+        row = torch.arange(self.block, device=starts.device)[:, None]
+        at_once = max(1, _GATE_BYTES // (8 * self.block * starts.shape[0] * starts.shape[2]))
+        parts = [
+            pack_bits(seen[:, :, None] & (first[:, :, None] <= row))
+            for seen, first in zip(chosen.split(at_once, 1), starts.split(at_once, 1), strict=True)
+        ]
+        return torch.cat(parts, 1).flatten(1, 2)
 
-    def _near_lse(self, q: Tensor, k: Tensor, masked: MaskedPositions) -> Tensor:
-        """Return each query's lse over near keys, [batch, heads, local blocks, block].
+    def _lse(self, q: Tensor, k: Tensor, scale: float, masked: MaskedPositions, b: int) -> Tensor:
+        """Return each query's log-sum-exp over its largest scores, [heads, local blocks, block].
 
-        It is +inf for padding. The first keys of the sequence are those that a query of the first
-        block does not already see as its own.
+        Arguments are those of `_find`. It is +inf for a query that sees no key.
         """
-        batch, local, block, heads, dim = q.shape
-        kv_heads, dtype = k.shape[3], accumulation_dtype(q.dtype)
-        sinks = k.new_zeros(batch, _SINKS, kv_heads, dim)
-        if masked.numbers[0] == 0:
-            sinks.copy_(k[:, 0, :_SINKS])
-        masked.group.sum(sinks)
-        rows = masked.positions.view(local, block)
-        first = masked.tables.first[:, masked.positions].view(batch, local, block, 1)
-        sink = torch.arange(_SINKS, device=q.device)
-        result = torch.empty(batch, heads, local, block, dtype=dtype, device=q.device)
-        at_once = max(1, _SCORE_BYTES // (4 * heads * block * (block + _SINKS)))
-        for b in range(batch):
-            for begin in range(0, local, at_once):
-                part = slice(begin, begin + at_once)
-                near = torch.cat([k[b, part], sinks[b].expand(len(k[b, part]), -1, -1, -1)], 1)
-                own = rows[part]
-                key = torch.cat([own, sink.expand(len(own), -1)], 1)[:, None]
-                seen = (key >= first[b, part]) & (key <= own[..., None])
-                seen[..., block:] &= sink < own[:, :1, None]  # else it is a key of its own block
-                # [kv_heads * blocks, group * block, dim] and [kv_heads * blocks, dim, keys]
-                left = q[b, part].unflatten(2, (kv_heads, -1)).permute(2, 0, 3, 1, 4)
-                right = near.permute(2, 0, 3, 1).flatten(0, 1)
-                products = high_product(left.flatten(2, 3).flatten(0, 1), right)
-                scores = products.view(*left.shape[:-1], -1).mul_(dim**-0.5)
-                lse = scores.masked_fill_(~seen[:, None], float("-inf")).logsumexp(-1)
-                result[b, :, part] = lse.transpose(1, 2).flatten(0, 1)
-        return result.masked_fill_(result.isneginf(), float("inf"))
+        if fused_scores_usable(q, self.block):
+            from mtrain_cli.kernels.triton import block_scores
 
-    def _project(self, q: Tensor, k: Tensor, masked: MaskedPositions) -> Pair:
-        """Return queries and keys of ``rank`` dimensions, of whose products the error is least.
-
-        With the Cholesky factors A and B of the second moments of a group's queries and of its
-        keys, the directions are those of the largest singular values of A' B.
-        """
-        kv_heads, dim = k.shape[3:]
-        samples = self._sampled(torch.cat([q, k], 3), masked).double()
-        queries, keys = samples.split([q.shape[3], kv_heads], 2)
-        # [kv_heads, samples, dim]
-        queries = queries.unflatten(2, (kv_heads, -1)).movedim(2, 0).flatten(1, 3)
-        keys = keys.movedim(2, 0).flatten(1, 2)
-        factors = []
-        for tokens in (queries, keys):
-            moments = tokens.mT @ tokens
-            level = moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-30)
-            noise = 1e-6 * level * torch.eye(dim, dtype=torch.float64, device=q.device)
-            factors.append(torch.linalg.cholesky(moments / level + noise))
-        a, b = factors
-        u, s, vt = torch.linalg.svd(a.mT @ b)
-        root = s[:, None, : self.rank].sqrt()
-        left = torch.linalg.solve_triangular(a.mT, u[..., : self.rank] * root, upper=True)
-        right = torch.linalg.solve_triangular(b.mT, vt.mT[..., : self.rank] * root, upper=True)
-        by_head = left.to(q.dtype).repeat_interleave(q.shape[3] // kv_heads, 0)
-        low_q = torch.einsum("bnihd,hdr->bnihr", q, by_head)
-        return low_q, torch.einsum("bnihd,hdr->bnihr", k, right.to(k.dtype))
-
-    def _sampled(self, tokens: Tensor, masked: MaskedPositions) -> Tensor:
-        """Return tokens of all workers, evenly spaced, [batch, samples, heads, dim]."""
-        result = tokens.new_zeros(len(tokens), _SAMPLES, *tokens.shape[3:])
-        for b, own in enumerate(tokens):
-            length = masked.masks[b].length
-            wanted = np.unique(np.linspace(0, length - 1, min(_SAMPLES, length)).astype(np.int64))
-            _, target, slots = np.intersect1d(
-                wanted, masked.host_positions, assume_unique=True, return_indices=True
-            )
-            at, source = (to_device(t, tokens.device) for t in (target, slots))
-            result[b].index_copy_(0, at, own.flatten(0, 1).index_select(0, source))
-        return masked.group.sum(result)  # exact: one worker has each token and others add zeros
+            first = masked.tables.first[b].view(masked.geometry.blocks, -1)
+            numbers = masked.geometry.query_blocks
+            return block_scores.lse_of_largest(q, k, first, numbers, scale, self.block)
+        parts = [self._largest(q[i], k, scale, masked, b, i) for i in range(len(q))]
+        lse = torch.stack([part.logsumexp(-1) for part in parts], 1)
+        return lse.masked_fill_(lse.isneginf(), math.inf)
 
     def _find(
         self,
         q: Tensor,
         k: Tensor,
-        lse: Tensor,
         scale: float,
         masked: MaskedPositions,
         b: int,
+        lse: Tensor,
         level: Tensor | None = None,
     ) -> Tensor:
-        """Return the largest score of each local query block and earlier key block.
+        """Return the largest rank of each local query block and earlier key block.
 
-        q: [local blocks, rows, heads, dim]. k: [blocks * rows, kv_heads, dim]. rows: the block
-            size, or 1 for means.
-        level: float [heads], for the first query of a block with a score of that level instead.
+        q: [local blocks, block, heads, dim]. k: [keys, kv_heads, dim], of the whole sequence.
+        level: a float, for the first query of a block with a rank of that level instead.
 
         Returns:
             [heads, local blocks, blocks]; -inf where no query sees a key, or the block size if no
-            query has such a score.
+            query has such a rank.
         """
-        local, rows, heads, _ = q.shape
-        blocks, kv_heads = masked.geometry.blocks, k.shape[1]
-        numbers, tables = masked.geometry.query_blocks, masked.tables
-        first = tables.first[b].view(blocks, -1)
-        if rows == 1:
-            first = first.amin(-1, keepdim=True) // self.block
-        if fused_scores_usable(q, self.block) and rows > 1:
+        blocks, numbers = masked.geometry.blocks, masked.geometry.query_blocks
+        if fused_scores_usable(q, self.block):
             from mtrain_cli.kernels.triton import block_scores
 
+            first = masked.tables.first[b].view(blocks, -1)
             return block_scores.largest_scores(
                 q.contiguous(), k.contiguous(), lse, first, numbers, scale, self.block, level
             )
         results = []
-        key = torch.arange(len(k), device=q.device)
-        transposed = k.permute(1, 2, 0)
-        # The shapes of these products do not depend on the number of workers, nor does rounding.
-        for i in range(local):
-            number = int(masked.numbers[i])
-            queries = q[i].permute(1, 0, 2).unflatten(0, (kv_heads, -1)).flatten(1, 2)
-            scores = high_product(queries, transposed).view(heads, rows, -1).to(lse.dtype)
-            scores = scores.mul_(scale).sub_(lse[:, i, :, None])
-            seen = (key >= first[number][:, None]) & (key < number * rows)
-            scores.masked_fill_(~seen | ~(scores < math.inf), -math.inf)
-            of_queries = scores.view(heads, rows, blocks, rows).amax(-1)
+        for i in range(len(q)):
+            ranks = self._largest(q[i], k, scale, masked, b, i) - lse[:, i, :, None]
+            ranks[..., int(masked.numbers[i]) :] = -math.inf
             if level is None:
-                results.append(of_queries.amax(1))
+                results.append(ranks.amax(1))
             else:
-                reached = (of_queries.float() >= level[:, None, None]).to(torch.int32)
-                results.append(torch.where(reached.any(1), reached.argmax(1), rows))
+                reached = (ranks.float() >= level).to(torch.int32)
+                results.append(torch.where(reached.any(1), reached.argmax(1), self.block))
         return torch.stack(results, 1)
+
+    def _largest(
+        self, q: Tensor, k: Tensor, scale: float, masked: MaskedPositions, b: int, slot: int
+    ) -> Tensor:
+        """Return the largest score of each query of a block with each key block's visible keys.
+
+        q: [block, heads, dim]. Returns [heads, block, blocks], -inf where a query sees no key.
+        """
+        kv_heads, blocks = k.shape[1], masked.geometry.blocks
+        # The shapes of these products do not depend on the number of workers, nor does rounding.
+        queries = q.permute(1, 0, 2).unflatten(0, (kv_heads, -1)).flatten(1, 2)
+        scores = high_product(queries, k.permute(1, 2, 0)).view(q.shape[1], len(q), -1)
+        scores = scores.to(accumulation_dtype(q.dtype)).mul_(scale)
+        row = masked.positions.view(-1, self.block)[slot]
+        first, key = masked.tables.first[b][row], torch.arange(len(k), device=q.device)
+        scores.masked_fill_((key < first[:, None]) | (key > row[:, None]), -math.inf)
+        return scores.unflatten(-1, (blocks, -1)).amax(-1)
 
     def _forced(self, masked: MaskedPositions, b: int) -> Tensor:
         """Return the first block, the own one and the one before, bool [local, blocks]."""
@@ -245,10 +212,13 @@ class BlockTopkPattern(BlockTopkSettings):
         return forced & (masked.tables.per_block[b] > 0)
 
     def _choose(self, scores: Tensor, forced: Tensor, masked: MaskedPositions, b: int) -> Pair:
-        """Return the chosen blocks, bool [heads, local, blocks], and their least score [heads]."""
+        """Return the chosen blocks, bool [heads, local, blocks], and their least rank.
+
+        scores: [heads, local, blocks].
+        """
         if self.threshold:
-            level = scores.new_full((len(scores),), math.log(self.threshold), dtype=torch.float32)
-            return forced | (scores.float() >= level[:, None, None]), level
+            level = scores.new_full((), math.log(self.threshold), dtype=torch.float32)
+            return forced | (scores.float() >= level), level
         pairs = masked.tables.per_block[b]
         ranks = _ordered(scores.float().masked_fill_(forced, -math.inf))
         numbers = masked.geometry.query_blocks.long()[:, None]
@@ -257,9 +227,9 @@ class BlockTopkPattern(BlockTopkSettings):
         ranks.masked_fill_(ranks < _level(ranks, cap, lambda count: count), 0)
         sums = torch.stack([pairs.sum(dtype=torch.int64), (pairs * forced).sum(dtype=torch.int64)])
         total, used = masked.group.sum(sums)
-        room = ((self.density * total.double() - used) / self.block**2).floor().long().clamp(min=0)
-        level = _level(ranks.flatten(1), room, masked.group.sum)
-        return forced | (ranks >= level[..., None]), _score_of(level[:, 0])
+        room = len(scores) * (self.density * total.double() - used) / self.block**2
+        level = _level(ranks.flatten(), room.floor().long().clamp(min=0), masked.group.sum)
+        return forced | (ranks >= level), _score_of(level[0])
 
 
 def fused_scores_usable(q: Tensor, block: int) -> bool:
@@ -299,4 +269,4 @@ def _level(ranks: Tensor, room: Tensor, add: Callable[[Tensor], Tensor]) -> Tens
 
 
 def make_pattern(settings: BlockTopkSettings, seed: int) -> BlockTopkPattern:
-    return BlockTopkPattern(**vars(settings))
+    return BlockTopkPattern(seed, **vars(settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import gloo
@@ -18,6 +19,7 @@ from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.block_topk import BlockTopkPattern
 from mtrain_cli.sparsity.fixed import FixedPattern
+from mtrain_cli.sparsity.index_maps import IndexMaps
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
@@ -56,9 +58,9 @@ def block_topk(**changed) -> BlockTopkPattern:
 
 PATTERNS: dict[str, Pattern] = {
     "block_topk": block_topk(),
-    "block_topk of groups": block_topk(index_per="kv_group", score="pca"),
+    "block_topk of groups": block_topk(index_per="kv_group"),
     "block_topk above a threshold": block_topk(density=0.0, threshold=0.2),
-    "block_topk of means": block_topk(score="mean"),
+    "block_topk of learned maps": block_topk(index_per="kv_group", score="learned"),
     "plain": vertical_slash(),
     "joint": vertical_slash(joint=True, p_v=0.8),
     "windows": vertical_slash(windows=3),
@@ -147,7 +149,7 @@ def estimates(
                     my_q[b, own >= mask.length] = float("nan")
                     my_k[b, own >= mask.length] = 70.0
                 for name in names:
-                    pattern = PATTERNS[name]
+                    pattern = copy.deepcopy(PATTERNS[name])  # maps have the shape of a model
                     dynamic = DynamicIndex(pattern, masked(pattern, batch_masks, layout, group))
                     index = dynamic.of(3, my_q, my_k)
                     mask_name = "docs" if documents else "causal"
@@ -266,4 +268,35 @@ def test_shards_that_are_not_whole_blocks_are_refused():
     with pytest.raises(ValueError, match="whole blocks"):
         MaskedPositions.make(
             [SequenceMask.causal(72, 72)], BLOCK, [layout.positions(r) for r in range(2)]
+        )
+
+
+def maps_after_updates(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Return the maps of two layouts after updates; rank 0 also those of a single worker."""
+    group, found = group_of(rank, world), {}
+    q, k = inputs(4, 2, torch.float32, layout_of("zigzag", world).padded_seq)
+    for name in ("zigzag", "striped"):
+        layout = layout_of(name, world)
+        whole = make_layout("striped", 1, layout.padded_seq, BLOCK)
+        for workers in (group, *([ContextGroup.alone()] if rank == 0 else [])):
+            parts = whole if workers is not group else layout
+            pattern = block_topk(index_per="kv_group", score="learned")
+            positions = masked(pattern, masks(True, layout.padded_seq), parts, workers)
+            own = torch.from_numpy(parts.positions(workers.rank))
+            maps = IndexMaps.make(4, 2, HEAD_DIM, 8, 0, torch.device("cpu"))
+            for turn in range(4):
+                b = turn % BATCH
+                at = [positions.in_blocks(t[b, own], b) for t in (q, k)]
+                maps.learn(*at, positions, b, 7)
+            found[f"{name} {'alone' if workers is not group else 'together'}"] = maps.query_mean
+    return found
+
+
+def test_workers_learn_the_maps_of_one_worker():
+    first, *others = gloo.run(3, maps_after_updates)
+    for name in ("zigzag", "striped"):
+        alone = first[f"{name} alone"]
+        torch.testing.assert_close(first[f"{name} together"], alone, rtol=1e-3, atol=1e-6)
+        assert all(
+            torch.equal(other[f"{name} together"], first[f"{name} together"]) for other in others
         )
