@@ -25,7 +25,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.config.problem import ConfigError, cli_option
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.inference.limits import MemoryNeed
-from mtrain_cli.inference.model_source import ModelSource, load_decoder
+from mtrain_cli.inference.model_source import ModelSource, load_decoder, load_pattern
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.scorer import Scorer, attention_of, device_of
 from mtrain_cli.launch.environment import Environment
@@ -313,6 +313,7 @@ class Engine(Scorer):
         self.decoder, self.step = load_decoder(
             source, self.choices.dtype, self.device, report, tensor, mesh
         )
+        load_pattern(source, self.choices.pattern, self.device)
 
     @torch.no_grad()
     def hidden(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.parallel.layer_groups import TensorGroup
+    from mtrain_cli.sparsity.pattern import Pattern
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
@@ -198,6 +199,26 @@ def load_decoder(
         load_into(decoder, source.path)
         return decoder.eval(), None
     return decoder.eval(), _load_checkpoint(decoder, source, report)
+
+
+def load_pattern(source: ModelSource, pattern: Pattern | None, device: torch.device) -> None:
+    """Load what a pattern has learned. Raises ConfigError if the source does not hold it."""
+    from mtrain_cli.sparsity.pattern import learned_state
+    from mtrain_cli.training import checkpointer
+
+    model = source.config.model
+    tensors = learned_state(pattern, model, range(model.num_layers), device)
+    if not tensors:
+        return
+    if source.is_folder:
+        raise ConfigError(
+            f"sparsity.score=learned: {source.path} holds no learned index; give the run that "
+            "trained it, sparsity.score=exact, or sparsity=dense"
+        )
+    try:
+        checkpointer.load_learned(source.path, tensors)
+    except checkpointer.CheckpointError as error:
+        raise ConfigError(*str(error).splitlines()) from error
 
 
 def _load_checkpoint(

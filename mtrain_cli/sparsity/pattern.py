@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
 from mtrain_cli.attention.partials import Pair
 from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ModelConfig
 
 
 class IndexGroup(Protocol):
@@ -200,6 +201,46 @@ class Pattern(Protocol):
 
         All workers of ``masked.group`` call this together, without gradients.
         """
+
+
+@runtime_checkable
+class LearningPattern(Pattern, Protocol):
+    """A pattern with tensors that learn in training, outside of the model's parameters.
+
+    learns: whether `estimate` updates them, as in training steps. The workers of a context group
+        make the same updates.
+    """
+
+    learns: bool
+
+    def state(
+        self, model: ModelConfig, layers: Sequence[int], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return the tensors of these layers, by ``LAYER.NAME``; {} if the settings need none.
+
+        The first call makes them, equal on all workers.
+        """
+
+
+@contextmanager
+def learning(pattern: Pattern | None) -> Iterator[None]:
+    """Let a pattern learn from the queries and keys of the steps within."""
+    if not isinstance(pattern, LearningPattern):
+        yield
+        return
+    pattern.learns = True
+    try:
+        yield
+    finally:
+        pattern.learns = False
+
+
+def learned_state(
+    pattern: Pattern | None, model: ModelConfig, layers: Sequence[int], device: torch.device
+) -> dict[str, Tensor]:
+    if not isinstance(pattern, LearningPattern):
+        return {}
+    return pattern.state(model, layers, device)
 
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)

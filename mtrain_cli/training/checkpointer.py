@@ -48,6 +48,7 @@ from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileEr
 
 T = TypeVar("T")
 Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]
+LEARNED = "index"  # the part of a checkpoint with what a pattern has learned
 _MODEL = "model."  # begins the names of the model's tensors in a checkpoint
 # A rank with a slow disk keeps the other ranks waiting in a collective.
 GROUP_TIMEOUT = timedelta(hours=1)
@@ -323,6 +324,15 @@ def load_model_state(
     return newest_intact(path, read, report)
 
 
+def load_learned(path: str | os.PathLike[str], tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors`` with what a pattern has learned, from the `newest_intact` checkpoint."""
+
+    def read(folder: Path) -> None:
+        _read(folder, {LEARNED: tensors})
+
+    newest_intact(path, read)
+
+
 def newest_intact(
     path: str | os.PathLike[str],
     use: Callable[[Path], T],
@@ -390,6 +400,11 @@ def _read(
     """Fill this rank's part of `tensors`. Return the model's tensors that `tensors` lacks."""
     # Every rank reads on its own, because ranks exchange pickles in DCP's collective load.
     reader, planner = reader or CheckpointReader(folder), checkpoint_files.CheckpointPlanner()
+    if LEARNED in tensors and not checkpoint_files.tensors_of(reader.metadata, f"{LEARNED}."):
+        raise ForeignFileError(
+            "holds no learned index, which sparsity.score=learned continues; resume with the "
+            "pattern of the run, or start a new run with train.init_from=HF_FOLDER"
+        )
     _silence_single_process_warning()
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)

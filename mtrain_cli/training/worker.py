@@ -23,9 +23,10 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.sparsity.pattern import learned_state
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.callback import SpikeWatch
-from mtrain_cli.training.checkpointer import Checkpointer
+from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
@@ -139,6 +140,9 @@ class TrainState:
         else:
             initialize(self.states.masters, config.seed, worker.device)
         self.states.send()
+        layers = [int(name) for name, _ in self.decoder.layers.named_children()]
+        self._learned = learned_state(worker.choices.pattern, config.model, layers, worker.device)
+        self._replicas = mesh.get_group() if self._learned and environment.dims.dp > 1 else None
         self.spikes = SpikeWatch(config.run.spike_sigma)
         self._schedule = LearningRateSchedule.of(config)
         self.step = self.tokens = 0
@@ -165,6 +169,17 @@ class TrainState:
         clip = self._worker.config.optim.clip_norm
         self.states.step(clip / grad_norm if clip and grad_norm > clip else 1.0)
 
+    def share_learned(self) -> None:
+        """Average what the pattern has learned over the replicas, which see other sequences."""
+        if self._replicas is None:
+            return
+        floating = [tensor for tensor in self._learned.values() if tensor.is_floating_point()]
+        flat = torch.cat([tensor.flatten() for tensor in floating])
+        dist.all_reduce(flat, group=self._replicas)
+        flat /= self._replicas.size()
+        for tensor, mean in zip(floating, flat.split([t.numel() for t in floating]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
     def checkpoint(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds. Parameters and optimizer states are shards."""
         fresh = not self.optimizer.state
@@ -182,7 +197,8 @@ class TrainState:
             "spikes": self.spikes.state(),
             **self._loader.state(),
         }
-        return {"model": model, "optimizer": optimizer, "trainer": trainer}
+        learned = {LEARNED: self._learned} if self._learned else {}
+        return {"model": model, "optimizer": optimizer, "trainer": trainer, **learned}
 
     def resume(self, checkpointer: Checkpointer) -> None:
         """Resume from the newest intact checkpoint, whatever number of workers wrote it.

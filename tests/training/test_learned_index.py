@@ -1,0 +1,130 @@
+"""What a pattern learns in training is averaged, saved, resumed, and used by an evaluation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gloo
+import pytest
+import torch
+import typer
+from training.test_trainer import SMALL
+
+from mtrain_cli.commands.train import train
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.model_source import open_source
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.run_dir import NoCheckpointError
+from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
+from mtrain_cli.training.trainer import Trainer
+
+LEARNED_INDEX = (
+    "sparsity=block_topk", "sparsity.block=16", "sparsity.density=0.7", "sparsity.rank=4",
+    "sparsity.row_cap=100", "topology.layout=striped", "topology.exchange=ring",
+)  # fmt: skip
+
+
+def make(rank: int, world: int, cp: int, words: tuple[str, ...], pp: int = 1) -> Trainer:
+    return Trainer(compose([*SMALL, *words]), gloo.environment(rank, world, cp, pp=pp))
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.state()[LEARNED].items()}
+
+
+def learn(
+    rank: int, world: int, cp: int, count: int, folder: str, pp: int = 1
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return losses, and what was learned when training began and ended."""
+    trainer = make(rank, world, cp, (*LEARNED_INDEX, f"topology.pipeline_parallel={pp}"), pp)
+    checkpointer = Checkpointer(folder, 2)
+    if checkpointer.latest() is not None:
+        trainer.resume(checkpointer)
+    began = state(trainer)
+    losses = [trainer.train_step(False).loss for _ in range(count)]
+    checkpointer.save(trainer.step, trainer.state())
+    checkpointer.wait()
+    return losses, began, state(trainer)
+
+
+@pytest.mark.parametrize("cp", [2, 1])
+def test_training_resumes_bitwise_with_what_it_has_learned(tmp_path, cp):
+    whole = gloo.run(2, learn, cp, 4, str(tmp_path / "whole"))
+    first = gloo.run(2, learn, cp, 2, str(tmp_path / "parts"))
+    second = gloo.run(2, learn, cp, 2, str(tmp_path / "parts"))
+    assert first[0][0] + second[0][0] == whole[0][0]
+    for rank in range(2):  # replicas average what they learn, workers of a sequence learn the same
+        for name, tensor in whole[rank][2].items():
+            assert torch.equal(tensor, whole[0][2][name])
+            assert torch.equal(tensor, second[rank][2][name])
+            assert torch.equal(second[rank][1][name], first[rank][2][name])
+    assert int(whole[0][2]["0.updates"]) > 256
+    assert not torch.equal(whole[0][2]["1.query"], whole[0][1]["1.query"])
+
+
+def test_stages_keep_their_layers(tmp_path):
+    first = gloo.run(2, learn, 1, 1, str(tmp_path), 2)
+    assert [{name.split(".")[0] for name in part[2]} for part in first] == [{"0"}, {"1"}]
+    (again,) = gloo.run(1, learn, 1, 1, str(tmp_path))
+    for _, _, ended in first:
+        assert all(torch.equal(again[1][name], tensor) for name, tensor in ended.items())
+
+
+def resumed_without(rank: int, world: int, folder: str) -> str:
+    """Return why a run does not resume from a checkpoint of exact scores."""
+    checkpointer = Checkpointer(folder, 2)
+    exact = make(rank, world, 1, (*LEARNED_INDEX, "sparsity.score=exact"))
+    assert LEARNED not in exact.state()
+    checkpointer.save(0, exact.state(), asynchronous=False)
+    with pytest.raises(NoCheckpointError) as error:
+        make(rank, world, 1, LEARNED_INDEX).resume(checkpointer)
+    return str(error.value)
+
+
+def test_a_checkpoint_without_a_learned_index_is_refused(tmp_path):
+    line = "step-0: holds no learned index, which sparsity.score=learned continues; resume"
+    (problem,) = gloo.run(1, resumed_without, str(tmp_path))
+    assert line in problem
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learned") / "run"
+    words = ["seq=160", "train.steps=2", "topology.workers=1", f"run.dir={folder}", *LEARNED_INDEX]
+    with pytest.raises(typer.Exit) as end:
+        train(words)
+    assert end.value.exit_code == 0
+    return folder
+
+
+def engine(run: Path, *words: str) -> Engine:
+    source = open_source(run, ["topology.workers=1", *words])
+    return Engine(source, resolve_environment(source.config))
+
+
+def test_an_evaluation_uses_what_the_run_has_learned(run):
+    loaded = engine(run)
+    maps = loaded.choices.pattern.state(loaded.config.model, [0], loaded.device)
+    assert int(maps["0.updates"]) > 256
+    ids = list(range(60, 220))
+    before = {name: tensor.clone() for name, tensor in maps.items()}
+    learned = loaded.token_losses(ids)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in maps.items())
+    maps["0.key"].neg_()
+    maps["1.key"] = maps["0.key"]
+    other = loaded.token_losses(ids)
+    assert not torch.equal(learned, other), "the loaded maps choose"
+    assert torch.isfinite(engine(run, "sparsity=dense").token_losses(ids)).all()
+
+
+def test_a_folder_of_weights_holds_no_learned_index(run, tmp_path):
+    from mtrain_cli.training.conversion import export_checkpoint
+
+    export_checkpoint(run, tmp_path / "hf", dtype=torch.bfloat16)
+    words = [word for word in LEARNED_INDEX if word.startswith("sparsity")]
+    line = f"sparsity.score=learned: {tmp_path / 'hf'} holds no learned index; give the run"
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        engine(tmp_path / "hf", *words)
