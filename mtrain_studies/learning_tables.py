@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -101,7 +102,8 @@ def _attention(cell: Cell) -> str:
         return "random keys"
     words = (word for word in variant.words if "sparsity." in word and word != HALF_A_BLOCK)
     settings = " ".join(word.removeprefix("sparsity.") for word in words)
-    return re.sub(r"p_v=(\S+) p_s=\1", r"p_v=p_s=\1", settings) or "defaults"
+    settings = re.sub(r"p_v=(\S+) p_s=\1", r"p_v=p_s=\1", settings)
+    return textwrap.shorten(settings, 30, placeholder=" ...") or "defaults"
 
 
 def _steps(tier: Tier, cell: Cell) -> str:

@@ -22,7 +22,7 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.costs import SCORE_DIMS
+from mtrain_cli.simulation.costs import LEARNED_SCORE, SCORE_DIMS
 from mtrain_cli.simulation.expert_cost import ExpertLoads, cluster_of_groups, dealt_over
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -221,12 +221,11 @@ def scores_of(config: Config) -> float:
     settings, model = config.sparsity, config.model
     if not isinstance(settings, BlockTopkSettings):
         return 0.0
-    heads, rank = model.num_heads, model.head_dim
+    heads, rank = float(model.num_heads), model.head_dim
     if settings.score == "learned":
-        heads, rank = model.num_kv_heads, settings.rank
+        heads, rank = LEARNED_SCORE * float(model.num_kv_heads), settings.rank
     pairs = config.train.micro_batch * heads * causal_pairs(config.seq)
-    # For each query's log-sum-exp, the largest of each pair of blocks, and the first that reaches.
-    return 3.0 * pairs * max(1.0, rank / SCORE_DIMS)
+    return pairs * max(1.0, rank / SCORE_DIMS)
 
 
 def _blocks(config: Config) -> int:

@@ -62,7 +62,7 @@ MISTAKES = {
     "--layers 5": "layers=5: tiny has 4 that are not in sparsity.dense_layers; allowed: 1 to 4",
     "sparsity=moba": "sparsity=moba: there are no synthetic indices for this pattern",
     "sparsity=block_topk columns=9999": "columns=9999: tokens that all later queries see would",
-    "sparsity=block_topk density=5%": "density=0.05: sparsity=block_topk always computes 20.000%",
+    "sparsity=block_topk density=5%": "density=0.05: sparsity=block_topk always computes 15.000%",
     "seq=4m sparsity=block_topk": "sparsity=block_topk: there are no synthetic indices for this",
     "sparsity=fixed --columns 3": "columns=3: sparsity=fixed has its own keys",
     "sparsity=vertical_slash --columns 5000": "columns=5000: sparsity=vertical_slash allows at most"

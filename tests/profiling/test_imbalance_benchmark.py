@@ -101,7 +101,12 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 def block_lists(rank: int, world: int, folder: str) -> None:
     words = ["seq=200", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"]
-    words += ["sparsity=block_topk", "sparsity.block=16", "sparsity.density=0.5"]
+    words += [
+        "sparsity=block_topk",
+        "sparsity.block=16",
+        "sparsity.density=0.5",
+        "sparsity.score=exact",
+    ]
     words += ["topology.block_size=16", "topology.exchange=ring", "model.hidden_size=32"]
     cases = [(name, compose([*words, f"topology.layout={name}"])) for name in LAYOUTS]
     run_dir = RunDir(Path(folder))

@@ -47,7 +47,7 @@ def simulated(*words: str) -> dict:
         [SPARSE],
         [SPARSE, "sparsity.dense_layers=9"],
         ["sparsity=fixed", "sparsity.density=0.03"],
-        ["sparsity=block_topk", "topology.tensor_parallel=2"],
+        ["sparsity=block_topk", "sparsity.score=exact", "topology.tensor_parallel=2"],
         [SPARSE, "topology.pipeline_parallel=2", "train.global_batch=4"],
         ["topology.tensor_parallel=2", SPARSE],
         ["mask=sliding_window", "data.document_mask=false"],
