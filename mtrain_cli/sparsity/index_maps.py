@@ -112,7 +112,11 @@ class IndexMaps:
         near_share = (near_sum / whole)[..., None]
         gradient -= near_share * (of_near - _whole_lse(of_near, masked)[..., None]).exp_()
         gradient *= weight[..., None]
-        by_query, by_key = gradient @ low_k, keys.mT @ (gradient.mT @ low_q)
+        # A GPU computes few sums over many keys with few of its multiprocessors, so sum by blocks.
+        by_block = gradient.unflatten(-1, (-1, block)).transpose(1, 2)
+        by_query = (by_block @ low_k.unflatten(1, (-1, block))).sum(1)
+        of_keys = (gradient.mT @ low_q).unflatten(1, (-1, block))
+        by_key = (keys.unflatten(1, (-1, block)).mT @ of_keys).sum(1)
         sizes = [by_query[0].numel(), by_key[0].numel()]
         summed = masked.group.sum(torch.cat([by_query.flatten(1), by_key.flatten(1)], 1))
         by_query, by_key = (
