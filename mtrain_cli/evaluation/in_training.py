@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mtrain_cli.config.problem import Names
@@ -82,6 +83,7 @@ class TaskEvaluations(PeriodicEvaluation):
         config = trainer.config
         scorer = Scorer(config, trainer.environment, trainer.tensor)
         scorer.decoder = trainer.decoder
+        scorer.choices = replace(scorer.choices, pattern=trainer.choices.pattern)
         training = InTraining(scorer, codec_of(config), message)
         self._runners = [
             Runner(request, [config], trainer.environment, training=training)

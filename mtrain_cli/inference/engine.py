@@ -35,6 +35,7 @@ from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.layer_groups import TensorGroup, make_tensor_group
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import TENSOR, ContextGroup, make_parameter_mesh
+from mtrain_cli.sparsity.pattern import learned_state
 from mtrain_cli.training.resolution import resolve_run
 
 END, LENGTH = "end", "length"
@@ -310,8 +311,10 @@ class Engine(Scorer):
         mesh = None
         if tensor is not None:
             mesh = make_parameter_mesh(environment.dims, environment.device)[TENSOR]
+        layers = range(self.config.model.num_layers)
+        index = learned_state(self.choices.pattern, self.config, layers, self.device)
         self.decoder, self.step = load_decoder(
-            source, self.choices.dtype, self.device, report, tensor, mesh
+            source, self.choices.dtype, self.device, report, tensor, mesh, index
         )
 
     @torch.no_grad()

@@ -79,7 +79,8 @@ class Scorer:
     ) -> tuple[Batch, Layout]:
         """Return a prompt as a batch of one sequence, and its layout."""
         config = self._config_for(len(ids))
-        choices = resolve_run(config, self.environment)
+        # Another length needs the same pattern, with what it has learned.
+        choices = replace(resolve_run(config, self.environment), pattern=self.choices.pattern)
         group = self._context_group(choices.exchange)
         exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
         rule = MaskRule.of(config)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
 from mtrain_cli.attention.partials import Pair
 from mtrain_cli.config.pattern_settings import MOST_LINES, PatternSettings
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ModelConfig
 
 
 class IndexGroup(Protocol):
@@ -200,6 +200,34 @@ class Pattern(Protocol):
 
         All workers of ``masked.group`` call this together, without gradients.
         """
+
+
+@runtime_checkable
+class LearningPattern(Pattern, Protocol):
+    """A pattern with tensors that learn in training, outside the model's parameters.
+
+    learns: whether `estimate` updates the tensors. It is True only in training steps.
+    """
+
+    learns: bool
+
+    def state(
+        self, model: ModelConfig, layers: Sequence[int], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return the tensors of these layers by ``LAYER.NAME``; {} if these settings learn none.
+
+        The first call allocates them, equal on all workers. Later calls return the same tensors.
+        """
+
+
+def learned_state(
+    pattern: Pattern | None, config: Config, layers: Iterable[int], device: torch.device
+) -> dict[str, Tensor]:
+    """Return the `LearningPattern.state` of the sparse layers among these; {} without any."""
+    if not isinstance(pattern, LearningPattern):
+        return {}
+    dense = config.sparsity.dense_of(config.model.num_layers)
+    return pattern.state(config.model, sorted(set(layers) - dense), device)
 
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import (
     FileEntry,
     Manifest,
@@ -48,7 +49,8 @@ from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileEr
 
 T = TypeVar("T")
 Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]
-_MODEL = "model."  # begins the names of the model's tensors in a checkpoint
+# The names of the model's tensors in a checkpoint begin so, and of those that a pattern learned.
+_MODEL, _INDEX = "model.", "index."
 # A rank with a slow disk keeps the other ranks waiting in a collective.
 GROUP_TIMEOUT = timedelta(hours=1)
 
@@ -96,7 +98,8 @@ class Checkpointer:
         Wait for the previous save, copy the tensors to the CPU, and write them in the background.
 
         state: `model` and `optimizer` are state dicts of DTensors or tensors, `trainer` has JSON
-            values that are equal on all ranks, `rng` this rank's generators as tensors.
+            values that are equal on all ranks, `rng` this rank's generators as tensors, `index`
+            what the pattern learned, equal on all ranks that have a layer.
 
         Raises CheckpointError on all ranks, if the previous save failed or, without `asynchronous`,
         this one. This save runs even if the previous one failed. Committed checkpoints stay intact.
@@ -152,7 +155,8 @@ class Checkpointer:
 
         Fill the tensors of `state` in place, in any sharding, and replace `state["trainer"]`. Leave
         `rng` unchanged if a different number of ranks wrote the checkpoint. If none is usable,
-        raise NoCheckpointError on all ranks, with a line for each checkpoint.
+        raise NoCheckpointError on all ranks, with a line for each checkpoint. Raise ConfigError if
+        the newest intact one lacks tensors of `index`.
         """
         self.wait()
         steps = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
@@ -184,6 +188,13 @@ class Checkpointer:
             tensors = self._tensors(state)
             if manifest.workers != self._workers:
                 tensors.pop("rng", None)
+            index = state.get("index", {})
+            for problem in self._on_all_ranks(
+                lambda: _index_problem(CheckpointReader(folder), index)
+            ):
+                if problem:
+                    new = "or a new run with train.init_from=HF_FOLDER"
+                    raise ConfigError(f"{folder}: {problem}, {new}")
             foreign = self._on_all_ranks(lambda: _read(folder, tensors))
         except _Failed as error:
             return str(error)
@@ -297,11 +308,13 @@ def load_model_state(
     path: str | os.PathLike[str],
     report: Callable[[str], None] | None = None,
     targets: Targets | None = None,
+    index: Mapping[str, Tensor] | None = None,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the step and the whole model of `newest_intact`, by parameter name, in this process.
 
     targets: returns the tensors to fill, of any dtype and device, from the stored shapes. By
         default, allocate them on the CPU in the checkpoint's dtype.
+    index: tensors that a pattern learned, to fill. Raises ConfigError if the checkpoint lacks them.
     """
 
     def read(folder: Path) -> tuple[int, dict[str, Tensor]]:
@@ -312,8 +325,12 @@ def load_model_state(
             model = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
         else:
             model = targets({name: tuple(entry.size) for name, entry in entries.items()})
+        if problem := _index_problem(reader, index or {}):
+            raise ConfigError(f"{folder}: {problem}")
+        tensors = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
+        tensors |= {f"{_INDEX}{name}": tensor for name, tensor in (index or {}).items()}
         try:
-            _read(folder, {f"{_MODEL}{name}": tensor for name, tensor in model.items()}, reader)
+            _read(folder, tensors, reader)
         except (OSError, ForeignFileError):
             raise
         except Exception as error:
@@ -399,6 +416,24 @@ def _read(
         raise min(error.failures.items())[1][0] from error
     stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
     return [name for name in stored if name not in planner.state_dict]
+
+
+def _index_problem(reader: CheckpointReader, index: Mapping[str, Tensor]) -> str:
+    """Return why a checkpoint cannot fill what a pattern learns; "" if it can."""
+    stored = checkpoint_files.tensors_of(reader.metadata, _INDEX)
+    for name, tensor in index.items():
+        layer, _, part = name.partition(".")
+        entry = stored.get(f"{_INDEX}{name}")
+        if entry is None:
+            reason = f"holds no learned index of layer {layer}, which sparsity.score=learned needs"
+        elif entry.size != tensor.shape:
+            shapes = f"has shape {list(entry.size)} and not {list(tensor.shape)}"
+            reason = f"its learned index of layer {layer} ({part}) {shapes}"
+        else:
+            continue
+        allowed = "the sparsity of its training, sparsity.score=exact, sparsity=dense"
+        return f"{reason}; allowed: {allowed}"
+    return ""
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:
