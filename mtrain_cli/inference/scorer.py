@@ -79,7 +79,7 @@ class Scorer:
     ) -> tuple[Batch, Layout]:
         """Return a prompt as a batch of one sequence, and its layout."""
         config = self._config_for(len(ids))
-        # Another length needs the same pattern, with what it has learned.
+        # The pattern does not depend on the length, and holds what it has learned.
         choices = replace(resolve_run(config, self.environment), pattern=self.choices.pattern)
         group = self._context_group(choices.exchange)
         exchange = make_chosen_exchange(choices.exchange, choices.layout, group)

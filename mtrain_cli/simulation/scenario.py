@@ -219,12 +219,14 @@ class PairSource:
 def scores_of(config: Config) -> float:
     """Return the number of scores from which a layer's index is estimated (`costs.Costs`)."""
     settings, model = config.sparsity, config.model
-    if not isinstance(settings, BlockTopkSettings) or settings.score == "mean":
+    if not isinstance(settings, BlockTopkSettings):
         return 0.0
-    rank = min(settings.rank, model.head_dim) if settings.score == "pca" else model.head_dim
-    pairs = config.train.micro_batch * model.num_heads * causal_pairs(config.seq)
-    # Once for the largest of each pair of blocks, and once for the first query that reaches it.
-    return 2.0 * pairs * max(1.0, rank / SCORE_DIMS)
+    heads, rank = model.num_heads, model.head_dim
+    if settings.score == "learned":
+        heads, rank = model.num_kv_heads, settings.rank
+    pairs = config.train.micro_batch * heads * causal_pairs(config.seq)
+    # For each query's log-sum-exp, the largest of each pair of blocks, and the first that reaches.
+    return 3.0 * pairs * max(1.0, rank / SCORE_DIMS)
 
 
 def _blocks(config: Config) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -204,9 +205,10 @@ class Pattern(Protocol):
 
 @runtime_checkable
 class LearningPattern(Pattern, Protocol):
-    """A pattern with tensors that learn in training, outside the model's parameters.
+    """A pattern with tensors that learn in training, outside of the model's parameters.
 
-    learns: whether `estimate` updates the tensors. It is True only in training steps.
+    learns: whether `estimate` updates them, as in training steps. The workers of a context group
+        make the same updates.
     """
 
     learns: bool
@@ -214,20 +216,31 @@ class LearningPattern(Pattern, Protocol):
     def state(
         self, model: ModelConfig, layers: Sequence[int], device: torch.device
     ) -> dict[str, Tensor]:
-        """Return the tensors of these layers by ``LAYER.NAME``; {} if these settings learn none.
+        """Return the tensors of these layers, by ``LAYER.NAME``; {} if the settings need none.
 
-        The first call allocates them, equal on all workers. Later calls return the same tensors.
+        The first call makes them, equal on all workers.
         """
 
 
+@contextmanager
+def learning(pattern: Pattern | None) -> Iterator[None]:
+    """Let a pattern learn from the queries and keys of the steps within."""
+    if not isinstance(pattern, LearningPattern):
+        yield
+        return
+    pattern.learns = True
+    try:
+        yield
+    finally:
+        pattern.learns = False
+
+
 def learned_state(
-    pattern: Pattern | None, config: Config, layers: Iterable[int], device: torch.device
+    pattern: Pattern | None, model: ModelConfig, layers: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the `LearningPattern.state` of the sparse layers among these; {} without any."""
     if not isinstance(pattern, LearningPattern):
         return {}
-    dense = config.sparsity.dense_of(config.model.num_layers)
-    return pattern.state(config.model, sorted(set(layers) - dense), device)
+    return pattern.state(model, layers, device)
 
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)

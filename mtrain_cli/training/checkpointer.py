@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import (
     FileEntry,
     Manifest,
@@ -49,8 +48,8 @@ from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileEr
 
 T = TypeVar("T")
 Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]
-# The names of the model's tensors in a checkpoint begin so, and of those that a pattern learned.
-_MODEL, _INDEX = "model.", "index."
+LEARNED = "index"  # the part of a checkpoint with what a pattern has learned
+_MODEL = "model."  # begins the names of the model's tensors in a checkpoint
 # A rank with a slow disk keeps the other ranks waiting in a collective.
 GROUP_TIMEOUT = timedelta(hours=1)
 
@@ -98,8 +97,7 @@ class Checkpointer:
         Wait for the previous save, copy the tensors to the CPU, and write them in the background.
 
         state: `model` and `optimizer` are state dicts of DTensors or tensors, `trainer` has JSON
-            values that are equal on all ranks, `rng` this rank's generators as tensors, `index`
-            what the pattern learned, equal on all ranks that have a layer.
+            values that are equal on all ranks, `rng` this rank's generators as tensors.
 
         Raises CheckpointError on all ranks, if the previous save failed or, without `asynchronous`,
         this one. This save runs even if the previous one failed. Committed checkpoints stay intact.
@@ -155,8 +153,7 @@ class Checkpointer:
 
         Fill the tensors of `state` in place, in any sharding, and replace `state["trainer"]`. Leave
         `rng` unchanged if a different number of ranks wrote the checkpoint. If none is usable,
-        raise NoCheckpointError on all ranks, with a line for each checkpoint. Raise ConfigError if
-        the newest intact one lacks tensors of `index`.
+        raise NoCheckpointError on all ranks, with a line for each checkpoint.
         """
         self.wait()
         steps = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
@@ -188,13 +185,6 @@ class Checkpointer:
             tensors = self._tensors(state)
             if manifest.workers != self._workers:
                 tensors.pop("rng", None)
-            index = state.get("index", {})
-            for problem in self._on_all_ranks(
-                lambda: _index_problem(CheckpointReader(folder), index)
-            ):
-                if problem:
-                    new = "or a new run with train.init_from=HF_FOLDER"
-                    raise ConfigError(f"{folder}: {problem}, {new}")
             foreign = self._on_all_ranks(lambda: _read(folder, tensors))
         except _Failed as error:
             return str(error)
@@ -308,13 +298,11 @@ def load_model_state(
     path: str | os.PathLike[str],
     report: Callable[[str], None] | None = None,
     targets: Targets | None = None,
-    index: Mapping[str, Tensor] | None = None,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the step and the whole model of `newest_intact`, by parameter name, in this process.
 
     targets: returns the tensors to fill, of any dtype and device, from the stored shapes. By
         default, allocate them on the CPU in the checkpoint's dtype.
-    index: tensors that a pattern learned, to fill. Raises ConfigError if the checkpoint lacks them.
     """
 
     def read(folder: Path) -> tuple[int, dict[str, Tensor]]:
@@ -325,12 +313,8 @@ def load_model_state(
             model = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
         else:
             model = targets({name: tuple(entry.size) for name, entry in entries.items()})
-        if problem := _index_problem(reader, index or {}):
-            raise ConfigError(f"{folder}: {problem}")
-        tensors = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
-        tensors |= {f"{_INDEX}{name}": tensor for name, tensor in (index or {}).items()}
         try:
-            _read(folder, tensors, reader)
+            _read(folder, {f"{_MODEL}{name}": tensor for name, tensor in model.items()}, reader)
         except (OSError, ForeignFileError):
             raise
         except Exception as error:
@@ -338,6 +322,15 @@ def load_model_state(
         return Manifest.read(folder).step, model
 
     return newest_intact(path, read, report)
+
+
+def load_learned(path: str | os.PathLike[str], tensors: dict[str, Tensor]) -> None:
+    """Fill ``tensors`` with what a pattern has learned, from the `newest_intact` checkpoint."""
+
+    def read(folder: Path) -> None:
+        _read(folder, {LEARNED: tensors})
+
+    newest_intact(path, read)
 
 
 def newest_intact(
@@ -407,6 +400,11 @@ def _read(
     """Fill this rank's part of `tensors`. Return the model's tensors that `tensors` lacks."""
     # Every rank reads on its own, because ranks exchange pickles in DCP's collective load.
     reader, planner = reader or CheckpointReader(folder), checkpoint_files.CheckpointPlanner()
+    if LEARNED in tensors and not checkpoint_files.tensors_of(reader.metadata, f"{LEARNED}."):
+        raise ForeignFileError(
+            "holds no learned index, which sparsity.score=learned continues; resume with the "
+            "pattern of the run, or start a new run with train.init_from=HF_FOLDER"
+        )
     _silence_single_process_warning()
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -416,24 +414,6 @@ def _read(
         raise min(error.failures.items())[1][0] from error
     stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
     return [name for name in stored if name not in planner.state_dict]
-
-
-def _index_problem(reader: CheckpointReader, index: Mapping[str, Tensor]) -> str:
-    """Return why a checkpoint cannot fill what a pattern learns; "" if it can."""
-    stored = checkpoint_files.tensors_of(reader.metadata, _INDEX)
-    for name, tensor in index.items():
-        layer, _, part = name.partition(".")
-        entry = stored.get(f"{_INDEX}{name}")
-        if entry is None:
-            reason = f"holds no learned index of layer {layer}, which sparsity.score=learned needs"
-        elif entry.size != tensor.shape:
-            shapes = f"has shape {list(entry.size)} and not {list(tensor.shape)}"
-            reason = f"its learned index of layer {layer} ({part}) {shapes}"
-        else:
-            continue
-        allowed = "the sparsity of its training, sparsity.score=exact, sparsity=dense"
-        return f"{reason}; allowed: {allowed}"
-    return ""
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:

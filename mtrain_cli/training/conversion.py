@@ -139,9 +139,6 @@ def export_checkpoint(
     if mask.plain_window is None and mask.kind != "causal":
         line = f"config.json cannot say that the run trained with mask.kind={mask.kind}"
         remark = f"{remark}; {line}" if remark else line
-    if config.sparsity.has_state:
-        line = "the learned index of sparsity.score=learned is left out: only mtrain reads it"
-        remark = f"{remark}; {line}" if remark else line
     return Exported(config, step, remark)
 
 

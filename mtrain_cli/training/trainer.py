@@ -27,6 +27,7 @@ from mtrain_cli.parallel.collectives import share
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.records.metrics import StepMetrics
+from mtrain_cli.sparsity.pattern import learning
 from mtrain_cli.training.batch import Batch, Batches, HostBatch
 from mtrain_cli.training.callback import Callback, ComputeTimer
 from mtrain_cli.training.checkpointer import Checkpointer
@@ -94,8 +95,9 @@ class Trainer:
         batches, data_seconds = self.next_batches()
         totals = self.run_step.totals(batches)
         attends = [self.attention_of(batch) for batch in batches]
-        with self.train_state.learning_index():
+        with learning(self.choices.pattern):
             result = self.run_step(batches, attends, *totals, (stop, save), data_seconds)
+        self.train_state.share_learned()
         if (sparse := result.index is not None) not in self._frozen_after:
             # The objects of a kind's first step, mostly compiled code, live on. Exempt them from
             # collections, of which one took 0.3 s of a 4.2 s step (256K tokens, four H200s).

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,11 +22,11 @@ from mtrain_cli.parallel import layer_groups
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
-from mtrain_cli.parallel.mesh import SHARD, make_context_group, make_parameter_mesh
-from mtrain_cli.sparsity.pattern import LearningPattern, learned_state
+from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.sparsity.pattern import learned_state
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.callback import SpikeWatch
-from mtrain_cli.training.checkpointer import Checkpointer
+from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
@@ -108,7 +106,6 @@ class TrainState:
     """This worker's shards of the weights and of the optimizer's state, and the counters.
 
     states: the optimizer with its copy of the weights. tokens: of the finished steps.
-    index: tensors that the pattern learns for this worker's layers, equal on all who have them.
     """
 
     def __init__(self, worker: Worker, loader: Loader[Any]) -> None:
@@ -116,7 +113,7 @@ class TrainState:
         config, environment, stage = worker.config, worker.environment, worker.stage
         self._worker, self._loader = worker, loader
         expert_mesh = None
-        self._mesh = mesh = make_parameter_mesh(environment.dims, environment.device)
+        mesh = make_parameter_mesh(environment.dims, environment.device)
         if (group := worker.experts) is not None:
             expert_mesh = make_expert_mesh(environment.dims, group.size, environment.device)
         self.decoder: Decoder = parallelize(
@@ -143,8 +140,9 @@ class TrainState:
         else:
             initialize(self.states.masters, config.seed, worker.device)
         self.states.send()
-        layers = map(int, dict(self.decoder.layers.named_children()))
-        self.index = learned_state(worker.choices.pattern, config, layers, worker.device)
+        layers = [int(name) for name, _ in self.decoder.layers.named_children()]
+        self._learned = learned_state(worker.choices.pattern, config.model, layers, worker.device)
+        self._replicas = mesh.get_group() if self._learned and environment.dims.dp > 1 else None
         self.spikes = SpikeWatch(config.run.spike_sigma)
         self._schedule = LearningRateSchedule.of(config)
         self.step = self.tokens = 0
@@ -171,27 +169,16 @@ class TrainState:
         clip = self._worker.config.optim.clip_norm
         self.states.step(clip / grad_norm if clip and grad_norm > clip else 1.0)
 
-    @contextmanager
-    def learning_index(self) -> Iterator[None]:
-        """Let the pattern learn, then give all replicas the mean of what they learned."""
-        pattern = self._worker.choices.pattern
-        if not isinstance(pattern, LearningPattern):
-            yield
+    def share_learned(self) -> None:
+        """Average what the pattern has learned over the replicas, which see other sequences."""
+        if self._replicas is None:
             return
-        pattern.learns = True
-        try:
-            yield
-        finally:
-            pattern.learns = False
-        learned = [tensor for tensor in self.index.values() if tensor.is_floating_point()]
-        if self._worker.environment.dims.dp > 1 and learned:
-            # After every step, not before a save: a resumed run must learn as one that never ended.
-            mean = torch.cat([tensor.flatten() for tensor in learned])
-            dist.all_reduce(mean, group=self._mesh.get_group(SHARD))
-            mean /= self._mesh[SHARD].size()
-            parts = mean.split([tensor.numel() for tensor in learned])
-            for tensor, part in zip(learned, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+        floating = [tensor for tensor in self._learned.values() if tensor.is_floating_point()]
+        flat = torch.cat([tensor.flatten() for tensor in floating])
+        dist.all_reduce(flat, group=self._replicas)
+        flat /= self._replicas.size()
+        for tensor, mean in zip(floating, flat.split([t.numel() for t in floating]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
 
     def checkpoint(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds. Parameters and optimizer states are shards."""
@@ -210,8 +197,8 @@ class TrainState:
             "spikes": self.spikes.state(),
             **self._loader.state(),
         }
-        index = {"index": self.index} if self.index else {}
-        return {"model": model, "optimizer": optimizer, **index, "trainer": trainer}
+        learned = {LEARNED: self._learned} if self._learned else {}
+        return {"model": model, "optimizer": optimizer, "trainer": trainer, **learned}
 
     def resume(self, checkpointer: Checkpointer) -> None:
         """Resume from the newest intact checkpoint, whatever number of workers wrote it.
@@ -219,8 +206,7 @@ class TrainState:
         If the checkpoint is an import, which holds only weights, start at step 0.
         """
         if checkpointer.holds_only_weights():
-            weights = self.checkpoint()
-            del weights["optimizer"], weights["trainer"]
+            weights = {"model": self.checkpoint()["model"]}
             checkpointer.load(weights)
             state_dict.set_model_state_dict(self.states.masters, weights["model"])
             self.states.send()

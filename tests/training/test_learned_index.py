@@ -1,142 +1,130 @@
-"""What a pattern learns trains with the model, survives in checkpoints, and serves evaluation."""
+"""What a pattern learns in training is averaged, saved, resumed, and used by an evaluation."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gloo
 import pytest
 import torch
+import typer
+from training.test_trainer import SMALL
 
+from mtrain_cli.commands.train import train
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import open_source
-from mtrain_cli.training.checkpointer import Checkpointer
-from mtrain_cli.training.conversion import export_checkpoint
-from mtrain_cli.training.evaluation import evaluate
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.run_dir import NoCheckpointError
+from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
 from mtrain_cli.training.trainer import Trainer
 
-LEARNED = [
-    "seq=160", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=2",
-    "model.head_dim=8", "model.intermediate_size=48", "optim.warmup_steps=2", "train.steps=6",
-    "train.global_batch=4", "train.kernel=reference", "data.eval_sequences=2",
-    "sparsity=block_topk", "sparsity.block=16", "sparsity.density=0.5", "sparsity.rank=4",
-]  # fmt: skip
-Degrees = dict[str, int]
+LEARNED_INDEX = (
+    "sparsity=block_topk", "sparsity.block=16", "sparsity.density=0.7", "sparsity.rank=4",
+    "sparsity.row_cap=100", "topology.layout=striped", "topology.exchange=ring",
+)  # fmt: skip
 
 
-def steps(
-    rank: int, world: int, degrees: Degrees, words: list[str], count: int, run: str
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train in a run's folder and save. Return losses, the last held-out, and what is learned."""
-    config, folder = compose([*LEARNED, *words]), Path(run)
-    if rank == 0:
-        folder.mkdir(exist_ok=True)
-        resolved_file.save(config, folder / "resolved.yaml")
-    trainer = Trainer(config, gloo.environment(rank, world, **degrees))
-    checkpointer = Checkpointer(folder / "checkpoints", 2)
+def make(rank: int, world: int, cp: int, words: tuple[str, ...], pp: int = 1) -> Trainer:
+    return Trainer(compose([*SMALL, *words]), gloo.environment(rank, world, cp, pp=pp))
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.state()[LEARNED].items()}
+
+
+def learn(
+    rank: int, world: int, cp: int, count: int, folder: str, pp: int = 1
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return losses, and what was learned when training began and ended."""
+    trainer = make(rank, world, cp, (*LEARNED_INDEX, f"topology.pipeline_parallel={pp}"), pp)
+    checkpointer = Checkpointer(folder, 2)
     if checkpointer.latest() is not None:
         trainer.resume(checkpointer)
+    began = state(trainer)
     losses = [trainer.train_step(False).loss for _ in range(count)]
-    learned = {name: tensor.clone() for name, tensor in trainer.train_state.index.items()}
-    losses.append(evaluate(trainer).loss)
-    for name, tensor in trainer.train_state.index.items():
-        assert torch.equal(tensor, learned[name]), f"an evaluation changed {name}"
-    checkpointer.save(trainer.step, trainer.state(), asynchronous=False)
-    trainer.close()
-    return losses, learned
+    checkpointer.save(trainer.step, trainer.state())
+    checkpointer.wait()
+    return losses, began, state(trainer)
 
 
-def assert_equal(index: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert index.keys() == other.keys()
-    for name, tensor in index.items():
-        assert torch.equal(tensor, other[name]), name
+@pytest.mark.parametrize("cp", [2, 1])
+def test_training_resumes_bitwise_with_what_it_has_learned(tmp_path, cp):
+    whole = gloo.run(2, learn, cp, 4, str(tmp_path / "whole"))
+    first = gloo.run(2, learn, cp, 2, str(tmp_path / "parts"))
+    second = gloo.run(2, learn, cp, 2, str(tmp_path / "parts"))
+    assert first[0][0] + second[0][0] == whole[0][0]
+    for rank in range(2):  # replicas average what they learn, workers of a sequence learn the same
+        for name, tensor in whole[rank][2].items():
+            assert torch.equal(tensor, whole[0][2][name])
+            assert torch.equal(tensor, second[rank][2][name])
+            assert torch.equal(second[rank][1][name], first[rank][2][name])
+    assert int(whole[0][2]["0.updates"]) > 256
+    assert not torch.equal(whole[0][2]["1.query"], whole[0][1]["1.query"])
 
 
-@pytest.mark.parametrize("words", [[], ["train.activation_checkpoint=none"]])
-def test_an_interrupted_run_learns_as_an_uninterrupted_one(tmp_path, words):
-    ((whole, index),) = gloo.run(1, steps, {}, words, 4, str(tmp_path / "whole"))
-    ((first, _),) = gloo.run(1, steps, {}, words, 2, str(tmp_path / "cut"))
-    ((second, again),) = gloo.run(1, steps, {}, words, 2, str(tmp_path / "cut"))
-    assert first[:-1] + second == whole
-    assert_equal(again, index)
-    # 4 micro-batches in each of 4 steps, and recomputation learns nothing again.
-    assert int(index["0.updates"]) == int(index["1.updates"]) == 256 + 2 * 15
+def test_stages_keep_their_layers(tmp_path):
+    first = gloo.run(2, learn, 1, 1, str(tmp_path), 2)
+    assert [{name.split(".")[0] for name in part[2]} for part in first] == [{"0"}, {"1"}]
+    (again,) = gloo.run(1, learn, 1, 1, str(tmp_path))
+    for _, _, ended in first:
+        assert all(torch.equal(again[1][name], tensor) for name, tensor in ended.items())
 
 
-def test_replicas_and_stages_share_what_they_learn_and_resume(tmp_path):
-    for name, degrees, words in (
-        ("dp", {"cp": 1}, []),
-        ("pp", {"cp": 1, "pp": 2}, ["topology.pipeline_parallel=2"]),
-    ):
-        whole = gloo.run(2, steps, degrees, words, 3, str(tmp_path / f"{name}-whole"))
-        first = gloo.run(2, steps, degrees, words, 1, str(tmp_path / name))
-        second = gloo.run(2, steps, degrees, words, 2, str(tmp_path / name))
-        for (losses, index), (begun, _), (ended, again) in zip(whole, first, second, strict=True):
-            assert begun[:-1] + ended == losses, name
-            assert_equal(again, index)
-        if name == "dp":
-            assert_equal(whole[0][1], whole[1][1])
-        else:
-            layers = [{key[0] for key in index} for _, index in whole]
-            assert layers == [{"0"}, {"1"}]
-        # One worker goes on with what two have saved.
-        ((_, index),) = gloo.run(1, steps, {}, [], 0, str(tmp_path / name))
-        merged = second[0][1] | second[1][1]
-        assert_equal(index, merged)
+def resumed_without(rank: int, world: int, folder: str) -> str:
+    """Return why a run does not resume from a checkpoint of exact scores."""
+    checkpointer = Checkpointer(folder, 2)
+    exact = make(rank, world, 1, (*LEARNED_INDEX, "sparsity.score=exact"))
+    assert LEARNED not in exact.state()
+    checkpointer.save(0, exact.state(), asynchronous=False)
+    with pytest.raises(NoCheckpointError) as error:
+        make(rank, world, 1, LEARNED_INDEX).resume(checkpointer)
+    return str(error.value)
+
+
+def test_a_checkpoint_without_a_learned_index_is_refused(tmp_path):
+    line = "step-0: holds no learned index, which sparsity.score=learned continues; resume"
+    (problem,) = gloo.run(1, resumed_without, str(tmp_path))
+    assert line in problem
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learned") / "run"
-    gloo.run(1, steps, {}, [], 2, str(folder))
+    words = ["seq=160", "train.steps=2", "topology.workers=1", f"run.dir={folder}", *LEARNED_INDEX]
+    with pytest.raises(typer.Exit) as end:
+        train(words)
+    assert end.value.exit_code == 0
     return folder
 
 
-def engine(path: Path, *words: str) -> Engine:
-    source = open_source(path, ["topology.device=cpu", "train.kernel=reference", *words])
-    return Engine(source, gloo.environment(0, 1))
+def engine(run: Path, *words: str) -> Engine:
+    source = open_source(run, ["topology.workers=1", *words])
+    return Engine(source, resolve_environment(source.config))
 
 
-def test_inference_reads_what_training_learned(run):
+def test_an_evaluation_uses_what_the_run_has_learned(run):
     loaded = engine(run)
-    ids = [n * 7 % 251 for n in range(150)]
-    losses = loaded.token_losses(ids)
-    learned = loaded.choices.pattern.state(loaded.config.model, range(2), loaded.device)
-    assert int(learned["1.updates"]) == 256 + 2 * 7
-    stale = engine(run)
-    for tensor in stale.choices.pattern.state(stale.config.model, range(2), stale.device).values():
-        tensor.zero_()
-    assert not torch.equal(stale.token_losses(ids), losses)
+    maps = loaded.choices.pattern.state(loaded.config.model, [0], loaded.device)
+    assert int(maps["0.updates"]) > 256
+    ids = list(range(60, 220))
+    before = {name: tensor.clone() for name, tensor in maps.items()}
+    learned = loaded.token_losses(ids)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in maps.items())
+    maps["0.key"].neg_()
+    maps["1.key"] = maps["0.key"]
+    other = loaded.token_losses(ids)
+    assert not torch.equal(learned, other), "the loaded maps choose"
+    assert torch.isfinite(engine(run, "sparsity=dense").token_losses(ids)).all()
 
 
-def test_other_patterns_ignore_what_was_learned(run, tmp_path):
-    engine(run, "sparsity=dense")
-    exported = export_checkpoint(run, tmp_path / "hf", dtype=torch.float32)
-    assert "the learned index" in exported.tokenizer
-    with pytest.raises(ConfigError, match=r"score=learned: .*Hugging Face folder.*score=exact"):
-        engine(tmp_path / "hf", "sparsity=block_topk", "sparsity.block=16")
+def test_a_folder_of_weights_holds_no_learned_index(run, tmp_path):
+    from mtrain_cli.training.conversion import export_checkpoint
 
-
-def resume_refused(rank: int, world: int, run: str) -> str:
-    trainer = Trainer(compose(LEARNED), gloo.environment(rank, world))
-    with pytest.raises(ConfigError) as refused:
-        trainer.resume(Checkpointer(Path(run) / "checkpoints", 2))
-    trainer.close()
-    return str(refused.value)
-
-
-def test_a_checkpoint_without_a_learned_index_is_refused_in_one_line(run, tmp_path):
-    folder = tmp_path / "exact"
-    gloo.run(1, steps, {}, ["sparsity.score=exact"], 1, str(folder))
-    for line in gloo.run(2, resume_refused, str(folder)):
-        assert "step-1: holds no learned index of layer 0" in line
-        assert "sparsity.score=exact" in line
-        assert "train.init_from" in line
-        assert "\n" not in line
-    with pytest.raises(ConfigError, match="step-1: holds no learned index of layer 0"):
-        engine(folder, "sparsity.score=learned")
-    with pytest.raises(ConfigError, match=r"layer 0 \(query\) has shape \[2, 16, 4\]"):
-        engine(run, "sparsity.rank=8")
+    export_checkpoint(run, tmp_path / "hf", dtype=torch.bfloat16)
+    words = [word for word in LEARNED_INDEX if word.startswith("sparsity")]
+    line = f"sparsity.score=learned: {tmp_path / 'hf'} holds no learned index; give the run"
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        engine(tmp_path / "hf", *words)
