@@ -19,7 +19,7 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
-from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
+from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern, learning
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback
@@ -200,7 +200,8 @@ class Measurement(Callback):
         sampled = sampled_rows(self._patterns, batch.masks[0].length, place.step, self._rows)
         for pattern in self._patterns:
             masked = self._masked_of(pattern, batch, q.device)
-            index = pattern.estimate(q, k, masked, layer)
+            with learning(pattern):  # from this very sequence
+                index = pattern.estimate(q, k, masked, layer)
             self.records += _heads(pattern.name, index, q, k, masked, place, sampled, self._seq)
         if self._analyzer is not None:
             masked, decoder = self._masked_of(self._patterns[0], batch, q.device), self._decoder

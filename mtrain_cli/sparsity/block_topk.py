@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -106,12 +105,14 @@ class BlockTopkPattern(BlockTopkSettings):
         groups = kv_heads if self.index_per == "kv_group" else queries.shape[3]
         bits, gates = [], []
         for b in range(len(q)):
-            find = partial(self._find, queries[b], everyone[b], scale, masked, b)
-            lse = self._lse(queries[b], everyone[b], scale, masked, b)
-            scores = find(lse).unflatten(0, (groups, -1)).amax(1)
+            scores = (queries[b].contiguous(), everyone[b].contiguous(), scale, masked, b)
+            lse, ranks = self._ranks(*scores)
             forced = self._forced(masked, b)
-            chosen, level = self._choose(scores, forced, masked, b)
-            starts = find(lse, level).unflatten(0, (groups, -1)).amin(1)
+            chosen, level = self._choose(
+                ranks.unflatten(0, (groups, -1)).amax(1), forced, masked, b
+            )
+            starts = self._first_rows(*scores, lse, chosen, level)
+            starts = starts.unflatten(0, (groups, -1)).amin(1)
             bits.append(chosen.repeat_interleave(heads // groups, 0))
             gates.append(self._gates(chosen, starts.masked_fill(forced, 0)))
         geometry = masked.geometry
@@ -134,22 +135,32 @@ class BlockTopkPattern(BlockTopkSettings):
         ]
         return torch.cat(parts, 1).flatten(1, 2)
 
-    def _lse(self, q: Tensor, k: Tensor, scale: float, masked: MaskedPositions, b: int) -> Tensor:
-        """Return each query's log-sum-exp over its largest scores, [heads, local blocks, block].
+    def _ranks(self, q: Tensor, k: Tensor, scale: float, masked: MaskedPositions, b: int) -> Pair:
+        """Return each query's log-sum-exp over its largest scores, and the ranks of blocks.
 
-        Arguments are those of `_find`. It is +inf for a query that sees no key.
+        q: [local blocks, block, heads, dim]. k: [keys, kv_heads, dim], of the whole sequence.
+
+        Returns:
+            [heads, local blocks, block], +inf for a query that sees no key; and [heads, local
+            blocks, blocks], -inf where no query sees an earlier key.
         """
         if fused_scores_usable(q, self.block):
             from mtrain_cli.kernels.triton import block_scores
 
             first = masked.tables.first[b].view(masked.geometry.blocks, -1)
             numbers = masked.geometry.query_blocks
-            return block_scores.lse_of_largest(q, k, first, numbers, scale, self.block)
-        parts = [self._largest(q[i], k, scale, masked, b, i) for i in range(len(q))]
-        lse = torch.stack([part.logsumexp(-1) for part in parts], 1)
-        return lse.masked_fill_(lse.isneginf(), math.inf)
+            return block_scores.ranks(q, k, first, numbers, scale, self.block)
+        sums, ranks = [], []
+        for i in range(len(q)):
+            largest = self._largest(q[i], k, scale, masked, b, i)
+            lse = largest.logsumexp(-1)
+            sums.append(lse.masked_fill_(lse.isneginf(), math.inf))
+            of_block = (largest - sums[-1][..., None]).amax(1)
+            of_block[:, int(masked.numbers[i]) :] = -math.inf
+            ranks.append(of_block)
+        return torch.stack(sums, 1), torch.stack(ranks, 1)
 
-    def _find(
+    def _first_rows(
         self,
         q: Tensor,
         k: Tensor,
@@ -157,34 +168,29 @@ class BlockTopkPattern(BlockTopkSettings):
         masked: MaskedPositions,
         b: int,
         lse: Tensor,
-        level: Tensor | None = None,
+        chosen: Tensor,
+        level: Tensor,
     ) -> Tensor:
-        """Return the largest rank of each local query block and earlier key block.
+        """Return the first query of each block that ranks a chosen block as high as the level.
 
-        q: [local blocks, block, heads, dim]. k: [keys, kv_heads, dim], of the whole sequence.
-        level: a float, for the first query of a block with a rank of that level instead.
+        Arguments are those of `_ranks` and its sums, and those of `_choose`'s result.
 
         Returns:
-            [heads, local blocks, blocks]; -inf where no query sees a key, or the block size if no
-            query has such a rank.
+            int32 [heads, local blocks, blocks]; the block size if no query does.
         """
-        blocks, numbers = masked.geometry.blocks, masked.geometry.query_blocks
         if fused_scores_usable(q, self.block):
             from mtrain_cli.kernels.triton import block_scores
 
-            first = masked.tables.first[b].view(blocks, -1)
-            return block_scores.largest_scores(
-                q.contiguous(), k.contiguous(), lse, first, numbers, scale, self.block, level
+            first = masked.tables.first[b].view(masked.geometry.blocks, -1)
+            numbers = masked.geometry.query_blocks
+            return block_scores.first_rows(
+                q, k, lse, first, numbers, chosen, level, scale, self.block
             )
         results = []
         for i in range(len(q)):
             ranks = self._largest(q[i], k, scale, masked, b, i) - lse[:, i, :, None]
-            ranks[..., int(masked.numbers[i]) :] = -math.inf
-            if level is None:
-                results.append(ranks.amax(1))
-            else:
-                reached = (ranks.float() >= level).to(torch.int32)
-                results.append(torch.where(reached.any(1), reached.argmax(1), self.block))
+            reached = (ranks.float() >= level).to(torch.int32)
+            results.append(torch.where(reached.any(1), reached.argmax(1), self.block))
         return torch.stack(results, 1)
 
     def _largest(
@@ -224,7 +230,10 @@ class BlockTopkPattern(BlockTopkSettings):
         numbers = masked.geometry.query_blocks.long()[:, None]
         allowed = self.row_cap * self.density * (numbers + 1)
         cap = (allowed.ceil().long() - forced.sum(-1, keepdim=True)).clamp(min=1)
-        ranks.masked_fill_(ranks < _level(ranks, cap, lambda count: count), 0)
+        # Of equal ranks at the border of a row, none is chosen.
+        best = torch.nn.functional.pad(ranks.sort(-1, descending=True).values, (0, 1))
+        beyond = best.gather(-1, cap.clamp(max=ranks.shape[-1]).expand(len(ranks), -1, -1))
+        ranks.masked_fill_(ranks <= beyond, 0)
         sums = torch.stack([pairs.sum(dtype=torch.int64), (pairs * forced).sum(dtype=torch.int64)])
         total, used = masked.group.sum(sums)
         room = len(scores) * (self.density * total.double() - used) / self.block**2

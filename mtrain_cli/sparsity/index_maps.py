@@ -19,7 +19,7 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 
 FIRST_UPDATES = 256  # with the first batch, before the maps choose anything
 UPDATES = 2  # with every later batch
-_ROWS = 256  # most queries of an update
+_FIRST_ROWS, _ROWS = 256, 64  # most queries of each of the first updates, and of a later one
 _SCORE_BYTES = 1 << 29
 _RATE, _LAST_RATE = 3e-3, 3e-4
 _WARM_UP = 20
@@ -79,7 +79,8 @@ class IndexMaps:
         keys, kv_heads = k.flatten(0, 1).float(), k.shape[2]
         rng = np.random.default_rng([seed, int(self.updates)])
         length = masked.masks[b].length
-        count = max(16, min(_ROWS, _SCORE_BYTES // (4 * heads * len(keys))))
+        most = _ROWS if self.updates >= FIRST_UPDATES else _FIRST_ROWS
+        count = max(16, min(most, _SCORE_BYTES // (4 * heads * len(keys))))
         rows = np.sort(rng.integers(min(2 * block, length - 1), length, count))
         queries = self._gathered(q.flatten(0, 1), rows, masked).float()
         at = to_device(rows, q.device)

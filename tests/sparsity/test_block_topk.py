@@ -126,34 +126,40 @@ def test_heads_of_a_group_share_their_blocks():
 
 
 @pytest.mark.parametrize("dim", [16, 64])
-def test_triton_kernel_finds_the_same_maxima(dim):
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_triton_kernels_rank_as_the_definition(dim, at_once, monkeypatch):
     from mtrain_cli.kernels.triton import block_scores
 
     torch.manual_seed(0)
     blocks, block, heads, kv_heads = 5, 32, 4, 2
+    monkeypatch.setattr(block_scores, "_MOST_BYTES", at_once * 4 * heads * block * blocks)
     numbers = torch.tensor([0, 2, 4], dtype=torch.int32)
     q = torch.randn(3, block, heads, dim)
     k = torch.randn(blocks * block, kv_heads, dim)
-    lse = torch.randn(heads, 3, block)
-    lse[:, 2, -5:] = math.inf  # padding
     first = torch.zeros(blocks, block, dtype=torch.int32)
     first[4] = 40
-    first[2, 3:] = 1 << 30
-    largest = block_scores.largest_scores(q, k, lse, first, numbers, 0.3, block)
-    level = torch.tensor(1.0)
-    starts = block_scores.largest_scores(q, k, lse, first, numbers, 0.3, block, level)
+    first[2, 3:] = 1 << 30  # padding
+    chosen = torch.rand(kv_heads, 3, blocks) < 0.7
+    lse, ranks = block_scores.ranks(q, k, first, numbers, 0.3, block)
+    level = ranks[ranks > -math.inf].median() - 1e-3  # not a rank, for which rounding decides
+    rows = block_scores.first_rows(q, k, lse, first, numbers, chosen, level, 0.3, block)
     position = torch.arange(blocks * block)
     for h in range(heads):
         for slot, number in enumerate(numbers.tolist()):
-            z = 0.3 * q[slot, :, h] @ k[:, h // 2].T - lse[h, slot][:, None]
-            seen = (position >= first[number][:, None]) & (position < number * block)
-            wanted = z.masked_fill(~seen, -math.inf).view(block, blocks, block).amax((0, 2))
-            torch.testing.assert_close(largest[h, slot], wanted, rtol=1e-4, atol=1e-4)
-            of_rows = z.masked_fill(~seen, -math.inf).view(block, blocks, block).amax(2)
-            reached = (of_rows >= level).int()
-            first_row = torch.where(reached.any(0), reached.argmax(0), block)
-            assert torch.equal(starts[h, slot].long(), first_row)
-            assert (first_row == block).any() or number == 0
+            z = 0.3 * q[slot, :, h] @ k[:, h // 2].T
+            own = number * block + torch.arange(block)
+            seen = (position >= first[number][:, None]) & (position <= own[:, None])
+            largest = z.masked_fill(~seen, -math.inf).view(block, blocks, block).amax(2)
+            sums = largest.logsumexp(1)
+            sums = sums.masked_fill(sums.isneginf(), math.inf)
+            torch.testing.assert_close(lse[h, slot], sums, rtol=1e-4, atol=1e-4)
+            of_rows = largest - sums[:, None]
+            of_rows[:, number:] = -math.inf
+            torch.testing.assert_close(ranks[h, slot], of_rows.amax(0), rtol=1e-4, atol=1e-4)
+            reached = ((of_rows >= level) & chosen[h // 2, slot]).int()
+            wanted = torch.where(reached.any(0), reached.argmax(0), block)
+            assert torch.equal(rows[h, slot].long(), wanted)
+    assert 0 < (rows < block).float().mean() < 0.9
 
 
 def test_later_queries_change_nothing():

@@ -48,7 +48,7 @@ def loss(maps: IndexMaps, q, k, masked, rows) -> torch.Tensor:
 
 
 def test_the_first_moment_is_the_gradient_of_the_loss(monkeypatch):
-    monkeypatch.setattr(index_maps, "_ROWS", 24)
+    monkeypatch.setattr(index_maps, "_FIRST_ROWS", 24)
     for masked in (batch(), batch(SEQ - 21), batch(documents=True)):
         torch.manual_seed(0)
         q, k = torch.randn(SEQ, HEADS, DIM) * 2, torch.randn(SEQ, KV_HEADS, DIM)
