@@ -80,6 +80,11 @@ class PatternSettings(Variant):
         yield from ()
 
     @property
+    def has_learned_state(self) -> bool:
+        """Whether the pattern learns in training what an evaluation needs."""
+        return False
+
+    @property
     def column_bound(self) -> int | None:
         """The maximum number of columns per head; None without a bound, 0 without columns."""
         return 0
@@ -305,6 +310,10 @@ class BlockTopkSettings(SparseSettings):
                 f"block before it and the first one, {least:.4f} of the pairs of {seq:,} tokens; "
                 f"give at least {math.ceil(1e4 * least) / 1e4:g}, or a longer sequence"
             )
+
+    @property
+    def has_learned_state(self) -> bool:
+        return self.score == "learned"
 
     def forced_share(self, seq: int) -> float:
         """Return the share of causal pairs that every index of this pattern computes."""

@@ -25,7 +25,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.config.problem import ConfigError, cli_option
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.inference.limits import MemoryNeed
-from mtrain_cli.inference.model_source import ModelSource, load_decoder, load_pattern
+from mtrain_cli.inference.model_source import ModelSource, load_decoder
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.scorer import Scorer, attention_of, device_of
 from mtrain_cli.launch.environment import Environment
@@ -35,6 +35,7 @@ from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.layer_groups import TensorGroup, make_tensor_group
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import TENSOR, ContextGroup, make_parameter_mesh
+from mtrain_cli.sparsity.pattern import learned_state
 from mtrain_cli.training.resolution import resolve_run
 
 END, LENGTH = "end", "length"
@@ -310,10 +311,11 @@ class Engine(Scorer):
         mesh = None
         if tensor is not None:
             mesh = make_parameter_mesh(environment.dims, environment.device)[TENSOR]
+        layers = range(self.config.model.num_layers)
+        learned = learned_state(self.choices.pattern, self.config, layers, self.device)
         self.decoder, self.step = load_decoder(
-            source, self.choices.dtype, self.device, report, tensor, mesh
+            source, self.choices.dtype, self.device, report, tensor, mesh, learned
         )
-        load_pattern(source, self.choices.pattern, self.device)
 
     @torch.no_grad()
     def hidden(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.parallel.layer_groups import TensorGroup
-    from mtrain_cli.sparsity.pattern import Pattern
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
@@ -103,6 +102,11 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
             config = compose.compose([*defaults, *sizes, f"seq={seq}", *overrides])
         config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
         config = config.changed(data={"document_mask": False})  # a prompt is one document
+        if config.sparsity.has_learned_state:
+            raise ConfigError(
+                f"sparsity.score=learned: {path} holds no learned index; give the run that trained "
+                "it, sparsity.score=exact, or sparsity=dense"
+            )
     else:
         path = _find_run(path)
         with _GIVEN_BY_MODEL.in_errors():
@@ -160,6 +164,7 @@ def load_decoder(
     report: Callable[[str], None] | None = None,
     tensor: TensorGroup | None = None,
     mesh: DeviceMesh | None = None,
+    learned: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Decoder, int | None]:
     """Load the model on one device. Return it, and the step of its checkpoint if it has one.
 
@@ -170,6 +175,7 @@ def load_decoder(
         report: called with the reason why a damaged checkpoint is skipped.
         tensor: the workers that share each layer; None if this worker computes whole layers.
         mesh: the same workers as a device mesh, if there are some.
+        learned: what the pattern learns, to fill from the checkpoint.
     """
     import torch
 
@@ -198,31 +204,14 @@ def load_decoder(
     if source.is_folder:
         load_into(decoder, source.path)
         return decoder.eval(), None
-    return decoder.eval(), _load_checkpoint(decoder, source, report)
-
-
-def load_pattern(source: ModelSource, pattern: Pattern | None, device: torch.device) -> None:
-    """Load what a pattern has learned. Raises ConfigError if the source does not hold it."""
-    from mtrain_cli.sparsity.pattern import learned_state
-    from mtrain_cli.training import checkpointer
-
-    model = source.config.model
-    tensors = learned_state(pattern, model, range(model.num_layers), device)
-    if not tensors:
-        return
-    if source.is_folder:
-        raise ConfigError(
-            f"sparsity.score=learned: {source.path} holds no learned index; give the run that "
-            "trained it, sparsity.score=exact, or sparsity=dense"
-        )
-    try:
-        checkpointer.load_learned(source.path, tensors)
-    except checkpointer.CheckpointError as error:
-        raise ConfigError(*str(error).splitlines()) from error
+    return decoder.eval(), _load_checkpoint(decoder, source, report, learned)
 
 
 def _load_checkpoint(
-    decoder: Decoder, source: ModelSource, report: Callable[[str], None] | None
+    decoder: Decoder,
+    source: ModelSource,
+    report: Callable[[str], None] | None,
+    learned: Mapping[str, torch.Tensor] | None,
 ) -> int:
     """Read the weights and the biases of routers tensor by tensor. Return the checkpoint's step."""
     from mtrain_cli.model.experts import reset_biases
@@ -239,6 +228,6 @@ def _load_checkpoint(
         return parameters
 
     try:
-        return checkpointer.load_model_state(source.path, report, targets)[0]
+        return checkpointer.load_model_state(source.path, report, targets, learned)[0]
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error

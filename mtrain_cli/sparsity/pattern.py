@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -236,11 +236,13 @@ def learning(pattern: Pattern | None) -> Iterator[None]:
 
 
 def learned_state(
-    pattern: Pattern | None, model: ModelConfig, layers: Sequence[int], device: torch.device
+    pattern: Pattern | None, config: Config, layers: Iterable[int], device: torch.device
 ) -> dict[str, Tensor]:
+    """Return the `LearningPattern.state` of the sparse layers among these; {} without any."""
     if not isinstance(pattern, LearningPattern):
         return {}
-    return pattern.state(model, layers, device)
+    dense = config.sparsity.dense_of(config.model.num_layers)
+    return pattern.state(config.model, sorted(set(layers) - dense), device)
 
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)

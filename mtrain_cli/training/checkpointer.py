@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import (
     FileEntry,
     Manifest,
@@ -97,7 +98,8 @@ class Checkpointer:
         Wait for the previous save, copy the tensors to the CPU, and write them in the background.
 
         state: `model` and `optimizer` are state dicts of DTensors or tensors, `trainer` has JSON
-            values that are equal on all ranks, `rng` this rank's generators as tensors.
+            values that are equal on all ranks, `rng` this rank's generators as tensors, and
+            `LEARNED` tensors that are equal on all ranks that have them.
 
         Raises CheckpointError on all ranks, if the previous save failed or, without `asynchronous`,
         this one. This save runs even if the previous one failed. Committed checkpoints stay intact.
@@ -153,7 +155,8 @@ class Checkpointer:
 
         Fill the tensors of `state` in place, in any sharding, and replace `state["trainer"]`. Leave
         `rng` unchanged if a different number of ranks wrote the checkpoint. If none is usable,
-        raise NoCheckpointError on all ranks, with a line for each checkpoint.
+        raise NoCheckpointError on all ranks, with a line for each checkpoint. Raise ConfigError if
+        the newest intact one does not fit `LEARNED`: an older one would undo training.
         """
         self.wait()
         steps = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
@@ -185,6 +188,11 @@ class Checkpointer:
             tensors = self._tensors(state)
             if manifest.workers != self._workers:
                 tensors.pop("rng", None)
+            index = state.get(LEARNED, {})
+            unfit = self._on_all_ranks(lambda: _unfit_index(CheckpointReader(folder), index))
+            if problem := next(filter(None, unfit), ""):
+                new = "or start a new run with train.init_from=HF_FOLDER"
+                raise ConfigError(f"{folder}: {problem}, {new}")
             foreign = self._on_all_ranks(lambda: _read(folder, tensors))
         except _Failed as error:
             return str(error)
@@ -298,12 +306,15 @@ def load_model_state(
     path: str | os.PathLike[str],
     report: Callable[[str], None] | None = None,
     targets: Targets | None = None,
+    learned: Mapping[str, Tensor] | None = None,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the step and the whole model of `newest_intact`, by parameter name, in this process.
 
     targets: returns the tensors to fill, of any dtype and device, from the stored shapes. By
         default, allocate them on the CPU in the checkpoint's dtype.
+    learned: what a pattern learns, to fill. ConfigError if it does not fit the checkpoint.
     """
+    index = learned or {}
 
     def read(folder: Path) -> tuple[int, dict[str, Tensor]]:
         reader = CheckpointReader(folder)
@@ -313,8 +324,12 @@ def load_model_state(
             model = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
         else:
             model = targets({name: tuple(entry.size) for name, entry in entries.items()})
+        if problem := _unfit_index(reader, index):
+            raise ConfigError(f"{folder}: {problem}")
+        tensors = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
+        tensors |= {f"{LEARNED}.{name}": tensor for name, tensor in index.items()}
         try:
-            _read(folder, {f"{_MODEL}{name}": tensor for name, tensor in model.items()}, reader)
+            _read(folder, tensors, reader)
         except (OSError, ForeignFileError):
             raise
         except Exception as error:
@@ -322,15 +337,6 @@ def load_model_state(
         return Manifest.read(folder).step, model
 
     return newest_intact(path, read, report)
-
-
-def load_learned(path: str | os.PathLike[str], tensors: dict[str, Tensor]) -> None:
-    """Fill ``tensors`` with what a pattern has learned, from the `newest_intact` checkpoint."""
-
-    def read(folder: Path) -> None:
-        _read(folder, {LEARNED: tensors})
-
-    newest_intact(path, read)
 
 
 def newest_intact(
@@ -400,11 +406,6 @@ def _read(
     """Fill this rank's part of `tensors`. Return the model's tensors that `tensors` lacks."""
     # Every rank reads on its own, because ranks exchange pickles in DCP's collective load.
     reader, planner = reader or CheckpointReader(folder), checkpoint_files.CheckpointPlanner()
-    if LEARNED in tensors and not checkpoint_files.tensors_of(reader.metadata, f"{LEARNED}."):
-        raise ForeignFileError(
-            "holds no learned index, which sparsity.score=learned continues; resume with the "
-            "pattern of the run, or start a new run with train.init_from=HF_FOLDER"
-        )
     _silence_single_process_warning()
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -414,6 +415,23 @@ def _read(
         raise min(error.failures.items())[1][0] from error
     stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
     return [name for name in stored if name not in planner.state_dict]
+
+
+def _unfit_index(reader: CheckpointReader, index: Mapping[str, Tensor]) -> str:
+    """Return why a checkpoint cannot fill what a pattern learns, and the remedy; "" if it can."""
+    stored = checkpoint_files.tensors_of(reader.metadata, f"{LEARNED}.")
+    for name, tensor in index.items():
+        layer, _, part = name.partition(".")
+        entry = stored.get(f"{LEARNED}.{name}")
+        if entry is None:
+            reason = f"holds no learned index of layer {layer}, which sparsity.score=learned needs"
+        elif entry.size != tensor.shape:
+            shapes = f"has the shape {list(entry.size)}, not {list(tensor.shape)}"
+            reason = f"the learned index of layer {layer} ({part}) {shapes}"
+        else:
+            continue
+        return f"{reason}; give the sparsity that the run had, sparsity.score=exact, sparsity=dense"
+    return ""
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:

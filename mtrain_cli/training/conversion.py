@@ -139,6 +139,9 @@ def export_checkpoint(
     if mask.plain_window is None and mask.kind != "causal":
         line = f"config.json cannot say that the run trained with mask.kind={mask.kind}"
         remark = f"{remark}; {line}" if remark else line
+    if config.sparsity.has_learned_state:
+        line = "the learned index stays in the checkpoint, for mtrain alone"
+        remark = f"{remark}; {line}" if remark else line
     return Exported(config, step, remark)
 
 

@@ -141,7 +141,7 @@ class TrainState:
             initialize(self.states.masters, config.seed, worker.device)
         self.states.send()
         layers = [int(name) for name, _ in self.decoder.layers.named_children()]
-        self._learned = learned_state(worker.choices.pattern, config.model, layers, worker.device)
+        self._learned = learned_state(worker.choices.pattern, config, layers, worker.device)
         self._replicas = mesh.get_group() if self._learned and environment.dims.dp > 1 else None
         self.spikes = SpikeWatch(config.run.spike_sigma)
         self._schedule = LearningRateSchedule.of(config)
@@ -206,7 +206,8 @@ class TrainState:
         If the checkpoint is an import, which holds only weights, start at step 0.
         """
         if checkpointer.holds_only_weights():
-            weights = {"model": self.checkpoint()["model"]}
+            weights = self.checkpoint()
+            del weights["optimizer"], weights["trainer"]
             checkpointer.load(weights)
             state_dict.set_model_state_dict(self.states.masters, weights["model"])
             self.states.send()

@@ -31,6 +31,7 @@ SMALL = [
     "train.eval_tasks=[niah]", "eval.length=[1344,1408]", "eval.samples=2",
 ]  # fmt: skip
 SPARSE = ["sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16"]
+LEARNED = ["sparsity=block_topk", "sparsity.block=16", "sparsity.rank=4", "train.kernel=reference"]
 BOTH = ["train.eval_tasks=[niah,perplexity]", "data.eval_sequences=4"]
 
 
@@ -106,11 +107,12 @@ def require_equal(run: Path, kind: str, step: int, out: Path) -> None:
     [
         pytest.param(1, SPARSE, {}, marks=pytest.mark.slow),
         pytest.param(2, [], {}, marks=pytest.mark.slow),
+        pytest.param(1, LEARNED, {}, marks=pytest.mark.slow),
         (2, [*SPARSE, "topology.layout=zigzag", "topology.exchange=ring"], {}),
         pytest.param(2, ["train.global_batch=2"], {"cp": 1}, marks=pytest.mark.slow),
         pytest.param(2, ["topology.tensor_parallel=2"], {"cp": 1, "tp": 2}, marks=pytest.mark.slow),
     ],
-    ids=["alone", "two", "sparse", "replicas", "tensor"],
+    ids=["alone", "two", "learned", "sparse", "replicas", "tensor"],
 )
 def test_samples_score_as_in_an_evaluation_of_the_checkpoint(tmp_path, world, words, degrees):
     run = tmp_path / "run"

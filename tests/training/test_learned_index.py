@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import gloo
@@ -17,8 +18,12 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import open_source
 from mtrain_cli.launch.environment import resolve_environment
-from mtrain_cli.launch.run_dir import NoCheckpointError
-from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
+from mtrain_cli.training.checkpointer import (
+    LEARNED,
+    Checkpointer,
+    load_model_state,
+    write_model_state,
+)
 from mtrain_cli.training.trainer import Trainer
 
 LEARNED_INDEX = (
@@ -79,15 +84,35 @@ def resumed_without(rank: int, world: int, folder: str) -> str:
     exact = make(rank, world, 1, (*LEARNED_INDEX, "sparsity.score=exact"))
     assert LEARNED not in exact.state()
     checkpointer.save(0, exact.state(), asynchronous=False)
-    with pytest.raises(NoCheckpointError) as error:
-        make(rank, world, 1, LEARNED_INDEX).resume(checkpointer)
+    checkpointer.wait()
+    words = (*LEARNED_INDEX, f"topology.pipeline_parallel={world}", "sparsity.dense_layers=1")
+    with pytest.raises(ConfigError) as error:
+        make(rank, world, 1, words, world).resume(checkpointer)
     return str(error.value)
 
 
-def test_a_checkpoint_without_a_learned_index_is_refused(tmp_path):
-    line = "step-0: holds no learned index, which sparsity.score=learned continues; resume"
-    (problem,) = gloo.run(1, resumed_without, str(tmp_path))
-    assert line in problem
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_checkpoint_without_a_learned_index_is_refused_on_all_workers(tmp_path, workers):
+    checkpointer = Checkpointer(tmp_path, 3)
+    weights = {"model": {"weight": torch.zeros(3)}, LEARNED: {"0.query": torch.zeros(2)}}
+    checkpointer.save(-1, weights, asynchronous=False)  # not an older one that has an index
+    # The second of two stages has only the dense layer, but must not wait for the first.
+    for problem in gloo.run(workers, resumed_without, str(tmp_path)):
+        assert "step-0: holds no learned index of layer 0, which sparsity.score=learned" in problem
+        assert "train.init_from" in problem
+        assert "\n" not in problem
+
+
+def resumed_import(rank: int, world: int, folder: str) -> str:
+    trainer = make(rank, world, 1, LEARNED_INDEX)
+    write_model_state(folder, 0, trainer.state()["model"])
+    with pytest.raises(ConfigError) as error:
+        trainer.resume(Checkpointer(folder, 2))
+    return str(error.value)
+
+
+def test_imported_weights_hold_no_learned_index(tmp_path):
+    assert "holds no learned index" in gloo.run(1, resumed_import, str(tmp_path))[0]
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +145,28 @@ def test_an_evaluation_uses_what_the_run_has_learned(run):
     assert torch.isfinite(engine(run, "sparsity=dense").token_losses(ids)).all()
 
 
+def test_an_evaluation_needs_the_index_of_its_own_step_and_shape(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    model = load_model_state(copy)[1]
+    write_model_state(copy / "checkpoints", 5, model)
+    with pytest.raises(ConfigError, match="step-5: holds no learned index of layer 0"):
+        engine(copy)
+    line = r"step-2: the learned index of layer 0 \(query\) has the shape \[2, \d+, 4\], not \[2"
+    with pytest.raises(ConfigError, match=line):
+        engine(run, "sparsity.rank=8")
+
+
+def test_only_sparse_layers_have_a_learned_index(run):
+    pattern = engine(run, "sparsity.dense_layers=1").choices.pattern
+    assert set(pattern._maps) == {0, 1, 2}
+
+
 def test_a_folder_of_weights_holds_no_learned_index(run, tmp_path):
     from mtrain_cli.training.conversion import export_checkpoint
 
-    export_checkpoint(run, tmp_path / "hf", dtype=torch.bfloat16)
+    exported = export_checkpoint(run, tmp_path / "hf", dtype=torch.bfloat16)
+    assert "the learned index stays in the checkpoint" in exported.tokenizer
     words = [word for word in LEARNED_INDEX if word.startswith("sparsity")]
     line = f"sparsity.score=learned: {tmp_path / 'hf'} holds no learned index; give the run"
     with pytest.raises(ConfigError, match=re.escape(line)):
-        engine(tmp_path / "hf", *words)
+        open_source(tmp_path / "hf", words)
