@@ -83,8 +83,7 @@ def resumed_without(rank: int, world: int, folder: str) -> str:
     checkpointer = Checkpointer(folder, 2)
     exact = make(rank, world, 1, (*LEARNED_INDEX, "sparsity.score=exact"))
     assert LEARNED not in exact.state()
-    checkpointer.save(0, exact.state(), asynchronous=False)
-    checkpointer.wait()
+    checkpointer.save(1, exact.state(), asynchronous=False)
     words = (*LEARNED_INDEX, f"topology.pipeline_parallel={world}", "sparsity.dense_layers=1")
     with pytest.raises(ConfigError) as error:
         make(rank, world, 1, words, world).resume(checkpointer)
@@ -95,10 +94,10 @@ def resumed_without(rank: int, world: int, folder: str) -> str:
 def test_a_checkpoint_without_a_learned_index_is_refused_on_all_workers(tmp_path, workers):
     checkpointer = Checkpointer(tmp_path, 3)
     weights = {"model": {"weight": torch.zeros(3)}, LEARNED: {"0.query": torch.zeros(2)}}
-    checkpointer.save(-1, weights, asynchronous=False)  # not an older one that has an index
+    checkpointer.save(0, weights, asynchronous=False)  # not this older one, which has an index
     # The second of two stages has only the dense layer, but must not wait for the first.
     for problem in gloo.run(workers, resumed_without, str(tmp_path)):
-        assert "step-0: holds no learned index of layer 0, which sparsity.score=learned" in problem
+        assert "step-1: holds no learned index of layer 0, which sparsity.score=learned" in problem
         assert "train.init_from" in problem
         assert "\n" not in problem
 
