@@ -252,8 +252,8 @@ class GatedBitmap(BlockBitmap):
             rows = slice(begin, begin + at_once)
             end = (positions[rows, None] + 1).clamp(max=starts + self.chunk)
             first = tables.first[:, positions[rows], None].clamp(min=starts)
-            keys = (end - first).clamp_(min=0)  # [batch, queries, chunks]
-            pairs += (self.gated(rows) * keys[:, None]).sum((-1, -2))
+            keys = (end - first).clamp_(min=0).int()  # [batch, queries, chunks]
+            pairs += (self.gated(rows) * keys[:, None]).sum((-1, -2), dtype=torch.int64)
         return replace(block_counts, pairs=pairs)
 
 
