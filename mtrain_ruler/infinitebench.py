@@ -162,7 +162,7 @@ def _sample(line: _Line, task: Task) -> Sample:
     if "{A}" in task.prompt:
         if len(line.options) != len(_LETTERS):
             raise UnreadableError(f"options: must be {len(_LETTERS)}, not {len(line.options)}")
-        if len(answers) != 2 or answers[1] not in _LETTERS:
+        if len(answers) != 2 or answers[1] not in tuple(_LETTERS):
             if len(answers) != 1 or answers[0] not in line.options:
                 raise UnreadableError("answer: is none of the options")
             answers += (_LETTERS[line.options.index(answers[0])],)

@@ -35,6 +35,7 @@ class BlockTopkPattern(BlockTopkSettings):
     A query sees a chosen block only from the first query of its block on that ranks it so high:
     what later queries look for would tell the model what the next tokens are. With a density, the
     level that a rank must reach, one number per layer, and the row cap still depend on all queries.
+    What is learned from a sequence serves the next ones; only the first one chooses with it.
 
     learns: whether `estimate` updates the maps of ``score=learned``.
     """
@@ -95,12 +96,13 @@ class BlockTopkPattern(BlockTopkSettings):
         scale = dim**-0.5
         if self.score == "learned":
             maps = self._maps_of(layer, heads, kv_heads, dim, q.device)
-            if self.learns:
-                seed = self.seed * 100_003 + layer
-                for turn in range(UPDATES if maps.updates else FIRST_UPDATES):
-                    b = turn % len(q)
-                    maps.learn(queries[b], keys[b], masked, b, seed)
+            whole, is_first = (queries, keys), not maps.updates
+            if self.learns and is_first:
+                self._learn(maps, whole, masked, layer, FIRST_UPDATES)
             (queries, keys), scale = maps.project(queries, keys), 1.0
+            if self.learns and not is_first:
+                # Only now: a sequence must not choose with what its later tokens have taught.
+                self._learn(maps, whole, masked, layer, UPDATES)
         everyone = masked.gather_blocks(keys)  # [batch, keys, kv_heads, dim]
         groups = kv_heads if self.index_per == "kv_group" else queries.shape[3]
         bits, gates = [], []
@@ -121,6 +123,14 @@ class BlockTopkPattern(BlockTopkSettings):
             self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks,
             gates=by_head, chunk=self.block,
         )  # fmt: skip
+
+    def _learn(
+        self, maps: IndexMaps, tokens: Pair, masked: MaskedPositions, layer: int, updates: int
+    ) -> None:
+        queries, keys = tokens
+        for _ in range(updates):
+            b = int(maps.updates) % len(queries)
+            maps.learn(queries[b], keys[b], masked, b, self.seed * 100_003 + layer)
 
     def _gates(self, chosen: Tensor, starts: Tensor) -> Tensor:
         """Return which blocks each query sees, int32 [heads, local queries, words].

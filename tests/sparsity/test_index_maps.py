@@ -119,3 +119,19 @@ def test_only_training_changes_the_maps():
     pattern.estimate(q, k, masked, 5)
     assert int(pattern._maps[5].updates) == index_maps.FIRST_UPDATES + index_maps.UPDATES
     assert not torch.equal(pattern._maps[5].query, before["query"])
+
+
+def test_a_sequence_does_not_choose_with_what_it_teaches():
+    pattern = BlockTopkPattern(
+        0, block=BLOCK, density=0.3, threshold=0.0, row_cap=3.0, score="learned", rank=RANK,
+        index_per="kv_group",
+    )  # fmt: skip
+    masked, pattern.learns = batch(), True
+    pattern.estimate(*planted(1)[:2], masked, 0)
+    q, k, _ = planted(2)
+    indexes = []
+    for learns in (False, True, True):
+        pattern.learns = learns
+        indexes.append(pattern.estimate(q, k, masked, 0))
+    assert torch.equal(indexes[0].gates, indexes[1].gates)
+    assert not torch.equal(indexes[1].gates, indexes[2].gates), "the next one does"
