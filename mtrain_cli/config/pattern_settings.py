@@ -79,6 +79,10 @@ class PatternSettings(Variant):
         """Yield a line ``key=value: reason`` for each conflict among the settings."""
         yield from ()
 
+    def conflicts(self, head_dim: int, tensor_parallel: int) -> Iterator[str]:
+        """Yield a line ``{key}: reason`` for each conflict with the model or the workers."""
+        yield from ()
+
     @property
     def has_learned_state(self) -> bool:
         """Whether the pattern learns in training what an evaluation needs."""
@@ -310,6 +314,17 @@ class BlockTopkSettings(SparseSettings):
                 f"block before it and the first one, {least:.4f} of the pairs of {seq:,} tokens; "
                 f"give at least {math.ceil(1e4 * least) / 1e4:g}, or a longer sequence"
             )
+
+    def conflicts(self, head_dim: int, tensor_parallel: int) -> Iterator[str]:
+        if self.score != "learned":
+            return
+        learned = "{sparsity.score} has one index for each KV head"
+        if self.rank > head_dim >= 1:
+            yield "{sparsity.rank}: must be at most {model.head_dim}"
+        if self.index_per != "kv_group":
+            yield f"{{sparsity.index_per}}: {learned}; give kv_group"
+        if tensor_parallel > 1:
+            yield f"{{topology.tensor_parallel}}: {learned}, on one worker; give 1"
 
     @property
     def has_learned_state(self) -> bool:

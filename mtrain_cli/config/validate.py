@@ -16,7 +16,7 @@ from mtrain_cli.config import keys, parallel_checks
 from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS, Variant
-from mtrain_cli.config.pattern_settings import PATTERNS, BlockTopkSettings
+from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
@@ -105,14 +105,7 @@ def _sparsity(config: Config) -> Iterator[str]:
     if _is_complete(settings):
         for line in settings.problems(config.seq):
             yield Problem(line, "sparsity.", "seq")
-        if isinstance(settings, BlockTopkSettings) and settings.score == "learned":
-            learned = "{sparsity.score} has one index for each KV head"
-            if settings.rank > config.model.head_dim >= 1:
-                yield "{sparsity.rank}: must be at most {model.head_dim}"
-            if settings.index_per != "kv_group":
-                yield f"{{sparsity.index_per}}: {learned}; give kv_group"
-            if config.topology.tensor_parallel > 1:
-                yield f"{{topology.tensor_parallel}}: {learned}, on one worker; give 1"
+        yield from settings.conflicts(config.model.head_dim, config.topology.tensor_parallel)
     if _is_complete(mask):
         for line in mask_problems(mask, config.seq, settings.pattern):
             yield Problem(line, "mask.", "seq", "sparsity.pattern")
