@@ -59,7 +59,7 @@ class InfiniteBenchSamples(Generation):
 
     def items(self, cell: Cell) -> Iterator[Item]:
         """Yield the samples, with the key ``cut``: the tokens that the middle of a prompt lost."""
-        half = max(0, cell.length - self.answer_tokens(cell)) // 2
+        half = max(1, (cell.length - self.answer_tokens(cell)) // 2)
         for sample in itertools.islice(self._read(cell), self.samples):
             ids = self.codec.encode(sample.prompt)
             cut = len(ids) - 2 * half if len(ids) > cell.length - self.answer_tokens(cell) else 0

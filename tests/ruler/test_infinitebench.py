@@ -90,6 +90,8 @@ def test_the_middle_of_a_long_prompt_is_cut(data, codec):
     exact = len(whole["ids"]) + 6
     samples = InfiniteBenchSamples(codec, data, ["passkey"], [exact, exact - 1], 1)
     assert [next(samples.items(cell))["cut"] > 0 for cell in samples.cells()] == [False, True]
+    samples = InfiniteBenchSamples(codec, data, ["passkey"], [1, 2, 6], 1)
+    assert [len(next(samples.items(cell))["ids"]) for cell in samples.cells()] == [2, 2, 2]
 
 
 def test_the_result_says_what_was_cut(data, codec):
@@ -146,6 +148,8 @@ def test_the_command_scores_all_tasks_of_a_folder(run, data, monkeypatch):
         ({"answer": None}, "answer: must be a text, a number or a list of them"),
         ({"options": ["read"]}, "options: must be 4, not 1"),
         ({"answer": ["open"]}, "answer: is none of the options"),
+        ({"answer": ["open", ""]}, "answer: is none of the options"),
+        ({"answer": ["open", "BC"]}, "answer: is none of the options"),
     ],
 )
 def test_a_damaged_line_is_named_by_file_and_number(change, message, tmp_path):
