@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, StartBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
@@ -201,8 +201,9 @@ def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) 
     fields = {"entries": entries, "counts": counts, "entries_t": None, "counts_t": None}
     if backward:
         fields["entries_t"], fields["counts_t"] = list_blocks(*inputs, transposed=True)
-    if isinstance(index, GatedBitmap):
-        gates = index.gates.flatten(0, 1).contiguous()
+    if isinstance(index, (GatedBitmap, StartBitmap)):
+        gates = index.gates if isinstance(index, GatedBitmap) else index.starts
+        gates = gates.flatten(0, 1).contiguous()
         fields |= {"gates": gates, "gate_slots": index.slots, "chunk": index.chunk}
     flat = index.heads[0] * index.heads[1]
     slash = torch.zeros(flat, index.blocks, dtype=torch.uint8, device=index.bits.device)

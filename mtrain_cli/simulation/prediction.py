@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import (
+    BlockBitmap,
+    GatedBitmap,
+    Index,
+    StartBitmap,
+    VerticalSlash,
+)
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -298,7 +304,8 @@ class Prediction:
 
 def default_kernel(gpu: Gpu, index: Index | None) -> str:
     """Return the kernel that ``train.kernel=auto`` stands for on this GPU."""
-    whole = index is None or (index.block == 128 and not isinstance(index, GatedBitmap))
+    gated = isinstance(index, (GatedBitmap, StartBitmap))
+    whole = index is None or (index.block == 128 and not gated)
     if whole and not gpu.is_cpu and any(name in gpu.name for name in _SM90):
         return "flash4"
     return "sdpa" if index is None or gpu.is_cpu else "triton"

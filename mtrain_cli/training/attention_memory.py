@@ -83,6 +83,7 @@ class IndexShape:
             bytes_each = 2 if request.block**2 < 1 << 15 else 4
             kept = sequences * model_heads * rows * blocks
             counted, width = bytes_each * sequences * own_blocks * blocks, 0
+            kept *= 1 + request.starts
             if request.chunk:  # each query chooses its keys
                 chunk_words = -(-blocks * request.block // (32 * request.chunk))
                 kept += 4 * sequences * model_heads * rows * request.block * chunk_words

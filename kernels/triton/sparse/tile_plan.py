@@ -43,7 +43,9 @@ class TilePlan:
     holes: whether some query or key block of the sequence is absent, so that a kernel may visit a
         block that it must skip.
     gates: [batch * heads, query blocks * block, words], for lists only. Bit c % 32 of word c // 32
-        is 1 if the query sees the keys of chunk c. None if queries see all listed blocks.
+        is 1 if the query sees the keys of chunk c. Or uint8 [batch * heads, query blocks, blocks],
+        offset of the first query of a query block that sees a key block. None if queries see all
+        listed blocks.
     gate_slots: [blocks], the number of each query block among the query blocks of gates.
     chunk: keys per chunk, a multiple of block.
     """
