@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -191,7 +191,8 @@ class BlockBitmap(Index):
 
         Such tensors are [batch, heads, rows, ...], or several rows for each row of ``bits``.
         """
-        return replace(self, rows=rows, **{n: change(getattr(self, n)) for n in self.by_head})
+        tensors: dict[str, Any] = {name: change(getattr(self, name)) for name in self.by_head}
+        return replace(self, rows=rows, **tensors)
 
     @cached_property
     def slots(self) -> Tensor:

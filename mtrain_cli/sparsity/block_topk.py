@@ -18,7 +18,7 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import Pair, accumulation_dtype, has_triton, high_product
 from mtrain_cli.config.pattern_settings import BlockTopkSettings
 from mtrain_cli.config.schema import ModelConfig
-from mtrain_cli.sparsity.index_maps import FIRST_UPDATES, UPDATES, IndexMaps
+from mtrain_cli.sparsity.index_maps import IndexMaps
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 
@@ -96,11 +96,11 @@ class BlockTopkPattern(BlockTopkSettings):
             maps = self._maps_of(layer, heads, kv_heads, dim, q.device)
             whole, is_first = (queries, keys), not maps.updates
             if self.learns and is_first:
-                self._learn(maps, whole, masked, layer, FIRST_UPDATES)
+                self._learn(maps, whole, masked, layer)
             (queries, keys), scale = maps.project(queries, keys), 1.0
             if self.learns and not is_first:
                 # Only now: a sequence must not choose with what its later tokens have taught.
-                self._learn(maps, whole, masked, layer, UPDATES)
+                self._learn(maps, whole, masked, layer)
         everyone = masked.gather_blocks(keys)  # [batch, keys, kv_heads, dim]
         groups = kv_heads if self.index_per == "kv_group" else queries.shape[3]
         bits, starts = [], []
@@ -121,11 +121,9 @@ class BlockTopkPattern(BlockTopkSettings):
             self.block, geometry.blocks, by_head[0], geometry.query_blocks, by_head[1]
         )
 
-    def _learn(
-        self, maps: IndexMaps, tokens: Pair, masked: MaskedPositions, layer: int, updates: int
-    ) -> None:
+    def _learn(self, maps: IndexMaps, tokens: Pair, masked: MaskedPositions, layer: int) -> None:
         queries, keys = tokens
-        for _ in range(updates):
+        for _ in range(maps.due):
             b = int(maps.updates) % len(queries)
             maps.learn(queries[b], keys[b], masked, b, self.seed * 100_003 + layer)
 

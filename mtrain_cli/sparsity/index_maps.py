@@ -17,8 +17,9 @@ from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.partials import Pair, has_triton
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
-FIRST_UPDATES = 256  # with the first batch, before the maps choose anything
-UPDATES = 2  # with every later batch
+FIRST_UPDATES = 128  # with the first batch, before the maps choose anything
+EARLY_UPDATES, LATER_UPDATES = 8, 2  # with every later batch
+_SETTLED = 1024  # updates from which on a batch is a later one
 _FIRST_ROWS, _ROWS = 256, 64  # most queries of each of the first updates, and of a later one
 _SCORE_BYTES = 1 << 29
 _RATE, _LAST_RATE = 3e-3, 3e-4
@@ -56,6 +57,13 @@ class IndexMaps:
         means, squares = ([torch.zeros_like(t) for t in (query, key)] for _ in range(2))
         count = torch.zeros((), dtype=torch.int64)
         return IndexMaps(query, key, means[0], squares[0], means[1], squares[1], count)
+
+    @property
+    def due(self) -> int:
+        """Number of updates that the next batch makes."""
+        if not self.updates:
+            return FIRST_UPDATES
+        return EARLY_UPDATES if self.updates < _SETTLED else LATER_UPDATES
 
     def project(self, q: Tensor, k: Tensor) -> Pair:
         """Return queries and keys [..., kv_heads, rank] of [..., heads, head_dim]."""
@@ -131,7 +139,7 @@ class IndexMaps:
         """Apply Adam (arXiv:1412.6980, algorithm 1)."""
         self.updates += 1
         step = int(self.updates)
-        progress = min(1.0, step / FIRST_UPDATES)
+        progress = min(1.0, step / _SETTLED)
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         rate = (_LAST_RATE + (_RATE - _LAST_RATE) * cosine) * min(1.0, step / _WARM_UP)
         for values, mean, square, gradient in (

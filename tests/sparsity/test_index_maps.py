@@ -118,8 +118,12 @@ def test_only_training_changes_the_maps():
     pattern.estimate(q, k, masked, 5)
     assert int(pattern._maps[5].updates) == index_maps.FIRST_UPDATES
     pattern.estimate(q, k, masked, 5)
-    assert int(pattern._maps[5].updates) == index_maps.FIRST_UPDATES + index_maps.UPDATES
+    assert int(pattern._maps[5].updates) == index_maps.FIRST_UPDATES + index_maps.EARLY_UPDATES
     assert not torch.equal(pattern._maps[5].query, before["query"])
+    pattern._maps[5].updates.fill_(index_maps._SETTLED)
+    pattern.estimate(q, k, masked, 5)
+    settled = index_maps._SETTLED + index_maps.LATER_UPDATES
+    assert int(pattern._maps[5].updates) == settled
 
 
 def test_a_sequence_does_not_choose_with_what_it_teaches():
