@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.arguments import Tile, gate_arguments, strides, tile_for
-from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates, load_rows
+from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates, load_rows, outside
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
 # By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
@@ -106,22 +106,18 @@ def _backward_keys(
             slot = qb
             if HOLES:
                 slot = tl.load(QUERY_SLOT + qb)
-            if slot >= 0:
-                in_block = (t % SUB) * BLOCK_M + tile_offsets
-                query_slots = slot * BLOCK + in_block
-                valid_queries = query_slots < queries
-                query_positions = qb * BLOCK + in_block
-                first = tl.load(FIRST + b * SEQ + query_positions)
-                q = load_rows(q_base, query_slots, stride_qn, queries)
-                do = load_rows(do_base, query_slots, stride_dn, queries)
-                lse = tl.load(LSE + row_base + query_slots, mask=valid_queries, other=float("-inf"))
-                lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-                delta = tl.load(DELTA + row_base + query_slots, mask=valid_queries, other=0.0)
-                hidden = (key_positions[:, None] < first[None, :]) | (
-                    key_positions[:, None] > query_positions[None, :]
-                )
-                if GATED:
-                    hidden |= hidden_by_gates(
+                if not LISTED:
+                    # A condition would keep the next loads from overlapping these products. Queries
+                    # beyond the shard have no probabilities.
+                    slot = tl.where(slot < 0, BLOCKS, slot)
+            in_block = (t % SUB) * BLOCK_M + tile_offsets
+            query_slots = slot * BLOCK + in_block
+            valid_queries = query_slots < queries
+            first = tl.load(FIRST + b * SEQ + qb * BLOCK + in_block)
+            seen = tl.maximum(qb * BLOCK + in_block - first + 1, 0)
+            if GATED:
+                seen = tl.where(
+                    hidden_by_gates(
                         GATES,
                         GATE_SLOTS,
                         bh,
@@ -132,8 +128,17 @@ def _backward_keys(
                         gate_words,
                         CHUNK_BLOCKS,
                         BLOCK,
-                    )[None, :]
-                dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+                    ),
+                    0,
+                    seen,
+                )
+            q = load_rows(q_base, query_slots, stride_qn, queries)
+            do = load_rows(do_base, query_slots, stride_dn, queries)
+            lse = tl.load(LSE + row_base + query_slots, mask=valid_queries, other=float("-inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            delta = tl.load(DELTA + row_base + query_slots, mask=valid_queries, other=0.0)
+            hidden = outside(key_positions[:, None] - first[None, :], seen[None, :])
+            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
             # Entries whose queries all see the whole key block: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):

@@ -20,6 +20,7 @@ from mtrain_cli.kernels.triton.sparse.device import (
     column_ranges,
     hidden_by_gates,
     load_rows,
+    outside,
 )
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
@@ -77,6 +78,7 @@ def _forward(
     query_positions = qb * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(FIRST + b * SEQ + query_positions)
     may_see = valid & (first <= query_positions)
+    visible = tl.maximum(query_positions - first + 1, 0)
     q = tl.load(
         Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d,
         mask=valid[:, None],
@@ -109,19 +111,16 @@ def _forward(
             if not LISTED:
                 kb = qb - kb
             slot = kb
+            seen = visible
             if HOLES:
                 slot = tl.load(KEY_SLOT + kb)
-            if slot >= 0:
-                in_block = (t % SUB) * BLOCK_N + tile_offsets
-                key_slots = slot * BLOCK + in_block
-                k = load_rows(k_base, key_slots, stride_kn, keys)
-                v = load_rows(v_base, key_slots, stride_vn, keys)
-                key_positions = kb * BLOCK + in_block
-                hidden = (key_positions[None, :] < first[:, None]) | (
-                    key_positions[None, :] > query_positions[:, None]
-                )
-                if GATED:
-                    hidden |= hidden_by_gates(
+                if not LISTED:
+                    # A condition would keep the next loads from overlapping these products.
+                    seen = tl.where(slot < 0, 0, seen)
+                    slot = tl.where(slot < 0, BLOCKS, slot)
+            if GATED:
+                seen = tl.where(
+                    hidden_by_gates(
                         GATES,
                         GATE_SLOTS,
                         bh,
@@ -132,8 +131,16 @@ def _forward(
                         gate_words,
                         CHUNK_BLOCKS,
                         BLOCK,
-                    )[:, None]
-                m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
+                    ),
+                    0,
+                    seen,
+                )
+            in_block = (t % SUB) * BLOCK_N + tile_offsets
+            key_slots = slot * BLOCK + in_block
+            k = load_rows(k_base, key_slots, stride_kn, keys)
+            v = load_rows(v_base, key_slots, stride_vn, keys)
+            hidden = outside((kb * BLOCK + in_block)[None, :] - first[:, None], seen[:, None])
+            m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
         if not LISTED:
             # Entries that every row sees in full: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
