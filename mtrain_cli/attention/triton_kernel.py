@@ -197,13 +197,16 @@ def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) 
         index.bits, index.slots, geometry.query_blocks, geometry.key_blocks,
         geometry.tables.first_min, index.block,
     )  # fmt: skip
-    entries, counts = list_blocks(*inputs, transposed=False)
-    fields = {"entries": entries, "counts": counts, "entries_t": None, "counts_t": None}
+    starts = index.starts if isinstance(index, StartBitmap) else None
+    entries, counts = list_blocks(*inputs, transposed=False, starts=starts)
+    fields: dict[str, Any] = {"entries": entries, "counts": counts}
+    fields |= {"entries_t": None, "counts_t": None, "starts": starts is not None}
     if backward:
-        fields["entries_t"], fields["counts_t"] = list_blocks(*inputs, transposed=True)
-    if isinstance(index, (GatedBitmap, StartBitmap)):
-        gates = index.gates if isinstance(index, GatedBitmap) else index.starts
-        gates = gates.flatten(0, 1).contiguous()
+        fields["entries_t"], fields["counts_t"] = list_blocks(
+            *inputs, transposed=True, starts=starts
+        )
+    if isinstance(index, GatedBitmap):
+        gates = index.gates.flatten(0, 1).contiguous()
         fields |= {"gates": gates, "gate_slots": index.slots, "chunk": index.chunk}
     flat = index.heads[0] * index.heads[1]
     slash = torch.zeros(flat, index.blocks, dtype=torch.uint8, device=index.bits.device)

@@ -82,11 +82,7 @@ def hidden_by_gates(
 
     in_block: offsets of the queries in block qb.
     """
-    slot = tl.load(GATE_SLOTS + qb)
-    if GATES.dtype.element_ty == tl.uint8:
-        start = tl.load(GATES + (bh * gate_rows + slot) * gate_words + kb)
-        return in_block < start.to(tl.int32)
-    row = bh * gate_rows + slot * BLOCK + in_block
+    row = bh * gate_rows + tl.load(GATE_SLOTS + qb) * BLOCK + in_block
     chunk = kb // CHUNK_BLOCKS
     return ((tl.load(GATES + row * gate_words + chunk // 32) >> (chunk % 32)) & 1) == 0
 

@@ -25,7 +25,7 @@ from mtrain_cli.kernels.triton.sparse.device import (
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
 # By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
-_FORWARD = {128: Tile(64, 4, 3), 64: Tile(64, 4, 2)}
+_FORWARD = {128: Tile(64, 4, 3, 1), 64: Tile(64, 4, 3)}
 _FORWARD_COLUMNS = {128: Tile(32, 4, 3), 64: Tile(32, 4, 3)}
 
 
@@ -64,7 +64,8 @@ def _forward(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
-    CONTINUE: tl.constexpr, GATED: tl.constexpr,
+    CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     # The last queries see most keys: start the longest programs first.
     i = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -104,14 +105,17 @@ def _forward(
             ENTRIES, COUNTS, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
         )
         # Entries that need an element mask: those outside [full_begin, full_end).
-        for t in range((full_begin + end - full_end) * SUB):
+        for t in tl.range((full_begin + end - full_end) * SUB, num_stages=MASKED_STAGES):
             n = t // SUB
             n = tl.where(n < full_begin, n, n - full_begin + full_end)
             kb = tl.load(list_start + n).to(tl.int32)
+            seen = visible
+            if STARTS:
+                seen = tl.where(tl.arange(0, BLOCK) < ((kb >> 24) & 0xFF), 0, seen)
+                kb = kb & 0xFFFFFF
             if not LISTED:
                 kb = qb - kb
             slot = kb
-            seen = visible
             if HOLES:
                 slot = tl.load(KEY_SLOT + kb)
                 if not LISTED:
@@ -271,7 +275,8 @@ def _forward_pass(
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes,
         CONTINUE=partial is not None,
-        GATED=slashes and plan.gates is not None,
+        GATED=slashes and plan.gates is not None, STARTS=slashes and plan.starts,
+        MASKED_STAGES=tile.masked or tile.stages,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

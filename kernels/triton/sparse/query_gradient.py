@@ -87,7 +87,7 @@ def _backward_queries(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
-    CONTINUE: tl.constexpr, GATED: tl.constexpr,
+    CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -130,10 +130,13 @@ def _backward_queries(
             n = t // SUB
             n = tl.where(n < full_begin, n, n - full_begin + full_end)
             kb = tl.load(list_start + n).to(tl.int32)
+            seen = visible
+            if STARTS:
+                seen = tl.where(tl.arange(0, BLOCK) < ((kb >> 24) & 0xFF), 0, seen)
+                kb = kb & 0xFFFFFF
             if not LISTED:
                 kb = qb - kb
             slot = kb
-            seen = visible
             if HOLES:
                 slot = tl.load(KEY_SLOT + kb)
                 if not LISTED:
@@ -271,7 +274,7 @@ def backward_queries(
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes,
         CONTINUE=partial is not None,
-        GATED=slashes and plan.gates is not None,
+        GATED=slashes and plan.gates is not None, STARTS=slashes and plan.starts,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq
