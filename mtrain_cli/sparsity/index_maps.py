@@ -18,7 +18,7 @@ from mtrain_cli.attention.partials import Pair, has_triton
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
 FIRST_UPDATES = 128  # with the first batch, before the maps choose anything
-EARLY_UPDATES, LATER_UPDATES = 8, 2  # with every later batch
+EARLY_UPDATES, LATER_UPDATES = 8, 1  # with every later batch
 _SETTLED = 1024  # updates from which on a batch is a later one
 _FIRST_ROWS, _ROWS = 256, 64  # most queries of each of the first updates, and of a later one
 _SCORE_BYTES = 1 << 29
