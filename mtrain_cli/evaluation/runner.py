@@ -380,8 +380,8 @@ def pattern_text(config: Config) -> str:
     pattern: Any = make_pattern(config.sparsity, config.seed)
     if pattern is None:
         return ""
-    last = config.sparsity.last_layers
-    return f"{pattern.describe()}{f'; {last} dense' if last else ''}"
+    dense = config.sparsity.dense_text
+    return f"{pattern.describe()}{f'; {dense} dense' if dense else ''}"
 
 
 def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
