@@ -57,6 +57,18 @@ def test_an_index_is_counted_for_the_sparse_layers_of_a_part():
     assert kinds[0].gathered_columns > 0 == kinds[1].gathered_columns
 
 
+def test_an_index_is_counted_for_the_sparse_layers_of_a_list():
+    words = ["sparsity=vertical_slash", "sparsity.dense_layers=[0,2,4]"]
+    steps, moments = of_stages(*words, "topology.stage_layers=[3,3]")
+    (whole, _), _ = of_stages(words[0], "topology.stage_layers=[3,3]")
+    one = whole.kept_index(3) // 3
+    assert [step.kept_index(3) for step in steps] == [one, 2 * one]
+    # The first stage has no moment at the loss.
+    for step, backward in zip(steps, (moments[0][0], moments[1][1]), strict=True):
+        of_layers = [step.backward_of(n, 2, scatters=n < 3).allocated for n in (1, 2, 3)]
+        assert backward.allocated == max(of_layers)
+
+
 def test_layers_of_both_kinds_have_the_mask_tables_of_both_and_lists_of_their_own():
     words = "sparsity=vertical_slash", "topology.stage_layers=[4,2]"
     (both, _), (mixed, _) = of_stages(*words, "sparsity.dense_layers=3")
