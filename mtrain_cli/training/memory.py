@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from mtrain_cli.config.schema import Config
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
@@ -207,10 +208,9 @@ class _StepMemory:
             # The last two layers without experts: the layer above the lower one reduces its MLP.
             # And the first two with experts: the higher one gathers those of the lower one ahead.
             places |= {max(1, min(mlps + further, layers)) for further in range(-1, 3)}
-        # The layers below and above each place where layers with an index and dense ones meet.
-        is_dense = [layer in self.dense for layer in self.part.current]
-        meet = {n for n in range(1, layers) if is_dense[n - 1] != is_dense[n]}
-        places |= meet | {n + 1 for n in meet}
+        # The first and the last of the layers with an index, and of the dense ones among them.
+        kinds = grouped(range(layers), lambda n: self.part.current[n] in self.dense).values()
+        places |= {n + 1 for kind in kinds for n in (kind[0], kind[-1]) if n}
         backward = (
             self.backward_of(layer, self.whole_layers, scatters=layer < layers)
             for layer in sorted(places, reverse=True)
