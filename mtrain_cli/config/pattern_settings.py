@@ -27,6 +27,7 @@ from mtrain_cli.config.option import (
     option,
 )
 from mtrain_cli.config.plugins import Plugins
+from mtrain_cli.grouping import show_spans, spans
 
 SPARSE_KINDS = ("sparse", "dense")  # of layers under `dense_layers`
 BLOCKS = (16, 32, 64, 128)  # allowed block sizes of a dynamic index, in tokens
@@ -88,7 +89,7 @@ class PatternSettings(Variant):
         if not self.dense_layers:
             return ""
         if isinstance(self.dense_layers, tuple):
-            numbers = ", ".join(map(str, sorted(self.dense_layers)))
+            numbers = show_spans(spans(sorted(self.dense_layers)))
             return f"layer{'s' * (len(self.dense_layers) > 1)} {numbers}"
         rule, n = self.dense_rule
         if rule == "every":

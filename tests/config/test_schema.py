@@ -74,6 +74,7 @@ SPARSE = ["sparsity=vertical_slash", "model.num_layers=4"]
         ("every:8", 8, {7}, "one layer in 8"),
         ("[5,0,2]", 8, {0, 2, 5}, "layers 0, 2, 5"),
         ("[3]", 8, {3}, "layer 3"),
+        ("[0,2,1]", 8, {0, 1, 2}, "layers 0-2"),
         ("7", 8, {1, 2, 3, 4, 5, 6, 7}, "the last 7 layers"),
     ],
 )
