@@ -117,7 +117,7 @@ MOBA = (
     "sparsity.dense_steps=0",
 )  # fmt: skip
 DENSE_END = (*SLASHES, "sparsity.dense_layers=2")
-DENSE_LIST = (*SLASHES, "sparsity.dense_layers=[0,2]")
+DENSE_LIST = (*SLASHES, "sparsity.dense_layers=[0,3]")
 WINDOWS = ("seq=256", "mask=sliding_window", "mask.window=40", "mask.full_every=2")
 RING, ULYSSES = "topology.exchange=ring", "topology.exchange=ulysses"
 GPIPE, VIRTUAL = "topology.schedule=gpipe", "topology.virtual_stages=2"
@@ -141,8 +141,8 @@ NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=fu
         # Two sparse layers and a dense one; only a dense one.
         (2, (2, 1, 1), DENSE_END, ("topology.stage_layers=[3,1]",)),
         (4, (2, 2, 1), (*MOBA, "sparsity.dense_layers=2"), (VIRTUAL,)),
-        # In each stage, a dense layer below a sparse one.
-        (2, (2, 1, 1), DENSE_LIST, ()),
+        # A dense layer below a sparse one, and one above.
+        (2, (2, 1, 1), DENSE_LIST, ("topology.stage_layers=[2,2]",)),
         (8, (2, 2, 2), (*SLASHES, "seed=1"), (RING,)),
         pytest.param(2, (2, 1, 1), (), ("train.compile=true",), marks=pytest.mark.slow),
         (2, (2, 1, 1), (*UNTIED, "train.dtype=bfloat16"), (VIRTUAL,)),
@@ -319,7 +319,7 @@ def test_metrics_of_a_sparse_step_equal_those_of_one_worker():
 
 @pytest.mark.parametrize(
     ("words", "dense", "stage_layers"),
-    [(DENSE_END, (2, 3), "[2,2]"), (DENSE_LIST, (0, 2), "[1,3]")],
+    [(DENSE_END, (2, 3), "[2,2]"), (DENSE_LIST, (0, 3), "[1,3]")],
 )
 def test_a_stage_of_only_dense_layers_reports_the_metrics_of_all(words, dense, stage_layers):
     expected = gloo.run(1, sparse_metrics, ALONE, words)[0]
