@@ -148,9 +148,10 @@ def replay(
         ConfigError: a configuration is impossible, or the file lacks a part of an index.
     """
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
-    first = index_of(recorded, pattern, layers[0])
-    columns = recorded.setup.columns.get(pattern, _AS_INDEX)
     full = recorded.full
+    others = (layer for layer in layers if full is None or layer not in full.layers)
+    first = index_of(recorded, pattern, next(others, layers[0]))
+    columns = recorded.setup.columns.get(pattern, _AS_INDEX)
     kinds = () if full is None else full.kinds(recorded.masks)
     prices = RowPrices.on(cluster, recorded.setup.heads, recorded.setup.kv_heads)
 

@@ -37,14 +37,15 @@ def make(rank: int, world: int, cp: int, words: tuple[str, ...], pp: int = 1) ->
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.state()[LEARNED].items()}
+    return {name: tensor.clone() for name, tensor in trainer.state().get(LEARNED, {}).items()}
 
 
 def learn(
-    rank: int, world: int, cp: int, count: int, folder: str, pp: int = 1
+    rank: int, world: int, cp: int, count: int, folder: str, pp: int = 1, *words: str
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return losses, and what was learned when training began and ended."""
-    trainer = make(rank, world, cp, (*LEARNED_INDEX, f"topology.pipeline_parallel={pp}"), pp)
+    stages = f"topology.pipeline_parallel={pp}"
+    trainer = make(rank, world, cp, (*LEARNED_INDEX, stages, *words), pp)
     checkpointer = Checkpointer(folder, 2)
     if checkpointer.latest() is not None:
         trainer.resume(checkpointer)
@@ -76,6 +77,16 @@ def test_stages_keep_their_layers(tmp_path):
     (again,) = gloo.run(1, learn, 1, 1, str(tmp_path))
     for _, _, ended in first:
         assert all(torch.equal(again[1][name], tensor) for name, tensor in ended.items())
+
+
+def test_training_with_a_dense_first_layer_resumes_bitwise(tmp_path):
+    words = "model.num_layers=3", "sparsity.dense_layers=[0]"
+    stages = 2, "topology.stage_layers=[1,2]", *words
+    (whole,) = gloo.run(1, learn, 1, 4, str(tmp_path / "whole"), 1, *words)
+    for workers, pp, *settings in ((2, *stages), (1, 1, *words)):
+        parts = gloo.run(workers, learn, 1, 2, str(tmp_path / "parts"), pp, *settings)
+    assert parts[0][0] == pytest.approx(whole[0][2:])
+    assert {name.split(".")[0] for name in parts[0][2]} == {"1", "2"}
 
 
 def resumed_without(rank: int, world: int, folder: str) -> str:
