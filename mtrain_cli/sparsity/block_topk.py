@@ -37,10 +37,13 @@ class BlockTopkPattern(BlockTopkSettings):
     level that a rank must reach, one number per layer, and the row cap still depend on all queries.
     What is learned from a sequence serves the next ones; only the first one chooses with it.
 
-    learns: whether `estimate` updates the maps of ``score=learned``.
+    learns: whether `estimate` updates the maps of ``score=learned``, and counts ``cut``.
+    cut: int64 [2], of the last estimate: this worker's blocks besides the forced ones that reached
+        the level, and those of them that the row cap cut. None without a cap.
     """
 
     learns = False
+    cut: Tensor | None = None
 
     def __init__(self, seed: int = 0, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
@@ -248,6 +251,10 @@ class BlockTopkPattern(BlockTopkSettings):
         total, used = masked.group.sum(sums)
         room = len(scores) * (self.density * total.double() - used) / self.block**2
         level = _level(ranks.flatten(), room.floor().long().clamp(min=0), masked.group.sum)
+        if self.learns:
+            reached = (best >= level).sum()
+            counts = torch.stack([reached, reached - (ranks >= level).sum()])
+            self.cut = counts if b == 0 or self.cut is None else self.cut + counts
         return forced | (ranks >= level), _score_of(level[0])
 
 

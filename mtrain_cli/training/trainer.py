@@ -184,6 +184,7 @@ class Trainer:
             slashes=index.slashes if index else None,
             columns=index.columns if index else None,
             index_seconds=index.seconds if index else None,
+            index_cut=index.cut if index else None,
             density_by_layer=list(index.density_by_layer) if index else None,
             **(result.routing.metrics() if result.routing else {}),
             skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,
