@@ -17,22 +17,21 @@ def sparsity_tables(rows: Rows) -> list[Table]:
     """Return a table of layers per pattern for the last measured step, and one of all steps."""
     groups = _groups(rows)
     last = max((step for _, step in groups), default=0)
-    measures, note = _measures(rows), _note(rows)
     tables = []
     for (pattern, step), own in groups.items():
         if step == last:
             layers = sorted(grouped(own, lambda row: row["layer"]).items())
-            columns = [Column("layer", itemgetter(0)), *measures]
+            columns = [Column("layer", itemgetter(0)), *_measures(own)]
             of_layers = [*layers, ("all", own)]
-            about = f"means over heads; {note}"
+            about = f"means over heads; {_note(own)}"
             tables.append(Table(f"{pattern}, step {step}", columns, of_layers, about, "", _all))
     if len({step for _, step in groups}) > 1:
         columns = [
             Column("pattern", lambda row: row[0][0], words=True, once=True),
             Column("step", lambda row: row[0][1]),
-            *measures,
+            *_measures(rows),
         ]
-        about = f"means over layers and heads; {note}"
+        about = f"means over layers and heads; {_note(rows)}"
         tables.append(Table("All steps", columns, [*groups.items()], about))
     return tables
 
@@ -64,7 +63,13 @@ def _measures(rows: Rows) -> list[Column]:
         *([mean("of_mask", share, "density in mask")] if _is_masked(rows) else []),
         mean("slashes", fixed(1)),
         mean("columns", fixed(0)),
+        *([Column("cut", _cut, share)] if any(row.get("cut") is not None for row in rows) else []),
     ]
+
+
+def _cut(row: tuple[Any, ...]) -> float | None:
+    cuts = [cut for head in row[-1] if (cut := head.get("cut")) is not None]
+    return statistics.fmean(cuts) if cuts else None
 
 
 def _is_masked(rows: Rows) -> bool:
@@ -72,9 +77,20 @@ def _is_masked(rows: Rows) -> bool:
 
 
 def _note(rows: Rows) -> str:
-    inside = "; density in mask: computed share of the pairs inside documents"
-    return (
-        "recall: over sampled queries that the pattern does not probe; worst: recall of the worst "
-        "query; density: computed share of all causal pairs"
-        f"{inside if _is_masked(rows) else ''}"
-    )
+    notes = [
+        "recall: over sampled queries that the pattern does not probe",
+        "worst: recall of the worst query",
+        "density: computed share of all causal pairs",
+    ]
+    if _is_masked(rows):
+        notes.append("density in mask: computed share of the pairs inside documents")
+    if any(row.get("cut") is not None for row in rows):
+        notes.append("cut: share of the blocks that reached the level but exceeded row_cap")
+    if updates := [row["updates"] for row in rows if row.get("updates") is not None]:
+        least, most = int(min(updates)), int(max(updates))
+        number = f"{least}" if least == most else f"{least} to {most}"
+        notes.append(
+            f"learned scores: from {number} updates with other sequences in this command, not from "
+            "a checkpoint"
+        )
+    return "; ".join(notes)

@@ -218,7 +218,7 @@ class LearningPattern(Pattern, Protocol):
     ) -> dict[str, Tensor]:
         """Return the tensors of these layers, by ``LAYER.NAME``; {} if the settings need none.
 
-        The first call makes them, equal on all workers.
+        The first call makes them, equal on all workers. LAYER.updates counts a layer's updates.
         """
 
 
