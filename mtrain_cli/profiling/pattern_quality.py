@@ -175,7 +175,7 @@ class Measurement(Callback):
         """
         if self._learners:
             sample = trainer.dataset[trainer.sampler.sequence(len(trainer.dataset) - 1)]
-            batch = trainer.next_batch_maker()([sample])
+            batch = trainer.evaluation_batch_maker()([sample])
             attend = self.wrap_attention(batch, batch.attention)
             trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
             reshard(trainer.decoder)

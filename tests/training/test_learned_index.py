@@ -24,6 +24,7 @@ from mtrain_cli.training.checkpointer import (
     load_model_state,
     write_model_state,
 )
+from mtrain_cli.training.evaluation import read_evaluations
 from mtrain_cli.training.trainer import Trainer
 
 LEARNED_INDEX = (
@@ -142,6 +143,26 @@ def test_an_evaluation_uses_what_the_run_has_learned(run):
     other = loaded.token_losses(ids)
     assert not torch.equal(learned, other), "the loaded maps choose"
     assert torch.isfinite(engine(run, "sparsity=dense").token_losses(ids)).all()
+
+
+def test_an_index_that_has_not_learned_chooses_nothing(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(typer.Exit):
+        train([
+            "seq=160", "train.steps=3", "topology.workers=1", f"run.dir={folder}", *LEARNED_INDEX,
+            "sparsity.dense_steps=2", "data.eval_sequences=1", "train.eval_every=1",
+            "train.checkpoint_every=1", "train.keep_checkpoints=3", "model.num_layers=1",
+        ])  # fmt: skip
+    attention = {row.step: row.attention for row in read_evaluations(folder)[0]}
+    # After the second step, the next one is sparse, but nothing has learned yet.
+    assert attention == {0: "dense", 1: "dense", 2: "dense", 3: "block_topk"}
+    early = folder / "checkpoints" / "step-2"
+    line = f"{early}: until the checkpoint of step 2, sparsity.dense_steps=2 made all steps dense"
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        engine(early)
+    engine(early, "sparsity=dense")
+    engine(early, "sparsity.score=exact")
+    engine(folder)
 
 
 def test_an_evaluation_needs_the_index_of_its_own_step_and_shape(run, tmp_path):
