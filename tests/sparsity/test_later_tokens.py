@@ -71,7 +71,7 @@ def test_with_a_density_later_tokens_change_only_level_and_cap(trainer, monkeypa
         return levels[-1]
 
     # Within the last block of queries, the cap also lets the later ones push blocks out.
-    for prefix, row_cap in ((WITHIN, 1e6), (WHOLE, 1.5)):
+    for prefix, row_cap in ((WITHIN, 1e6), (WHOLE, 1.0)):
         levels.clear()
         layers = itertools.count()
 
