@@ -11,7 +11,9 @@ import pytest
 import torch
 import typer
 from training.test_trainer import SMALL
+from typer.testing import CliRunner
 
+from mtrain_cli.commands.app import app
 from mtrain_cli.commands.train import train
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
@@ -181,6 +183,17 @@ def test_an_evaluation_needs_the_index_of_its_own_step_and_shape(run, tmp_path):
 def test_only_sparse_layers_have_a_learned_index(run):
     pattern = engine(run, "sparsity.dense_layers=1").choices.pattern
     assert set(pattern._maps) == {0, 1, 2}
+
+
+def test_a_verified_checkpoint_names_its_learned_index(run):
+    result = CliRunner().invoke(app, ["checkpoint", "verify", str(run), "--tokens", "8"])
+    assert result.exit_code == 0, result.output
+    loaded = engine(run)
+    model, layers = loaded.config.model, range(loaded.config.model.num_layers)
+    state = loaded.choices.pattern.state(model, layers, loaded.device)
+    numbers = sum(tensor.numel() for tensor in state.values())
+    line = f"learned index            {len(layers)} layers, {numbers:,} numbers; not compared"
+    assert line in result.stdout
 
 
 def test_a_folder_of_weights_holds_no_learned_index(run, tmp_path):
