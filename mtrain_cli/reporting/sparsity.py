@@ -51,9 +51,11 @@ def _measures(rows: Rows) -> list[Column]:
     """Return the columns of rows whose last item is a list of records of heads."""
 
     def mean(name: str, form: Callable[[float], str], label: str = "") -> Column:
-        return Column(
-            label or name, lambda row: statistics.fmean(head[name] for head in row[-1]), form
-        )
+        def value(row: tuple[Any, ...]) -> float | None:
+            known = _known(row[-1], name)
+            return statistics.fmean(known) if known else None
+
+        return Column(label or name, value, form)
 
     share = "{:.2%}".format
     return [
@@ -63,13 +65,13 @@ def _measures(rows: Rows) -> list[Column]:
         *([mean("of_mask", share, "density in mask")] if _is_masked(rows) else []),
         mean("slashes", fixed(1)),
         mean("columns", fixed(0)),
-        *([Column("cut", _cut, share)] if any(row.get("cut") is not None for row in rows) else []),
+        *([mean("cut", share)] if _known(rows, "cut") else []),
     ]
 
 
-def _cut(row: tuple[Any, ...]) -> float | None:
-    cuts = [cut for head in row[-1] if (cut := head.get("cut")) is not None]
-    return statistics.fmean(cuts) if cuts else None
+def _known(rows: Rows, name: str) -> list[Any]:
+    """Return the known values of a key that older files and other patterns lack."""
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def _is_masked(rows: Rows) -> bool:
@@ -84,13 +86,11 @@ def _note(rows: Rows) -> str:
     ]
     if _is_masked(rows):
         notes.append("density in mask: computed share of the pairs inside documents")
-    if any(row.get("cut") is not None for row in rows):
+    if _known(rows, "cut"):
         notes.append("cut: share of the blocks that reached the level but exceeded row_cap")
-    if updates := [row["updates"] for row in rows if row.get("updates") is not None]:
-        least, most = int(min(updates)), int(max(updates))
-        number = f"{least}" if least == most else f"{least} to {most}"
+    if updates := _known(rows, "updates"):
         notes.append(
-            f"learned scores: from {number} updates with other sequences in this command, not from "
-            "a checkpoint"
+            f"learned scores: from {min(updates):.0f} or more updates with other sequences in this "
+            "command, not from a checkpoint"
         )
     return "; ".join(notes)
