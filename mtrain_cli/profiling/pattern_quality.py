@@ -174,7 +174,14 @@ class Measurement(Callback):
         Later, they learn from the first sequence of each step, after they have chosen for it.
         """
         if self._learners:
-            sample = trainer.dataset[trainer.sampler.sequence(len(trainer.dataset) - 1)]
+            last, read = len(trainer.dataset) - 1, trainer.config.train.global_batch
+            if last < read:
+                raise ConfigError(
+                    f"train.global_batch={read}: the first step reads all {last + 1} sequences of "
+                    "the data, but learned scores first learn from another; give a smaller batch, "
+                    "more data or sparsity.score=exact"
+                )
+            sample = trainer.dataset[trainer.sampler.sequence(last)]
             batch = trainer.evaluation_batch_maker()([sample])
             attend = self.wrap_attention(batch, batch.attention)
             trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)

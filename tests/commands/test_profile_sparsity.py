@@ -141,6 +141,17 @@ def test_under_a_window_no_query_sees_beyond_it(tmp_path):
     assert {row.distances[-1] for row in found.rope} == {31}
 
 
+def test_learned_scores_need_a_sequence_that_no_step_reads(tmp_path):
+    (tmp_path / "short.txt").write_text("some text " * 50)
+    data = f"data=text data.path={tmp_path / 'short.txt'} data.tokenizer=bytes train.global_batch=2"
+    words = f"--pattern block_topk --steps 1 {SHAPE} sparsity.rank=4 sparsity.density=0.6 {data}"
+    result = run("sparsity", words)
+    assert result.exit_code == 2, result.output
+    line = "train.global_batch=2: the first step reads all 2 sequences of the data, but learned"
+    assert line in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
 def test_learned_scores_choose_for_sequences_that_they_have_not_learned_from(tmp_path, monkeypatch):
     import pandas
 
