@@ -109,6 +109,10 @@ class PatternSettings(Variant):
         """Whether the pattern learns in training what an evaluation needs."""
         return False
 
+    def learned_bytes(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes of what the pattern learns in one layer."""
+        return 0
+
     @property
     def column_bound(self) -> int | None:
         """The maximum number of columns per head; None without a bound, 0 without columns."""
@@ -356,6 +360,11 @@ class BlockTopkSettings(SparseSettings):
     @property
     def has_learned_state(self) -> bool:
         return self.score == "learned"
+
+    def learned_bytes(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes of two projections and their Adam moments in float32."""
+        numbers = (heads + kv_heads) * head_dim * self.rank
+        return 3 * 4 * numbers if self.has_learned_state else 0
 
     def forced_share(self, seq: int) -> float:
         """Return the share of causal pairs that every index of this pattern computes."""

@@ -46,6 +46,7 @@ class IndexRecord:
 
     counts_or_index: a `VerticalSlash` until `DynamicIndex.count` counts its work.
     workers: number of workers whose counts add up to all queries.
+    cut: blocks that reached a level, and those that a cap cut, int64 [2]; None without a cap.
     """
 
     layer: int
@@ -53,6 +54,7 @@ class IndexRecord:
     workers: int
     started: Moment
     ended: Moment
+    cut: Tensor | None = None
 
     @property
     def counts(self) -> IndexCounts:
@@ -110,7 +112,8 @@ class DynamicIndex:
             self.kept[layer] = index
             if self.estimated is not None:
                 self.estimated[layer] = index
-            self.records.append(IndexRecord(layer, counts_or_index, workers, started, ended))
+            cut = getattr(self.pattern, "cut", None)
+            self.records.append(IndexRecord(layer, counts_or_index, workers, started, ended, cut))
         return self.kept[layer]
 
     def count(self) -> None:

@@ -35,10 +35,13 @@ class BlockTopkPattern(BlockTopkSettings):
     level that a rank must reach, one number per layer, and the row cap still depend on all queries.
     What is learned from a sequence serves the next ones; only the first one chooses with it.
 
-    learns: whether `estimate` updates the maps of ``score=learned``.
+    learns: whether `estimate` updates the maps of ``score=learned``, and counts ``cut``.
+    cut: int64 [2], of the last estimate: this worker's blocks besides the forced ones that reached
+        the level, and those of them that the row cap cut. None without a cap.
     """
 
     learns = False
+    cut: Tensor | None = None
 
     def __init__(self, seed: int = 0, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
@@ -221,11 +224,16 @@ class BlockTopkPattern(BlockTopkSettings):
         numbers = masked.geometry.query_blocks.long()[:, None]
         allowed = self.row_cap * self.density * (numbers + 1)
         cap = (allowed.ceil().long() - forced.sum(-1, keepdim=True)).clamp(min=1)
-        ranks = _capped(_ordered(scores.float().masked_fill_(forced, -math.inf)), cap)
+        whole = _ordered(scores.float().masked_fill_(forced, -math.inf))
+        ranks = _capped(whole, cap)
         sums = torch.stack([pairs.sum(dtype=torch.int64), (pairs * forced).sum(dtype=torch.int64)])
         total, used = masked.group.sum(sums)
         room = len(scores) * (self.density * total.double() - used) / self.block**2
         level = _level(ranks, room.floor().long().clamp(min=0), masked.group.sum)
+        if self.learns:
+            reached = (whole >= level).sum()
+            counts = torch.stack([reached, reached - (ranks >= level).sum()])
+            self.cut = counts if b == 0 or self.cut is None else self.cut + counts
         return forced | (ranks >= level), _score_of(level)
 
 

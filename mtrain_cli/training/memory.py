@@ -39,8 +39,8 @@ class MemoryMoment:
     activations: tensors that layers keep on the device for backward (`LayerMemory.kept`).
     layer: recomputed tensors and activation gradients of the layer in backward
         (`LayerMemory.in_backward`).
-    index: dynamic indices of the layers between forward and backward, and what kernels derive from
-        them (`IndexShape`).
+    index: dynamic indices of the layers between forward and backward, what kernels derive from them
+        (`IndexShape`), and what the pattern learns.
     exchange: KV and its gradients in transit, and the kernel's buffers (`AttentionMemory`).
     loss: logits of one chunk and their gradient, the LM head's float32 gradient, and the final
         hidden states before and after their norm with a gradient.
@@ -174,6 +174,9 @@ class _StepMemory:
         self.states = StateMemory(config, workers, self.micro_batches, e, self.part)
         self.attention = attention
         self.dense = config.sparsity.dense_of(model.num_layers) if attention.dense else frozenset()
+        sparse = set(self.part.every_layer) - config.sparsity.dense_of(model.num_layers)
+        sizes = model.num_heads, model.num_kv_heads, model.head_dim
+        self.learned = len(sparse) * config.sparsity.learned_bytes(*sizes)
         # By (whether layers have experts, whether they have no index in a sparse run).
         self.by_kind = {
             (experts, of_kind is attention.dense): LayerMemory(
@@ -248,6 +251,7 @@ class _StepMemory:
         others = () if layers is None else self.part.others
         kept = self.kept(layers or 0) + sum(map(self._kept_by, others)) - freed
         index = self.kept_index(layers or 0) + sum(self._index_of(each) for each in others)
+        index += self.learned
         in_flight = 0 if layers is None else sum(self.part.in_flight)
         return MemoryMoment(
             name=name,

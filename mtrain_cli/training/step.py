@@ -58,6 +58,7 @@ class IndexMetrics:
     slashes: float  # per head, averaged over sparse layers
     columns: float
     seconds: float  # that this worker spent estimating indices
+    cut: float | None = None  # share of the blocks that reached the level; None without a cap
 
     @property
     def density(self) -> float:
@@ -121,14 +122,14 @@ def local_index_sums(
 ) -> torch.Tensor:
     """Return this worker's part of the step's index counts, to be summed over all workers.
 
-    Float64 [layers + 3]: computed pairs of each layer, slashes and columns summed over layers (all
-    averaged over heads, summed over sequences), and number of sequences.
+    Float64 [layers + 5]: computed pairs of each layer, slashes and columns summed over layers (all
+    averaged over heads, summed over sequences), number of sequences, and `IndexRecord.cut`.
 
     numbers: layers that have an index.
     """
     layers, place = len(numbers), {number: i for i, number in enumerate(numbers)}
     if not records:
-        return torch.zeros(layers + 3, dtype=torch.float64, device=device)
+        return torch.zeros(layers + 5, dtype=torch.float64, device=device)
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
     # Integer sums are exact in any order.
     sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)
@@ -140,7 +141,9 @@ def local_index_sums(
     means = sums.double() / heads
     means[:layers] *= workers
     sequences = sum(len(record.counts.pairs) for record in records) / layers
-    return torch.nn.functional.pad(means, (0, 1), value=sequences)
+    cuts = [record.cut for record in records if record.cut is not None]
+    cut = torch.stack(cuts).sum(0).double() if cuts else means.new_zeros(2)
+    return torch.cat([torch.nn.functional.pad(means, (0, 1), value=sequences), cut])
 
 
 def index_metrics(
@@ -150,7 +153,7 @@ def index_metrics(
 
     records: index records of this worker. dense: densities of the dense layers.
     """
-    *pairs, slashes, columns, sequences = total
+    *pairs, slashes, columns, sequences, reached, cut = total
     sparse = (p / sequences / causal_pairs(seq) for p in pairs)
     layers = range(len(pairs) + len(dense))
     return IndexMetrics(
@@ -158,6 +161,7 @@ def index_metrics(
         slashes=slashes / sequences / len(pairs),
         columns=columns / sequences / len(pairs),
         seconds=sum(record.seconds for record in records),
+        cut=cut / reached if reached else None,
     )
 
 

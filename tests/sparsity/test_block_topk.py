@@ -118,6 +118,38 @@ def test_row_cap_limits_each_row():
     assert (loose.sum(-1) > most).any()
 
 
+@pytest.mark.parametrize("row_cap", [1.0, 100.0])
+def test_blocks_that_reach_the_level_and_those_that_the_cap_cuts_are_counted(row_cap):
+    q, k, masked = inputs()
+    q[:, : -2 * BLOCK] = k[:, :BLOCK] = k[:, -2 * BLOCK :] = 0
+    choose, density = pattern(density=0.7, row_cap=row_cap), 0.7
+    choose.estimate(q, k, masked, 0)
+    assert choose.cut is None, "nobody asks"
+    choose.learns = True
+    choose.estimate(q, k, masked, 0)
+    reached = cut = 0
+    for b in range(2):
+        pairs = masked.tables.per_block[b].numpy().astype(np.int64)
+        forced = forced_blocks(len(pairs))
+        maxima = np.stack(
+            [block_maxima(exact_scores(q[b], k[b], masked.masks[b], h)[0]) for h in range(HEADS)]
+        )
+        maxima[:, forced] = -np.inf
+        under_cap = []
+        for i, row in enumerate(np.moveaxis(maxima, 1, 0)):
+            most = max(1, math.ceil(row_cap * density * (i + 1)) - forced[i].sum())
+            beyond = np.sort(row)[:, ::-1][:, most : most + 1]  # of equal ones none is chosen
+            under_cap.append(np.where(row > beyond, row, -np.inf) if beyond.size else row)
+        ranks = np.sort(np.concatenate(under_cap), axis=None)[::-1]
+        ranks = ranks[np.isfinite(ranks)]
+        room = int(HEADS * (density * pairs.sum() - (pairs * forced).sum()) // BLOCK**2)
+        level = ranks[room] if room < len(ranks) else -np.inf
+        reached += (maxima > level).sum()
+        cut += (maxima > level).sum() - (ranks > level).sum()
+    assert choose.cut.tolist() == [reached, cut]
+    assert (cut > 0) == (row_cap == 1.0)
+
+
 def test_heads_of_a_group_share_their_blocks():
     q, k, masked = inputs()
     bits = pattern(index_per="kv_group", density=0.6).estimate(q, k, masked, 0).bits

@@ -28,6 +28,7 @@ def record(
     slashes: list[list[int]],
     columns: list[list[int]],
     workers: int = 1,
+    cut: list[int] | None = None,
 ) -> IndexRecord:
     """Build a record; counts are [sequences, heads]."""
     zero = torch.zeros(len(pairs), len(pairs[0]), dtype=torch.int64)
@@ -38,7 +39,7 @@ def record(
         column_pairs=zero,
         slashes=torch.tensor(slashes),
     )
-    return IndexRecord(layer, counts, workers, started=1.0, ended=1.25 + layer)
+    return IndexRecord(layer, counts, workers, 1.0, 1.25 + layer, cut and torch.tensor(cut))
 
 
 # Two heads. The first micro-batch has two sequences, the second one.
@@ -54,6 +55,8 @@ SUM = [
     1.5 + 3.5 + 5.5 + 7.5 + 2 + 2,
     15.0 + 35 + 25 + 65 + 8 + 4.5,
     3.0,
+    0.0,
+    0.0,
 ]
 
 
@@ -83,12 +86,15 @@ def test_lines_are_means_over_the_layers_with_an_index():
 def test_partial_counts_of_workers_add_up_to_the_total():
     parts = [[[8, 30], [6, 18]], [[12, 0], [4, 22]]]
     none = [[0, 0], [0, 0]]
+    cuts = [[3, 1], [5, 3]]
     mine, other = (
-        local_index_sums([record(0, pairs, none, none, workers=2)], [0], torch.device("cpu"))
-        for pairs in parts
+        local_index_sums([record(0, pairs, none, none, 2, cut)], [0], torch.device("cpu"))
+        for pairs, cut in zip(parts, cuts, strict=True)
     )
     results = index_metrics((mine + other).tolist(), [], SEQ, {})
     assert results.density_by_layer == (25 / 45,)
+    assert results.cut == 4 / 8
+    assert index_metrics(SUM, RECORDS, SEQ, {}).cut is None
 
 
 def test_a_stage_of_only_dense_layers_adds_nothing_to_the_sums():
