@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, IndexCounts, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, IndexCounts, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
@@ -324,13 +324,13 @@ def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
     """Gather the rows of a bitmap: each worker has estimated the rows of its own queries."""
     if masked.group.size == 1:
         return index
-    own_bits = index.bits.to(torch.uint8)
-    # [batch, heads, workers * blocks held, blocks]
-    bits = masked.group.gather(own_bits).bool().movedim(0, 2).flatten(2, 3)
-    order = to_device(np.argsort(np.concatenate(masked.shards)), bits.device)
-    whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
-    if not isinstance(index, GatedBitmap):
-        return whole
-    gates = masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3)
-    gates = gates.unflatten(2, (-1, index.block)).index_select(2, order).flatten(2, 3)
-    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, index.chunk)
+    order = to_device(np.argsort(np.concatenate(masked.shards)), index.rows.device)
+
+    def gathered(tensor: Tensor) -> Tensor:
+        own = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        # [batch, heads, workers * blocks held * rows of a block, ...]
+        everyone = masked.group.gather(own).movedim(0, 2).flatten(2, 3).view(tensor.dtype)
+        return everyone.unflatten(2, (len(order), -1)).index_select(2, order).flatten(2, 3)
+
+    rows = torch.arange(index.blocks, dtype=torch.int32, device=order.device)
+    return index.with_rows(rows, gathered)

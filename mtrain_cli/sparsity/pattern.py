@@ -365,7 +365,7 @@ def remarks(config: Config) -> list[str]:
     if not sparsity.loses_in_all_layers or sparsity.dense_layers or layers == 1:
         return []
     dense = max(1, layers // _DENSE_SHARE)
-    last = "the last layer" if dense == 1 else f"the last {dense} layers"
+    last = replace(sparsity, dense_layers=dense).dense_text
     return [
         "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
         f"learning` (docs/studies.md); sparsity.dense_layers={dense} keeps {last} dense"

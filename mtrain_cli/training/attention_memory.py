@@ -67,6 +67,7 @@ class IndexShape:
     rings: bool
     gathers_columns: bool
     diagonals: int = 0
+    starts: bool = False
 
     @staticmethod
     def make(
@@ -83,6 +84,7 @@ class IndexShape:
             bytes_each = 2 if request.block**2 < 1 << 15 else 4
             kept = sequences * model_heads * rows * blocks
             counted, width = bytes_each * sequences * own_blocks * blocks, 0
+            kept *= 1 + request.starts
             if request.chunk:  # each query chooses its keys
                 chunk_words = -(-blocks * request.block // (32 * request.chunk))
                 kept += 4 * sequences * model_heads * rows * request.block * chunk_words
@@ -96,7 +98,7 @@ class IndexShape:
             bitmap=request.bitmap, kept=kept, counted=counted, ways=heads, rings=rings,
             column_width=-(-width // COLUMN_TILE) * COLUMN_TILE,
             gathers_columns=rings and exchange.shared_columns and width > 0,
-            diagonals=0 if request.bitmap else sparsity.slash_bound(blocks),
+            diagonals=0 if request.bitmap else sparsity.slash_bound(blocks), starts=request.starts,
         )  # fmt: skip
 
     @property
@@ -418,7 +420,8 @@ def kernel_backward(
     if kernel == "triton":  # lse and delta; the buffers of the columns, or the lists of a bitmap
         lists = 0
         if index is not None and index.bitmap:
-            bytes_each = 4 if index.blocks <= _MOST_OF_16_BITS else 8
+            small = index.blocks <= _MOST_OF_16_BITS and not index.starts
+            bytes_each = 4 if small else 8
             lists = bytes_each * index.pairs_of_blocks(queries, keys)
         blocks = 2 * statistics + lists
         return KernelBuffers(4, blocks + columns, blocks, columns)

@@ -7,10 +7,12 @@ less memory than estimated.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 from mtrain_cli.config.schema import Config
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
@@ -209,9 +211,9 @@ class _StepMemory:
             # The last two layers without experts: the layer above the lower one reduces its MLP.
             # And the first two with experts: the higher one gathers those of the lower one ahead.
             places |= {max(1, min(mlps + further, layers)) for further in range(-1, 3)}
-        if sparse := len(self._sparse(self.part.current)):
-            # The last layer with an index, and the lowest dense layer above it.
-            places |= {sparse, min(sparse + 1, layers)}
+        # The first and the last of the layers with an index, and of the dense ones among them.
+        kinds = grouped(range(layers), lambda n: self.part.current[n] in self.dense).values()
+        places |= {n + 1 for kind in kinds for n in (kind[0], kind[-1]) if n}
         backward = (
             self.backward_of(layer, self.whole_layers, scatters=layer < layers)
             for layer in sorted(places, reverse=True)
@@ -366,9 +368,9 @@ class _StepMemory:
     def memory_of(self, layer: int) -> LayerMemory:
         return self.by_kind[self.model.has_experts(layer), layer in self.dense]
 
-    def _sparse(self, layers: range) -> range:
-        """Return the first layers, which have an index; all if the run has no dense layers."""
-        return layers[: max(0, self.model.num_layers - len(self.dense) - layers.start)]
+    def _sparse(self, layers: range) -> list[int]:
+        """Return those of the layers that have an index; all if the run has no dense layers."""
+        return [layer for layer in layers if layer not in self.dense]
 
     def kept(self, layers: int) -> int:
         own = self.part.current[:layers]
@@ -380,12 +382,8 @@ class _StepMemory:
         return self._sum_of("kept", layers) + self._products_of(layers)
 
     def _sum_of(self, size: str, layers: range) -> int:
-        sparse = self._sparse(layers)
-        return sum(
-            n * getattr(self.by_kind[experts, dense], size)
-            for dense, of_kind in ((False, sparse), (True, layers[len(sparse) :]))
-            for experts, n in layer_kinds(self.model, of_kind).items()
-        )
+        kinds = Counter((self.model.has_experts(n), n in self.dense) for n in layers)
+        return sum(n * getattr(self.by_kind[kind], size) for kind, n in kinds.items())
 
     def _products_of(self, layers: range) -> int:
         first = max(layers.start, self.layer.first_with_products)

@@ -155,9 +155,9 @@ def test_learned_scores_need_a_sequence_that_no_step_reads(tmp_path):
 def test_learned_scores_choose_for_sequences_that_they_have_not_learned_from(tmp_path, monkeypatch):
     import pandas
 
-    from mtrain_cli.sparsity import block_topk, index_maps
+    from mtrain_cli.sparsity import index_maps
 
-    monkeypatch.setattr(block_topk, "FIRST_UPDATES", 30)
+    monkeypatch.setattr(index_maps, "FIRST_UPDATES", 30)
     taught, chosen_for = [], []
     learn, estimate = index_maps.IndexMaps.learn, BlockTopkPattern.estimate
 
@@ -177,8 +177,8 @@ def test_learned_scores_choose_for_sequences_that_they_have_not_learned_from(tmp
     assert result.exit_code == 0, result.output
     assert not any(chosen_for)
     output = " ".join(result.output.split())
-    assert "learned scores: from 34 or more updates with other sequences in this command" in output
+    assert "learned scores: from 46 or more updates with other sequences in this command" in output
     assert "exceeded row_cap" in output
     rows = pandas.read_parquet(tmp_path / "learned" / HEAD_ROWS)
-    assert rows.groupby("step").updates.first().to_dict() == {1: 30, 3: 34}
+    assert rows.groupby("step").updates.first().to_dict() == {1: 30, 3: 46}
     assert rows.cut.between(0, 1, inclusive="neither").all()

@@ -13,6 +13,7 @@ from sparsity.small_batch import BLOCK, DIM, HEADS, KV_HEADS, SEQ
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.problem import ConfigError
+from mtrain_cli.sparsity import block_topk
 from mtrain_cli.sparsity.block_topk import BlockTopkPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
@@ -189,9 +190,53 @@ def test_triton_kernels_rank_as_the_definition(dim, at_once, monkeypatch):
             of_rows[:, number:] = -math.inf
             torch.testing.assert_close(ranks[h, slot], of_rows.amax(0), rtol=1e-4, atol=1e-4)
             reached = ((of_rows >= level) & chosen[h // 2, slot]).int()
-            wanted = torch.where(reached.any(0), reached.argmax(0), block)
+            wanted = torch.where(reached.any(0), reached.argmax(0), block - 1)
             assert torch.equal(rows[h, slot].long(), wanted)
-    assert 0 < (rows < block).float().mean() < 0.9
+    assert 0 < (rows < block - 1).float().mean() < 0.9
+
+
+def test_triton_kernels_choose_and_count_as_the_definition():
+    from mtrain_cli.kernels.triton import block_scores
+
+    torch.manual_seed(0)
+    for heads, rows, blocks in ((3, 5, 40), (1, 70, 700)):
+        scores = -torch.randn(heads, rows, blocks).abs() * 10
+        scores[:, 0] = -math.inf
+        scores[:, 1] = scores[:, 1].round()  # equal ranks
+        ranks = block_topk._ordered(scores.clone())
+        cap = torch.randint(1, blocks, (rows, 1))
+        capped = block_topk._capped(ranks, cap)
+        assert torch.equal(block_scores.capped(ranks, cap), capped)
+        assert ((capped > 0).sum(-1) <= cap[:, 0]).all()
+        wanted = capped.flatten().sort(descending=True).values
+        for room in (0, 1, 17, int((capped > 0).sum()), capped.numel()):
+            level = torch.zeros((), dtype=torch.int64)
+            found = block_topk._level(capped, torch.tensor(room), lambda counts: counts)
+            chosen = int((capped >= found).sum())
+            assert chosen <= room
+            assert found == 1 or (capped >= found - 1).sum() > room
+            for shift in (24, 16, 8, 0):
+                counts = block_scores.digit_counts(capped, level, shift)
+                assert torch.equal(counts, block_topk._digit_counts(capped, level, shift))
+                level = found & (-1 << shift)
+            if room < len(wanted) and 0 < found <= block_topk._HIGHEST:
+                assert block_topk._ordered(block_topk._score_of(found).clone()) == found
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_triton_kernel_counts_the_pairs_of_an_index(documents):
+    from mtrain_cli.kernels.triton import block_scores
+
+    q, k, masked = inputs(documents, SEQ - 23, scale=3.0)
+    index = pattern(density=0.6).estimate(q, k, masked, 0)
+    assert documents or 0 < index.starts[index.bits].float().mean() < BLOCK - 1
+    pairs = block_scores.count_pairs(index.bits, index.starts, index.rows, masked.tables.first)
+    assert torch.equal(pairs, index.counts(masked.tables).pairs)
+    at = torch.arange(SEQ)
+    for b, mask in enumerate(masked.masks):
+        seen = (at <= at[:, None]) & (at >= torch.from_numpy(mask.first).long()[:, None])
+        seen[mask.length :] = False
+        assert torch.equal(pairs[b], (index.allowed(at, at)[b] & seen).sum((1, 2)))
 
 
 def test_later_queries_change_nothing():

@@ -61,13 +61,13 @@ SUM = [
 
 
 def test_sums_are_over_sequences_of_means_over_heads():
-    total = local_index_sums(RECORDS, LAYERS, torch.device("cpu"))
+    total = local_index_sums(RECORDS, range(LAYERS), torch.device("cpu"))
     assert total.dtype == torch.float64
     assert total.tolist() == SUM
 
 
 def test_a_step_is_the_mean_over_sequences_and_layers():
-    results = index_metrics(SUM, RECORDS, SEQ)
+    results = index_metrics(SUM, RECORDS, SEQ, {})
     assert results.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
     assert results.density == pytest.approx(158 / 6 / 45)
     assert results.slashes == 22 / 6
@@ -76,11 +76,11 @@ def test_a_step_is_the_mean_over_sequences_and_layers():
 
 
 def test_lines_are_means_over_the_layers_with_an_index():
-    sparse = [record for record in RECORDS if record.layer == 0]
-    total = local_index_sums(sparse, 1, torch.device("cpu"))
-    results = index_metrics(total.tolist(), sparse, SEQ, [0.75] * 2)
-    assert results.density_by_layer == (63 / 3 / 45, 0.75, 0.75)
-    assert results.slashes == (1.5 + 3.5 + 2) / 3
+    sparse = [record for record in RECORDS if record.layer == 1]
+    total = local_index_sums(sparse, [1], torch.device("cpu"))
+    results = index_metrics(total.tolist(), sparse, SEQ, {0: 0.75, 2: 0.75})
+    assert results.density_by_layer == (0.75, 95 / 3 / 45, 0.75)
+    assert results.slashes == (5.5 + 7.5 + 2) / 3
 
 
 def test_partial_counts_of_workers_add_up_to_the_total():
@@ -88,17 +88,17 @@ def test_partial_counts_of_workers_add_up_to_the_total():
     none = [[0, 0], [0, 0]]
     cuts = [[3, 1], [5, 3]]
     mine, other = (
-        local_index_sums([record(0, pairs, none, none, 2, cut)], 1, torch.device("cpu"))
+        local_index_sums([record(0, pairs, none, none, 2, cut)], [0], torch.device("cpu"))
         for pairs, cut in zip(parts, cuts, strict=True)
     )
-    results = index_metrics((mine + other).tolist(), [], SEQ)
+    results = index_metrics((mine + other).tolist(), [], SEQ, {})
     assert results.density_by_layer == (25 / 45,)
     assert results.cut == 4 / 8
-    assert index_metrics(SUM, RECORDS, SEQ).cut is None
+    assert index_metrics(SUM, RECORDS, SEQ, {}).cut is None
 
 
 def test_a_stage_of_only_dense_layers_adds_nothing_to_the_sums():
-    nothing = local_index_sums([], LAYERS, torch.device("cpu"))
+    nothing = local_index_sums([], range(LAYERS), torch.device("cpu"))
     assert nothing.dtype == torch.float64
     assert nothing.tolist() == [0.0] * len(SUM)
 

@@ -23,6 +23,12 @@ def load_rows(base, rows, stride, count):
 
 
 @triton.jit
+def outside(place, count):
+    """Return whether not 0 <= place < count, for int32. One comparison of unsigned numbers."""
+    return place.to(tl.uint32) >= count.to(tl.uint32)
+
+
+@triton.jit
 def block_ranges(
     ENTRIES,
     COUNTS,
