@@ -224,14 +224,14 @@ class BlockTopkPattern(BlockTopkSettings):
         numbers = masked.geometry.query_blocks.long()[:, None]
         allowed = self.row_cap * self.density * (numbers + 1)
         cap = (allowed.ceil().long() - forced.sum(-1, keepdim=True)).clamp(min=1)
-        wanted = _ordered(scores.float().masked_fill_(forced, -math.inf))
-        ranks = _capped(wanted, cap)
+        whole = _ordered(scores.float().masked_fill_(forced, -math.inf))
+        ranks = _capped(whole, cap)
         sums = torch.stack([pairs.sum(dtype=torch.int64), (pairs * forced).sum(dtype=torch.int64)])
         total, used = masked.group.sum(sums)
         room = len(scores) * (self.density * total.double() - used) / self.block**2
         level = _level(ranks, room.floor().long().clamp(min=0), masked.group.sum)
         if self.learns:
-            reached = (wanted >= level).sum()
+            reached = (whole >= level).sum()
             counts = torch.stack([reached, reached - (ranks >= level).sum()])
             self.cut = counts if b == 0 or self.cut is None else self.cut + counts
         return forced | (ranks >= level), _score_of(level)

@@ -177,8 +177,10 @@ def test_learned_scores_choose_for_sequences_that_they_have_not_learned_from(tmp
     assert result.exit_code == 0, result.output
     assert not any(chosen_for)
     output = " ".join(result.output.split())
-    assert "learned scores: from 46 or more updates with other sequences in this command" in output
+    learned = 30 + 2 * index_maps.EARLY_UPDATES
+    line = f"learned scores: from {learned} or more updates with other sequences in this command"
+    assert line in output
     assert "exceeded row_cap" in output
     rows = pandas.read_parquet(tmp_path / "learned" / HEAD_ROWS)
-    assert rows.groupby("step").updates.first().to_dict() == {1: 30, 3: 46}
+    assert rows.groupby("step").updates.first().to_dict() == {1: 30, 3: learned}
     assert rows.cut.between(0, 1, inclusive="neither").all()
