@@ -258,12 +258,33 @@ class GatedBitmap(BlockBitmap):
 class StartBitmap(BlockBitmap):
     """A bitmap in which a chosen block is seen from one query of its query block on.
 
-    starts: uint8 [batch, heads, rows, blocks], offset of that query. It means nothing where the
-        block is not chosen.
+    starts: uint8, shaped like ``bits``, offset of that query. It means nothing where the block is
+        not chosen.
+    sharing: how many query heads in a row share a head of ``bits`` and ``starts``.
     """
 
     starts: Tensor
+    sharing: int = 1
     by_head: ClassVar = ("bits", "starts")
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        batch, own = self.bits.shape[:2]
+        return batch, own * self.sharing
+
+    def per_head(self) -> StartBitmap:
+        """Return the same index with bits and starts of each query head."""
+        if self.sharing == 1:
+            return self
+        bits, starts = (t.repeat_interleave(self.sharing, 1) for t in (self.bits, self.starts))
+        return replace(self, bits=bits, starts=starts, sharing=1)
+
+    def part(self, i: int, n: int) -> StartBitmap:
+        whole = self.per_head() if self.bits.shape[1] % n else self
+        return super(StartBitmap, whole).part(i, n)
+
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+        return super().chosen(query_blocks, key_blocks).repeat_interleave(self.sharing, 1)
 
     @property
     def chunk(self) -> int:
@@ -272,7 +293,8 @@ class StartBitmap(BlockBitmap):
     def gated(self, queries: slice) -> Tensor:
         """Return which blocks each query of a slice sees, bool [batch, heads, queries, blocks]."""
         row = torch.arange(len(self.rows) * self.block, device=self.rows.device)[queries]
-        return self._seen(row // self.block, row % self.block)
+        seen = self._seen(row // self.block, row % self.block)
+        return seen.repeat_interleave(self.sharing, 1)
 
     def _seen(self, slots: Tensor, in_block: Tensor) -> Tensor:
         return self.bits[:, :, slots] & (self.starts[:, :, slots] <= in_block[:, None])
@@ -280,10 +302,15 @@ class StartBitmap(BlockBitmap):
     def allowed(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         slots = self.slots[query_positions // self.block].long()
         seen = self._seen(slots.clamp(min=0), query_positions % self.block)
-        return seen[..., key_positions // self.block] & (slots >= 0)[:, None]
+        seen = seen[..., key_positions // self.block] & (slots >= 0)[:, None]
+        return seen.repeat_interleave(self.sharing, 1)
 
     def counts(self, tables: MaskTables) -> IndexCounts:
         """Count the work of the bitmap, but only pairs from the first query of a block on."""
+        if self.sharing > 1:
+            own = replace(self, sharing=1).counts(tables)
+            numbers = (getattr(own, f.name) for f in fields(own))
+            return IndexCounts(*(n.repeat_interleave(self.sharing, 1) for n in numbers))
         block_counts = super().counts(tables)
         if self.bits.is_cuda and has_triton():
             from mtrain_cli.kernels.triton.block_scores import count_pairs

@@ -201,6 +201,7 @@ def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) 
     entries, counts = list_blocks(*inputs, transposed=False, starts=starts)
     fields: dict[str, Any] = {"entries": entries, "counts": counts}
     fields |= {"entries_t": None, "counts_t": None, "starts": starts is not None}
+    fields["sharing"] = index.sharing if isinstance(index, StartBitmap) else 1
     if backward:
         fields["entries_t"], fields["counts_t"] = list_blocks(
             *inputs, transposed=True, starts=starts

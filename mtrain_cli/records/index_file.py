@@ -279,6 +279,7 @@ def _mask(packed: np.ndarray, length: int, padded: int) -> SequenceMask:
 
 
 def _packed(index: Index) -> dict[str, np.ndarray]:
+    index = index.per_head() if isinstance(index, StartBitmap) else index
     arrays = {name: tensor.cpu().numpy() for name, tensor in index.tensors().items()}
     packed: dict[str, np.ndarray] = {
         name: np.packbits(a, axis=-1) if a.dtype == np.bool_ else a for name, a in arrays.items()

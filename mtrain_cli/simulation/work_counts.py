@@ -275,6 +275,7 @@ class WorkCounter:
                 f"The index holds {len(index.rows)} of {self.blocks} query blocks, and "
                 f"{(slots < 0).sum()} more are needed."
             )
+        index = index.per_head() if isinstance(index, StartBitmap) else index
         bits = index.bits.cpu().numpy().view(np.uint8)
         # This matrix sums over the blocks of each group. float64 holds the sums exactly.
         to_group = np.eye(self.groups)[self.block_owner]

@@ -119,10 +119,10 @@ class BlockTopkPattern(BlockTopkSettings):
             bits.append(chosen)
             starts.append(first_rows.masked_fill_(forced | ~chosen, 0))
         geometry = masked.geometry
-        by_head = [torch.stack(t).repeat_interleave(heads // groups, 1) for t in (bits, starts)]
         return StartBitmap(
-            self.block, geometry.blocks, by_head[0], geometry.query_blocks, by_head[1]
-        )
+            self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks,
+            torch.stack(starts), heads // groups,
+        )  # fmt: skip
 
     def _learn(self, maps: IndexMaps, tokens: Pair, masked: MaskedPositions, layer: int) -> None:
         queries, keys = tokens

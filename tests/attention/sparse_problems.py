@@ -105,12 +105,15 @@ def gated_index(
 def start_index(
     rng: np.random.Generator, batch: int, heads: int, seq: int, block: int
 ) -> StartBitmap:
-    """Make a bitmap in which every query sees its own block, and some blocks from a query on."""
-    blocks = -(-seq // block)
-    bits = torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.5).tril(-1)
+    """Make a bitmap in which every query sees its own block, and some blocks from a query on.
+
+    Pairs of heads share a bitmap.
+    """
+    blocks, sharing = -(-seq // block), 2 - heads % 2
+    bits = torch.from_numpy(rng.random((batch, heads // sharing, blocks, blocks)) < 0.5).tril(-1)
     starts = torch.from_numpy(rng.integers(0, block, bits.shape, np.uint8)) * bits
     whole = BlockBitmap.whole(block, bits | torch.eye(blocks, dtype=torch.bool))
-    return StartBitmap(block, blocks, whole.bits, whole.rows, starts)
+    return StartBitmap(block, blocks, whole.bits, whole.rows, starts, sharing)
 
 
 def held_rows(index: BlockBitmap, held: torch.Tensor) -> BlockBitmap:

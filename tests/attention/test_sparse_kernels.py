@@ -11,7 +11,7 @@ import torch
 from attention.sparse_problems import Problem, as_view_among_nan, make_problem
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.index import BlockBitmap
+from mtrain_cli.attention.index import BlockBitmap, StartBitmap
 from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.packed_columns import pack_columns
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -129,6 +129,7 @@ def test_query_gates_are_exact(kernel, kind, where):
 
 
 def without_gates(index: BlockBitmap) -> BlockBitmap:
+    index = index.per_head() if isinstance(index, StartBitmap) else index
     return BlockBitmap(index.block, index.blocks, index.bits, index.rows)
 
 

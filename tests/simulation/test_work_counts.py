@@ -13,7 +13,7 @@ from attention.sparse_problems import gated_index, start_index
 from parallel.ways import Way
 from simulation.counting import count_work
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, StartBitmap, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, StartBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -307,7 +307,8 @@ def test_totals_equal_those_of_the_index_in_every_layout(kind):
 def test_pairs_that_gates_hide_complete_the_chosen_blocks(masks_kind, kind):
     layout = make_layout("striped", 3, SEQ, BLOCK, unit=BLOCK)
     masks, gated = masks_of(masks_kind, layout.padded_seq), index_of(kind, layout)
-    assert isinstance(gated, (GatedBitmap, StartBitmap))
+    gated = gated.per_head() if isinstance(gated, StartBitmap) else gated
+    assert isinstance(gated, BlockBitmap)
     works = [
         count_work(options(Way("ring"), layout), layout, masks, index, heads=HEADS)["backward"]
         for index in (gated, BlockBitmap.whole(BLOCK, gated.bits))

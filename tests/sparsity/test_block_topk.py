@@ -152,8 +152,15 @@ def test_blocks_that_reach_the_level_and_those_that_the_cap_cuts_are_counted(row
 
 def test_heads_of_a_group_share_their_blocks():
     q, k, masked = inputs()
-    bits = pattern(index_per="kv_group", density=0.6).estimate(q, k, masked, 0).bits
-    assert torch.equal(bits[:, ::2], bits[:, 1::2])
+    index = pattern(index_per="kv_group", density=0.6).estimate(q, k, masked, 0)
+    assert (index.sharing, index.heads, index.bits.shape[1]) == (2, (2, HEADS), HEADS // 2)
+    alone = index.per_head()
+    assert torch.equal(alone.bits[:, ::2], alone.bits[:, 1::2])
+    blocks = torch.arange(index.blocks)
+    assert torch.equal(index.chosen(blocks, blocks), alone.chosen(blocks, blocks))
+    for n in (2, 4):
+        parts = [index.part(i, n).chosen(blocks, blocks) for i in range(n)]
+        assert torch.equal(torch.cat(parts, 1), alone.bits), n
     apart = pattern(density=0.6).estimate(q, k, masked, 0).bits
     assert not torch.equal(apart[:, ::2], apart[:, 1::2])
 

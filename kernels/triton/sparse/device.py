@@ -42,6 +42,7 @@ def block_ranges(
     BLOCKS,
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
+    SHARING: tl.constexpr,
 ):
     """Return (list, full_begin, full_end, end): where query block qb finds its entries.
 
@@ -51,7 +52,7 @@ def block_ranges(
     i: local number of qb.
     """
     if LISTED:
-        row = bh * tl.num_programs(0) + i
+        row = bh // SHARING * tl.num_programs(0) + i
         end = tl.load(COUNTS + row)
         return ENTRIES + row * width, end, end, end
     base = COUNTS + bh * (BLOCKS + 1)

@@ -49,7 +49,7 @@ def _backward_keys(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr, HOLES: tl.constexpr, GATED: tl.constexpr,
-    STARTS: tl.constexpr,
+    STARTS: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(0)  # the longest programs start first: most queries see the first keys
     b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
@@ -81,7 +81,7 @@ def _backward_keys(
         h = kv * GROUP + g
         bh = b * HEADS + h
         if LISTED:
-            row = bh * tl.num_programs(0) + j
+            row = bh // SHARING * tl.num_programs(0) + j
             list_start = ENTRIES + row * width
             end = tl.load(COUNTS + row)
             full_begin = end
@@ -302,7 +302,7 @@ def backward_keys(
         *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=tile.moving,
         LISTED=plan.listed, HOLES=plan.holes,
-        GATED=plan.gates is not None, STARTS=plan.starts,
+        GATED=plan.gates is not None, STARTS=plan.starts, SHARING=plan.sharing,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dk, dv

@@ -64,7 +64,7 @@ def _forward(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
-    CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr,
+    CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr, SHARING: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     # The last queries see most keys: start the longest programs first.
@@ -102,7 +102,19 @@ def _forward(
         k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
         list_start, full_begin, full_end, end = block_ranges(
-            ENTRIES, COUNTS, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
+            ENTRIES,
+            COUNTS,
+            FIRST_MIN,
+            FIRST_MAX,
+            bh,
+            b,
+            i,
+            qb,
+            width,
+            BLOCKS,
+            BLOCK,
+            LISTED,
+            SHARING,
         )
         # Entries that need an element mask: those outside [full_begin, full_end).
         for t in tl.range((full_begin + end - full_end) * SUB, num_stages=MASKED_STAGES):
@@ -276,6 +288,7 @@ def _forward_pass(
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes,
         CONTINUE=partial is not None,
         GATED=slashes and plan.gates is not None, STARTS=slashes and plan.starts,
+        SHARING=plan.sharing,
         MASKED_STAGES=tile.masked or tile.stages,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

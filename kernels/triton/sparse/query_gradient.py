@@ -87,7 +87,7 @@ def _backward_queries(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
-    CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr,
+    CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -123,7 +123,19 @@ def _backward_queries(
         k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
         list_start, full_begin, full_end, end = block_ranges(
-            ENTRIES, COUNTS, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
+            ENTRIES,
+            COUNTS,
+            FIRST_MIN,
+            FIRST_MAX,
+            bh,
+            b,
+            i,
+            qb,
+            width,
+            BLOCKS,
+            BLOCK,
+            LISTED,
+            SHARING,
         )
         # Entries that need an element mask: those outside [full_begin, full_end).
         for t in range((full_begin + end - full_end) * SUB):
@@ -275,6 +287,7 @@ def backward_queries(
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes,
         CONTINUE=partial is not None,
         GATED=slashes and plan.gates is not None, STARTS=slashes and plan.starts,
+        SHARING=plan.sharing,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq

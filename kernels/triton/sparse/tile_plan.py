@@ -48,6 +48,7 @@ class TilePlan:
     chunk: keys per chunk, a multiple of block.
     starts: whether the upper 8 of the 32 bits of a list's entries hold the first query of the query
         block that sees the key block.
+    sharing: how many query heads in a row share the lists of one; their tensors have fewer heads.
     """
 
     block: int
@@ -75,6 +76,7 @@ class TilePlan:
     gate_slots: torch.Tensor | None = None
     chunk: int = 0
     starts: bool = False
+    sharing: int = 1
 
 
 @triton.jit
