@@ -42,12 +42,11 @@ LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6
 # INDEX_PER_TOKEN_US * (tokens of a GPU), and at least INDEX_TOGETHER_US on several GPUs. Two H200s
 # took 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K tokens each (profiles/notes.md).
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
-# `block_topk` scores every query with every key. With 64K tokens, an H200 took 11.6 ms for 8 heads
-# of 64 dimensions; with 128K, 149 ms for 16 heads of 128. With learned scores it took 6.6 and 23.6
-# ms for 2 KV heads, and the two updates of a step 13.4 and 30.8 ms for 8 and 16 query heads.
-INDEX_PER_SCORE_US, SCORE_DIMS, SCORE_TFLOPS = 6.75e-7, 64, 989.0
-LEARNED_SCORE = 2  # times as long as an exact one of as many dimensions
-UPDATES_SCORES = 22_000  # scores as long as the updates, for each query head and key
+# `block_topk` scores every query with every key. With 128K tokens, an H200 took 140 ms for 16 heads
+# of 128 dimensions. With learned scores, it took 8.1 and 126 ms for 2 KV heads, at 128K and 512K,
+# and one update of the maps 3.5 ms for 16 query heads at 128K.
+INDEX_PER_SCORE_US, SCORE_DIMS, SCORE_TFLOPS = 5.1e-7, 64, 989.0
+UPDATE_SCORES = 3_300  # scores as long as an update, for each query head and key
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
 # Bytes that `attention.sdpa` moves per key, number of a head and call in backward: the call writes

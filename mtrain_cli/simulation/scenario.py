@@ -22,7 +22,7 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.costs import LEARNED_SCORE, SCORE_DIMS, UPDATES_SCORES
+from mtrain_cli.simulation.costs import SCORE_DIMS, UPDATE_SCORES
 from mtrain_cli.simulation.expert_cost import ExpertLoads, cluster_of_groups, dealt_over
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -224,8 +224,8 @@ def scores_of(config: Config) -> float:
     tokens, pairs = config.seq, causal_pairs(config.seq)
     scores = float(model.num_heads * pairs) * max(1.0, model.head_dim / SCORE_DIMS)
     if settings.score == "learned":
-        scores = LEARNED_SCORE * model.num_kv_heads * pairs * max(1.0, settings.rank / SCORE_DIMS)
-        scores += UPDATES_SCORES * model.num_heads * tokens
+        scores = float(model.num_kv_heads * pairs) * max(1.0, settings.rank / SCORE_DIMS)
+        scores += UPDATE_SCORES * model.num_heads * tokens
     return config.train.micro_batch * scores
 
 
