@@ -1,0 +1,146 @@
+"""The processes of another training loop that share a sequence, and the settings of attention."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.problem import ConfigError, Problem
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.launch.job import Job
+from mtrain_cli.parallel.collectives import all_gather
+
+LAYERS = "model.num_layers"
+_SETTABLE = ("sparsity.", "mask.", "topology.")
+# The caller's processes decide these.
+_OF_PROCESSES = tuple(
+    f"topology.{name}"
+    for name in ("workers", "device", "context_parallel", "tensor_parallel", "pipeline_parallel",
+                 "expert_parallel", "cluster")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of a job, from the view of one.
+
+    groups: global ranks of each context group, ascending, all groups of the same size.
+    group: communicator of this process's group; None for a single process.
+    """
+
+    rank: int
+    groups: list[tuple[int, ...]]
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(given: dist.ProcessGroup | DeviceMesh | None) -> Processes:
+        """Learn all context groups of the job. All processes call this together.
+
+        given: this process's group; None for all processes.
+
+        Raises ConfigError if a mesh has several dimensions, or the groups do not divide the job.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if given is not None:
+                raise ConfigError("group: call torch.distributed.init_process_group before")
+            return Processes(0, [(0,)])
+        if isinstance(given, DeviceMesh):
+            if given.ndim != 1:
+                names = ", ".join(given.mesh_dim_names or ()) or f"{given.ndim} dimensions"
+                raise ConfigError(f'group: the mesh has {names}; give one, such as mesh["cp"]')
+            given = given.get_group()
+        group = given or dist.group.WORLD
+        world, ranks = dist.get_world_size(), dist.get_process_group_ranks(group)
+        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        own = torch.full((world,), -1, dtype=torch.int64, device=device)
+        own[: len(ranks)] = torch.tensor(ranks)
+        rows = all_gather(own, world).tolist()
+        groups = sorted({tuple(rank for rank in row if rank >= 0) for row in rows})
+        if sorted(rank for group in groups for rank in group) != list(range(world)):
+            shown = ", ".join(str(list(group)) for group in groups)
+            raise ConfigError(f"group: every process must be in one group, but they are {shown}")
+        if len({len(group) for group in groups}) > 1 or any(g != tuple(sorted(g)) for g in groups):
+            shown = ", ".join(str(list(group)) for group in groups)
+            raise ConfigError(
+                f"group: {shown} are not groups of the same size with ascending ranks"
+            )
+        return Processes(dist.get_rank(), groups, group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return next(group for group in self.groups if self.rank in group)
+
+    @property
+    def place(self) -> int:
+        """The number of this process in its group."""
+        return self.ranks.index(self.rank)
+
+    def environment(self, config: Config) -> Environment:
+        """Return the environment of this process's group alone, with its nodes."""
+        ranks = self.ranks
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+        nodes = [rank // local_size for rank in ranks]
+        per_node = nodes.count(nodes[0])
+        # A group with unequal parts of nodes is treated as one node.
+        whole = len(ranks) % per_node == 0 and all(
+            len(set(nodes[n : n + per_node])) == 1 for n in range(0, len(ranks), per_node)
+        )
+        sizes = self.place, len(ranks), self.place, per_node if whole else len(ranks)
+        return resolve_environment(config, job=Job("torchrun", *sizes, "", 0))
+
+
+def compose_settings(size: int, overrides: Sequence[str], **arguments: str) -> Config:
+    """Return the configuration of a context group of ``size`` processes.
+
+    arguments: values of ``topology`` and ``train`` by the last part of their key, or of a group.
+
+    Raises ConfigError for a wrong setting, or for one that does not belong to attention.
+    """
+    for word in overrides:
+        key = word.partition("=")[0]
+        if key in _OF_PROCESSES or not (key.startswith(_SETTABLE) or key == LAYERS):
+            raise ConfigError(
+                f"{word}: does not belong to attention between the given processes; allowed: keys "
+                f"under sparsity, mask and topology, and {LAYERS}"
+            )
+    keys = {"layout": "topology.layout", "exchange": "topology.exchange", "kernel": "train.kernel"}
+    words = [f"{keys.get(name, name)}={value}" for name, value in arguments.items()]
+    processes = [f"topology.workers={size}", "data.document_mask=true"]
+    try:
+        config = compose([*words, *processes, *overrides])
+    except ConfigError as error:
+        raise ConfigError(*(_renamed(line, keys) for line in error.problems)) from None
+    sparsity = config.sparsity
+    if sparsity.dense_steps:
+        raise ConfigError(
+            f"sparsity.dense_steps={sparsity.dense_steps}: only `mtrain train` counts steps; begin "
+            "with another context_parallel of sparsity=dense"
+        )
+    if sparsity.has_learned_state:
+        raise ConfigError(
+            "sparsity.score=learned: only `mtrain train` saves what an index learns; give exact"
+        )
+    if sparsity.dense_layers and not any(word.startswith(f"{LAYERS}=") for word in overrides):
+        raise ConfigError(
+            f"sparsity.dense_layers={sparsity.dense_layers}: needs {LAYERS}=N, the model's layers"
+        )
+    if config.mask.is_mixed:
+        raise ConfigError(
+            f"mask.full_every={config.mask.full_every}, mask.full_first={config.mask.full_first}: "
+            "the model says which layers have a window; give 0, and attention(..., window=N)"
+        )
+    return config
+
+
+def _renamed(line: str, keys: dict[str, str]) -> Problem:
+    """Return a line with the names of the arguments instead of those of the settings."""
+    for name, key in keys.items():
+        line = line.replace(f"{key}=", f"{name}=")
+    return Problem(line)
