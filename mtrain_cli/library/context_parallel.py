@@ -24,7 +24,7 @@ from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.library.settings import Processes
+from mtrain_cli.library.settings import Processes, named_as_arguments
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, Plan, make_chosen_exchange
@@ -244,7 +244,8 @@ class ContextParallel:
         )
         if config.sparsity.pattern != "dense":  # windows are dense, too, so choose their kernel
             config = config.changed(sparsity={"dense_layers": 1})
-        choices = resolve_run(config, replace(self._environment, device=device.type))
+        with named_as_arguments():
+            choices = resolve_run(config, replace(self._environment, device=device.type))
         exchange = choices.exchange
         dense = choices.dense_kernel or (choices.kernel, "")
         return _Engine(
@@ -268,15 +269,21 @@ class ContextParallel:
         return self._groups[key]
 
     def plan(
-        self, engine: _Engine, masks: Sequence[SequenceMask], layout: Layout, *, indexed: bool
+        self,
+        engine: _Engine,
+        pattern: Pattern | None,
+        masks: Sequence[SequenceMask],
+        layout: Layout,
+        device: torch.device,
     ) -> Plan:
-        pattern = engine.pattern if indexed else None
-        request = None if pattern is None else pattern.request()
-        key = "plan", id(engine.exchange), len(masks), indexed
+        """Return a plan on the device. Sequences that are one document share theirs."""
+        key = "plan", id(engine.exchange), pattern is None, len(masks)
         shared = self.is_undivided(masks)
         if shared and key in self._undivided:
             return self._undivided[key]
+        request = None if pattern is None else pattern.request()
         plan = Plan.make(engine.exchange, masks, request, layout=layout)
+        plan = (plan.pinned() if device.type == "cuda" else plan).to(device)
         return self._undivided.setdefault(key, plan) if shared else plan
 
 
@@ -387,13 +394,10 @@ class ContextBatch:
                 first = np.maximum(np.arange(masks[0].padded) - window + 1, 0)
                 near = SequenceMask.from_first(first, self.layout.seq)
                 masks = tuple(mask.intersect(near) for mask in masks)
-            plan = self._owner.plan(engine, masks, self.layout, indexed=not dense)
-            self._attention[key] = ContextAttention.of(
-                engine.exchange,
-                engine.dense_kernel if dense else engine.kernel,
-                plan.to(q.device),
-                None if dense else engine.pattern,
-            )
+            pattern = None if dense else engine.pattern
+            plan = self._owner.plan(engine, pattern, masks, self.layout, q.device)
+            kernel = engine.dense_kernel if dense else engine.kernel
+            self._attention[key] = ContextAttention.of(engine.exchange, kernel, plan, pattern)
         return self._attention[key]
 
     def _require(self, tensor: Tensor, tokens: int, what: str) -> None:

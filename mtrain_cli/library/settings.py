@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.problem import ConfigError, Problem
+from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.job import Job
 from mtrain_cli.parallel.collectives import all_gather
 
 LAYERS = "model.num_layers"
+_KEYS = {"layout": "topology.layout", "exchange": "topology.exchange", "kernel": "train.kernel"}
 _SETTABLE = ("sparsity.", "mask.", "topology.")
 # The caller's processes decide these.
 _OF_PROCESSES = tuple(
@@ -63,13 +65,14 @@ class Processes:
         own[: len(ranks)] = torch.tensor(ranks)
         rows = all_gather(own, world).tolist()
         groups = sorted({tuple(rank for rank in row if rank >= 0) for row in rows})
-        if sorted(rank for group in groups for rank in group) != list(range(world)):
-            shown = ", ".join(str(list(group)) for group in groups)
-            raise ConfigError(f"group: every process must be in one group, but they are {shown}")
-        if len({len(group) for group in groups}) > 1 or any(g != tuple(sorted(g)) for g in groups):
-            shown = ", ".join(str(list(group)) for group in groups)
+        members = sorted(rank for of_group in groups for rank in of_group)
+        alike = len({len(of_group) for of_group in groups}) == 1
+        ascend = all(list(of_group) == sorted(of_group) for of_group in groups)
+        if members != list(range(world)) or not alike or not ascend:
+            shown = ", ".join(str(list(of_group)) for of_group in groups)
             raise ConfigError(
-                f"group: {shown} are not groups of the same size with ascending ranks"
+                f"group: {shown}: the groups must have the same size and ascending ranks, and each "
+                f"of the {world} processes must be in one"
             )
         return Processes(dist.get_rank(), groups, group)
 
@@ -84,8 +87,8 @@ class Processes:
 
     def environment(self, config: Config) -> Environment:
         """Return the environment of this process's group alone, with its nodes."""
-        ranks = self.ranks
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+        ranks, world = self.ranks, sum(map(len, self.groups))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         nodes = [rank // local_size for rank in ranks]
         per_node = nodes.count(nodes[0])
         # A group with unequal parts of nodes is treated as one node.
@@ -110,13 +113,10 @@ def compose_settings(size: int, overrides: Sequence[str], **arguments: str) -> C
                 f"{word}: does not belong to attention between the given processes; allowed: keys "
                 f"under sparsity, mask and topology, and {LAYERS}"
             )
-    keys = {"layout": "topology.layout", "exchange": "topology.exchange", "kernel": "train.kernel"}
-    words = [f"{keys.get(name, name)}={value}" for name, value in arguments.items()]
+    words = [f"{_KEYS.get(name, name)}={value}" for name, value in arguments.items()]
     processes = [f"topology.workers={size}", "data.document_mask=true"]
-    try:
+    with named_as_arguments():
         config = compose([*words, *processes, *overrides])
-    except ConfigError as error:
-        raise ConfigError(*(_renamed(line, keys) for line in error.problems)) from None
     sparsity = config.sparsity
     if sparsity.dense_steps:
         raise ConfigError(
@@ -139,8 +139,13 @@ def compose_settings(size: int, overrides: Sequence[str], **arguments: str) -> C
     return config
 
 
-def _renamed(line: str, keys: dict[str, str]) -> Problem:
-    """Return a line with the names of the arguments instead of those of the settings."""
-    for name, key in keys.items():
-        line = line.replace(f"{key}=", f"{name}=")
-    return Problem(line)
+@contextmanager
+def named_as_arguments() -> Iterator[None]:
+    """Name the arguments of `api.context_parallel` in messages instead of their settings."""
+    try:
+        yield
+    except ConfigError as error:
+        lines: list[str] = list(error.problems)
+        for name, key in _KEYS.items():
+            lines = [line.replace(f"{key}=", f"{name}=") for line in lines]
+        raise ConfigError(*lines) from None
