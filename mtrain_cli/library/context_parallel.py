@@ -160,7 +160,9 @@ class ContextParallel:
             sequences=len(input_ids),
         )  # fmt: skip
         if position_ids is None:
-            position_ids = torch.arange(self.seq, device=input_ids.device).expand_as(input_ids)
+            position_ids = torch.arange(self.seq, device=input_ids.device).expand(
+                len(input_ids), -1
+            )
         ids, positions = batch.shard(input_ids, position_ids)
         made = {"input_ids": ids, "position_ids": positions, "use_cache": False, "mtrain": batch}
         if labels is not None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mtrain_cli.config.keys import first_few
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import with_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,9 +116,9 @@ def problems(model: PreTrainedModel, settings: Config) -> list[str]:
     if config.is_encoder_decoder:
         found.append(f"{type(model).__name__}: encoders and cross-attention are not supported")
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS):
-        layers = [str(n) for n, of_layer in enumerate(config.layer_types) if of_layer == kind]
+        numbers = [str(n) for n, of_layer in enumerate(config.layer_types) if of_layer == kind]
         found.append(
-            f"layers {', '.join(layers)}: {kind} mixes tokens outside of attention, and a process "
+            f"layers {first_few(numbers)}: {kind} mixes tokens outside of attention, and a process "
             "would see only its own"
         )
     for name in ("attention_dropout", "attn_pdrop", "attn_logit_softcapping"):
@@ -161,11 +163,11 @@ def _probe(model: PreTrainedModel, config: Any) -> Iterator[str]:
     finally:
         for module in in_training:
             module.training = True
-    changed = (outputs[0] != outputs[1]).any(-1)[0].nonzero().flatten().tolist()
-    if changed != [5]:
+    changed = (outputs[0] != outputs[1]).any(-1)[0].long()
+    if others := int(changed.sum() - changed[5]):
         yield (
             f"{type(model).__name__}: without attention, a token changes the outputs of "
-            f"{len(set(changed) - {5})} others; there, a process would see only its own tokens"
+            f"{with_count(others, 'other token')}; there, a process would see only its own tokens"
         )
     if len(probe.calls) < config.num_hidden_layers:
         yield (
