@@ -286,7 +286,9 @@ class ContextParallel:
         request = None if pattern is None else pattern.request()
         plan = Plan.make(engine.exchange, masks, request, layout=layout)
         plan = (plan.pinned() if device.type == "cuda" else plan).to(device)
-        return self._undivided.setdefault(key, plan) if shared else plan
+        if shared:
+            self._undivided[key] = plan
+        return plan
 
 
 class ContextBatch:
@@ -393,6 +395,11 @@ class ContextBatch:
         if key not in self._attention:
             masks = self.masks
             if window is not None:
+                if window < 1 or config.mask.shows_later_keys:
+                    raise ConfigError(
+                        f"window={window}: must be at least 1 token, under a mask without later "
+                        f"keys, not mask={config.mask.kind}"
+                    )
                 first = np.maximum(np.arange(masks[0].padded) - window + 1, 0)
                 near = SequenceMask.from_first(first, self.layout.seq)
                 masks = tuple(mask.intersect(near) for mask in masks)

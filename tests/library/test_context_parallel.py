@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli import api
 from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel
+from mtrain_cli.library.settings import Processes, compose_settings
 
 SEQ, HEADS, KV_HEADS, DIM = 250, 4, 2, 8
 DOCUMENTS = np.repeat([0, 1, 2], [70, 110, 70])
@@ -176,6 +177,25 @@ def test_documents_in_three_ways_give_the_same_masks():
     assert second.same_as(cp.batch(sequences=2).masks[1])
 
 
+def test_a_balanced_layout_follows_the_documents():
+    processes = Processes(0, [(0, 1)])
+    cp = ContextParallel(compose_settings(2, (), seq=str(SEQ), layout="balanced"), processes)
+    whole, also_whole, packed = (cp.batch(ids) for ids in (None, None, DOCUMENTS))
+    assert whole.layout is also_whole.layout
+    assert whole.positions.tolist() != packed.positions.tolist()
+
+
+@pytest.mark.parametrize(
+    ("local_size", "ranks", "per_node"),
+    [(4, (0, 1, 2, 3), 4), (4, (0, 2, 4, 6), 2), (1, (0, 1, 2), 1), (2, (0, 1, 2), 3)],
+)
+def test_the_nodes_of_a_group_follow_from_its_ranks(monkeypatch, local_size, ranks, per_node):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    config = compose_settings(len(ranks), (), seq="1k")
+    environment = Processes(ranks[1], [ranks]).environment(config)
+    assert (environment.context_per_node, environment.rank) == (per_node, 1)
+
+
 @pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
 def test_a_window_has_no_index(sparsity):
     found = results(made(sparsity).batch(DOCUMENTS), window=30)
@@ -290,6 +310,10 @@ X = torch.zeros(1, SEQ, 2, DIM)
          "cu_seqlens=[  0  70 249]: must rise from 0 to seq=250"),
         (lambda cp: cp.batch(DOCUMENTS, cu_seqlens=[0, 250]),
          "documents, cu_seqlens: each describes the documents; give one of them"),
+        (lambda _: results(made().batch(), window=0),
+         "window=0: must be at least 1 token, under a mask without later keys, not mask=causal"),
+        (lambda _: results(made(mask="full").batch(), window=9),
+         "window=9: must be at least 1 token, under a mask without later keys, not mask=full"),
         (lambda _: made(layout="spiral"),
          "layout=spiral: expected one of auto, contiguous, zigzag, striped, balanced"),
         (lambda _: results(made(kernel="flash4").batch()),

@@ -230,6 +230,7 @@ def test_calls_that_would_be_wrong_are_refused():
         cp.inputs(ids, attention_mask=torch.zeros_like(ids))
     with pytest.raises(api.ConfigError, match="seq=200"):
         cp.inputs(ids[:, 1:])
+    assert model(**made).past_key_values is None
     cached = model(**{**made, "use_cache": True}).past_key_values
     with pytest.raises(api.ConfigError, match=r"layer 0: 208 queries see 416 keys; a cache"):
         model(**cp.inputs(ids), past_key_values=cached)
