@@ -7,7 +7,7 @@ batch may have become the current one. So whoever recomputes must pass the batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +69,7 @@ class ContextParallel:
         # Layouts and plans of sequences that are one document.
         self._undivided: dict[tuple[Any, ...], Any] = {}
         self._current: ContextBatch | None = None
+        self._compared: set[str] = set()
 
     @property
     def seq(self) -> int:
@@ -81,27 +82,38 @@ class ContextParallel:
         *,
         cu_seqlens: Integers | None = None,
         position_ids: Integers | None = None,
+        slices: Sequence[IntArray] | None = None,
         sequences: int = 1,
     ) -> ContextBatch:
-        """Begin a batch: its masks decide the layout. Give the documents in one way, or none.
+        """Begin a batch, whose masks decide the layout. Give its documents in one way, or none.
+
+        The processes compare the masks of the first batch.
 
         Args:
             documents: document of each token, [sequences, seq] or [seq], never decreasing.
             cu_seqlens: where the documents of a single sequence begin, and its end.
             position_ids: positions that restart in each document, like documents.
+            slices: whole masks instead of documents, one per sequence: int64 [slices, 5] of query
+                start and stop, key start and stop, and `SliceKind`.
             sequences: number of sequences if each is one document.
 
-        Raises ConfigError for another length, or for numbers that describe no documents.
+        Raises ConfigError for another length, for numbers that describe no documents, and for masks
+        that a pattern cannot use.
         """
         ways = {"documents": documents, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
         given = {name: value for name, value in ways.items() if value is not None}
-        if len(given) > 1:
-            raise ConfigError(f"{', '.join(given)}: each describes the documents; give one of them")
+        if len(given) + (slices is not None) > 1:
+            names = ", ".join([*given, *(["slices"] if slices is not None else [])])
+            raise ConfigError(f"{names}: each describes the masks; give one of them")
         rows: Sequence[NDArray[np.int64] | None] = [None] * sequences
         for name, value in given.items():
             rows = _documents(name, value, self.seq)
-        padded = self._layout.layout.padded_seq
-        masks = tuple(self._rule(row, self.seq, padded) for row in rows)
+        if slices is None:
+            padded = self._layout.layout.padded_seq
+            masks = tuple(self._rule(row, self.seq, padded) for row in rows)
+        else:
+            rows, masks = [None] * len(slices), self._from_slices(slices)
+        self._compare("masks", lambda: np.concatenate([m.high - 2 * m.low for m in masks]))
         self._current = ContextBatch(self, masks, rows)
         return self._current
 
@@ -154,6 +166,7 @@ class ContextParallel:
                 "attention_mask: hides tokens; leave it out, give padding its own documents, and "
                 "labels of -100"
             )
+        self._compare("input_ids", lambda: input_ids.cpu().numpy())
         known = documents is not None or cu_seqlens is not None
         batch = self.batch(
             documents, cu_seqlens=cu_seqlens, position_ids=None if known else position_ids,
@@ -203,6 +216,25 @@ class ContextParallel:
                 f"{engine.kernel.name} ({why})"
             )
         return "; ".join(parts)
+
+    def _from_slices(self, slices: Sequence[IntArray]) -> tuple[SequenceMask, ...]:
+        padded, pattern = self._layout.layout.padded_seq, self.config.sparsity.pattern
+        try:
+            masks = tuple(SequenceMask.from_slices(one, self.seq, padded) for one in slices)
+        except ValueError as error:
+            raise ConfigError(f"slices: {error}") from None
+        if pattern != "dense" and not all(mask.is_causal_interval for mask in masks):
+            raise ConfigError(
+                f"slices: sparsity={pattern} needs masks in which each query sees one range of "
+                "keys that ends at the query; give sparsity=dense"
+            )
+        return masks
+
+    def _compare(self, what: str, values: Callable[[], NDArray[np.integer]]) -> None:
+        """Compare what the processes of the group pass, the first time only."""
+        if what not in self._compared:
+            self._compared.add(what)
+            self.processes.require_same(what, values())
 
     def _batch(self, name: str) -> ContextBatch:
         if self._current is None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from mtrain_cli.composition.compose import compose
@@ -60,10 +64,7 @@ class Processes:
             given = given.get_group()
         group = given or dist.group.WORLD
         world, ranks = dist.get_world_size(), dist.get_process_group_ranks(group)
-        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        own = torch.full((world,), -1, dtype=torch.int64, device=device)
-        own[: len(ranks)] = torch.tensor(ranks)
-        rows = all_gather(own, world).tolist()
+        rows = _gather([*ranks, *[-1] * (world - len(ranks))], world)
         groups = sorted({tuple(rank for rank in row if rank >= 0) for row in rows})
         members = sorted(rank for of_group in groups for rank in of_group)
         alike = len({len(of_group) for of_group in groups}) == 1
@@ -85,6 +86,15 @@ class Processes:
         """The number of this process in its group."""
         return self.ranks.index(self.rank)
 
+    def require_same(self, what: str, values: NDArray[np.integer]) -> None:
+        """Raise ConfigError if the processes of this group, who call this together, differ."""
+        own = zlib.crc32(values.tobytes())
+        if self.group is not None and len(set(_gather([own], len(self.ranks), self.group))) > 1:
+            raise ConfigError(
+                f"{what}: differ between the processes {list(self.ranks)}, which share sequences; "
+                "give the same whole sequences to all of them"
+            )
+
     def environment(self, config: Config) -> Environment:
         """Return the environment of this process's group alone, with its nodes."""
         ranks, world = self.ranks, sum(map(len, self.groups))
@@ -97,6 +107,13 @@ class Processes:
         )
         sizes = self.place, len(ranks), self.place, per_node if whole else len(ranks)
         return resolve_environment(config, job=Job("torchrun", *sizes, "", 0))
+
+
+def _gather(own: list[int], processes: int, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the numbers of each process of a group, in rank order."""
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    rows = all_gather(torch.tensor(own, device=device), processes, group)
+    return [tuple(row) for row in rows.tolist()]
 
 
 def compose_settings(size: int, overrides: Sequence[str], **arguments: str) -> Config:

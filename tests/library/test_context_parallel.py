@@ -161,6 +161,46 @@ def test_groups_must_divide_the_processes_and_the_heads():
         ]
 
 
+# Two documents without causality, of which the second also sees a prefix of the first, and a
+# causal rest; the kinds are those of docs/masks.md.
+SLICES = np.array(
+    [(0, 90, 0, 90, 0), (90, 160, 90, 160, 0), (90, 160, 0, 20, 0), (160, SEQ, 100, SEQ, 1)]
+)
+
+
+def seen_by_slices() -> torch.Tensor:
+    seen, at = torch.zeros(SEQ, SEQ, dtype=torch.bool), torch.arange(SEQ)
+    seen[:90, :90] = seen[90:160, 90:160] = seen[90:160, :20] = True
+    seen[160:] = (at >= 100) & (at <= at[160:, None])
+    return seen[None, None]
+
+
+def under_slices(_rank: int, _world: int) -> list[list[torch.Tensor]]:
+    ways = (("zigzag", "ring"), ("balanced", "group_cast"))
+    cps = [made(layout=layout, exchange=exchange) for layout, exchange in ways]
+    return [results(cp.batch(slices=[SLICES])) for cp in cps]
+
+
+def test_slices_replace_mask_and_documents():
+    for both in gloo.run(2, under_slices):
+        for tensors in both:
+            assert_close(tensors, by_definition(seen_by_slices()))
+
+
+def other_documents(rank: int, _world: int) -> str:
+    with pytest.raises(api.ConfigError) as raised:
+        made().batch(np.maximum(DOCUMENTS, np.arange(SEQ) >= 60 + rank))
+    assert made().batch(DOCUMENTS).masks
+    return str(raised.value)
+
+
+def test_processes_compare_the_masks_of_the_first_batch():
+    assert gloo.run(2, other_documents) == 2 * [
+        "masks: differ between the processes [0, 1], which share sequences; give the same whole "
+        "sequences to all of them"
+    ]
+
+
 def test_documents_in_three_ways_give_the_same_masks():
     cp = made()
     restarting = np.concatenate([np.arange(70), np.arange(110), np.arange(70)])
@@ -309,7 +349,12 @@ X = torch.zeros(1, SEQ, 2, DIM)
         (lambda cp: cp.batch(cu_seqlens=[0, 70, 249]),
          "cu_seqlens=[  0  70 249]: must rise from 0 to seq=250"),
         (lambda cp: cp.batch(DOCUMENTS, cu_seqlens=[0, 250]),
-         "documents, cu_seqlens: each describes the documents; give one of them"),
+         "documents, cu_seqlens: each describes the masks; give one of them"),
+        (lambda cp: cp.batch(slices=[[(0, 9, 0, 300, 0)]]),
+         "slices: The slice [0, 9, 0, 300, 0] of (query start, query stop, key start, key stop, "),
+        (lambda _: made("vertical_slash").batch(slices=[SLICES]),
+         "slices: sparsity=vertical_slash needs masks in which each query sees one range of keys "
+         "that ends at the query; give sparsity=dense"),
         (lambda _: results(made().batch(), window=0),
          "window=0: must be at least 1 token, under a mask without later keys, not mask=causal"),
         (lambda _: results(made(mask="full").batch(), window=9),

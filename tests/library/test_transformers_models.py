@@ -236,6 +236,18 @@ def test_calls_that_would_be_wrong_are_refused():
         model(**cp.inputs(ids), past_key_values=cached)
 
 
+def other_tokens(rank: int, _world: int) -> str:
+    with pytest.raises(api.ConfigError) as raised:
+        library().inputs(torch.full((1, SEQ), rank))
+    return str(raised.value)
+
+
+def test_processes_compare_their_first_tokens():
+    (message, again) = gloo.run(2, other_tokens)
+    assert message == again
+    assert message.startswith("input_ids: differ between the processes [0, 1]")
+
+
 def test_a_name_is_registered_once():
     cp = library()
     cp.register()
