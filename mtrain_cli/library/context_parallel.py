@@ -126,7 +126,14 @@ class ContextParallel:
         return self._batch("gather").gather(tensor)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        *,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return `ContextBatch.attention` of the batch that began last.
 
@@ -137,7 +144,7 @@ class ContextParallel:
                 "attention: a checkpointed layer is computed again in a backward pass, which may "
                 "belong to an earlier batch; call the method of the batch that `batch` returned"
             )
-        return self._batch("attention").attention(q, k, v, layer, window=window)
+        return self._batch("attention").attention(q, k, v, layer, window=window, sinks=sinks)
 
     def inputs(
         self,
@@ -391,7 +398,14 @@ class ContextBatch:
         return torch.from_numpy(np.stack(rows)).to(labels.device)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        *,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return attention of this process's queries over the whole sequences, like q.
 
@@ -402,6 +416,7 @@ class ContextBatch:
                 forward to the backward pass.
             window: tokens that a query sees, itself included, under the mask; None for all. A
                 window has no index.
+            sinks: [heads], a learnable score of each head that takes a share of the softmax.
 
         Raises ConfigError for other shapes, and for a layer that is computed twice.
         """
@@ -415,7 +430,12 @@ class ContextBatch:
         attend = self._attend(q, k, layer, window)
         if attend.index is not None:
             self._require_once(layer, known=layer in attend.index.kept)
-        out = attend(q, k, v, layer)
+        if sinks is not None and attend.exchange.schedule.heads > 1:
+            raise ConfigError(
+                f"sinks: do not work with {attend.exchange.schedule.heads} processes that share "
+                "heads; give another exchange than ulysses, and topology.ulysses=1"
+            )
+        out = attend(q, k, v, layer, sinks)
         if not torch.is_grad_enabled():
             attend.release(layer)
         return out

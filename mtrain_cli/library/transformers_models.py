@@ -35,6 +35,7 @@ def attention(
     mtrain: ContextBatch | Probe | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it: q, k, v are [batch, heads, tokens, head_dim].
@@ -66,7 +67,8 @@ def attention(
         q = q * (scaling * dim**0.5)  # the engine divides by the square root
     if width < dim:  # latent attention, whose values are narrower
         v = nn.functional.pad(v, (0, dim - width))
-    return mtrain.attention(q, k, v, layer, window=sliding_window)[..., :width], None
+    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux)
+    return out[..., :width], None
 
 
 def _refusals(module: nn.Module, options: dict[str, Any]) -> Iterator[str]:
@@ -74,8 +76,6 @@ def _refusals(module: nn.Module, options: dict[str, Any]) -> Iterator[str]:
         yield "attention_dropout is not supported; set it to 0"
     if options.get("softcap"):
         yield f"softcap={options['softcap']}: no kernel caps scores; set it to None"
-    if options.get("s_aux") is not None:
-        yield "learnable attention sinks are not supported"
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         yield "attention to later tokens (is_causal=False) is not supported"
 

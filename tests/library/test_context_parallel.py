@@ -45,24 +45,31 @@ def made(sparsity: str = "dense", *words: str, group=None, **arguments) -> Conte
     return api.context_parallel(group, *small, *words, seq=SEQ, sparsity=sparsity, **arguments)
 
 
-def results(batch: ContextBatch, window: int | None = None) -> list[torch.Tensor]:
+def results(
+    batch: ContextBatch, window: int | None = None, sinks: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """out, dq, dk and dv of whole sequences, through a float32 kernel."""
     *qkv, dout = batch.shard(*(tensor.float() for tensor in whole_tensors()))
     for tensor in qkv:
         tensor.requires_grad_()
-    out = batch.attention(*qkv, layer=0, window=window)
+    out = batch.attention(*qkv, layer=0, window=window, sinks=sinks)
     out.backward(dout)
     return [batch.gather(tensor.detach()) for tensor in (out, *(t.grad for t in qkv))]
 
 
-def by_definition(seen: torch.Tensor) -> list[torch.Tensor]:
-    """The same in float64 by autograd. seen: bool [1, heads or 1, SEQ, SEQ]."""
+def by_definition(seen: torch.Tensor, sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The same in float64 by autograd, and dsinks. seen: bool [1, heads or 1, SEQ, SEQ]."""
     *qkv, dout = whole_tensors()
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     k, v = (tensor.repeat_interleave(HEADS // KV_HEADS, 2) for tensor in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / DIM**0.5
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-    return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks[:, None, None].expand(1, -1, SEQ, 1)
+        scores = torch.cat([scores, column], -1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :SEQ], v)
+    leaves = qkv if sinks is None else [*qkv, sinks]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def seen_by_documents(window: int = SEQ) -> torch.Tensor:
@@ -159,6 +166,34 @@ def test_groups_must_divide_the_processes_and_the_heads():
             "exchange=ulysses: cannot share 4 query heads and 2 key-value heads among 3 workers in "
             "nodes of 3; allowed for topology.ulysses: 1",
         ]
+
+
+def sinks_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([-20.0, 0.0, 0.7, 3.0], dtype=dtype).requires_grad_()
+
+
+def with_sinks(_rank: int, world: int) -> list[list[torch.Tensor]]:
+    ways = (("zigzag", "ring"), ("striped", "all_gather"), ("balanced", "group_cast"))
+    found = []
+    for layout, exchange in ways:
+        sinks, cp = sinks_of(torch.float32), made(layout=layout, exchange=exchange)
+        tensors = results(cp.batch(DOCUMENTS), sinks=sinks)
+        assert sinks.grad is not None
+        if world > 1:
+            dist.all_reduce(sinks.grad)
+        found.append([*tensors, sinks.grad])
+    if world > 1:
+        with pytest.raises(api.ConfigError, match="sinks: do not work with 2 processes that share"):
+            results(made(exchange="ulysses").batch(DOCUMENTS), sinks=sinks_of(torch.float32))
+    return found
+
+
+def test_sinks_take_a_share_of_the_softmax():
+    expected = by_definition(seen_by_documents(), sinks_of(torch.float64))
+    assert all(gradient.abs() > 0.01 for gradient in expected[-1][1:])
+    for found in gloo.run(2, with_sinks):
+        for tensors in found:
+            assert_close(tensors, expected)
 
 
 # Two documents without causality, of which the second also sees a prefix of the first, and a

@@ -29,6 +29,11 @@ FAMILIES = {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    # Learnable sinks.
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     # Latent attention: keys are 16 wide, values 8.
     "deepseek_v3": {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -43,9 +48,14 @@ def model_of(family: str, attention: str = "mtrain", **changed):
     torch.manual_seed(0)
     settings = {**COMMON, **FAMILIES.get(family, {}), **changed}
     config = transformers.AutoConfig.for_model(family, **settings)
-    return transformers.AutoModelForCausalLM.from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32
-    ).train()
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    return model.train()
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -94,10 +104,23 @@ def expected_of(family: str) -> tuple[float, dict[str, torch.Tensor]]:
     for batch in batches():
         labels = batch["labels"].clone()
         labels[batch["position_ids"] == 0] = -100
-        loss = model(**{**batch, "labels": labels}, use_cache=False).loss
+        more = masks_of(batch["position_ids"]) if family == "gpt_oss" else {}
+        loss = model(**{**batch, "labels": labels}, **more, use_cache=False).loss
         loss.backward()
         total += loss.item()
     return total, gradients(model)
+
+
+def masks_of(position_ids: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+    """The masks of GPT-OSS, whose own leave out the documents in transformers 5.24."""
+    document, at = torch.cumsum(position_ids[0] == 0, 0), torch.arange(SEQ)
+    full = (document[:, None] == document) & (at[:, None] >= at)
+    near = full & (at[:, None] - at < WINDOW)
+
+    def added(seen: torch.Tensor) -> torch.Tensor:
+        return torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+    return {"attention_mask": {"full_attention": added(full), "sliding_attention": added(near)}}
 
 
 def assert_equal(found, expected, tolerance: float = 3e-6) -> None:
