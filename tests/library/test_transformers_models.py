@@ -6,6 +6,8 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,14 +100,19 @@ def trained(
     return total.item(), found
 
 
-def expected_of(family: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """The same by transformers' eager attention, with labels that no document shares."""
-    model, total = model_of(family, "eager"), 0.0
-    for batch in batches():
-        labels = batch["labels"].clone()
-        labels[batch["position_ids"] == 0] = -100
+def expected_of(family: str, *, together: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same by transformers' eager attention, with labels that no document shares.
+
+    together: take the mean over the labels of both batches, instead of a sum of two means.
+    """
+    model, total, made = model_of(family, "eager"), 0.0, batches()
+    for batch in made:
+        batch["labels"][batch["position_ids"] == 0] = -100
+    targets = sum(int((batch["labels"] != -100).sum()) for batch in made)
+    for batch in made:
         more = masks_of(batch["position_ids"]) if family == "gpt_oss" else {}
-        loss = model(**{**batch, "labels": labels}, **more, use_cache=False).loss
+        count = {"num_items_in_batch": targets} if together else {}
+        loss = model(**batch, **more, **count, use_cache=False).loss
         loss.backward()
         total += loss.item()
     return total, gradients(model)
@@ -136,6 +143,33 @@ def assert_equal(found, expected, tolerance: float = 3e-6) -> None:
 def test_two_processes_train_what_one_does_with_eager_attention(family):
     expected = expected_of(family)
     for found in gloo.run(2, trained, family, (), {"layout": "balanced", "exchange": "group_cast"}):
+        assert_equal(found, expected)
+
+
+def sharded(_rank: int, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of two replicas of two processes under FSDP2, one sequence each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = api.context_parallel(mesh["cp"], "topology.block_size=16", seq=SEQ)
+    cp.register()
+    model, everyone = model_of("llama"), init_device_mesh("cpu", (world,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    cp.check(model)
+    inputs = cp.inputs(**batches()[mesh.get_local_rank("dp")])
+    labels = torch.tensor(inputs["num_items_in_batch"])
+    torch.distributed.all_reduce(labels)
+    inputs["num_items_in_batch"] = int(labels) // 2  # both processes of a replica count them
+    loss = model(**inputs).loss
+    (world * loss).backward()
+    total = loss.detach()
+    torch.distributed.all_reduce(total)
+    return total.item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_fsdp_over_replicas_and_context_groups_gives_the_gradients_of_one_process():
+    expected = expected_of("llama", together=True)
+    for found in gloo.run(4, sharded):
         assert_equal(found, expected)
 
 
