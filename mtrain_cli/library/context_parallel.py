@@ -8,7 +8,8 @@ batch may have become the current one. So whoever recomputes must pass the batch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 Integers = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
 
 
-class _Engine(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Engine:
     """How attention of one shape of heads is computed. dense_kernel: of layers without an index."""
 
     exchange: Exchange
@@ -50,6 +52,15 @@ class _Engine(NamedTuple):
     dense_kernel: Kernel
     pattern: Pattern | None
     reasons: tuple[str, str]  # for the exchange and the kernel
+
+
+class _Kind(NamedTuple):
+    """A kind of layers. dense: whether they have no index."""
+
+    engine: _Engine
+    window: int | None
+    dense: bool
+    device: torch.device
 
 
 class ContextParallel:
@@ -70,6 +81,7 @@ class ContextParallel:
         self._undivided: dict[tuple[Any, ...], Any] = {}
         self._current: ContextBatch | None = None
         self._compared: set[str] = set()
+        self.kinds: dict[_Kind, None] = {}  # of the layers so far, which later batches have, too
 
     @property
     def seq(self) -> int:
@@ -87,7 +99,8 @@ class ContextParallel:
     ) -> ContextBatch:
         """Begin a batch, whose masks decide the layout. Give its documents in one way, or none.
 
-        The processes compare the masks of the first batch.
+        The processes compare the masks of the first batch. Later batches are planned here, without
+        other processes, so that a loader's thread may call this while another batch is computed.
 
         Args:
             documents: document of each token, [sequences, seq] or [seq], never decreasing.
@@ -114,8 +127,10 @@ class ContextParallel:
         else:
             rows, masks = [None] * len(slices), self._from_slices(slices)
         self._compare("masks", lambda: np.concatenate([m.high - 2 * m.low for m in masks]))
-        self._current = ContextBatch(self, masks, rows)
-        return self._current
+        batch = self._current = ContextBatch(self, masks, rows)
+        for kind in [*self.kinds]:
+            batch.prepare(kind)
+        return batch
 
     def shard(self, *tensors: Tensor, padding: float = 0) -> Any:
         """Return `ContextBatch.shard` of the batch that began last."""
@@ -318,13 +333,15 @@ class ContextParallel:
         device: torch.device,
     ) -> Plan:
         """Return a plan on the device. Sequences that are one document share theirs."""
-        key = "plan", id(engine.exchange), pattern is None, len(masks)
+        key = "plan", engine, pattern is None, len(masks)
         shared = self.is_undivided(masks)
         if shared and key in self._undivided:
             return self._undivided[key]
         request = None if pattern is None else pattern.request()
         plan = Plan.make(engine.exchange, masks, request, layout=layout)
-        plan = (plan.pinned() if device.type == "cuda" else plan).to(device)
+        # Memory is pinned for the current device, which in a loader's thread is device 0.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            plan = (plan.pinned() if device.type == "cuda" else plan).to(device)
         if shared:
             self._undivided[key] = plan
         return plan
@@ -344,7 +361,7 @@ class ContextBatch:
     ) -> None:
         self._owner, self.masks, self._documents = owner, masks, documents
         self.layout = owner.layout_of(masks)
-        self._attention: dict[tuple[Any, ...], ContextAttention] = {}
+        self._attention: dict[_Kind, ContextAttention] = {}
 
     @property
     def positions(self) -> IntArray:
@@ -443,23 +460,28 @@ class ContextBatch:
     def _attend(self, q: Tensor, k: Tensor, layer: int, window: int | None) -> ContextAttention:
         engine, config = self._owner.engine(q, k), self._owner.config
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
-        key = id(engine.exchange), window, dense
-        if key not in self._attention:
-            masks = self.masks
-            if window is not None:
-                if window < 1 or config.mask.shows_later_keys:
-                    raise ConfigError(
-                        f"window={window}: must be at least 1 token, under a mask without later "
-                        f"keys, not mask={config.mask.kind}"
-                    )
-                first = np.maximum(np.arange(masks[0].padded) - window + 1, 0)
-                near = SequenceMask.from_first(first, self.layout.seq)
-                masks = tuple(mask.intersect(near) for mask in masks)
-            pattern = None if dense else engine.pattern
-            plan = self._owner.plan(engine, pattern, masks, self.layout, q.device)
-            kernel = engine.dense_kernel if dense else engine.kernel
-            self._attention[key] = ContextAttention.of(engine.exchange, kernel, plan, pattern)
-        return self._attention[key]
+        kind = _Kind(engine, window, dense, q.device)
+        if kind not in self._attention:
+            self.prepare(kind)
+            self._owner.kinds[kind] = None
+        return self._attention[kind]
+
+    def prepare(self, kind: _Kind) -> None:
+        """Plan attention of a kind of layers, without other processes."""
+        engine, window, dense, device = kind
+        masks = self.masks
+        if window is not None:
+            if window < 1 or any(mask.shows_later_keys().any() for mask in masks):
+                raise ConfigError(
+                    f"window={window}: must be at least 1 token, under a mask without later keys"
+                )
+            first = np.maximum(np.arange(masks[0].padded) - window + 1, 0)
+            near = SequenceMask.from_first(first, self.layout.seq)
+            masks = tuple(mask.intersect(near) for mask in masks)
+        pattern = None if dense else engine.pattern
+        plan = self._owner.plan(engine, pattern, masks, self.layout, device)
+        kernel = engine.dense_kernel if dense else engine.kernel
+        self._attention[kind] = ContextAttention.of(engine.exchange, kernel, plan, pattern)
 
     def _require(self, tensor: Tensor, tokens: int, what: str) -> None:
         if tensor.ndim < 2 or tensor.shape[:2] != (len(self.masks), tokens):
