@@ -62,10 +62,13 @@ class Processes:
                 names = ", ".join(given.mesh_dim_names or ()) or f"{given.ndim} dimensions"
                 raise ConfigError(f'group: the mesh has {names}; give one, such as mesh["cp"]')
             given = given.get_group()
-        group = given or dist.group.WORLD
-        world, ranks = dist.get_world_size(), dist.get_process_group_ranks(group)
+        group = dist.group.WORLD if given is None else given
+        # `dist.new_group` returns another object to processes outside of the group.
+        belongs = isinstance(group, dist.ProcessGroup)
+        ranks = dist.get_process_group_ranks(group) if belongs else []
+        world = dist.get_world_size()
         rows = _gather([*ranks, *[-1] * (world - len(ranks))], world)
-        groups = sorted({tuple(rank for rank in row if rank >= 0) for row in rows})
+        groups = sorted({tuple(rank for rank in row if rank >= 0) for row in rows} - {()})
         members = sorted(rank for of_group in groups for rank in of_group)
         alike = len({len(of_group) for of_group in groups}) == 1
         ascend = all(list(of_group) == sorted(of_group) for of_group in groups)

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 NAME = "mtrain"
 _KINDS = {"full_attention", "sliding_attention"}
 _PROBED = 24  # tokens
+# A balance loss of routers (output_router_logits) would balance the tokens of one process.
+_OFF = {
+    "attention_dropout": 0, "attn_pdrop": 0, "attn_logit_softcapping": None,
+    "output_router_logits": False,
+}  # fmt: skip
+_BY_LENGTH = ("dynamic", "longrope")
 
 
 @torch.compiler.disable
@@ -118,13 +124,21 @@ def problems(model: PreTrainedModel, settings: Config) -> list[str]:
     for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS):
         numbers = [str(n) for n, of_layer in enumerate(config.layer_types) if of_layer == kind]
         found.append(
-            f"layers {first_few(numbers)}: {kind} mixes tokens outside of attention, and a process "
-            "would see only its own"
+            f"layers {first_few(numbers)}: {kind} is neither full nor sliding attention; a process "
+            "would see only its own tokens there"
         )
-    for name in ("attention_dropout", "attn_pdrop", "attn_logit_softcapping"):
+    for name, allowed in _OFF.items():
         if value := getattr(config, name, None):
+            found.append(f"{name}={value}: not supported; set it to {allowed}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of_layers in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if (kind := of_layers.get("rope_type")) not in _BY_LENGTH:
+            continue
+        most = of_layers.get("original_max_position_embeddings") or config.max_position_embeddings
+        if settings.seq > most and settings.topology.workers != 1:
             found.append(
-                f"{name}={value}: not supported; set it to {0 if 'drop' in name else None}"
+                f"rope_type={kind}: beyond {most} positions, frequencies depend on the largest "
+                "position, which differs between processes"
             )
     later = [
         n for n, module in model.named_modules() if getattr(module, "is_causal", True) is False

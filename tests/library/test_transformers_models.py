@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from mtrain_cli import api  # noqa: E402
 from mtrain_cli.library import transformers_models  # noqa: E402
 from mtrain_cli.library.context_parallel import ContextParallel  # noqa: E402
+from mtrain_cli.library.settings import Processes, compose_settings  # noqa: E402
 
 SEQ, WINDOW = 200, 30
 COMMON = {
@@ -197,36 +198,55 @@ def test_labels_of_other_documents_and_of_padding_do_not_count():
     assert "labels" not in cp.inputs(batch["input_ids"])
 
 
-def settings_of(family: str) -> dict:
-    return {
-        "qwen3_next": {
+REFUSED = (
+    (
+        "qwen3_next",
+        {
             **EXPERTS, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
             "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
             "layer_types": ["linear_attention", "full_attention"],
         },
-        "falcon_mamba": {},
-        "stablelm": {},
-        "gemma2": {"attn_logit_softcapping": 50.0},
-        "llama": {"attention_dropout": 0.1},
-    }[family]  # fmt: skip
+        "layers 0: linear_attention is neither full nor sliding attention; a process would see "
+        "only its own tokens there",
+    ),
+    ("falcon_mamba", {}, "layers 0, 1: linear_attention is neither full nor sliding attention"),
+    (
+        "stablelm", {},
+        "StableLmForCausalLM: does not pass keyword arguments on to its attention",
+    ),
+    (
+        "gemma2", {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50.0: not supported; set it to None",
+    ),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: not supported; set it to 0"),
+    (
+        "qwen3_moe", {"output_router_logits": True},
+        "output_router_logits=True: not supported; set it to False",
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("family", "problem"),
-    [
-        ("qwen3_next", "layers 0: linear_attention mixes tokens outside of attention, and a "
-         "process would see only its own"),
-        ("falcon_mamba", "layers 0, 1: linear_attention mixes tokens outside of attention"),
-        ("stablelm", "StableLmForCausalLM: does not pass keyword arguments on to its attention"),
-        ("gemma2", "attn_logit_softcapping=50.0: not supported; set it to None"),
-        ("llama", "attention_dropout=0.1: not supported; set it to 0"),
-    ],
-)  # fmt: skip
-def test_check_refuses_what_would_be_wrong(family, problem):
+    ("family", "changed", "problem"), REFUSED, ids=[family for family, _, _ in REFUSED]
+)
+def test_check_refuses_what_would_be_wrong(family, changed, problem):
     with pytest.raises(api.ConfigError) as raised:
-        library().check(model_of(family, **settings_of(family)))
+        library().check(model_of(family, **changed))
     assert raised.value.problems[0].startswith(problem)
     assert "\n" not in raised.value.problems[0]
+
+
+def test_check_refuses_frequencies_that_depend_on_the_largest_position():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = model_of("llama", rope_parameters=rope, max_position_embeddings=1024)
+    for size, seq in ((2, "1k"), (1, "2k"), (2, "2k")):
+        settings = compose_settings(size, (), seq=seq)
+        cp = ContextParallel(settings, Processes(0, [tuple(range(size))]))
+        if (size, seq) != (2, "2k"):
+            cp.check(model)
+            continue
+        with pytest.raises(api.ConfigError, match="rope_type=dynamic: beyond 1024 positions"):
+            cp.check(model)
 
 
 def test_check_refuses_other_attention_and_encoders():
