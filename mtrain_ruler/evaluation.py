@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.environment import Environment
     from mtrain_cli.reporting.table import Table
     from mtrain_ruler.generated import Generated
+    from mtrain_ruler.generation import Generation
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,27 @@ class RulerOptions:
     max_new: int = 128
 
 
-class Ruler:
+@dataclass(frozen=True)
+class GeneratedAnswers:
+    """An evaluation of answers that the model generates. measure: opens the samples."""
+
+    measure: Callable[[EvaluationRequest, ModelSource, TextCodec], Generation]
+
+    def runner(
+        self,
+        request: EvaluationRequest,
+        configs: Sequence[Config],
+        environment: Environment,
+        stop: Callable[[], bool],
+        tasks: None = None,
+    ) -> Runner:
+        from mtrain_cli.evaluation.runner import Runner
+
+        del tasks  # `check` returns none
+        return Runner(request, configs, environment, stop, measure=self.measure)
+
+
+class Ruler(GeneratedAnswers):
     """Tasks of RULER, and files of samples."""
 
     def check(self, request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> None:
@@ -72,19 +93,6 @@ class Ruler:
                     f"{most:,}, or add --beyond to go on anyway"
                 )
 
-    def runner(
-        self,
-        request: EvaluationRequest,
-        configs: Sequence[Config],
-        environment: Environment,
-        stop: Callable[[], bool],
-        tasks: None = None,
-    ) -> Runner:
-        from mtrain_cli.evaluation.runner import Runner
-
-        del tasks  # `check` returns none
-        return Runner(request, configs, environment, stop, measure=open_generated)
-
     def tables(self, results: Sequence[Result]) -> Iterator[Table]:
         from mtrain_ruler.tables import ruler_tables
 
@@ -108,4 +116,4 @@ def open_generated(request: EvaluationRequest, _: ModelSource, codec: TextCodec)
     )  # fmt: skip
 
 
-RULER = Ruler()
+RULER = Ruler(open_generated)

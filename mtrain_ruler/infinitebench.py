@@ -20,7 +20,9 @@ CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
 # ruff: noqa: E501
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -177,7 +179,11 @@ def _sample(line: _Line, task: Task) -> Sample:
         fields["wanted"] = wanted[1].lower()
     if task.score in (scores.first_number, scores.last_integer, scores.listed_numbers):
         for answer in answers:
-            float(answer)  # a ValueError says so
+            number = math.nan
+            with contextlib.suppress(ValueError):
+                number = float(answer)
+            if not math.isfinite(number):
+                raise UnreadableError(f"answer: {answer[:40]!r} is not a finite number")
     return Sample(task.prompt.format(**fields), answers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +12,15 @@ from mtrain_cli.config import documents
 from mtrain_cli.data.tokenizers import documents_identity
 from mtrain_cli.evaluation.measurement import Cell, Item, Row
 from mtrain_cli.evaluation.results import Result
+from mtrain_ruler.evaluation import GeneratedAnswers
 from mtrain_ruler.generation import Generation
 from mtrain_ruler.infinitebench import TASKS, Task, read_samples
 from mtrain_ruler.tables import INFINITEBENCH_PREFIX as PREFIX
 
 if TYPE_CHECKING:
-    from mtrain_cli.config.schema import Config
     from mtrain_cli.evaluation.request import EvaluationRequest
-    from mtrain_cli.evaluation.runner import Runner
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.inference.text import TextCodec
-    from mtrain_cli.launch.environment import Environment
     from mtrain_cli.reporting.table import Table
 
 
@@ -98,7 +96,7 @@ def _task(name: str) -> Task:
     return TASKS[name.removeprefix(PREFIX)]
 
 
-class InfiniteBench:
+class InfiniteBench(GeneratedAnswers):
     """Tasks of InfiniteBench from the user's files."""
 
     def check(self, request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> None:
@@ -118,19 +116,6 @@ class InfiniteBench:
                 first = next(samples.items(cell))
                 require_known_ids(first["ids"], vocabulary, str(cell), tokenizer)
 
-    def runner(
-        self,
-        request: EvaluationRequest,
-        configs: Sequence[Config],
-        environment: Environment,
-        stop: Callable[[], bool],
-        tasks: None = None,
-    ) -> Runner:
-        from mtrain_cli.evaluation.runner import Runner
-
-        del tasks  # `check` returns none
-        return Runner(request, configs, environment, stop, measure=open_samples)
-
     def tables(self, results: Sequence[Result]) -> Iterator[Table]:
         from mtrain_ruler.tables import infinitebench_tables
 
@@ -148,4 +133,4 @@ def open_samples(
     )
 
 
-INFINITEBENCH = InfiniteBench()
+INFINITEBENCH = InfiniteBench(open_samples)

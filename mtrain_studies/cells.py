@@ -253,7 +253,7 @@ def _density_words(study: Study, cell: Cell) -> list[str]:
         return []
     tier = study.tier
     model = compose([*tier.model, *tier.variant(variant.density_of).words])
-    layers, dense = model.model.num_layers, model.sparsity.dense_layers
+    layers, dense = model.model.num_layers, len(model.sparsity.dense_of(model.model.num_layers))
     whole = _required(study, study.other(cell, variant.density_of)).density
     density = (whole * layers - dense) / (layers - dense)
     share = 1 - math.sqrt(max(0.0, 1 - density))

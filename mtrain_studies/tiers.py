@@ -288,6 +288,11 @@ _A = Tier(
                     ("score=learned", "density=0.1", "dense_layers=2"),
                     "10 % by learned scores, and the last 2 layers dense",
                 ),
+                (
+                    "10-middle",
+                    ("score=learned", "density=0.1", "dense_layers=middle:2"),
+                    "10 % by learned scores, and the middle 2 layers dense",
+                ),
             )
         ),
     ),

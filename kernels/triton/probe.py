@@ -2,7 +2,8 @@
 
 1. `tile_lse` computes every probed query's log-sum-exp over each tile of a shard's keys.
 2. The caller merges the log-sum-exps over the tiles of all shards.
-3. `probed_columns` adds up the probabilities of each key.
+3. `probed_columns` adds up the probabilities of each key, and `largest_attention` returns the
+   largest ones of a group of heads.
 
 A shard may hold any blocks of the sequence. A tile lies within a block, and a single program writes
 each result, so results are bitwise repeatable and do not depend on which worker holds a block.
@@ -132,6 +133,29 @@ def _columns(
         tl.store(COLUMNS + offsets, total / rows, mask=slot < width)
 
 
+@triton.jit
+def _largest(
+    Q, K, FIRST, ROW_POSITIONS, KEY_BLOCKS, LSE, OUT, rows, keys, scale, stride_kn, stride_kh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    kv = tl.program_id(1).to(tl.int64)
+    slot, key = _tile_of_keys(KEY_BLOCKS, tl.program_id(0), BLOCK, KEYS)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        largest = tl.zeros([ROWS, KEYS], tl.float32)
+        for head in range(GROUP):
+            h = kv * GROUP + head
+            s = _scores(
+                Q, K, FIRST, ROW_POSITIONS, h, kv, slot, key, start, rows, keys, scale, stride_kn,
+                stride_kh, HEADS, D, ROWS,
+            )  # fmt: skip
+            lse = tl.load(LSE + h * rows + row, mask=row < rows, other=float("inf"))
+            largest = tl.maximum(largest, tl.exp(s - lse[:, None]))
+        place = (kv * rows + row[:, None]) * keys + slot[None, :]
+        tl.store(OUT + place, largest, mask=(row < rows)[:, None] & (slot < keys)[None, :])
+
+
 def tile_lse(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -212,6 +236,33 @@ def probed_columns(
         **_shape_arguments(q, k, block, tile)
     )  # fmt: skip
     return columns
+
+
+def largest_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    first: torch.Tensor,
+    positions: torch.Tensor,
+    key_blocks: torch.Tensor,
+    block: int,
+    tile: int,
+    scale: float,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """Return the attention that each probed query of a group of heads gives to each key, at most.
+
+    The arguments are those of `probed_columns`.
+
+    Returns:
+        float32 [kv_heads, rows, keys].
+    """
+    rows, keys = len(q), len(k)
+    largest = torch.empty(k.shape[1], rows, keys, dtype=torch.float32, device=q.device)
+    _largest[(len(key_blocks) * block // tile, k.shape[1])](
+        q.contiguous(), k, first, positions, key_blocks, lse, largest, rows, keys, scale,
+        *_key_strides(k), **_shape_arguments(q, k, block, tile)
+    )  # fmt: skip
+    return largest
 
 
 def _key_strides(k: torch.Tensor) -> tuple[int, int]:

@@ -56,6 +56,8 @@ class Flash4Kernel(TritonColumns):
             )
         if request.index is not None and request.index.chunk:
             return "computes whole blocks, not sparsity.gate=query"
+        if request.index is not None and request.index.starts:
+            return "computes whole blocks, not blocks that are seen from one of their queries on"
         return None
 
     def missing_package(self, request: KernelRequest) -> str | None:

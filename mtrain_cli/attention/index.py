@@ -6,16 +6,17 @@ A `VerticalSlash` takes kilobytes at any length. Pairs in several of its lines a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from mtrain_cli.attention.device_copy import map_tensors
 from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.attention.partials import has_triton
 
 _BITS_PER_PASS = 1 << 24
 
@@ -185,6 +186,14 @@ class BlockBitmap(Index):
         rows = torch.arange(blocks, dtype=torch.int32, device=bits.device)
         return BlockBitmap(block, blocks, bits, rows)
 
+    def with_rows(self, rows: Tensor, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the bitmap with other rows. change: applied to each tensor with an axis of rows.
+
+        Such tensors are [batch, heads, rows, ...], or several rows for each row of ``bits``.
+        """
+        tensors: dict[str, Any] = {name: change(getattr(self, name)) for name in self.by_head}
+        return replace(self, rows=rows, **tensors)
+
     @cached_property
     def slots(self) -> Tensor:
         """int32 [blocks], index of each query block's row in ``bits``; -1 if there is no row."""
@@ -242,19 +251,90 @@ class GatedBitmap(BlockBitmap):
 
     def counts(self, tables: MaskTables) -> IndexCounts:
         """Count the work of the bitmap, but only query-key pairs whose chunk the query chose."""
+        return replace(super().counts(tables), pairs=sum_of_gated(self, tables))
+
+
+@dataclass(frozen=True)
+class StartBitmap(BlockBitmap):
+    """A bitmap in which a chosen block is seen from one query of its query block on.
+
+    starts: uint8, shaped like ``bits``, offset of that query. It means nothing where the block is
+        not chosen.
+    sharing: how many query heads in a row share a head of ``bits`` and ``starts``.
+    """
+
+    starts: Tensor
+    sharing: int = 1
+    by_head: ClassVar = ("bits", "starts")
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        batch, own = self.bits.shape[:2]
+        return batch, own * self.sharing
+
+    def per_head(self) -> StartBitmap:
+        """Return the same index with bits and starts of each query head."""
+        if self.sharing == 1:
+            return self
+        bits, starts = (t.repeat_interleave(self.sharing, 1) for t in (self.bits, self.starts))
+        return replace(self, bits=bits, starts=starts, sharing=1)
+
+    def part(self, i: int, n: int) -> StartBitmap:
+        whole = self.per_head() if self.bits.shape[1] % n else self
+        return super(StartBitmap, whole).part(i, n)
+
+    def chosen(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+        return super().chosen(query_blocks, key_blocks).repeat_interleave(self.sharing, 1)
+
+    @property
+    def chunk(self) -> int:
+        return self.block
+
+    def gated(self, queries: slice) -> Tensor:
+        """Return which blocks each query of a slice sees, bool [batch, heads, queries, blocks]."""
+        row = torch.arange(len(self.rows) * self.block, device=self.rows.device)[queries]
+        seen = self._seen(row // self.block, row % self.block)
+        return seen.repeat_interleave(self.sharing, 1)
+
+    def _seen(self, slots: Tensor, in_block: Tensor) -> Tensor:
+        return self.bits[:, :, slots] & (self.starts[:, :, slots] <= in_block[:, None])
+
+    def allowed(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        slots = self.slots[query_positions // self.block].long()
+        seen = self._seen(slots.clamp(min=0), query_positions % self.block)
+        seen = seen[..., key_positions // self.block] & (slots >= 0)[:, None]
+        return seen.repeat_interleave(self.sharing, 1)
+
+    def counts(self, tables: MaskTables) -> IndexCounts:
+        """Count the work of the bitmap, but only pairs from the first query of a block on."""
+        if self.sharing > 1:
+            own = replace(self, sharing=1).counts(tables)
+            numbers = (getattr(own, f.name) for f in fields(own))
+            return IndexCounts(*(n.repeat_interleave(self.sharing, 1) for n in numbers))
         block_counts = super().counts(tables)
-        within = torch.arange(self.block, device=self.rows.device)
-        positions = (self.rows.long()[:, None] * self.block + within).flatten()
-        starts = torch.arange(0, self.blocks * self.block, self.chunk, device=self.rows.device)
-        pairs = torch.zeros_like(block_counts.pairs)
-        at_once = max(1, _BITS_PER_PASS // max(1, len(starts) * self.heads[0] * self.heads[1]))
-        for begin in range(0, len(positions), at_once):
-            rows = slice(begin, begin + at_once)
-            end = (positions[rows, None] + 1).clamp(max=starts + self.chunk)
-            first = tables.first[:, positions[rows], None].clamp(min=starts)
-            keys = (end - first).clamp_(min=0).int()  # [batch, queries, chunks]
-            pairs += (self.gated(rows) * keys[:, None]).sum((-1, -2), dtype=torch.int64)
+        if self.bits.is_cuda and has_triton():
+            from mtrain_cli.kernels.triton.block_scores import count_pairs
+
+            pairs = count_pairs(self.bits, self.starts, self.rows, tables.first)
+        else:
+            pairs = sum_of_gated(self, tables)
         return replace(block_counts, pairs=pairs)
+
+
+def sum_of_gated(index: GatedBitmap | StartBitmap, tables: MaskTables) -> Tensor:
+    """Return the allowed query-key pairs whose chunk the query sees, int64 [batch, heads]."""
+    within = torch.arange(index.block, device=index.rows.device)
+    positions = (index.rows.long()[:, None] * index.block + within).flatten()
+    starts = torch.arange(0, index.blocks * index.block, index.chunk, device=index.rows.device)
+    pairs = torch.zeros(index.heads, dtype=torch.int64, device=index.rows.device)
+    at_once = max(1, _BITS_PER_PASS // max(1, len(starts) * pairs.numel()))
+    for begin in range(0, len(positions), at_once):
+        rows = slice(begin, begin + at_once)
+        end = (positions[rows, None] + 1).clamp(max=starts + index.chunk)
+        first = tables.first[:, positions[rows], None].clamp(min=starts)
+        keys = (end - first).clamp_(min=0).int()  # [batch, queries, chunks]
+        pairs += (index.gated(rows) * keys[:, None]).sum((-1, -2), dtype=torch.int64)
+    return pairs
 
 
 def pack_bits(bits: Tensor) -> Tensor:

@@ -24,11 +24,16 @@ from mtrain_cli.attention.tiles import Tiles
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """The dynamic index of a pattern. chunk: keys per chunk of a `GatedBitmap`, else 0."""
+    """The dynamic index of a pattern.
+
+    chunk: keys per chunk of a `GatedBitmap`, else 0.
+    starts: whether it is a `StartBitmap`.
+    """
 
     block: int
     bitmap: bool
     chunk: int = 0
+    starts: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, StartBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
@@ -197,10 +197,15 @@ def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) 
         index.bits, index.slots, geometry.query_blocks, geometry.key_blocks,
         geometry.tables.first_min, index.block,
     )  # fmt: skip
-    entries, counts = list_blocks(*inputs, transposed=False)
-    fields = {"entries": entries, "counts": counts, "entries_t": None, "counts_t": None}
+    starts = index.starts if isinstance(index, StartBitmap) else None
+    entries, counts = list_blocks(*inputs, transposed=False, starts=starts)
+    fields: dict[str, Any] = {"entries": entries, "counts": counts}
+    fields |= {"entries_t": None, "counts_t": None, "starts": starts is not None}
+    fields["sharing"] = index.sharing if isinstance(index, StartBitmap) else 1
     if backward:
-        fields["entries_t"], fields["counts_t"] = list_blocks(*inputs, transposed=True)
+        fields["entries_t"], fields["counts_t"] = list_blocks(
+            *inputs, transposed=True, starts=starts
+        )
     if isinstance(index, GatedBitmap):
         gates = index.gates.flatten(0, 1).contiguous()
         fields |= {"gates": gates, "gate_slots": index.slots, "chunk": index.chunk}

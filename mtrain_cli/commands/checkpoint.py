@@ -149,17 +149,18 @@ def verify_weights(
     from mtrain_cli.model.verify import require_transformers, verify
 
     version = require_transformers()
-    subject = str(source)
+    subject, learned = str(source), ""
     if not from_run:
         agreement = verify(source, tokens, _report)
     else:
-        from mtrain_cli.training.conversion import export_checkpoint
+        from mtrain_cli.training.conversion import describe_learned, export_checkpoint
 
         with private_folder() as folder:
             exported = folder / "hf"
             _report(f"exporting {source} to a temporary folder")
             checkpoint = export_checkpoint(source, exported, dtype=torch.float32, report=_warn)
             subject = f"{source}, step {checkpoint.step},"
+            learned = describe_learned(source, checkpoint.step)
             agreement = verify(exported, tokens, _report)
     agrees = agreement.largest_difference <= tolerance  # false for NaN
     _print_result(
@@ -168,6 +169,7 @@ def verify_weights(
         f"(largest logit {agreement.largest_logit:.2f})\n"
         f"  mean KL divergence       {agreement.mean_kl:.2e} nats\n"
         f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}"
+        f"{learned}"
     )
     if not agrees:
         raise typer.Exit(1)

@@ -178,7 +178,7 @@ class Request:
             if self.layers is not None and (value := getattr(config.mask, name)):
                 why = f"mask.{name}={value} needs all; leave it out"
                 raise ConfigError(f"layers={self.layers}: {why}")
-        most = config.model.num_layers - (config.sparsity.dense_layers or 0)
+        most = len(config.pattern_layers)
         if (self.layers or 1) > most:
             why = f"{config.model.name} has {most} that are not in sparsity.dense_layers"
             raise ConfigError(f"layers={self.layers}: {why}; allowed: 1 to {most}")
@@ -241,28 +241,33 @@ class Request:
 
     def _recorded(self) -> tuple[Config, AttentionWorkload, list[str]]:
         """Return a training run with recorded indices, and the settings that follow from them."""
+        from mtrain_cli.config.keys import show
         from mtrain_cli.config.pattern_settings import PATTERNS
         from mtrain_cli.simulation.scenario import scores_of
 
         problem, file = self._load_recorded(), self.recorded_file()
         index, name = problem.index(problem.layers[0]), problem.pattern.partition(" ")[0]
-        recorded = 0 if problem.full is None else len(problem.full.layers)
+        dense, of = (frozenset[int](), 0) if problem.full is None else problem.full[1:]
+        is_last = dense == frozenset(range(of - len(dense), of))
+        recorded = show(len(dense) if is_last else sorted(dense))
         follow: dict[str, Any] = {
             "seq": problem.made.seq,
             "topology.block_size": problem.made.block_size,
         }
         if name in PATTERNS and name != DENSE and index is not None and not self.sets("sparsity"):
-            dense = {"sparsity.dense_layers": recorded} if recorded else {}
-            follow = {"sparsity": name, "sparsity.block": index.block, **dense, **follow}
+            with_dense = {"sparsity.dense_layers": recorded} if dense else {}
+            follow = {"sparsity": name, "sparsity.block": index.block, **with_dense, **follow}
         more = [f"{key}={value}" for key, value in follow.items() if not self.sets(key)]
         config = self.compose(more)
-        count, given = config.model.num_layers, config.sparsity.dense_layers or 0
+        count, given = config.model.num_layers, show(config.sparsity.dense_layers)
         numbers = config.sparsity.dense_of(count)
         batch, sequences = config.train.micro_batch, len(problem.masks)
         last, at = problem.layers[-1], f"index={file}"
         wrong = {
             f"train.micro_batch={batch}: {at} holds {sequences} sequences": sequences != batch,
-            f"sparsity.dense_layers={given}: {at} was recorded with {recorded}": given < recorded,
+            f"sparsity.dense_layers={given}: {at} was recorded with {recorded}": (
+                len(numbers) < len(dense)
+            ),
             f"sparsity.dense_layers={given}: {at} has an index of these layers only": (
                 numbers.issuperset(problem.layers)
             ),

@@ -73,6 +73,7 @@ class ConfigKey:
     range: allowed numbers; None if any number is allowed.
     counts_tokens: whether the key takes sizes such as 512k; 1k steps could mean 1000 or 1024.
     expects: text on the allowed values, for messages; "" if the type says it.
+    words: regular expression of the texts that a key of numbers or text takes.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ConfigKey:
     range: Range | None = None
     counts_tokens: bool = False
     expects: str = ""
+    words: str = "auto"
 
     @functools.cached_property
     def types(self) -> tuple[Any, ...]:
@@ -195,12 +197,12 @@ def _text(key: ConfigKey, _kind: Any, value: Any) -> str:
     if key.is_text and not key.choices and _is_number(value):
         value = str(value)
     is_words = key.is_text and bool(key.choices)
-    # int | str and float | str take a number, or the word auto.
+    # int | str and float | str take a number, or a word.
     is_number = not key.is_text and not key.is_mapping
     if (
         not isinstance(value, str)
         or (is_words and value not in key.choices)
-        or (is_number and value != "auto")
+        or (is_number and not re.fullmatch(key.words, value))
         or (key.is_mapping and value.lstrip().startswith("{"))
     ):
         raise TypeError
@@ -453,7 +455,8 @@ def _key(owner: type, name: str, item: dataclasses.Field[Any]) -> ConfigKey:
     choices = () if isinstance(allowed, Range) else allowed() if callable(allowed) else allowed
     expected = item.metadata["expected"]
     expected = expected() if callable(expected) else expected
-    return ConfigKey(name, hint, help, choices, numbers, item.metadata["tokens"], expected)
+    rest = item.metadata["tokens"], expected, item.metadata["words"]
+    return ConfigKey(name, hint, help, choices, numbers, *rest)
 
 
 def _is_section(hint: Any) -> bool:

@@ -44,6 +44,7 @@ def option(
     *,
     tokens: bool = False,
     expected: str | Callable[[], str] = "",
+    words: str = "auto",
     **default: Any,
 ) -> Any:
     """Return a dataclass field that is a configuration key. Its help is in the docstring.
@@ -52,8 +53,10 @@ def option(
         to allow any value of the type.
     tokens: whether the key counts tokens and so allows sizes such as 512k.
     expected: text on the allowed values, or a function that returns it; "" if the type says it.
+    words: regular expression of the texts that a key of numbers or text takes.
     """
-    return field(metadata={"allowed": allowed, "tokens": tokens, "expected": expected}, **default)
+    metadata = {"allowed": allowed, "tokens": tokens, "expected": expected, "words": words}
+    return field(metadata=metadata, **default)
 
 
 def at_least(least: int, rule: str = "") -> Range:

@@ -27,6 +27,7 @@ from mtrain_cli.config.option import (
     option,
 )
 from mtrain_cli.config.plugins import Plugins
+from mtrain_cli.grouping import show_spans, spans
 
 SPARSE_KINDS = ("sparse", "dense")  # of layers under `dense_layers`
 BLOCKS = (16, 32, 64, 128)  # allowed block sizes of a dynamic index, in tokens
@@ -59,7 +60,7 @@ class PatternSettings(Variant):
 
     block: int | None = None
     dense_steps: int = 0
-    dense_layers: int = 0
+    dense_layers: int | tuple[int, ...] | str = 0
 
     @property
     def pattern(self) -> str:
@@ -67,13 +68,33 @@ class PatternSettings(Variant):
 
     def dense_of(self, layers: int) -> frozenset[int]:
         """Return the numbers of the dense layers of a model with this number of layers."""
-        return frozenset(range(layers)[max(0, layers - (self.dense_layers or 0)) :])
+        if isinstance(self.dense_layers, tuple):
+            return frozenset(self.dense_layers).intersection(range(layers))
+        rule, n = self.dense_rule
+        if rule == "every":
+            return frozenset(range(n - 1, layers, n)) if n else frozenset()
+        before = {"first": 0, "middle": (layers - n) // 2, "last": layers - n}
+        start = max(0, before[rule])
+        return frozenset(range(layers)[start : start + n])
 
     @property
-    def last_layers(self) -> str:
+    def dense_rule(self) -> tuple[str, int]:
+        """The rule of ``dense_layers`` and its n, if it is no list; a number n is ``last:n``."""
+        rule, _, number = str(self.dense_layers or 0).rpartition(":")
+        return rule or "last", int(number)
+
+    @property
+    def dense_text(self) -> str:
         """``the last 2 layers``: those that are dense in a sparse model; "" without any."""
-        number = self.dense_layers or 0
-        return "the last layer" * number if number < 2 else f"the last {number} layers"
+        if not self.dense_layers:
+            return ""
+        if isinstance(self.dense_layers, tuple):
+            numbers = show_spans(spans(sorted(self.dense_layers)))
+            return f"layer{'s' * (len(self.dense_layers) > 1)} {numbers}"
+        rule, n = self.dense_rule
+        if rule == "every":
+            return f"one layer in {n}"
+        return f"the {rule} layer" if n == 1 else f"the {rule} {n} layers"
 
     def problems(self, seq: int) -> Iterator[str]:
         """Yield a line ``key=value: reason`` for each conflict among the settings."""
@@ -87,6 +108,10 @@ class PatternSettings(Variant):
     def has_learned_state(self) -> bool:
         """Whether the pattern learns in training what an evaluation needs."""
         return False
+
+    def learned_bytes(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes of what the pattern learns in one layer."""
+        return 0
 
     @property
     def column_bound(self) -> int | None:
@@ -128,15 +153,21 @@ class SparseSettings(PatternSettings):
 
     block: tokens per block; a pattern chooses pairs in units of blocks
     dense_steps: number of steps of dense attention at the start of training
-    dense_layers: number of layers at the end of the model with dense attention
+    dense_layers: layers with dense attention: a number of them at the end of the model, a list of
+        layers counted from 0, or first:n, middle:n, last:n, or every:n (n-1, 2n-1, ...)
     """
 
     block: int = option(
         Range("must be 16, 32, 64 or 128", lambda value: value in BLOCKS), tokens=True
     )
     dense_steps: int = option(NOT_NEGATIVE.up_to(*STEPS), default=0, kw_only=True)
-    dense_layers: int = option(
-        NOT_NEGATIVE.up_to(10_000, "the maximum of model.num_layers"), default=0, kw_only=True
+    dense_layers: int | tuple[int, ...] | str = option(
+        NOT_NEGATIVE.up_to(10_000, "the maximum of model.num_layers"),
+        expected="first:n, middle:n, last:n, every:n, a list of layers such as [0,5,11], or a "
+        "number of last layers",
+        words="(first|middle|last|every):[0-9]{1,9}",
+        default=0,
+        kw_only=True,
     )
 
 
@@ -329,6 +360,11 @@ class BlockTopkSettings(SparseSettings):
     @property
     def has_learned_state(self) -> bool:
         return self.score == "learned"
+
+    def learned_bytes(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes of two projections and their Adam moments in float32."""
+        numbers = (heads + kv_heads) * head_dim * self.rank
+        return 3 * 4 * numbers if self.has_learned_state else 0
 
     def forced_share(self, seq: int) -> float:
         """Return the share of causal pairs that every index of this pattern computes."""

@@ -577,8 +577,13 @@ class Config:
         layers = self.model.num_layers
         if not (dense := self.sparsity.dense_of(layers)):
             return self.mask.layer_kinds(layers)
-        sparse = [layer for layer in range(layers) if layer not in dense]
-        return dict(zip(SPARSE_KINDS, (sparse, sorted(dense)), strict=True))
+        return dict(zip(SPARSE_KINDS, (self.pattern_layers, sorted(dense)), strict=True))
+
+    @property
+    def pattern_layers(self) -> list[int]:
+        """The layers that ``sparsity.dense_layers`` leaves to the pattern."""
+        dense = self.sparsity.dense_of(self.model.num_layers)
+        return [layer for layer in range(self.model.num_layers) if layer not in dense]
 
     @property
     def of_worker(self) -> Config:

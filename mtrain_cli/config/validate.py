@@ -8,6 +8,7 @@ kernel supports what the configuration asks for.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mtrain_cli.config import keys, parallel_checks
 from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS, Variant
-from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings
 from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
@@ -114,7 +115,25 @@ def _sparsity(config: Config) -> Iterator[str]:
                 yield "{mask.full_first}: leaves no layer of {model.num_layers} with the window"
             if mask.full_every > layers:
                 yield "{mask.full_every}: must be at most {model.num_layers}"
-    if (settings.dense_layers or 0) >= layers >= 1:
+    if layers >= 1:
+        yield from _dense_layers(settings, layers)
+
+
+def _dense_layers(settings: PatternSettings, layers: int) -> Iterator[str]:
+    dense = settings.dense_layers
+    numbers = Counter(dense) if isinstance(dense, tuple) else {}
+    absent = [n for n in numbers if not 0 <= n < layers]
+    twice = [n for n, times in numbers.items() if times > 1]
+    if absent:
+        yield (
+            f"{{sparsity.dense_layers}}: {{model.num_layers}} has no layer {absent[0]}; allowed: 0 "
+            f"to {layers - 1}"
+        )
+    elif twice:
+        yield f"{{sparsity.dense_layers}}: has layer {twice[0]} twice; give each layer once"
+    elif isinstance(dense, str) and not 1 <= settings.dense_rule[1] <= layers:
+        yield "{sparsity.dense_layers}: n must be at least 1 and at most {model.num_layers}"
+    elif len(settings.dense_of(layers)) == layers:
         less = "give fewer, or sparsity=dense"
         yield f"{{sparsity.dense_layers}}: leaves no sparse layer of {{model.num_layers}}; {less}"
 

@@ -94,9 +94,13 @@ class TaskEvaluations(PeriodicEvaluation):
         self._last: int | None = trainer.step
 
     def evaluate(self, *, due: bool) -> None:
+        trainer = self._trainer
+        if due and not trainer.train_state.has_learned():
+            line = f"step {trainer.step}: no task is evaluated (the index has not learned yet)"
+            self._message(line)
+            due = False
         if not due and self._last is None:
             return
-        trainer = self._trainer
         progress_record.note("evaluation", progress_record.SEVERAL)
         with contextlib.ExitStack() as stack:
             folder, problem = None, ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents, plugins
+from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.cost import EvaluationProgress, format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
@@ -134,7 +135,10 @@ class Evaluation:
             settings=(
                 *values.pop("settings", ()),
                 *([] if tokenizer is None else [f"tokenizer {Path(tokenizer).name}"]),
-                *(f"{key} {value}" for key, value in pattern if value is not None),
+                *(
+                    f"{key} {show(value) if isinstance(value, tuple) else value}"
+                    for key, value in pattern if value is not None
+                ),
                 f"dtype {setting.config.train.dtype}",
             ),
             details=(
@@ -380,8 +384,8 @@ def pattern_text(config: Config) -> str:
     pattern: Any = make_pattern(config.sparsity, config.seed)
     if pattern is None:
         return ""
-    last = config.sparsity.last_layers
-    return f"{pattern.describe()}{f'; {last} dense' if last else ''}"
+    dense = config.sparsity.dense_text
+    return f"{pattern.describe()}{f'; {dense} dense' if dense else ''}"
 
 
 def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:

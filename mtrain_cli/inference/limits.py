@@ -176,8 +176,7 @@ class AttentionNeed:
         if not index.bitmap:
             # The slashes and columns of all sparse layers stay: training counts their pairs at the
             # end.
-            layers = config.model.num_layers - (config.sparsity.dense_layers or 0)
-            return index.kept * layers, derived
+            return index.kept * len(config.pattern_layers), derived
         if kernel == "triton":
             number = 2 if index.blocks <= _MOST_OF_16_BITS else 4
             derived += number * index.pairs_of_blocks(layout.tokens_per_worker, layout.padded_seq)

@@ -216,6 +216,7 @@ def _load_checkpoint(
     """Read the weights and the biases of routers tensor by tensor. Return the checkpoint's step."""
     from mtrain_cli.model.experts import reset_biases
     from mtrain_cli.model.huggingface import check_tensors
+    from mtrain_cli.sparsity.pattern import layers_without_learning
     from mtrain_cli.training import checkpointer
 
     reset_biases(decoder)  # float32, whatever the dtype of the weights
@@ -228,6 +229,13 @@ def _load_checkpoint(
         return parameters
 
     try:
-        return checkpointer.load_model_state(source.path, report, targets, learned)[0]
+        step, _ = checkpointer.load_model_state(source.path, report, targets, learned)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
+    if layers_without_learning(learned or {}):
+        raise ConfigError(
+            f"{source.path}: until the checkpoint of step {step}, sparsity.dense_steps="
+            f"{source.config.sparsity.dense_steps} made all steps dense, so its index has not "
+            "learned; give a later checkpoint, sparsity.score=exact or sparsity=dense"
+        )
+    return step

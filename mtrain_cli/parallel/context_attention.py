@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, IndexCounts, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, IndexCounts, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
@@ -46,6 +46,7 @@ class IndexRecord:
 
     counts_or_index: a `VerticalSlash` until `DynamicIndex.count` counts its work.
     workers: number of workers whose counts add up to all queries.
+    cut: blocks that reached a level, and those that a cap cut, int64 [2]; None without a cap.
     """
 
     layer: int
@@ -53,6 +54,7 @@ class IndexRecord:
     workers: int
     started: Moment
     ended: Moment
+    cut: Tensor | None = None
 
     @property
     def counts(self) -> IndexCounts:
@@ -110,7 +112,8 @@ class DynamicIndex:
             self.kept[layer] = index
             if self.estimated is not None:
                 self.estimated[layer] = index
-            self.records.append(IndexRecord(layer, counts_or_index, workers, started, ended))
+            cut = getattr(self.pattern, "cut", None)
+            self.records.append(IndexRecord(layer, counts_or_index, workers, started, ended, cut))
         return self.kept[layer]
 
     def count(self) -> None:
@@ -341,13 +344,13 @@ def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
     """Gather the rows of a bitmap: each worker has estimated the rows of its own queries."""
     if masked.group.size == 1:
         return index
-    own_bits = index.bits.to(torch.uint8)
-    # [batch, heads, workers * blocks held, blocks]
-    bits = masked.group.gather(own_bits).bool().movedim(0, 2).flatten(2, 3)
-    order = to_device(np.argsort(np.concatenate(masked.shards)), bits.device)
-    whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
-    if not isinstance(index, GatedBitmap):
-        return whole
-    gates = masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3)
-    gates = gates.unflatten(2, (-1, index.block)).index_select(2, order).flatten(2, 3)
-    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, index.chunk)
+    order = to_device(np.argsort(np.concatenate(masked.shards)), index.rows.device)
+
+    def gathered(tensor: Tensor) -> Tensor:
+        own = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        # [batch, heads, workers * blocks held * rows of a block, ...]
+        everyone = masked.group.gather(own).movedim(0, 2).flatten(2, 3).view(tensor.dtype)
+        return everyone.unflatten(2, (len(order), -1)).index_select(2, order).flatten(2, 3)
+
+    rows = torch.arange(index.blocks, dtype=torch.int32, device=order.device)
+    return index.with_rows(rows, gathered)

@@ -19,7 +19,8 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
-from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern, learning
+from mtrain_cli.parallel.fsdp import reshard
+from mtrain_cli.sparsity.pattern import LearningPattern, MaskedPositions, Pattern, learning
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback
@@ -80,6 +81,9 @@ class HeadRecord:
         no pattern estimates its index.
     worst: lowest recall of a sampled query.
     slashes, columns: their numbers; 0 for patterns that list blocks.
+    cut: share of the layer's blocks that reached the level, but that a cap cut; None without a cap.
+    updates: number of updates, all in this command, that the layer's learned scores had before
+        they chose; None for patterns that do not learn.
     """
 
     step: int
@@ -92,6 +96,8 @@ class HeadRecord:
     worst: float
     slashes: int
     columns: int
+    cut: float | None = None
+    updates: int | None = None
 
 
 def profile_sparsity(
@@ -114,6 +120,7 @@ def profile_sparsity(
     sampled_rows(patterns, config.seq, 1, rows)
     with worker_alone(config) as trainer:
         measurement = Measurement(trainer, patterns, rows, analyzer)
+        measurement.teach(trainer)
         trainer.callbacks.append(measurement)
         for step in range(1, max(steps) + 1):
             measurement.start(step if step in steps else None)
@@ -154,9 +161,31 @@ class Measurement(Callback):
         self._measured: set[int] = set()  # layers
         self._patterns, self._rows, self._seq = patterns, rows, trainer.config.seq
         self._analyzer = analyzer
-        self._decoder = trainer.decoder
+        self._decoder, self._model = trainer.decoder, trainer.config.model
+        learners = (p for p in patterns if isinstance(p, LearningPattern))
+        self._learners = [p for p in learners if p.state(self._model, [0], trainer.device)]
         self._step: int | None = None
         self._masked: dict[IndexRequest, MaskedPositions] = {}
+
+    @torch.no_grad()
+    def teach(self, trainer: Trainer) -> None:
+        """Let new patterns learn from the last sequence of the first epoch.
+
+        Later, they learn from the first sequence of each step, after they have chosen for it.
+        """
+        if self._learners:
+            last, read = len(trainer.dataset) - 1, trainer.config.train.global_batch
+            if last < read:
+                raise ConfigError(
+                    f"train.global_batch={read}: the first step reads all {last + 1} sequences of "
+                    "the data, but learned scores first learn from another; give a smaller batch, "
+                    "more data or sparsity.score=exact"
+                )
+            sample = trainer.dataset[trainer.sampler.sequence(last)]
+            batch = trainer.evaluation_batch_maker()([sample])
+            attend = self.wrap_attention(batch, batch.attention)
+            trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
+            reshard(trainer.decoder)
 
     def start(self, step: int | None) -> None:
         """Measure the next step, whose number seeds the sampled queries; None measures nothing."""
@@ -165,7 +194,7 @@ class Measurement(Callback):
         self._masked.clear()
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
-        if self._step is None:
+        if self._step is None and not self._learners:
             return attend
 
         def measure_and_attend(
@@ -174,7 +203,12 @@ class Measurement(Callback):
             if layer in self._measured:  # another micro-batch, or recomputation
                 return attend(q, k, v, layer)
             self._measured.add(layer)
-            self._measure(q.detach()[:1], k.detach()[:1], batch, layer)
+            first = q.detach()[:1], k.detach()[:1]
+            if self._step is None:
+                for pattern in self._learners:
+                    self._estimate(pattern, *first, batch, layer)
+                return attend(q, k, v, layer)
+            self._measure(*first, batch, layer)
             out = attend(q, k, v, layer)
             if self._analyzer is not None and out.requires_grad:
                 masked = self._masked_of(self._patterns[0], batch, q.device)
@@ -195,14 +229,27 @@ class Measurement(Callback):
         return self._masked[request]
 
     @torch.no_grad()
+    def _estimate(
+        self, pattern: Pattern, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int
+    ) -> Index:
+        with learning(pattern):
+            return pattern.estimate(q, k, self._masked_of(pattern, batch, q.device), layer)
+
+    @torch.no_grad()
     def _measure(self, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int) -> None:
         place = self._place(layer)
         sampled = sampled_rows(self._patterns, batch.masks[0].length, place.step, self._rows)
+        learned = {p.name: p.state(self._model, [layer], q.device) for p in self._learners}
         for pattern in self._patterns:
-            masked = self._masked_of(pattern, batch, q.device)
-            with learning(pattern):  # from this very sequence
-                index = pattern.estimate(q, k, masked, layer)
-            self.records += _heads(pattern.name, index, q, k, masked, place, sampled, self._seq)
+            masked, updates, cut = self._masked_of(pattern, batch, q.device), None, None
+            if pattern.name in learned:
+                updates = int(learned[pattern.name][f"{layer}.updates"])
+            index = self._estimate(pattern, q, k, batch, layer)
+            if (counts := getattr(pattern, "cut", None)) is not None:
+                cut = float(counts[1] / counts[0].clamp(min=1))
+            self.records += _heads(
+                pattern.name, index, q, k, masked, place, sampled, self._seq, cut, updates
+            )
         if self._analyzer is not None:
             masked, decoder = self._masked_of(self._patterns[0], batch, q.device), self._decoder
             self._analyzer.on_layer(
@@ -229,7 +276,7 @@ def sampled_rows(patterns: Sequence[Pattern], length: int, seed: int, rows: int)
 
 def _heads(
     name: str, index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions,
-    place: Place, sampled: IntArray, seq: int,
+    place: Place, sampled: IntArray, seq: int, cut: float | None = None, updates: int | None = None,
 ) -> Iterator[HeadRecord]:  # fmt: skip
     counts, mask = index.counts(masked.tables), masked.masks[0]
     kept = recall(index, q, k, masked, torch.from_numpy(sampled).to(q.device))[0]
@@ -240,4 +287,5 @@ def _heads(
             density=pairs / causal_pairs(seq), of_mask=pairs / mask.pairs,
             recall=mean.item(), worst=worst.item(),
             slashes=int(counts.slashes[0, head]), columns=int(counts.columns[0, head]),
+            cut=cut, updates=updates,
         )  # fmt: skip

@@ -13,7 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import (
+    BlockBitmap,
+    GatedBitmap,
+    Index,
+    StartBitmap,
+    VerticalSlash,
+)
 from mtrain_cli.launch.failures import not_written
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.record_collector import Estimated, own_loads, own_work
@@ -269,7 +275,7 @@ class ProfileWriter:
 
 
 # The classes of indices, which travel between ranks as numbers and arrays.
-_FORMS: Sequence[type[Index]] = (VerticalSlash, BlockBitmap, GatedBitmap)
+_FORMS: Sequence[type[Index]] = (VerticalSlash, BlockBitmap, GatedBitmap, StartBitmap)
 
 
 def _as_arrays(index: Index) -> dict[str, Any]:

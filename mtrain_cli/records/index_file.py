@@ -10,7 +10,8 @@ The file is an archive of NumPy arrays, written layer by layer:
 - ``<i>.slashes``, ``<i>.columns`` of a vertical-slash index i: uint8, one bit per diagonal, and
   int32, positions of the single columns
 - ``<i>.bits``, ``<i>.rows`` of a bitmap i: uint8, one bit per block pair, packed along the key
-  blocks, and int32, numbers of its query blocks. ``<i>.gates``, ``<i>.chunk`` of a `GatedBitmap`
+  blocks, and int32, numbers of its query blocks. ``<i>.gates``, ``<i>.chunk`` of a `GatedBitmap`;
+  ``<i>.starts`` of a `StartBitmap`
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import (
+    BlockBitmap,
+    GatedBitmap,
+    Index,
+    StartBitmap,
+    VerticalSlash,
+)
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.config.documents import replacing
@@ -228,6 +235,7 @@ def _check(
                 "VerticalSlash": ("slashes", "columns"),
                 "BlockBitmap": ("bits", "rows"),
                 "GatedBitmap": ("bits", "rows", "gates", "chunk"),
+                "StartBitmap": ("bits", "rows", "starts"),
             }[part["kind"]]
             if not {f"{part['number']}.{name}" for name in names} <= present:
                 raise ValueError("arrays")
@@ -271,10 +279,10 @@ def _mask(packed: np.ndarray, length: int, padded: int) -> SequenceMask:
 
 
 def _packed(index: Index) -> dict[str, np.ndarray]:
+    index = index.per_head() if isinstance(index, StartBitmap) else index
     arrays = {name: tensor.cpu().numpy() for name, tensor in index.tensors().items()}
     packed: dict[str, np.ndarray] = {
-        name: np.packbits(a, axis=-1) if a.dtype == np.bool_ else a.astype(np.int32)
-        for name, a in arrays.items()
+        name: np.packbits(a, axis=-1) if a.dtype == np.bool_ else a for name, a in arrays.items()
     }
     if isinstance(index, VerticalSlash):
         used = int((arrays["columns"] < index.blocks * index.block).sum(-1).max(initial=0))
@@ -300,6 +308,11 @@ def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     whole = BlockBitmap(block, blocks, _bits(bits, blocks), torch.from_numpy(rows))
     if part["kind"] == "BlockBitmap":
         return whole
+    if part["kind"] == "StartBitmap":
+        starts = file[f"{number}.starts"]
+        if starts.dtype != np.uint8 or starts.shape != whole.bits.shape:
+            raise ValueError("starts")
+        return StartBitmap(block, blocks, whole.bits, whole.rows, torch.from_numpy(starts))
     gates, chunk = file[f"{number}.gates"], int(file[f"{number}.chunk"])
     whole_blocks = chunk >= block and chunk % block == 0
     shaped = gates.dtype == np.int32 and gates.shape[:3] == (*whole.heads, len(rows) * block)
@@ -319,14 +332,14 @@ def _joined(parts: Sequence[Index]) -> BlockBitmap:
     rows = torch.cat([part.rows for part in bitmaps])
     if len(rows.unique()) < len(rows):
         raise ValueError("a query block was recorded twice")
-    order = rows.argsort()
-    bits = torch.cat([part.bits for part in bitmaps], 2).index_select(2, order)
-    whole = BlockBitmap(bitmaps[0].block, bitmaps[0].blocks, bits, rows[order])
-    gated = [part for part in bitmaps if isinstance(part, GatedBitmap)]
-    if not gated:
-        return whole
-    if len(gated) < len(parts) or len({part.chunk for part in gated}) > 1:
+    order, first = rows.argsort(), bitmaps[0]
+    if len({(type(part), part.block, getattr(part, "chunk", 0)) for part in bitmaps}) > 1:
         raise ValueError("an index has one form")
-    gates = torch.cat([part.gates for part in gated], 2).unflatten(2, (-1, whole.block))
-    gates = gates.index_select(2, order).flatten(2, 3)
-    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, gated[0].chunk)
+    tensors = {
+        name: torch.cat([getattr(part, name) for part in bitmaps], 2)
+        .unflatten(2, (len(rows), -1))
+        .index_select(2, order)
+        .flatten(2, 3)
+        for name in first.by_head
+    }
+    return replace(first, rows=rows[order], **tensors)

@@ -51,6 +51,8 @@ class StepMetrics:
     epoch, consumed: passes over the data, and sequences read, since the start.
     slashes, columns: number per head, averaged over heads and layers, in a sparse step.
     index_seconds: time that the first worker spent on index estimates in a sparse step.
+    index_cut: share of the blocks that reached their layer's level, but that `sparsity.row_cap` of
+        `block_topk` cut.
     density_by_layer: density of each layer in a sparse step.
     balance_loss: balance loss of the routers without its coefficient, mean over sequences and
         layers; 1 is perfect. None for a model without experts, as the next four.
@@ -80,6 +82,7 @@ class StepMetrics:
     slashes: float | None = None
     columns: float | None = None
     index_seconds: float | None = None
+    index_cut: float | None = None
     density_by_layer: list[float] | None = None
     balance_loss: float | None = None
     router_z: float | None = None

@@ -40,6 +40,7 @@ _CURVES: tuple[Quantity, ...] = (
     ("MFU, share of peak FLOP/s", "mfu_model", True),
     ("HFU, share of peak FLOP/s", "mfu_executed", True),
     ("density", "density", True),
+    ("blocks cut by row_cap", "index_cut", True),
     ("peak memory, GiB", "peak_memory_gib", True),
 )
 _EARLIER = "earlier tokens (up to)"

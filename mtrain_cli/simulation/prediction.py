@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import (
+    BlockBitmap,
+    GatedBitmap,
+    Index,
+    StartBitmap,
+    VerticalSlash,
+)
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -145,13 +151,18 @@ class AttentionWorkload:
         return replace(self, made=made, index=index, scores=self.scores / n)
 
     @property
+    def first_index(self) -> Index | None:
+        """The index of the first layer of the first kind; None for dense attention."""
+        return self.index((self.kinds[0][1] or self.layers)[0])
+
+    @property
     def sparse(self) -> bool:
-        return self.index(self.layers[0]) is not None
+        return self.first_index is not None
 
     @property
     def density(self) -> float:
         """Share of the causal pairs that attention computes, as a mean over layers."""
-        index, causal = self.index(self.layers[0]), causal_pairs(self.made.seq)
+        index, causal = self.first_index, causal_pairs(self.made.seq)
         shares = [sum(mask.pairs for mask in masks) / len(masks) for masks, _ in self.kinds]
         weights = [len(layers) for _, layers in self.kinds]
         if index is not None:
@@ -167,18 +178,18 @@ class AttentionWorkload:
         """The masks of each kind of layer, and the numbers of the layers to predict."""
         if self.full is None:
             return [(self.masks, list(self.layers))]
-        first, second = self.layer_kinds.values()
-        return [(self.masks, first), (tuple(self.full.masks), second)]
+        full = self.full.layers
+        others = [layer for layer in self.layers if layer not in full]
+        numbers = [layer for layer in self.layers if layer in full]
+        return [(self.masks, others), (tuple(self.full.masks), numbers)]
 
     @property
     def layer_kinds(self) -> dict[str, list[int]]:
         """The numbers of the layers to predict, by kind; empty if all are alike."""
         if self.full is None:
             return {}
-        full = self.full.layers
-        others = [layer for layer in self.layers if layer not in full]
-        numbers = others, [layer for layer in self.layers if layer in full]
-        return dict(zip(SPARSE_KINDS if self.sparse else LAYER_KINDS, numbers, strict=True))
+        names = SPARSE_KINDS if self.sparse else LAYER_KINDS
+        return dict(zip(names, (layers for _, layers in self.kinds), strict=True))
 
     def with_dense(self, dense: frozenset[int], layers: int) -> AttentionWorkload:
         """Return the attention of a model whose layers in ``dense`` have no index.
@@ -188,11 +199,11 @@ class AttentionWorkload:
         if not dense or not self.sparse:
             return self
         own, index = [layer for layer in self.layers if layer not in dense], self.index
+        sparse = (layer for layer in range(layers) if layer not in dense)
+        shown = dict(zip(sparse, cycle(own)))
 
         def of_layer(layer: int) -> Index | None:
-            if layer in dense:
-                return None
-            return index(own[layer] if layer < len(own) else layer)
+            return index(shown[layer]) if layer in shown else None
 
         full = FullLayers(self.masks, dense, layers)
         every = tuple(range(layers))
@@ -298,7 +309,8 @@ class Prediction:
 
 def default_kernel(gpu: Gpu, index: Index | None) -> str:
     """Return the kernel that ``train.kernel=auto`` stands for on this GPU."""
-    whole = index is None or (index.block == 128 and not isinstance(index, GatedBitmap))
+    gated = isinstance(index, (GatedBitmap, StartBitmap))
+    whole = index is None or (index.block == 128 and not gated)
     if whole and not gpu.is_cpu and any(name in gpu.name for name in _SM90):
         return "flash4"
     return "sdpa" if index is None or gpu.is_cpu else "triton"
@@ -333,7 +345,7 @@ def predict(
     Raises:
         ConfigError: a configuration is impossible, a kernel has no times, an index is damaged.
     """
-    first = problem.index(problem.layers[0])
+    first = problem.first_index
     name = kernel or default_kernel(cluster.gpu, first)
     prices = prices or RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
     # Dense layers of a sparse model have the same masks, which a layout needs only once.
@@ -415,7 +427,7 @@ class _CasePlayer:
         self.kernels = kernels
         again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
         self.directions = (FORWARD, *again, BACKWARD)
-        first, gpu = problem.index(problem.layers[0]), cluster.gpu.name
+        first, gpu = problem.first_index, cluster.gpu.name
         own = isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, gpu)
         head_dim = problem.made.head_dim
         stripe = case.layout.block_size if kernels.by_stripes else 0

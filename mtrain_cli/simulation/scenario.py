@@ -146,14 +146,14 @@ class PairSource:
         If the data bring masks and can be read, it is the one with the median number of pairs.
         """
         model, sequences = config.model, config.train.micro_batch
-        layers, full = range(self.layers), None
+        layers, full = config.pattern_layers[: self.layers], None
         rules = MaskRule.of(config).by_layers(model.num_layers)
         mask, *others = (rule.undivided(config.seq, config.seq) for rule, _ in rules)
         read, masks = first_masks(config), (mask,) * sequences
         if read is not None and read.masks:
             masks = read.typical
         if others:
-            layers = range(model.num_layers)
+            layers = list(range(model.num_layers))
             numbers = frozenset(filter(config.mask.is_full, layers))
             full = FullLayers((others[0],) * sequences, numbers, model.num_layers)
         dtype, on_cpu = config.train.dtype, config.topology.device == "cpu"
@@ -376,7 +376,7 @@ def _predict_slowest(
     """
     of_groups, workload = cluster_of_groups(cluster, degree), scenario.problem
     # A drawn or recorded index has other pairs on each head.
-    places = 1 if workload.index(workload.layers[0]) is None else degree
+    places = 1 if workload.first_index is None else degree
 
     def predict_group(slow: Mapping[int, float]) -> Prediction:
         predictions = (

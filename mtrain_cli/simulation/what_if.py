@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import (
+    BlockBitmap,
+    GatedBitmap,
+    Index,
+    StartBitmap,
+    VerticalSlash,
+)
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
@@ -142,9 +148,10 @@ def replay(
         ConfigError: a configuration is impossible, or the file lacks a part of an index.
     """
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
-    first = index_of(recorded, pattern, layers[0])
-    columns = recorded.setup.columns.get(pattern, _AS_INDEX)
     full = recorded.full
+    others = (layer for layer in layers if full is None or layer not in full.layers)
+    first = index_of(recorded, pattern, next(others, layers[0]))
+    columns = recorded.setup.columns.get(pattern, _AS_INDEX)
     kinds = () if full is None else full.kinds(recorded.masks)
     prices = RowPrices.on(cluster, recorded.setup.heads, recorded.setup.kv_heads)
 
@@ -255,7 +262,7 @@ def make_case(
         kv_heads=recorded.kv_heads,
         head_dim=recorded.head_dim,
         dtype_bytes=recorded.dtype_bytes,
-        index=IndexRequest(block, bitmap, chunk) if block else None,
+        index=IndexRequest(block, bitmap, chunk, isinstance(index, StartBitmap)) if block else None,
         columns=width if columns == _AS_INDEX else columns,
     )
     choice = choice or choose_exchange(topology_of(setup), needs)
@@ -325,6 +332,10 @@ def resized(index: Index, blocks: int) -> Index:
     if isinstance(index, BlockBitmap):
         bits = torch.nn.functional.pad(index.bits, (0, more, 0, more))[:, :, :blocks, :blocks]
         whole = BlockBitmap.whole(index.block, bits.contiguous())
+        if isinstance(index, StartBitmap):
+            starts = torch.nn.functional.pad(index.starts, (0, more, 0, more))
+            starts = starts[:, :, :blocks, :blocks].contiguous()
+            return StartBitmap(whole.block, whole.blocks, whole.bits, whole.rows, starts)
         if not isinstance(index, GatedBitmap):
             return whole
         wide = max(0, blocks * index.block // (32 * index.chunk) + 1 - index.gates.shape[-1])

@@ -15,7 +15,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import (
+    BlockBitmap,
+    GatedBitmap,
+    Index,
+    StartBitmap,
+    VerticalSlash,
+)
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockPairs
 from mtrain_cli.parallel.layout import Layout
@@ -269,6 +275,7 @@ class WorkCounter:
                 f"The index holds {len(index.rows)} of {self.blocks} query blocks, and "
                 f"{(slots < 0).sum()} more are needed."
             )
+        index = index.per_head() if isinstance(index, StartBitmap) else index
         bits = index.bits.cpu().numpy().view(np.uint8)
         # This matrix sums over the blocks of each group. float64 holds the sums exactly.
         to_group = np.eye(self.groups)[self.block_owner]
@@ -287,7 +294,7 @@ class WorkCounter:
                         for head in heads:
                             chosen += bits[sequence, head, held]
                     pairs = whole = chosen * allowed.astype(np.float64)
-                    if isinstance(index, GatedBitmap):
+                    if isinstance(index, (GatedBitmap, StartBitmap)):
                         pairs = self._gated_pairs(index, kind, heads, rows, held, allowed)
                     blocks = (chosen * (allowed > 0)).astype(np.float64)
                     sums = (table.pairs, pairs), (table.blocks, blocks)
@@ -297,7 +304,7 @@ class WorkCounter:
 
     def _gated_pairs(
         self,
-        index: GatedBitmap,
+        index: GatedBitmap | StartBitmap,
         kind: _Kind,
         heads: range,
         rows: IntArray,

@@ -13,15 +13,13 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from mtrain_cli.attention.index import GatedBitmap, pack_bits
+from mtrain_cli.attention.index import StartBitmap
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import Pair, accumulation_dtype, has_triton, high_product
 from mtrain_cli.config.pattern_settings import BlockTopkSettings
 from mtrain_cli.config.schema import ModelConfig
-from mtrain_cli.sparsity.index_maps import FIRST_UPDATES, UPDATES, IndexMaps
+from mtrain_cli.sparsity.index_maps import IndexMaps
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
-
-_GATE_BYTES = 1 << 28
 
 
 class BlockTopkPattern(BlockTopkSettings):
@@ -37,10 +35,13 @@ class BlockTopkPattern(BlockTopkSettings):
     level that a rank must reach, one number per layer, and the row cap still depend on all queries.
     What is learned from a sequence serves the next ones; only the first one chooses with it.
 
-    learns: whether `estimate` updates the maps of ``score=learned``.
+    learns: whether `estimate` updates the maps of ``score=learned``, and counts ``cut``.
+    cut: int64 [2], of the last estimate: this worker's blocks besides the forced ones that reached
+        the level, and those of them that the row cap cut. None without a cap.
     """
 
     learns = False
+    cut: Tensor | None = None
 
     def __init__(self, seed: int = 0, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
@@ -48,7 +49,7 @@ class BlockTopkPattern(BlockTopkSettings):
         self._maps: dict[int, IndexMaps] = {}
 
     def request(self) -> IndexRequest:
-        return IndexRequest(self.block, bitmap=True, chunk=self.block)
+        return IndexRequest(self.block, bitmap=True, starts=True)
 
     def describe(self) -> str:
         size = (
@@ -88,7 +89,7 @@ class BlockTopkPattern(BlockTopkSettings):
             self._maps[layer] = IndexMaps.make(heads, kv_heads, dim, self.rank, seed, device)
         return self._maps[layer]
 
-    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> GatedBitmap:
+    def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> StartBitmap:
         """Return the index. Workers gather the keys that scores need, and count scores together."""
         heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
         blocks_of = [masked.in_blocks(t[b], b) for t in (q, k) for b in range(len(q))]
@@ -98,14 +99,14 @@ class BlockTopkPattern(BlockTopkSettings):
             maps = self._maps_of(layer, heads, kv_heads, dim, q.device)
             whole, is_first = (queries, keys), not maps.updates
             if self.learns and is_first:
-                self._learn(maps, whole, masked, layer, FIRST_UPDATES)
+                self._learn(maps, whole, masked, layer)
             (queries, keys), scale = maps.project(queries, keys), 1.0
             if self.learns and not is_first:
                 # Only now: a sequence must not choose with what its later tokens have taught.
-                self._learn(maps, whole, masked, layer, UPDATES)
+                self._learn(maps, whole, masked, layer)
         everyone = masked.gather_blocks(keys)  # [batch, keys, kv_heads, dim]
         groups = kv_heads if self.index_per == "kv_group" else queries.shape[3]
-        bits, gates = [], []
+        bits, starts = [], []
         for b in range(len(q)):
             scores = (queries[b].contiguous(), everyone[b].contiguous(), scale, masked, b)
             lse, ranks = self._ranks(*scores)
@@ -113,37 +114,21 @@ class BlockTopkPattern(BlockTopkSettings):
             chosen, level = self._choose(
                 ranks.unflatten(0, (groups, -1)).amax(1), forced, masked, b
             )
-            starts = self._first_rows(*scores, lse, chosen, level)
-            starts = starts.unflatten(0, (groups, -1)).amin(1)
-            bits.append(chosen.repeat_interleave(heads // groups, 0))
-            gates.append(self._gates(chosen, starts.masked_fill(forced, 0)))
+            first_rows = self._first_rows(*scores, lse, chosen, level)
+            first_rows = first_rows.unflatten(0, (groups, -1)).amin(1)
+            bits.append(chosen)
+            starts.append(first_rows.masked_fill_(forced | ~chosen, 0))
         geometry = masked.geometry
-        by_head = torch.stack(gates).repeat_interleave(heads // groups, 1)
-        return GatedBitmap(
+        return StartBitmap(
             self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks,
-            gates=by_head, chunk=self.block,
+            torch.stack(starts), heads // groups,
         )  # fmt: skip
 
-    def _learn(
-        self, maps: IndexMaps, tokens: Pair, masked: MaskedPositions, layer: int, updates: int
-    ) -> None:
+    def _learn(self, maps: IndexMaps, tokens: Pair, masked: MaskedPositions, layer: int) -> None:
         queries, keys = tokens
-        for _ in range(updates):
+        for _ in range(maps.due):
             b = int(maps.updates) % len(queries)
             maps.learn(queries[b], keys[b], masked, b, self.seed * 100_003 + layer)
-
-    def _gates(self, chosen: Tensor, starts: Tensor) -> Tensor:
-        """Return which blocks each query sees, int32 [heads, local queries, words].
-
-        starts: [heads, local, blocks], first query of a query block that sees a key block.
-        """
-        row = torch.arange(self.block, device=starts.device)[:, None]
-        at_once = max(1, _GATE_BYTES // (8 * self.block * starts.shape[0] * starts.shape[2]))
-        parts = [
-            pack_bits(seen[:, :, None] & (first[:, :, None] <= row))
-            for seen, first in zip(chosen.split(at_once, 1), starts.split(at_once, 1), strict=True)
-        ]
-        return torch.cat(parts, 1).flatten(1, 2)
 
     def _ranks(self, q: Tensor, k: Tensor, scale: float, masked: MaskedPositions, b: int) -> Pair:
         """Return each query's log-sum-exp over its largest scores, and the ranks of blocks.
@@ -186,7 +171,7 @@ class BlockTopkPattern(BlockTopkSettings):
         Arguments are those of `_ranks` and its sums, and those of `_choose`'s result.
 
         Returns:
-            int32 [heads, local blocks, blocks]; the block size if no query does.
+            uint8 [heads, local blocks, blocks]; the last query if no query does.
         """
         if fused_scores_usable(q, self.block):
             from mtrain_cli.kernels.triton import block_scores
@@ -200,8 +185,8 @@ class BlockTopkPattern(BlockTopkSettings):
         for i in range(len(q)):
             ranks = self._largest(q[i], k, scale, masked, b, i) - lse[:, i, :, None]
             reached = (ranks.float() >= level).to(torch.int32)
-            results.append(torch.where(reached.any(1), reached.argmax(1), self.block))
-        return torch.stack(results, 1)
+            results.append(torch.where(reached.any(1), reached.argmax(1), self.block - 1))
+        return torch.stack(results, 1).to(torch.uint8)
 
     def _largest(
         self, q: Tensor, k: Tensor, scale: float, masked: MaskedPositions, b: int, slot: int
@@ -236,19 +221,20 @@ class BlockTopkPattern(BlockTopkSettings):
             level = scores.new_full((), math.log(self.threshold), dtype=torch.float32)
             return forced | (scores.float() >= level), level
         pairs = masked.tables.per_block[b]
-        ranks = _ordered(scores.float().masked_fill_(forced, -math.inf))
         numbers = masked.geometry.query_blocks.long()[:, None]
         allowed = self.row_cap * self.density * (numbers + 1)
         cap = (allowed.ceil().long() - forced.sum(-1, keepdim=True)).clamp(min=1)
-        # Of equal ranks at the border of a row, none is chosen.
-        best = torch.nn.functional.pad(ranks.sort(-1, descending=True).values, (0, 1))
-        beyond = best.gather(-1, cap.clamp(max=ranks.shape[-1]).expand(len(ranks), -1, -1))
-        ranks.masked_fill_(ranks <= beyond, 0)
+        whole = _ordered(scores.float().masked_fill_(forced, -math.inf))
+        ranks = _capped(whole, cap)
         sums = torch.stack([pairs.sum(dtype=torch.int64), (pairs * forced).sum(dtype=torch.int64)])
         total, used = masked.group.sum(sums)
         room = len(scores) * (self.density * total.double() - used) / self.block**2
-        level = _level(ranks.flatten(), room.floor().long().clamp(min=0), masked.group.sum)
-        return forced | (ranks >= level), _score_of(level[0])
+        level = _level(ranks, room.floor().long().clamp(min=0), masked.group.sum)
+        if self.learns:
+            reached = (whole >= level).sum()
+            counts = torch.stack([reached, reached - (ranks >= level).sum()])
+            self.cut = counts if b == 0 or self.cut is None else self.cut + counts
+        return forced | (ranks >= level), _score_of(level)
 
 
 def fused_scores_usable(q: Tensor, block: int) -> bool:
@@ -257,34 +243,60 @@ def fused_scores_usable(q: Tensor, block: int) -> bool:
     return q.shape[-1] in (16, 32, 64, 128) and has_triton()
 
 
-_LOWEST = -(0x7F800000 + 1)  # of -inf
+_HIGHEST = 0x7F800000  # of the score 0
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Return int64 numbers in the order of float32 scores: 0 for -inf, more for all others."""
-    bits = scores.view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    return (ordered - _LOWEST).clamp_(min=0)
+    """Return int32 numbers in the order of float32 scores <= 0: 0 for -inf, more for all others."""
+    bits = scores.clamp(max=0).abs_().view(torch.int32)
+    return (_HIGHEST - bits).clamp_(min=0)
 
 
-def _score_of(ranks: Tensor) -> Tensor:
-    """Return the float32 scores with these `_ordered` numbers."""
-    ordered = (ranks + _LOWEST).to(torch.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+def _score_of(rank: Tensor) -> Tensor:
+    """Return the float32 score with this `_ordered` number; more than 0 if it is none."""
+    score = -(_HIGHEST - rank).clamp(min=0).to(torch.int32).view(torch.float32)
+    return torch.where(rank > _HIGHEST, torch.inf, score)
+
+
+def _capped(ranks: Tensor, cap: Tensor) -> Tensor:
+    """Return the largest ranks of each row, at most ``cap`` of them, and 0 for the others.
+
+    Of equal ranks at the border, none remains. ranks: [heads, rows, blocks]. cap: [rows, 1].
+    """
+    if ranks.is_cuda and has_triton():
+        from mtrain_cli.kernels.triton import block_scores
+
+        return block_scores.capped(ranks, cap)
+    best = torch.nn.functional.pad(ranks.sort(-1, descending=True).values, (0, 1))
+    beyond = best.gather(-1, cap.clamp(max=ranks.shape[-1]).expand(len(ranks), -1, -1))
+    return ranks.masked_fill(ranks <= beyond, 0)
 
 
 def _level(ranks: Tensor, room: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the least level above 0 that at most ``room`` ranks of a row reach, [..., 1].
+    """Return the least level above 0 that at most ``room`` ranks of all workers reach.
 
-    Every bit of a level takes one comparison with all ranks, and one sum over the workers.
+    Each digit of the level takes a histogram of the ranks that agree with the digits before.
     """
-    level = torch.zeros_like(ranks[..., :1])
-    for bit in reversed(range(32)):
-        # The largest level that still more than `room` ranks reach.
-        higher = level | (1 << bit)
-        reached = add((ranks >= higher).sum(-1, keepdim=True))
-        level = torch.where(reached > room, higher, level)
+    level, above = torch.zeros_like(room), torch.zeros_like(room)
+    for shift in (24, 16, 8, 0):
+        counts = add(_digit_counts(ranks, level, shift))
+        reached = above + counts.flip(0).cumsum(0).flip(0)
+        # The largest digit that still more than `room` ranks reach.
+        digit = ((reached > room).sum() - 1).clamp(min=0)
+        above = (reached - counts).index_select(0, digit[None])[0]
+        level = level | (digit << shift)
     return level + 1
+
+
+def _digit_counts(ranks: Tensor, level: Tensor, shift: int) -> Tensor:
+    """Count ranks that begin like ``level`` by their next 8 bits, those from ``shift`` on."""
+    if ranks.is_cuda and has_triton():
+        from mtrain_cli.kernels.triton import block_scores
+
+        return block_scores.digit_counts(ranks, level, shift)
+    # Shifted twice, as a shift of 32 bits is undefined.
+    alike = ranks[ranks >> shift >> 8 == level >> shift >> 8]
+    return torch.bincount(alike >> shift & 0xFF, minlength=256)
 
 
 def make_pattern(settings: BlockTopkSettings, seed: int) -> BlockTopkPattern:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mtrain_cli.attention.device_copy import to_device
-from mtrain_cli.attention.partials import Pair
+from mtrain_cli.attention.partials import Pair, has_triton
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
-FIRST_UPDATES = 256  # with the first batch, before the maps choose anything
-UPDATES = 2  # with every later batch
+FIRST_UPDATES = 128  # with the first batch, before the maps choose anything
+EARLY_UPDATES, LATER_UPDATES = 8, 1  # with every later batch
+_SETTLED = 1024  # updates from which on a batch is a later one
 _FIRST_ROWS, _ROWS = 256, 64  # most queries of each of the first updates, and of a later one
 _SCORE_BYTES = 1 << 29
 _RATE, _LAST_RATE = 3e-3, 3e-4
@@ -57,6 +58,13 @@ class IndexMaps:
         count = torch.zeros((), dtype=torch.int64)
         return IndexMaps(query, key, means[0], squares[0], means[1], squares[1], count)
 
+    @property
+    def due(self) -> int:
+        """Number of updates that the next batch makes."""
+        if not self.updates:
+            return FIRST_UPDATES
+        return EARLY_UPDATES if self.updates < _SETTLED else LATER_UPDATES
+
     def project(self, q: Tensor, k: Tensor) -> Pair:
         """Return queries and keys [..., kv_heads, rank] of [..., heads, head_dim]."""
         groups = q.unflatten(-2, (k.shape[-2], -1)).flatten(-2)
@@ -82,28 +90,21 @@ class IndexMaps:
         most = _ROWS if self.updates >= FIRST_UPDATES else _FIRST_ROWS
         count = max(16, min(most, _SCORE_BYTES // (4 * heads * len(keys))))
         rows = np.sort(rng.integers(min(2 * block, length - 1), length, count))
-        queries = self._gathered(q.flatten(0, 1), rows, masked).float()
+        queries = self._gathered(q.flatten(0, 1), rows, masked)
         at = to_device(rows, q.device)
         seen = masked.visible(b, at, len(keys))
         number, own = masked.positions // block, at[:, None] // block
         near = (number >= own - 1) | (number == 0)
-        # [kv_heads, rows, group * head_dim] and [kv_heads, keys, head_dim]
-        queries = queries.unflatten(1, (kv_heads, -1)).movedim(1, 0)
-        keys = keys.movedim(1, 0)
-
-        scores = (queries.flatten(1, 2) @ keys.mT).mul_(q.shape[-1] ** -0.5)
-        scores = scores.unflatten(1, (count, -1)).masked_fill_(~seen[:, None], -math.inf)
-        attention = scores.sub_(_whole_lse(scores, masked)[..., None]).exp_()
         # [kv_heads, rows, keys]
-        far = attention.amax(2).masked_fill_(near, 0.0)
-        sums = torch.stack([far.sum(-1), attention.mul_(near[:, None]).sum(-1).mean(-1)])
-        del attention, scores
-        far_sum, near_sum = masked.group.sum(sums)
+        far, near_sum = _attention(queries, k.flatten(0, 1), at, seen, near, masked, b)
+        far_sum, near_sum = masked.group.sum(torch.stack([far.sum(-1), near_sum]))
         whole = (far_sum + near_sum).clamp(min=1e-20)
         weight = masked.group.max(far.amax(-1)) + _BASE_WEIGHT
         weight /= weight.sum(-1, keepdim=True)
 
-        wide = queries.flatten(2)
+        # [kv_heads, rows, group * head_dim] and [kv_heads, keys, head_dim]
+        wide = queries.float().unflatten(1, (kv_heads, -1)).movedim(1, 0).flatten(2)
+        keys = keys.movedim(1, 0)
         low_q, low_k = wide @ self.query, keys @ self.key
         logits = (low_q @ low_k.mT).masked_fill_(~seen, -math.inf)
         of_near = logits.masked_fill(~near, -math.inf)
@@ -138,7 +139,7 @@ class IndexMaps:
         """Apply Adam (arXiv:1412.6980, algorithm 1)."""
         self.updates += 1
         step = int(self.updates)
-        progress = min(1.0, step / FIRST_UPDATES)
+        progress = min(1.0, step / _SETTLED)
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         rate = (_LAST_RATE + (_RATE - _LAST_RATE) * cosine) * min(1.0, step / _WARM_UP)
         for values, mean, square, gradient in (
@@ -149,6 +150,43 @@ class IndexMaps:
             square.lerp_(gradient**2, 1 - _BETAS[1])
             size = (square / (1 - _BETAS[1] ** step)).sqrt_().add_(1e-8)
             values.sub_(mean / size, alpha=rate / (1 - _BETAS[0] ** step))
+
+
+def _attention(
+    queries: Tensor, keys: Tensor, at: Tensor, seen: Tensor, near: Tensor, masked: MaskedPositions,
+    b: int,
+) -> Pair:  # fmt: skip
+    """Return the attention to far keys, and the sum over near ones, of some queries.
+
+    queries: [rows, heads, head_dim], at positions ``at``. keys: [keys, kv_heads, head_dim].
+    seen, near: bool [rows, keys].
+
+    Returns:
+        [kv_heads, rows, keys], the largest of a group's heads, 0 for near keys; and [kv_heads,
+        rows], their mean.
+    """
+    block, kv_heads, scale = masked.tables.block, keys.shape[1], queries.shape[2] ** -0.5
+    if _fused(keys, block):
+        from mtrain_cli.kernels.triton import probe
+
+        first, rows, tile = masked.tables.first[b][at], at.int(), min(block, 64)
+        shards = (queries, keys, first, rows, masked.geometry.query_blocks, block, tile, scale)
+        of_tiles = probe.tile_lse(*shards)  # [tiles, heads, rows]
+        lse = masked.group.gather(of_tiles.logsumexp(0)).logsumexp(0)
+        far = probe.largest_attention(*shards, lse).masked_fill_(near, 0.0)
+        near_tiles = near[:, ::tile].T[:, None]
+        sums = (of_tiles - lse).exp_().mul_(near_tiles).sum(0)
+        return far, sums.unflatten(0, (kv_heads, -1)).mean(1)
+    grouped = queries.float().unflatten(1, (kv_heads, -1)).movedim(1, 0)
+    scores = (grouped.flatten(1, 2) @ keys.float().movedim(1, 0).mT).mul_(scale)
+    scores = scores.unflatten(1, (len(at), -1)).masked_fill_(~seen[:, None], -math.inf)
+    attention = scores.sub_(_whole_lse(scores, masked)[..., None]).exp_()
+    far = attention.amax(2).masked_fill_(near, 0.0)
+    return far, attention.mul_(near[:, None]).sum(-1).mean(-1)
+
+
+def _fused(keys: Tensor, block: int) -> bool:
+    return keys.is_cuda and keys.dtype != torch.float32 and block >= 16 and has_triton()
 
 
 def _whole_lse(scores: Tensor, masked: MaskedPositions) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -218,7 +218,7 @@ class LearningPattern(Pattern, Protocol):
     ) -> dict[str, Tensor]:
         """Return the tensors of these layers, by ``LAYER.NAME``; {} if the settings need none.
 
-        The first call makes them, equal on all workers.
+        The first call makes them, equal on all workers. LAYER.updates counts a layer's updates.
         """
 
 
@@ -243,6 +243,11 @@ def learned_state(
         return {}
     dense = config.sparsity.dense_of(config.model.num_layers)
     return pattern.state(config.model, sorted(set(layers) - dense), device)
+
+
+def layers_without_learning(state: Mapping[str, Tensor]) -> int:
+    """Return how many layers of a `LearningPattern.state` have not learned yet."""
+    return sum(name.endswith(".updates") and not updates for name, updates in state.items())
 
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)
@@ -360,7 +365,7 @@ def remarks(config: Config) -> list[str]:
     if not sparsity.loses_in_all_layers or sparsity.dense_layers or layers == 1:
         return []
     dense = max(1, layers // _DENSE_SHARE)
-    last = "the last layer" if dense == 1 else f"the last {dense} layers"
+    last = replace(sparsity, dense_layers=dense).dense_text
     return [
         "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
         f"learning` (docs/studies.md); sparsity.dense_layers={dense} keeps {last} dense"

@@ -44,6 +44,7 @@ _MOST_PARTS, _PROGRAMS_WANTED = 16, 1024
 class IndexShape:
     """Sizes of one layer's dynamic index on one worker, for one micro-batch.
 
+    owners: heads of a bitmap; several query heads may share one.
     block, blocks: tokens per block, and blocks per whole sequence.
     bitmap: whether the index is a bitmap of blocks. Any other index has slashes and columns.
     kept: bytes of the index.
@@ -53,10 +54,12 @@ class IndexShape:
     rings: whether KV or queries circulate.
     gathers_columns: whether a ring gathers the columns in forward and keeps them until backward.
     diagonals: maximum number of slashes per head; 0 = no limit.
+    starts: whether the index is a `StartBitmap`.
     """
 
     sequences: int
     heads: int
+    owners: int
     block: int
     blocks: int
     bitmap: bool
@@ -67,6 +70,7 @@ class IndexShape:
     rings: bool
     gathers_columns: bool
     diagonals: int = 0
+    starts: bool = False
 
     @staticmethod
     def make(
@@ -83,6 +87,9 @@ class IndexShape:
             bytes_each = 2 if request.block**2 < 1 << 15 else 4
             kept = sequences * model_heads * rows * blocks
             counted, width = bytes_each * sequences * own_blocks * blocks, 0
+            if request.starts:
+                owners = _owners(config, heads)
+                kept = 2 * sequences * owners * rows * blocks
             if request.chunk:  # each query chooses its keys
                 chunk_words = -(-blocks * request.block // (32 * request.chunk))
                 kept += 4 * sequences * model_heads * rows * request.block * chunk_words
@@ -96,7 +103,8 @@ class IndexShape:
             bitmap=request.bitmap, kept=kept, counted=counted, ways=heads, rings=rings,
             column_width=-(-width // COLUMN_TILE) * COLUMN_TILE,
             gathers_columns=rings and exchange.shared_columns and width > 0,
-            diagonals=0 if request.bitmap else sparsity.slash_bound(blocks),
+            diagonals=0 if request.bitmap else sparsity.slash_bound(blocks), starts=request.starts,
+            owners=_owners(config, heads) if request.starts else model_heads,
         )  # fmt: skip
 
     @property
@@ -127,8 +135,8 @@ class IndexShape:
     # The tokens of the following are those of a call, summed over sequences.
 
     def pairs_of_blocks(self, queries: int, keys: int) -> int:
-        """Count the pairs of a query block and a key block in a call, over heads and sequences."""
-        return self.sequences * self.heads * self._blocks_of(queries) * self._blocks_of(keys)
+        """Count the pairs of a query block and a key block in a call, over owners and sequences."""
+        return self.sequences * self.owners * self._blocks_of(queries) * self._blocks_of(keys)
 
     def listed(self, queries: int, keys: int) -> int:
         """Count the entries of a call's lists of query blocks, one list per key block and head."""
@@ -160,6 +168,13 @@ def column_width(
 ) -> int:
     """Return `IndexShape.column_width`, or 0 for dense attention."""
     return 0 if pattern is None else IndexShape.make(config, pattern, layout, exchange).column_width
+
+
+def _owners(config: Config, ways: int) -> int:
+    """Return the heads of a `StartBitmap` whose query heads are divided ``ways``."""
+    heads, kv_heads = config.model.num_heads, config.model.num_kv_heads
+    shared = getattr(config.sparsity, "index_per", "") == "kv_group" and kv_heads % ways == 0
+    return kv_heads if shared else heads
 
 
 class AttentionMemory:
@@ -418,7 +433,8 @@ def kernel_backward(
     if kernel == "triton":  # lse and delta; the buffers of the columns, or the lists of a bitmap
         lists = 0
         if index is not None and index.bitmap:
-            bytes_each = 4 if index.blocks <= _MOST_OF_16_BITS else 8
+            small = index.blocks <= _MOST_OF_16_BITS and not index.starts
+            bytes_each = 4 if small else 8
             lists = bytes_each * index.pairs_of_blocks(queries, keys)
         blocks = 2 * statistics + lists
         return KernelBuffers(4, blocks + columns, blocks, columns)

@@ -23,7 +23,7 @@ from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import NO_BEGIN, Begin, ByteTokenizer, choose_begin, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
-from mtrain_cli.launch.run_dir import RESOLVED, find_source, run_of
+from mtrain_cli.launch.run_dir import RESOLVED, checkpoints_of, find_source, run_of
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface import check_tensors
@@ -32,6 +32,7 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
+from mtrain_cli.training.checkpoint_files import CheckpointReader, tensors_of
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 TOKENIZER = "tokenizer"  # in an imported run, the folder with the source's tokenizer files
@@ -143,6 +144,20 @@ def export_checkpoint(
         line = "the learned index stays in the checkpoint, for mtrain alone"
         remark = f"{remark}; {line}" if remark else line
     return Exported(config, step, remark)
+
+
+def describe_learned(source: Path, step: int) -> str:
+    """Return a line on what a checkpoint holds besides the model; "" if it is nothing."""
+    folder = next(one for one in checkpoints_of(source) if one.name == f"step-{step}")
+    tensors = tensors_of(CheckpointReader(folder).metadata, f"{checkpointer.LEARNED}.")
+    if not tensors:
+        return ""
+    layers = len({name.split(".")[1] for name in tensors})
+    numbers = sum(tensor.size.numel() for tensor in tensors.values())
+    return (
+        f"\n  learned index            {layers} layer{'s' * (layers > 1)}, {numbers:,} numbers; "
+        "not compared, transformers has none"
+    )
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:

@@ -244,7 +244,7 @@ def _dense_parts(config: Config) -> str:
     """Return ``the first 10 steps and the last 2 layers``: what is dense in a sparse run."""
     steps = config.sparsity.dense_steps
     first = "" if not steps else "the first step" if steps == 1 else f"the first {steps} steps"
-    return " and ".join(text for text in (first, config.sparsity.last_layers) if text)
+    return " and ".join(text for text in (first, config.sparsity.dense_text) if text)
 
 
 def _of_causal(pairs: float, seq: int) -> str:

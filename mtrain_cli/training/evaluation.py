@@ -72,13 +72,16 @@ def bucket_edges(seq: int) -> np.ndarray:
 
 
 def evaluate(trainer: Trainer) -> Evaluation:
-    """Measure the held-out loss with the attention of the next step. All workers call this."""
+    """Measure the held-out loss with the attention of the next step. All workers call this.
+
+    Attention is dense until a pattern that learns has learned.
+    """
     started = time.perf_counter()
     # Imported here because the import takes a second, and reports need only this module's readers.
     from mtrain_cli.parallel.fsdp import reshard
 
     e, held_out = trainer.environment, trainer.held_out
-    make = trainer.next_batch_maker()
+    make = trainer.evaluation_batch_maker()
     bounds = bucket_edges(trainer.config.seq)
     # The last column collects tokens without a label.
     sums = torch.zeros(2, len(bounds), dtype=torch.float64, device=trainer.device)

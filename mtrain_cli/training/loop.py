@@ -17,6 +17,7 @@ from mtrain_cli.launch.run_dir import RunDir, study_command
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.records.metrics import MetricsWriter
+from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
 from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import (
     Callback,
@@ -216,10 +217,18 @@ class MetricsLog(Callback):
     """Show every step and its warnings. The first worker also writes the step to metrics.jsonl."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
-        self._progress, self._writer = progress, None
+        self._trainer, self._progress, self._writer = trainer, progress, None
         if trainer.environment.rank == 0:
             tensorboard, step = trainer.config.run.tensorboard, trainer.step
             self._writer = MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=step)
+
+    def before_step(self) -> None:
+        step, dense = self._trainer.step, self._trainer.config.sparsity.dense_steps
+        if step >= dense and not self._trainer.train_state.has_learned():
+            self._progress.message(
+                f"step {step + 1} begins with {FIRST_UPDATES} updates of each layer's learned "
+                "scores, so it takes longer than others"
+            )
 
     def after_step(self, step: FinishedStep) -> None:
         problem = self._writer.write(step.metrics) if self._writer is not None else None

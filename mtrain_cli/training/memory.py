@@ -7,10 +7,12 @@ less memory than estimated.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 from mtrain_cli.config.schema import Config
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
@@ -37,8 +39,8 @@ class MemoryMoment:
     activations: tensors that layers keep on the device for backward (`LayerMemory.kept`).
     layer: recomputed tensors and activation gradients of the layer in backward
         (`LayerMemory.in_backward`).
-    index: dynamic indices of the layers between forward and backward, and what kernels derive from
-        them (`IndexShape`).
+    index: dynamic indices of the layers between forward and backward, what kernels derive from them
+        (`IndexShape`), and what the pattern learns.
     exchange: KV and its gradients in transit, and the kernel's buffers (`AttentionMemory`).
     loss: logits of one chunk and their gradient, the LM head's float32 gradient, and the final
         hidden states before and after their norm with a gradient.
@@ -172,6 +174,9 @@ class _StepMemory:
         self.states = StateMemory(config, workers, self.micro_batches, e, self.part)
         self.attention = attention
         self.dense = config.sparsity.dense_of(model.num_layers) if attention.dense else frozenset()
+        sparse = set(self.part.every_layer) - config.sparsity.dense_of(model.num_layers)
+        sizes = model.num_heads, model.num_kv_heads, model.head_dim
+        self.learned = len(sparse) * config.sparsity.learned_bytes(*sizes)
         # By (whether layers have experts, whether they have no index in a sparse run).
         self.by_kind = {
             (experts, of_kind is attention.dense): LayerMemory(
@@ -206,9 +211,9 @@ class _StepMemory:
             # The last two layers without experts: the layer above the lower one reduces its MLP.
             # And the first two with experts: the higher one gathers those of the lower one ahead.
             places |= {max(1, min(mlps + further, layers)) for further in range(-1, 3)}
-        if sparse := len(self._sparse(self.part.current)):
-            # The last layer with an index, and the lowest dense layer above it.
-            places |= {sparse, min(sparse + 1, layers)}
+        # The first and the last of the layers with an index, and of the dense ones among them.
+        kinds = grouped(range(layers), lambda n: self.part.current[n] in self.dense).values()
+        places |= {n + 1 for kind in kinds for n in (kind[0], kind[-1]) if n}
         backward = (
             self.backward_of(layer, self.whole_layers, scatters=layer < layers)
             for layer in sorted(places, reverse=True)
@@ -246,6 +251,7 @@ class _StepMemory:
         others = () if layers is None else self.part.others
         kept = self.kept(layers or 0) + sum(map(self._kept_by, others)) - freed
         index = self.kept_index(layers or 0) + sum(self._index_of(each) for each in others)
+        index += self.learned
         in_flight = 0 if layers is None else sum(self.part.in_flight)
         return MemoryMoment(
             name=name,
@@ -362,9 +368,9 @@ class _StepMemory:
     def memory_of(self, layer: int) -> LayerMemory:
         return self.by_kind[self.model.has_experts(layer), layer in self.dense]
 
-    def _sparse(self, layers: range) -> range:
-        """Return the first layers, which have an index; all if the run has no dense layers."""
-        return layers[: max(0, self.model.num_layers - len(self.dense) - layers.start)]
+    def _sparse(self, layers: range) -> list[int]:
+        """Return those of the layers that have an index; all if the run has no dense layers."""
+        return [layer for layer in layers if layer not in self.dense]
 
     def kept(self, layers: int) -> int:
         own = self.part.current[:layers]
@@ -376,12 +382,8 @@ class _StepMemory:
         return self._sum_of("kept", layers) + self._products_of(layers)
 
     def _sum_of(self, size: str, layers: range) -> int:
-        sparse = self._sparse(layers)
-        return sum(
-            n * getattr(self.by_kind[experts, dense], size)
-            for dense, of_kind in ((False, sparse), (True, layers[len(sparse) :]))
-            for experts, n in layer_kinds(self.model, of_kind).items()
-        )
+        kinds = Counter((self.model.has_experts(n), n in self.dense) for n in layers)
+        return sum(n * getattr(self.by_kind[kind], size) for kind, n in kinds.items())
 
     def _products_of(self, layers: range) -> int:
         first = max(layers.start, self.layer.first_with_products)

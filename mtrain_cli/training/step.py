@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -58,6 +58,7 @@ class IndexMetrics:
     slashes: float  # per head, averaged over sparse layers
     columns: float
     seconds: float  # that this worker spent estimating indices
+    cut: float | None = None  # share of the blocks that reached the level; None without a cap
 
     @property
     def density(self) -> float:
@@ -116,43 +117,51 @@ def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord] | No
     return [record for index in indices for record in index.records] if indices else None
 
 
-def local_index_sums(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
+def local_index_sums(
+    records: list[IndexRecord], numbers: Sequence[int], device: torch.device
+) -> torch.Tensor:
     """Return this worker's part of the step's index counts, to be summed over all workers.
 
-    Float64 [layers + 3]: computed pairs of each layer, slashes and columns summed over layers (all
-    averaged over heads, summed over sequences), and number of sequences.
+    Float64 [layers + 5]: computed pairs of each layer, slashes and columns summed over layers (all
+    averaged over heads, summed over sequences), number of sequences, and `IndexRecord.cut`.
 
-    layers: number of layers that have an index, the first of the model.
+    numbers: layers that have an index.
     """
+    layers, place = len(numbers), {number: i for i, number in enumerate(numbers)}
     if not records:
-        return torch.zeros(layers + 3, dtype=torch.float64, device=device)
+        return torch.zeros(layers + 5, dtype=torch.float64, device=device)
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
     # Integer sums are exact in any order.
     sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)
     for group in grouped(records, lambda record: len(record.counts.pairs)).values():
         counts = [record.counts for record in group]
         lines = [t for c in counts for t in (c.pairs, c.slashes, c.columns)]
-        places = torch.tensor([p for r in group for p in (r.layer, layers, layers + 1)])
+        places = torch.tensor([p for r in group for p in (place[r.layer], layers, layers + 1)])
         sums.index_add_(0, to_device(places, device), torch.stack(lines).sum((1, 2)))
     means = sums.double() / heads
     means[:layers] *= workers
     sequences = sum(len(record.counts.pairs) for record in records) / layers
-    return torch.nn.functional.pad(means, (0, 1), value=sequences)
+    cuts = [record.cut for record in records if record.cut is not None]
+    cut = torch.stack(cuts).sum(0).double() if cuts else means.new_zeros(2)
+    return torch.cat([torch.nn.functional.pad(means, (0, 1), value=sequences), cut])
 
 
 def index_metrics(
-    total: list[float], records: list[IndexRecord], seq: int, dense: Sequence[float] = ()
+    total: list[float], records: list[IndexRecord], seq: int, dense: Mapping[int, float]
 ) -> IndexMetrics:
     """Return the index metrics of a step from `local_index_sums`, summed over the workers.
 
-    records: index records of this worker. dense: densities of the dense layers, which come last.
+    records: index records of this worker. dense: densities of the dense layers.
     """
-    *pairs, slashes, columns, sequences = total
+    *pairs, slashes, columns, sequences, reached, cut = total
+    sparse = (p / sequences / causal_pairs(seq) for p in pairs)
+    layers = range(len(pairs) + len(dense))
     return IndexMetrics(
-        density_by_layer=(*(p / sequences / causal_pairs(seq) for p in pairs), *dense),
+        density_by_layer=tuple(dense[i] if i in dense else next(sparse) for i in layers),
         slashes=slashes / sequences / len(pairs),
         columns=columns / sequences / len(pairs),
         seconds=sum(record.seconds for record in records),
+        cut=cut / reached if reached else None,
     )
 
 
@@ -209,7 +218,8 @@ class Step:
         index, all_pairs = None, causal_pairs(config.seq) * config.train.global_batch
         if records is not None:
             sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
-            dense = [pairs / all_pairs] * config.sparsity.dense_layers
+            numbers = config.sparsity.dense_of(config.model.num_layers)
+            dense = dict.fromkeys(numbers, pairs / all_pairs)
             index = index_metrics(sums, records, config.seq, dense)
         return StepResult(
             loss=mean_loss,
@@ -294,8 +304,8 @@ class Step:
         timing = torch.tensor(numbers, dtype=torch.float64, device=device)
         local = torch.cat([finite_check, timing])
         if records is not None:
-            layers = config.model.num_layers - config.sparsity.dense_layers
-            local = torch.cat([local, local_index_sums(records, layers, device)])
+            sums = local_index_sums(records, config.pattern_layers, device)
+            local = torch.cat([local, sums])
         note = "waits for the loss and gradient norm of all ranks"
         progress_record.note(note, progress_record.SEVERAL)
         rows = all_gather(local, self._worker.environment.dims.workers).tolist()

@@ -137,6 +137,11 @@ class Trainer:
         dense = self.step < self.config.sparsity.dense_steps
         return self._dense_batch_maker if dense else self.batch_maker
 
+    def evaluation_batch_maker(self) -> Batches:
+        """Return that of the next step, but a dense one until the pattern has learned."""
+        learned = self.train_state.has_learned()
+        return self.next_batch_maker() if learned else self._dense_batch_maker
+
     def close(self) -> None:
         """Stop the loader's background thread, and unfreeze garbage collection."""
         self.loader.close()
@@ -184,6 +189,7 @@ class Trainer:
             slashes=index.slashes if index else None,
             columns=index.columns if index else None,
             index_seconds=index.seconds if index else None,
+            index_cut=index.cut if index else None,
             density_by_layer=list(index.density_by_layer) if index else None,
             **(result.routing.metrics() if result.routing else {}),
             skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,

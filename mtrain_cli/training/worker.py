@@ -23,7 +23,7 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
-from mtrain_cli.sparsity.pattern import learned_state
+from mtrain_cli.sparsity.pattern import layers_without_learning, learned_state
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
 from mtrain_cli.training.callback import SpikeWatch
 from mtrain_cli.training.checkpointer import LEARNED, Checkpointer
@@ -81,7 +81,7 @@ class Worker:
         self.router = RouterBatches.make(config, self.exchange.group, self.tensor)
 
     def batch_makers(self) -> tuple[Batches, Batches]:
-        """Return two batch makers: for regular steps, and for `sparsity.dense_steps`."""
+        """Return two batch makers: for regular steps, and for dense attention."""
         choices, keep = self.choices, attention_kept(self.config.train)
         layouts = Layouts(self.exchange, choices.balancer)
 
@@ -97,9 +97,10 @@ class Worker:
             )
 
         batches = make(choices)
-        if choices.dense_kernel is None:
+        if choices.pattern is None:
             return batches, batches
-        return batches, make(replace(choices, kernel=choices.dense_kernel[0], pattern=None))
+        kernel, _ = choices.dense_kernel or (choices.kernel, "")
+        return batches, make(replace(choices, kernel=kernel, pattern=None))
 
 
 class TrainState:
@@ -142,6 +143,7 @@ class TrainState:
         self.states.send()
         layers = [int(name) for name, _ in self.decoder.layers.named_children()]
         self._learned = learned_state(worker.choices.pattern, config, layers, worker.device)
+        self._has_learned = not config.sparsity.has_learned_state
         self._replicas = mesh.get_group() if self._learned and environment.dims.dp > 1 else None
         self.spikes = SpikeWatch(config.run.spike_sigma)
         self._schedule = LearningRateSchedule.of(config)
@@ -168,6 +170,14 @@ class TrainState:
         """Clip the gradients and run the optimizer."""
         clip = self._worker.config.optim.clip_norm
         self.states.step(clip / grad_norm if clip and grad_norm > clip else 1.0)
+
+    def has_learned(self) -> bool:
+        """Return whether a pattern that learns has learned. All workers call this together."""
+        if not self._has_learned:
+            untaught = torch.tensor(layers_without_learning(self._learned))
+            dist.all_reduce(untaught, group=self._worker.host_group)
+            self._has_learned = not untaught
+        return self._has_learned
 
     def share_learned(self) -> None:
         """Average what the pattern has learned over the replicas, which see other sequences."""

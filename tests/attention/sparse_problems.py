@@ -5,12 +5,12 @@ They cover uneven lengths, documents, shards, empty rows and heads with differen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, StartBitmap, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.tiles import Tiles
@@ -42,8 +42,8 @@ def make_index(
 ) -> Index:
     """Make an index of one kind.
 
-    kind: slashes, columns, both, all (every block), none (empty), bitmap, or gated (a bitmap with
-        chunks chosen per query).
+    kind: slashes, columns, both, all (every block), none (empty), bitmap, gated (a bitmap with
+        chunks chosen per query), or starts (a bitmap with a first query for each block).
     """
     blocks = -(-seq // block)
     if kind == "bitmap":
@@ -51,6 +51,8 @@ def make_index(
         return BlockBitmap.whole(block, bits.tril() | torch.eye(blocks, dtype=torch.bool))
     if kind == "gated":
         return gated_index(rng, batch, heads, seq, block, 2 * block)
+    if kind == "starts":
+        return start_index(rng, batch, heads, seq, block)
     slashes = torch.from_numpy(
         rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0)
     )
@@ -98,6 +100,27 @@ def gated_index(
         .tril()
     )
     return GatedBitmap(block, blocks, bits, torch.arange(blocks, dtype=torch.int32), gates, chunk)
+
+
+def start_index(
+    rng: np.random.Generator, batch: int, heads: int, seq: int, block: int
+) -> StartBitmap:
+    """Make a bitmap in which every query sees its own block, and some blocks from a query on.
+
+    Pairs of heads share a bitmap.
+    """
+    blocks, sharing = -(-seq // block), 2 - heads % 2
+    bits = torch.from_numpy(rng.random((batch, heads // sharing, blocks, blocks)) < 0.5).tril(-1)
+    starts = torch.from_numpy(rng.integers(0, block, bits.shape, np.uint8)) * bits
+    whole = BlockBitmap.whole(block, bits | torch.eye(blocks, dtype=torch.bool))
+    return StartBitmap(block, blocks, whole.bits, whole.rows, starts, sharing)
+
+
+def held_rows(index: BlockBitmap, held: torch.Tensor) -> BlockBitmap:
+    """Return some rows of a bitmap that holds all of them."""
+    return index.with_rows(
+        held, lambda t: t.unflatten(2, (index.blocks, -1))[:, :, held.long()].flatten(2, 3)
+    )
 
 
 def shard(kind: str, seq: int, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -155,17 +178,10 @@ def make_problem(
     tiles = Tiles.between(masks, queries, keys, MaskTables.make(masks, block)).to(device)
     geometry = tiles.geometry
     index = make_index(kind.removeprefix("local "), rng, batch, heads, padded, block).to(device)
-    if kind == "local bitmap":
+    if kind.startswith("local "):
         # Like a context-parallel worker, keep only the rows of the local queries.
         assert isinstance(index, BlockBitmap)
-        index = replace(
-            index, bits=index.bits[:, :, geometry.query_blocks.long()], rows=geometry.query_blocks
-        )
-    if kind == "local gated":
-        assert isinstance(index, GatedBitmap)
-        held = geometry.query_blocks.long()
-        gates = index.gates.unflatten(2, (-1, block))[:, :, held].flatten(2, 3)
-        index = replace(index, bits=index.bits[:, :, held], rows=geometry.query_blocks, gates=gates)
+        index = held_rows(index, geometry.query_blocks)
     tiles = tiles.with_index(index)
     torch.manual_seed(seed)
     shapes = (

@@ -25,8 +25,8 @@ def shape_of(p: Problem) -> IndexShape:
         0 if isinstance(index, BlockBitmap) else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
     )
     return IndexShape(
-        sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0,
-        kept=0, counted=0, column_width=columns // (sequences * heads), ways=1,
+        sequences=sequences, heads=heads, owners=heads, block=16, blocks=index.blocks,
+        bitmap=columns == 0, kept=0, counted=0, column_width=columns // (sequences * heads), ways=1,
         rings=False, gathers_columns=False,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from attention.sparse_problems import Problem, as_view_among_nan, make_problem
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
+from mtrain_cli.attention.index import BlockBitmap, StartBitmap
 from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.attention.packed_columns import pack_columns
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -113,17 +113,23 @@ def test_triton_serves_columns_and_diagonals_at_every_distance(window):
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")]
+    ("kind", "where"),
+    [
+        (where + kind, shard)
+        for kind in ("gated", "starts")
+        for where, shard in (("", "whole"), ("local ", "striped"), ("", "later queries"))
+    ],
 )
 @pytest.mark.parametrize("kernel", [TritonKernel(), SdpaKernel()])
 def test_query_gates_are_exact(kernel, kind, where):
-    p = make_problem(6, kind, where=where)
+    p = make_problem(6, kind, where=where, documents="starts" not in kind)
     ungated = p.tiles.with_index(without_gates(p.tiles.index))
     assert not torch.equal(p.tiles.seen(), ungated.seen()), "the gates hide pairs"
     check(kernel, p, 1e-5)
 
 
-def without_gates(index: GatedBitmap) -> BlockBitmap:
+def without_gates(index: BlockBitmap) -> BlockBitmap:
+    index = index.per_head() if isinstance(index, StartBitmap) else index
     return BlockBitmap(index.block, index.blocks, index.bits, index.rows)
 
 

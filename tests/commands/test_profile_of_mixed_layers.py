@@ -109,6 +109,22 @@ def test_attention_alone_measures_a_layer_of_each_kind(tmp_path):
     replayed(folder)
 
 
+def test_a_dense_first_layer_is_recorded_and_predicted(tmp_path):
+    words = [*SPARSE_KINDS, "sparsity.dense_layers=[0]", "--attention-only --steps 1 run.name=one"]
+    result = run(tmp_path, *words)
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "measurements/one"
+    (facts,) = open_records(folder).summary["cases"]
+    assert facts["layer_kinds"] == {"sparse": [1, 2], "dense": [0]}
+    found = counted(folder, 0, 1)
+    assert found[0] == 4 * (512 * 513 // 2) > found[1]
+    replayed(folder)
+    words = ["model=tiny model.num_layers=3 --workers 2 --json --no-files", f"--index {folder}"]
+    predicted = mtrain(tmp_path, "simulate", *split(*words))
+    assert predicted.returncode == 0, predicted.stderr
+    assert json.loads(predicted.stdout)["cases"][0]["layer_kinds"] == facts["layer_kinds"]
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_sparse_and_dense_layers_are_recorded_and_replayed(tmp_path, alone):
     words = ["--attention-only"] if alone else ["data.document_mask=false"]

@@ -7,12 +7,14 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile_sparsity import _patterns
 from mtrain_cli.records.record_files import HEAD_ROWS
+from mtrain_cli.sparsity.block_topk import BlockTopkPattern
 from mtrain_studies.attention.files import read_attention_files
 
 SHAPE = (
@@ -137,3 +139,48 @@ def test_under_a_window_no_query_sees_beyond_it(tmp_path):
     assert not queries[32]
     assert all(row.uniform <= 16 / 17 for row in found.top_keys if row.k == 16)
     assert {row.distances[-1] for row in found.rope} == {31}
+
+
+def test_learned_scores_need_a_sequence_that_no_step_reads(tmp_path):
+    (tmp_path / "short.txt").write_text("some text " * 50)
+    data = f"data=text data.path={tmp_path / 'short.txt'} data.tokenizer=bytes train.global_batch=2"
+    words = f"--pattern block_topk --steps 1 {SHAPE} sparsity.rank=4 sparsity.density=0.6 {data}"
+    result = run("sparsity", words)
+    assert result.exit_code == 2, result.output
+    line = "train.global_batch=2: the first step reads all 2 sequences of the data, but learned"
+    assert line in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_learned_scores_choose_for_sequences_that_they_have_not_learned_from(tmp_path, monkeypatch):
+    import pandas
+
+    from mtrain_cli.sparsity import index_maps
+
+    monkeypatch.setattr(index_maps, "FIRST_UPDATES", 30)
+    taught, chosen_for = [], []
+    learn, estimate = index_maps.IndexMaps.learn, BlockTopkPattern.estimate
+
+    def noting(maps, q, k, masked, b, seed):
+        taught.append(k.flatten())
+        return learn(maps, q, k, masked, b, seed)
+
+    def estimating(pattern, q, k, masked, layer):
+        before = [t for t in taught if t.shape == k.flatten().shape]
+        chosen_for.append(any(torch.equal(t, k.flatten()) for t in before))
+        return estimate(pattern, q, k, masked, layer)
+
+    monkeypatch.setattr(index_maps.IndexMaps, "learn", noting)
+    monkeypatch.setattr(BlockTopkPattern, "estimate", estimating)
+    words = "--pattern block_topk --steps 3 sparsity.density=0.6 sparsity.row_cap=1 sparsity.rank=4"
+    result = run("sparsity", SHAPE, words, "--rows 20", f"run.dir={tmp_path / 'learned'}")
+    assert result.exit_code == 0, result.output
+    assert not any(chosen_for)
+    output = " ".join(result.output.split())
+    learned = 30 + 2 * index_maps.EARLY_UPDATES
+    line = f"learned scores: from {learned} or more updates with other sequences in this command"
+    assert line in output
+    assert "exceeded row_cap" in output
+    rows = pandas.read_parquet(tmp_path / "learned" / HEAD_ROWS)
+    assert rows.groupby("step").updates.first().to_dict() == {1: 30, 3: learned}
+    assert rows.cut.between(0, 1, inclusive="neither").all()

@@ -32,6 +32,14 @@ def test_numbers_survive_saving_bit_for_bit(tmp_path):
     assert keys.nested(config)["optim"]["betas"] == [0.0, 0.999]
 
 
+@pytest.mark.parametrize("value", ["2", "[0,2]", "every:3"])
+def test_every_form_of_dense_layers_survives_saving(tmp_path, value):
+    config = compose(["sparsity=moba", f"sparsity.dense_layers={value}"])
+    save(config, tmp_path / "resolved.yaml")
+    assert load(tmp_path / "resolved.yaml") == config
+    assert keys.show(config.sparsity.dense_layers) == value
+
+
 def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
     file = tmp_path / "resolved.yaml"
     assert "No such file" in complaints(load, file)[0]

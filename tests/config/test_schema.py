@@ -58,11 +58,38 @@ def test_a_wrong_degree_leaves_the_number_of_context_workers_open(defaults, degr
 SPARSE = ["sparsity=vertical_slash", "model.num_layers=4"]
 
 
-def test_the_last_layers_are_dense():
-    sparsity = compose([*SPARSE, "sparsity.dense_layers=2"]).sparsity
-    assert sparsity.dense_of(4) == {2, 3}
-    assert compose(SPARSE).sparsity.dense_of(4) == frozenset()
-    assert compose(["sparsity=dense"]).sparsity.dense_of(4) == frozenset()
+@pytest.mark.parametrize(
+    ("value", "layers", "numbers", "text"),
+    [
+        ("0", 8, set(), ""),
+        ("[]", 8, set(), ""),
+        ("1", 8, {7}, "the last layer"),
+        ("2", 8, {6, 7}, "the last 2 layers"),
+        ("last:2", 8, {6, 7}, "the last 2 layers"),
+        ("first:2", 8, {0, 1}, "the first 2 layers"),
+        ("middle:2", 8, {3, 4}, "the middle 2 layers"),
+        ("middle:1", 4, {1}, "the middle layer"),
+        ("middle:3", 8, {2, 3, 4}, "the middle 3 layers"),
+        ("every:3", 8, {2, 5}, "one layer in 3"),
+        ("every:8", 8, {7}, "one layer in 8"),
+        ("[5,0,2]", 8, {0, 2, 5}, "layers 0, 2, 5"),
+        ("[3]", 8, {3}, "layer 3"),
+        ("[0,2,1]", 8, {0, 1, 2}, "layers 0-2"),
+        ("7", 8, {1, 2, 3, 4, 5, 6, 7}, "the last 7 layers"),
+    ],
+)
+def test_dense_layers_are_a_number_a_list_or_a_rule(value, layers, numbers, text):
+    words = ["sparsity=vertical_slash", f"model.num_layers={layers}"]
+    config = compose([*words, f"sparsity.dense_layers={value}"])
+    assert config.sparsity.dense_of(layers) == numbers
+    assert config.pattern_layers == [layer for layer in range(layers) if layer not in numbers]
+    assert config.sparsity.dense_text == text
+
+
+def test_dense_attention_has_no_dense_layers_among_sparse_ones():
+    sparsity = compose(["sparsity=dense"]).sparsity
+    assert sparsity.dense_of(4) == frozenset()
+    assert sparsity.dense_text == ""
 
 
 def test_a_model_of_one_layer_can_have_no_dense_layer():
@@ -81,15 +108,3 @@ def test_layers_have_the_kinds_of_the_mask_or_of_the_pattern():
     assert compose(SPARSE).layer_kinds == {"": [0, 1, 2, 3]}
     window = ["mask=sliding_window", "mask.window=8", "mask.full_every=4", "model.num_layers=4"]
     assert compose(window).layer_kinds == {"window": [0, 1, 2], "full": [3]}
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, ""), (1, "the last layer"), (2, "the last 2 layers")]
-)
-def test_dense_layers_have_a_name_for_the_user(number, text):
-    assert compose([*SPARSE, f"sparsity.dense_layers={number}"]).sparsity.last_layers == text
-    assert compose(["sparsity=dense"]).sparsity.last_layers == ""
-
-
-def test_all_layers_but_one_may_be_dense():
-    assert compose([*SPARSE, "sparsity.dense_layers=3"]).sparsity.dense_of(4) == {1, 2, 3}

@@ -81,13 +81,14 @@ def test_an_index_counts_for_the_kernel_that_reads_it(run):
     assert 60 * short[1] < long[1] < 68 * short[1]
 
 
-def test_dense_layers_have_masks_and_no_index(run):
+@pytest.mark.parametrize("layers", ["3", "[0,2,3]"])
+def test_dense_layers_have_masks_and_no_index(run, layers):
     def need(*words: str) -> AttentionNeed:
         found = engine(run, "topology.device=cpu", *words)
         return MemoryNeed.of(found.config, found.environment, found.choices).attention
 
     dense, sparse = need(), need("sparsity=vertical_slash")
-    mixed = need("sparsity=vertical_slash", "sparsity.dense_layers=3")
+    mixed = need("sparsity=vertical_slash", f"sparsity.dense_layers={layers}")
     one, every = mixed.index(8192), sparse.index(8192)
     assert (4 * one[0], one[1]) == every
     calls = [each.kernel(8192, 8192) for each in (dense, sparse, mixed)]

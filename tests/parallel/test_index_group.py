@@ -200,11 +200,10 @@ def test_in_float64_the_index_is_bitwise_equal(world):
         bits = torch.cat([tensors["bits"] for tensors in found], 2)[:, :, held.argsort()]
         real = pairs_of_real_rows(bits, alone["bits"])
         assert torch.equal(bits[real], alone["bits"][real]), cell
-        if "gates" in alone:
-            gates = torch.cat([tensors["gates"].unflatten(2, (-1, BLOCK)) for tensors in found], 2)[
-                :, :, held.argsort()
-            ].flatten(2, 3)
-            assert torch.equal(gates, alone["gates"]), cell
+        for name in {"gates", "starts"} & alone.keys():
+            rows = [tensors[name].unflatten(2, (len(tensors["rows"]), -1)) for tensors in found]
+            whole = torch.cat(rows, 2)[:, :, held.argsort()].flatten(2, 3)
+            assert torch.equal(whole, alone[name]), cell
         assert torch.equal(sum(rank[cell][1] for rank in ranks), pairs), (
             f"{cell}: rows of all workers make the whole"
         )

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from attention.equal_indices import same_index
+from attention.sparse_problems import held_rows, make_index
 
-from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, StartBitmap, VerticalSlash
 from mtrain_cli.attention.mask import KeySlice, SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.attention.named_masks import Dilated, SlidingWindow
@@ -131,14 +132,17 @@ def test_damaged_intervals_are_refused(tmp_path):
             load_indices(tmp_path / "index.npz")
 
 
-def test_a_bitmap_is_recorded_worker_by_worker(tmp_path):
-    whole = bitmap()
+@pytest.mark.parametrize("kind", ["bitmap", "gated", "starts"])
+def test_a_bitmap_is_recorded_worker_by_worker(tmp_path, kind):
+    whole = make_index(kind, np.random.default_rng(1), 2, 4, 64, 4)
+    assert isinstance(whole, BlockBitmap)
     parts = []
     for rank in (2, 0, 1):
         rows = torch.arange(rank, 16, 3, dtype=torch.int32)
-        parts.append(("xattention", 5, BlockBitmap(4, 16, whole.bits[:, :, rows.long()], rows)))
+        parts.append(("xattention", 5, held_rows(whole, rows)))
     save_indices(tmp_path / "index.npz", SETUP, MASKS, parts)
-    assert same_index(load_indices(tmp_path / "index.npz").index("xattention", 5), whole)
+    recorded = whole.per_head() if isinstance(whole, StartBitmap) else whole
+    assert same_index(load_indices(tmp_path / "index.npz").index("xattention", 5), recorded)
 
 
 def test_a_recording_that_fails_leaves_the_file_that_was_there(tmp_path):

@@ -165,7 +165,10 @@ def test_a_damaged_line_is_named_by_file_and_number(change, message, tmp_path):
     ("task", "change", "message"),
     [
         ("code_run", {"input": "What?"}, "input: calls no function"),
-        ("code_run", {"answer": "five"}, "a value is not a number"),
+        ("code_run", {"answer": "five"}, "answer: 'five' is not a finite number"),
+        ("math_find", {"answer": "abc"}, "answer: 'abc' is not a finite number"),
+        ("math_find", {"answer": "nan"}, "answer: 'nan' is not a finite number"),
+        ("math_find", {"answer": ["1e999"]}, "answer: '1e999' is not a finite number"),
         ("math_find", {"input": "What?"}, "input: asks for no number"),
     ],
 )

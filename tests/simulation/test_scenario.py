@@ -195,6 +195,21 @@ def test_the_sparse_layers_repeat_the_drawn_ones_and_the_others_have_no_index():
     assert all(isinstance(index, VerticalSlash) for index in indices[:4])
 
 
+def test_a_list_of_dense_layers_gives_its_sparse_layers_the_drawn_indices():
+    words = (*SPARSE, "sparsity.dense_layers=[0,3]")
+    work = request(*words, layers=2).scenario().problem
+    assert work.layer_kinds == {"sparse": [1, 2, 4, 5], "dense": [0, 3]}
+    assert [layer for layer in work.layers if work.index(layer) is None] == [0, 3]
+    drawn = [work.index(layer).columns for layer in (1, 2, 4, 5)]
+    same = [one.equal(other) for one in drawn[:2] for other in drawn[2:]]
+    assert same == [True, False, False, True]
+    found, at_end = predicted(*words), predicted(*SPARSE, "sparsity.dense_layers=2")
+    assert found.attention.facts["density"] == pytest.approx(
+        at_end.attention.facts["density"], 0.01
+    )
+    assert found.step.seconds.value == pytest.approx(at_end.step.seconds.value, 0.01)
+
+
 def test_attention_is_the_mean_over_sparse_and_dense_layers():
     mixed = predicted(*SPARSE, "sparsity.dense_layers=2", rows=True)
     sparse, dense = predicted(*SPARSE), predicted(*DENSE)

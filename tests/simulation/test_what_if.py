@@ -183,6 +183,20 @@ def test_a_partial_bitmap_and_wrong_heads_are_refused(tmp_path):
         replay(load_indices(tmp_path / "index.npz"), "moba", [setup])
 
 
+def test_a_dense_layer_may_come_before_the_sparse_ones(tmp_path):
+    full = FullLayers(masks(), frozenset({0}), 2)
+    entries = [("vertical_slash", 0, None), ("vertical_slash", 1, lines(1))]
+    save_indices(tmp_path / "index.npz", SETUP, masks(), entries, full)
+    recorded, setup = load_indices(tmp_path / "index.npz"), ReplaySetup("contiguous", "ring", 3, 1)
+    (both,), (dense,), (sparse,) = (
+        replay(recorded, "vertical_slash", [setup], layers) for layers in (None, [0], [1])
+    )
+    for name, of_both in both.passes.items():
+        pairs = dense.passes[name].pairs.sum(), sparse.passes[name].pairs.sum()
+        assert of_both.pairs.sum() == sum(pairs)
+        assert pairs[0] == HEADS * sum(mask.pairs for mask in masks()) > pairs[1]
+
+
 @pytest.mark.parametrize("exchange", ["ring", "group_cast"])
 @pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 def test_each_kind_of_layer_is_replayed_under_its_masks(tmp_path, layout, exchange):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from attention.dense_problems import random_slices
-from attention.sparse_problems import gated_index
+from attention.sparse_problems import gated_index, start_index
 from parallel.ways import Way
 from simulation.counting import count_work
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, StartBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -111,6 +111,8 @@ def index_of(
         return None
     if kind == "gated":
         return gated_index(rng, batch, heads, layout.padded_seq, block, 2 * block)
+    if kind == "starts":
+        return start_index(rng, batch, heads, layout.padded_seq, block)
     if kind == "bitmap":
         return BlockBitmap.whole(
             block, torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.3).tril()
@@ -269,7 +271,7 @@ def options(way: Way, layout: Layout) -> Schedule:
 
 
 @pytest.mark.parametrize(
-    "kind", ["vertical_slash", "bitmap", pytest.param("gated", marks=pytest.mark.slow)]
+    "kind", ["vertical_slash", "bitmap", "starts", pytest.param("gated", marks=pytest.mark.slow)]
 )
 def test_totals_equal_those_of_the_index_in_every_layout(kind):
     """All are padded to one length, so that they share one index."""
@@ -283,7 +285,7 @@ def test_totals_equal_those_of_the_index_in_every_layout(kind):
             masks = masks_of(masks_kind, seq, seq - 5)
             index = index_of(kind, layout, block, heads)
             assert index is not None
-            counts = index.counts(MaskTables.make(masks, block, bitmap=kind in ("bitmap", "gated")))
+            counts = index.counts(MaskTables.make(masks, block, bitmap=kind != "vertical_slash"))
             for work in count_work(
                 options(way, layout),
                 layout,
@@ -300,11 +302,13 @@ def test_totals_equal_those_of_the_index_in_every_layout(kind):
                     assert work.column_pairs.sum() == counts.column_pairs.sum()
 
 
+@pytest.mark.parametrize("kind", ["gated", "starts"])
 @pytest.mark.parametrize("masks_kind", ["causal", "documents"])
-def test_pairs_that_gates_hide_complete_the_chosen_blocks(masks_kind):
+def test_pairs_that_gates_hide_complete_the_chosen_blocks(masks_kind, kind):
     layout = make_layout("striped", 3, SEQ, BLOCK, unit=BLOCK)
-    masks, gated = masks_of(masks_kind, layout.padded_seq), index_of("gated", layout)
-    assert isinstance(gated, GatedBitmap)
+    masks, gated = masks_of(masks_kind, layout.padded_seq), index_of(kind, layout)
+    gated = gated.per_head() if isinstance(gated, StartBitmap) else gated
+    assert isinstance(gated, BlockBitmap)
     works = [
         count_work(options(Way("ring"), layout), layout, masks, index, heads=HEADS)["backward"]
         for index in (gated, BlockBitmap.whole(BLOCK, gated.bits))

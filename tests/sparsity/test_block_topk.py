@@ -13,6 +13,7 @@ from sparsity.small_batch import BLOCK, DIM, HEADS, KV_HEADS, SEQ
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.problem import ConfigError
+from mtrain_cli.sparsity import block_topk
 from mtrain_cli.sparsity.block_topk import BlockTopkPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
@@ -117,10 +118,49 @@ def test_row_cap_limits_each_row():
     assert (loose.sum(-1) > most).any()
 
 
+@pytest.mark.parametrize("row_cap", [1.0, 100.0])
+def test_blocks_that_reach_the_level_and_those_that_the_cap_cuts_are_counted(row_cap):
+    q, k, masked = inputs()
+    q[:, : -2 * BLOCK] = k[:, :BLOCK] = k[:, -2 * BLOCK :] = 0
+    choose, density = pattern(density=0.7, row_cap=row_cap), 0.7
+    choose.estimate(q, k, masked, 0)
+    assert choose.cut is None, "nobody asks"
+    choose.learns = True
+    choose.estimate(q, k, masked, 0)
+    reached = cut = 0
+    for b in range(2):
+        pairs = masked.tables.per_block[b].numpy().astype(np.int64)
+        forced = forced_blocks(len(pairs))
+        maxima = np.stack(
+            [block_maxima(exact_scores(q[b], k[b], masked.masks[b], h)[0]) for h in range(HEADS)]
+        )
+        maxima[:, forced] = -np.inf
+        under_cap = []
+        for i, row in enumerate(np.moveaxis(maxima, 1, 0)):
+            most = max(1, math.ceil(row_cap * density * (i + 1)) - forced[i].sum())
+            beyond = np.sort(row)[:, ::-1][:, most : most + 1]  # of equal ones none is chosen
+            under_cap.append(np.where(row > beyond, row, -np.inf) if beyond.size else row)
+        ranks = np.sort(np.concatenate(under_cap), axis=None)[::-1]
+        ranks = ranks[np.isfinite(ranks)]
+        room = int(HEADS * (density * pairs.sum() - (pairs * forced).sum()) // BLOCK**2)
+        level = ranks[room] if room < len(ranks) else -np.inf
+        reached += (maxima > level).sum()
+        cut += (maxima > level).sum() - (ranks > level).sum()
+    assert choose.cut.tolist() == [reached, cut]
+    assert (cut > 0) == (row_cap == 1.0)
+
+
 def test_heads_of_a_group_share_their_blocks():
     q, k, masked = inputs()
-    bits = pattern(index_per="kv_group", density=0.6).estimate(q, k, masked, 0).bits
-    assert torch.equal(bits[:, ::2], bits[:, 1::2])
+    index = pattern(index_per="kv_group", density=0.6).estimate(q, k, masked, 0)
+    assert (index.sharing, index.heads, index.bits.shape[1]) == (2, (2, HEADS), HEADS // 2)
+    alone = index.per_head()
+    assert torch.equal(alone.bits[:, ::2], alone.bits[:, 1::2])
+    blocks = torch.arange(index.blocks)
+    assert torch.equal(index.chosen(blocks, blocks), alone.chosen(blocks, blocks))
+    for n in (2, 4):
+        parts = [index.part(i, n).chosen(blocks, blocks) for i in range(n)]
+        assert torch.equal(torch.cat(parts, 1), alone.bits), n
     apart = pattern(density=0.6).estimate(q, k, masked, 0).bits
     assert not torch.equal(apart[:, ::2], apart[:, 1::2])
 
@@ -157,9 +197,53 @@ def test_triton_kernels_rank_as_the_definition(dim, at_once, monkeypatch):
             of_rows[:, number:] = -math.inf
             torch.testing.assert_close(ranks[h, slot], of_rows.amax(0), rtol=1e-4, atol=1e-4)
             reached = ((of_rows >= level) & chosen[h // 2, slot]).int()
-            wanted = torch.where(reached.any(0), reached.argmax(0), block)
+            wanted = torch.where(reached.any(0), reached.argmax(0), block - 1)
             assert torch.equal(rows[h, slot].long(), wanted)
-    assert 0 < (rows < block).float().mean() < 0.9
+    assert 0 < (rows < block - 1).float().mean() < 0.9
+
+
+def test_triton_kernels_choose_and_count_as_the_definition():
+    from mtrain_cli.kernels.triton import block_scores
+
+    torch.manual_seed(0)
+    for heads, rows, blocks in ((3, 5, 40), (1, 70, 700)):
+        scores = -torch.randn(heads, rows, blocks).abs() * 10
+        scores[:, 0] = -math.inf
+        scores[:, 1] = scores[:, 1].round()  # equal ranks
+        ranks = block_topk._ordered(scores.clone())
+        cap = torch.randint(1, blocks, (rows, 1))
+        capped = block_topk._capped(ranks, cap)
+        assert torch.equal(block_scores.capped(ranks, cap), capped)
+        assert ((capped > 0).sum(-1) <= cap[:, 0]).all()
+        wanted = capped.flatten().sort(descending=True).values
+        for room in (0, 1, 17, int((capped > 0).sum()), capped.numel()):
+            level = torch.zeros((), dtype=torch.int64)
+            found = block_topk._level(capped, torch.tensor(room), lambda counts: counts)
+            chosen = int((capped >= found).sum())
+            assert chosen <= room
+            assert found == 1 or (capped >= found - 1).sum() > room
+            for shift in (24, 16, 8, 0):
+                counts = block_scores.digit_counts(capped, level, shift)
+                assert torch.equal(counts, block_topk._digit_counts(capped, level, shift))
+                level = found & (-1 << shift)
+            if room < len(wanted) and 0 < found <= block_topk._HIGHEST:
+                assert block_topk._ordered(block_topk._score_of(found).clone()) == found
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_triton_kernel_counts_the_pairs_of_an_index(documents):
+    from mtrain_cli.kernels.triton import block_scores
+
+    q, k, masked = inputs(documents, SEQ - 23, scale=3.0)
+    index = pattern(density=0.6).estimate(q, k, masked, 0)
+    assert documents or 0 < index.starts[index.bits].float().mean() < BLOCK - 1
+    pairs = block_scores.count_pairs(index.bits, index.starts, index.rows, masked.tables.first)
+    assert torch.equal(pairs, index.counts(masked.tables).pairs)
+    at = torch.arange(SEQ)
+    for b, mask in enumerate(masked.masks):
+        seen = (at <= at[:, None]) & (at >= torch.from_numpy(mask.first).long()[:, None])
+        seen[mask.length :] = False
+        assert torch.equal(pairs[b], (index.allowed(at, at)[b] & seen).sum((1, 2)))
 
 
 def test_later_queries_change_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
@@ -117,8 +118,12 @@ def test_only_training_changes_the_maps():
     pattern.estimate(q, k, masked, 5)
     assert int(pattern._maps[5].updates) == index_maps.FIRST_UPDATES
     pattern.estimate(q, k, masked, 5)
-    assert int(pattern._maps[5].updates) == index_maps.FIRST_UPDATES + index_maps.UPDATES
+    assert int(pattern._maps[5].updates) == index_maps.FIRST_UPDATES + index_maps.EARLY_UPDATES
     assert not torch.equal(pattern._maps[5].query, before["query"])
+    pattern._maps[5].updates.fill_(index_maps._SETTLED)
+    pattern.estimate(q, k, masked, 5)
+    settled = index_maps._SETTLED + index_maps.LATER_UPDATES
+    assert int(pattern._maps[5].updates) == settled
 
 
 def test_a_sequence_does_not_choose_with_what_it_teaches():
@@ -133,5 +138,23 @@ def test_a_sequence_does_not_choose_with_what_it_teaches():
     for learns in (False, True, True):
         pattern.learns = learns
         indexes.append(pattern.estimate(q, k, masked, 0))
-    assert torch.equal(indexes[0].gates, indexes[1].gates)
-    assert not torch.equal(indexes[1].gates, indexes[2].gates), "the next one does"
+    assert torch.equal(indexes[0].starts, indexes[1].starts)
+    assert not torch.equal(indexes[1].starts, indexes[2].starts), "the next one does"
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_triton_finds_the_same_attention(documents, monkeypatch):
+    masked = batch(SEQ - 21, documents)
+    torch.manual_seed(0)
+    q, k = torch.randn(24, HEADS, DIM) * 2, torch.randn(SEQ, KV_HEADS, DIM)
+    k[SEQ - 21 :] = 0
+    at = torch.from_numpy(np.sort(np.random.default_rng(1).integers(2 * BLOCK, SEQ - 21, 24)))
+    seen = masked.visible(0, at, SEQ)
+    near = torch.rand(24, SEQ // BLOCK).repeat_interleave(BLOCK, 1) < 0.2
+    arguments = (q, k, at, seen, near, masked, 0)
+    plain = index_maps._attention(*arguments)
+    monkeypatch.setattr(index_maps, "_fused", lambda *_: True)
+    fused = index_maps._attention(*arguments)
+    for a, b in zip(plain, fused, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    assert (plain[0].amax(-1) > 0.1).any()

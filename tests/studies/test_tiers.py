@@ -15,13 +15,15 @@ TINY, A = TIERS["tiny"], TIERS["a"]
 
 def test_tier_a_has_the_runs_of_the_plan():
     cells = cells_of(A)
-    assert len(cells) == 3 * 21 == len({cell.key for cell in cells})
+    assert len(cells) == 3 * 22 == len({cell.key for cell in cells})
     assert (A.base_seq, A.long_seq, A.steps, A.seeds) == (8192, 65536, 200, (0, 1, 2))
     assert {"dense", "xattention", "moba", "fixed", "untrained", "equal-time"} < {
         cell.name for cell in cells
     }
     config = compose([*A.model, *A.variant("vertical_slash-0.6-windows").words])
     assert (config.sparsity.windows, config.sparsity.p_v) == (16, 0.6)
+    middle = compose([*A.model, *A.variant("block_topk-10-middle").words])
+    assert middle.layer_kinds["dense"] == [3, 4]
 
 
 def test_the_first_cells_of_a_seed_are_a_table_with_a_control():

@@ -1,7 +1,11 @@
 """Bytes of a dynamic index: bitmaps, lists, slashes and columns, and what kernels derive."""
 
 import pytest
+import torch
 from training.test_memory import estimate
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.sparsity.block_topk import BlockTopkPattern
 
 
 def moba(*overrides, **kwargs):
@@ -39,6 +43,20 @@ def test_bitmaps_stay_until_backward_and_are_counted_by_pairs_of_blocks():
         "train.global_batch=1", workers=8, kernel="triton", exchange="all_gather", heads=8
     ).moments[0]
     assert everywhere.index == layers * heads * blocks * blocks + counted
+
+
+@pytest.mark.parametrize("dense", [0, 10])
+def test_what_a_pattern_learns_stays_on_the_device(dense):
+    words = ["model=qwen3b", "seq=16k", "sparsity=block_topk", f"sparsity.dense_layers={dense}"]
+    learned, exact = (
+        estimate(*words, f"sparsity.score={score}", workers=2).moments
+        for score in ("learned", "exact")
+    )
+    pattern, model = BlockTopkPattern(**vars(compose(words).sparsity)), compose(words).model
+    state = pattern.state(model, [0], torch.device("cpu")).values()
+    stays = (36 - dense) * sum(tensor.nbytes for tensor in state if tensor.is_floating_point())
+    for with_maps, without in zip(learned, exact, strict=True):
+        assert with_maps.index - without.index == stays > 0
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,23 @@ import pytest
 import torch
 import typer
 from training.test_trainer import SMALL
+from typer.testing import CliRunner
 
+from mtrain_cli.commands.app import app
 from mtrain_cli.commands.train import train
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import open_source
 from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
 from mtrain_cli.training.checkpointer import (
     LEARNED,
     Checkpointer,
     load_model_state,
     write_model_state,
 )
+from mtrain_cli.training.evaluation import read_evaluations
 from mtrain_cli.training.trainer import Trainer
 
 LEARNED_INDEX = (
@@ -37,14 +41,15 @@ def make(rank: int, world: int, cp: int, words: tuple[str, ...], pp: int = 1) ->
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.state()[LEARNED].items()}
+    return {name: tensor.clone() for name, tensor in trainer.state().get(LEARNED, {}).items()}
 
 
 def learn(
-    rank: int, world: int, cp: int, count: int, folder: str, pp: int = 1
+    rank: int, world: int, cp: int, count: int, folder: str, pp: int = 1, *words: str
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return losses, and what was learned when training began and ended."""
-    trainer = make(rank, world, cp, (*LEARNED_INDEX, f"topology.pipeline_parallel={pp}"), pp)
+    stages = f"topology.pipeline_parallel={pp}"
+    trainer = make(rank, world, cp, (*LEARNED_INDEX, stages, *words), pp)
     checkpointer = Checkpointer(folder, 2)
     if checkpointer.latest() is not None:
         trainer.resume(checkpointer)
@@ -66,7 +71,7 @@ def test_training_resumes_bitwise_with_what_it_has_learned(tmp_path, cp):
             assert torch.equal(tensor, whole[0][2][name])
             assert torch.equal(tensor, second[rank][2][name])
             assert torch.equal(second[rank][1][name], first[rank][2][name])
-    assert int(whole[0][2]["0.updates"]) > 256
+    assert int(whole[0][2]["0.updates"]) > FIRST_UPDATES
     assert not torch.equal(whole[0][2]["1.query"], whole[0][1]["1.query"])
 
 
@@ -76,6 +81,16 @@ def test_stages_keep_their_layers(tmp_path):
     (again,) = gloo.run(1, learn, 1, 1, str(tmp_path))
     for _, _, ended in first:
         assert all(torch.equal(again[1][name], tensor) for name, tensor in ended.items())
+
+
+def test_training_with_a_dense_first_layer_resumes_bitwise(tmp_path):
+    words = "model.num_layers=3", "sparsity.dense_layers=[0]"
+    stages = 2, "topology.stage_layers=[1,2]", *words
+    (whole,) = gloo.run(1, learn, 1, 4, str(tmp_path / "whole"), 1, *words)
+    for workers, pp, *settings in ((2, *stages), (1, 1, *words)):
+        parts = gloo.run(workers, learn, 1, 2, str(tmp_path / "parts"), pp, *settings)
+    assert parts[0][0] == pytest.approx(whole[0][2:])
+    assert {name.split(".")[0] for name in parts[0][2]} == {"1", "2"}
 
 
 def resumed_without(rank: int, world: int, folder: str) -> str:
@@ -132,7 +147,7 @@ def engine(run: Path, *words: str) -> Engine:
 def test_an_evaluation_uses_what_the_run_has_learned(run):
     loaded = engine(run)
     maps = loaded.choices.pattern.state(loaded.config.model, [0], loaded.device)
-    assert int(maps["0.updates"]) > 256
+    assert int(maps["0.updates"]) > FIRST_UPDATES
     ids = list(range(60, 220))
     before = {name: tensor.clone() for name, tensor in maps.items()}
     learned = loaded.token_losses(ids)
@@ -142,6 +157,30 @@ def test_an_evaluation_uses_what_the_run_has_learned(run):
     other = loaded.token_losses(ids)
     assert not torch.equal(learned, other), "the loaded maps choose"
     assert torch.isfinite(engine(run, "sparsity=dense").token_losses(ids)).all()
+
+
+def test_an_index_that_has_not_learned_chooses_nothing(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(typer.Exit):
+        train([
+            "seq=160", "train.steps=3", "topology.workers=1", f"run.dir={folder}", *LEARNED_INDEX,
+            "sparsity.dense_steps=2", "data.eval_sequences=1", "train.eval_every=1",
+            "train.checkpoint_every=1", "train.keep_checkpoints=3", "model.num_layers=1",
+        ])  # fmt: skip
+    attention = {row.step: row.attention for row in read_evaluations(folder)[0]}
+    # After the second step, the next one is sparse, but nothing has learned yet.
+    assert attention == {0: "dense", 1: "dense", 2: "dense", 3: "block_topk"}
+    log = (folder / "log.txt").read_text()
+    assert re.findall(r"step \d begins with \d+ updates", log) == [
+        f"step 3 begins with {FIRST_UPDATES} updates"
+    ]
+    early = folder / "checkpoints" / "step-2"
+    line = f"{early}: until the checkpoint of step 2, sparsity.dense_steps=2 made all steps dense"
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        engine(early)
+    engine(early, "sparsity=dense")
+    engine(early, "sparsity.score=exact")
+    engine(folder)
 
 
 def test_an_evaluation_needs_the_index_of_its_own_step_and_shape(run, tmp_path):
@@ -158,6 +197,17 @@ def test_an_evaluation_needs_the_index_of_its_own_step_and_shape(run, tmp_path):
 def test_only_sparse_layers_have_a_learned_index(run):
     pattern = engine(run, "sparsity.dense_layers=1").choices.pattern
     assert set(pattern._maps) == {0, 1, 2}
+
+
+def test_a_verified_checkpoint_names_its_learned_index(run):
+    result = CliRunner().invoke(app, ["checkpoint", "verify", str(run), "--tokens", "8"])
+    assert result.exit_code == 0, result.output
+    loaded = engine(run)
+    model, layers = loaded.config.model, range(loaded.config.model.num_layers)
+    state = loaded.choices.pattern.state(model, layers, loaded.device)
+    numbers = sum(tensor.numel() for tensor in state.values())
+    line = f"learned index            {len(layers)} layers, {numbers:,} numbers; not compared"
+    assert line in result.stdout
 
 
 def test_a_folder_of_weights_holds_no_learned_index(run, tmp_path):

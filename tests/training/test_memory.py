@@ -93,6 +93,7 @@ MIXED_LAYERS = [
     case("selective", ATTENTION, *TWO_DENSE, exchange="ring", kernel="sdpa"),
     case("selective", ATTENTION, *TWO_DENSE, kernel="sdpa"),
     case("full", BASE, *TWO_DENSE, exchange="ring", kernel="sdpa"),
+    case("selective", ATTENTION, *TWO_DENSE, "sparsity.dense_layers=[0,2]", kernel="sdpa"),
 ]
 PIPELINE = [*BASE, "model.num_layers=4", "topology.pipeline_parallel=2", "train.global_batch=4"]
 VOCABULARY = ["model.vocab_size=4096", "train.loss_chunk_mib=8"]
@@ -159,7 +160,7 @@ def ratios(world, cases, peaks=allocations.step_peaks):
 @pytest.mark.parametrize(
     ("world", "cases", "error"),
     [
-        pytest.param(2, [*TWO_WORKERS[::4], MIXED_LAYERS[0]], 0.03, id="two workers"),
+        pytest.param(2, [*TWO_WORKERS[::4], *MIXED_LAYERS[::3]], 0.03, id="two workers"),
         pytest.param(2, SHARED_LAYERS[:3], 0.05, id="tensor parallel"),
         pytest.param(2, STAGES[:3], 0.05, id="stages"),
         pytest.param(2, EXPERTS, 0.05, id="experts"),

@@ -57,6 +57,24 @@ def test_an_index_is_counted_for_the_sparse_layers_of_a_part():
     assert kinds[0].gathered_columns > 0 == kinds[1].gathered_columns
 
 
+def test_an_index_is_counted_for_the_sparse_layers_of_a_list():
+    words = ["sparsity=vertical_slash", "sparsity.dense_layers=[0,2,4]"]
+    steps, _ = of_stages(*words, "topology.stage_layers=[3,3]")
+    (whole, _), _ = of_stages(words[0], "topology.stage_layers=[3,3]")
+    one = whole.kept_index(3) // 3
+    assert [step.kept_index(3) for step in steps] == [one, 2 * one]
+
+
+def test_the_peak_may_be_at_a_dense_layer_between_sparse_ones():
+    words = ["sparsity=moba", "model.num_layers=12", "model.num_kv_heads=16", FULL]
+    words += ["train.tile_mib=16", "topology.stage_layers=[6,6]", "sparsity.dense_layers=[2,8]"]
+    # The kernel of the dense layers takes more memory than that of the sparse ones.
+    (first, _), ((backward, *_), _) = of_stages(*words, dense_kernel="sdpa")
+    assert backward.name == "backward of layer 3"
+    of_layers = [first.backward_of(n, 2, scatters=n < 6).allocated for n in range(1, 7)]
+    assert backward.allocated == max(of_layers)
+
+
 def test_layers_of_both_kinds_have_the_mask_tables_of_both_and_lists_of_their_own():
     words = "sparsity=vertical_slash", "topology.stage_layers=[4,2]"
     (both, _), (mixed, _) = of_stages(*words, "sparsity.dense_layers=3")

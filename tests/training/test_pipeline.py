@@ -117,6 +117,7 @@ MOBA = (
     "sparsity.dense_steps=0",
 )  # fmt: skip
 DENSE_END = (*SLASHES, "sparsity.dense_layers=2")
+DENSE_LIST = (*SLASHES, "sparsity.dense_layers=[0,3]")
 WINDOWS = ("seq=256", "mask=sliding_window", "mask.window=40", "mask.full_every=2")
 RING, ULYSSES = "topology.exchange=ring", "topology.exchange=ulysses"
 GPIPE, VIRTUAL = "topology.schedule=gpipe", "topology.virtual_stages=2"
@@ -140,6 +141,8 @@ NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=fu
         # Two sparse layers and a dense one; only a dense one.
         (2, (2, 1, 1), DENSE_END, ("topology.stage_layers=[3,1]",)),
         (4, (2, 2, 1), (*MOBA, "sparsity.dense_layers=2"), (VIRTUAL,)),
+        # A dense layer below a sparse one, and one above.
+        (2, (2, 1, 1), DENSE_LIST, ("topology.stage_layers=[2,2]",)),
         (8, (2, 2, 2), (*SLASHES, "seed=1"), (RING,)),
         pytest.param(2, (2, 1, 1), (), ("train.compile=true",), marks=pytest.mark.slow),
         (2, (2, 1, 1), (*UNTIED, "train.dtype=bfloat16"), (VIRTUAL,)),
@@ -314,9 +317,14 @@ def test_metrics_of_a_sparse_step_equal_those_of_one_worker():
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_a_stage_of_only_dense_layers_reports_the_metrics_of_all():
-    expected = gloo.run(1, sparse_metrics, ALONE, DENSE_END)[0]
-    assert expected[-4] < expected[-1] == expected[-2]
-    stages = (*DENSE_END, "topology.stage_layers=[2,2]")
+@pytest.mark.parametrize(
+    ("words", "dense", "stage_layers"),
+    [(DENSE_END, (2, 3), "[2,2]"), (DENSE_LIST, (0, 3), "[1,3]")],
+)
+def test_a_stage_of_only_dense_layers_reports_the_metrics_of_all(words, dense, stage_layers):
+    expected = gloo.run(1, sparse_metrics, ALONE, words)[0]
+    density = expected[-4:]
+    assert {layer for layer in range(4) if density[layer] == max(density)} == {*dense}
+    stages = (*words, f"topology.stage_layers={stage_layers}")
     for found in gloo.run(2, sparse_metrics, (2, 1, 1), stages):
         np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -62,6 +62,7 @@ def steps(
                     "slashes",
                     "columns",
                     "density_by_layer",
+                    "index_cut",
                 )
             }
         )
@@ -77,6 +78,19 @@ def test_metrics_show_the_density_of_the_index():
         assert 4 <= step["columns"] < 100
         assert len(step["density_by_layer"]) == 2
         assert step["density"] == pytest.approx(sum(step["density_by_layer"]) / 2)
+        assert step["index_cut"] is None
+
+
+@pytest.mark.parametrize("row_cap", [1, 100])
+def test_metrics_show_what_a_cap_cuts_whatever_the_number_of_workers(row_cap):
+    words = [
+        "sparsity=block_topk", "sparsity.score=exact", "sparsity.block=16", "sparsity.density=0.7",
+        f"sparsity.row_cap={row_cap}", "topology.layout=striped",
+    ]  # fmt: skip
+    ((alone,), *shared) = (gloo.run(n, steps, words, 1, n) for n in (1, 2))
+    cut = alone[0]["index_cut"]
+    assert (0 < cut < 1) == (row_cap == 1)
+    assert [results[0]["index_cut"] for results in shared[0]] == [cut] * 2
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])

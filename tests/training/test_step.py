@@ -28,6 +28,7 @@ def record(
     slashes: list[list[int]],
     columns: list[list[int]],
     workers: int = 1,
+    cut: list[int] | None = None,
 ) -> IndexRecord:
     """Build a record; counts are [sequences, heads]."""
     zero = torch.zeros(len(pairs), len(pairs[0]), dtype=torch.int64)
@@ -38,7 +39,7 @@ def record(
         column_pairs=zero,
         slashes=torch.tensor(slashes),
     )
-    return IndexRecord(layer, counts, workers, started=1.0, ended=1.25 + layer)
+    return IndexRecord(layer, counts, workers, 1.0, 1.25 + layer, cut and torch.tensor(cut))
 
 
 # Two heads. The first micro-batch has two sequences, the second one.
@@ -54,17 +55,19 @@ SUM = [
     1.5 + 3.5 + 5.5 + 7.5 + 2 + 2,
     15.0 + 35 + 25 + 65 + 8 + 4.5,
     3.0,
+    0.0,
+    0.0,
 ]
 
 
 def test_sums_are_over_sequences_of_means_over_heads():
-    total = local_index_sums(RECORDS, LAYERS, torch.device("cpu"))
+    total = local_index_sums(RECORDS, range(LAYERS), torch.device("cpu"))
     assert total.dtype == torch.float64
     assert total.tolist() == SUM
 
 
 def test_a_step_is_the_mean_over_sequences_and_layers():
-    results = index_metrics(SUM, RECORDS, SEQ)
+    results = index_metrics(SUM, RECORDS, SEQ, {})
     assert results.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
     assert results.density == pytest.approx(158 / 6 / 45)
     assert results.slashes == 22 / 6
@@ -73,26 +76,29 @@ def test_a_step_is_the_mean_over_sequences_and_layers():
 
 
 def test_lines_are_means_over_the_layers_with_an_index():
-    sparse = [record for record in RECORDS if record.layer == 0]
-    total = local_index_sums(sparse, 1, torch.device("cpu"))
-    results = index_metrics(total.tolist(), sparse, SEQ, [0.75] * 2)
-    assert results.density_by_layer == (63 / 3 / 45, 0.75, 0.75)
-    assert results.slashes == (1.5 + 3.5 + 2) / 3
+    sparse = [record for record in RECORDS if record.layer == 1]
+    total = local_index_sums(sparse, [1], torch.device("cpu"))
+    results = index_metrics(total.tolist(), sparse, SEQ, {0: 0.75, 2: 0.75})
+    assert results.density_by_layer == (0.75, 95 / 3 / 45, 0.75)
+    assert results.slashes == (5.5 + 7.5 + 2) / 3
 
 
 def test_partial_counts_of_workers_add_up_to_the_total():
     parts = [[[8, 30], [6, 18]], [[12, 0], [4, 22]]]
     none = [[0, 0], [0, 0]]
+    cuts = [[3, 1], [5, 3]]
     mine, other = (
-        local_index_sums([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu"))
-        for pairs in parts
+        local_index_sums([record(0, pairs, none, none, 2, cut)], [0], torch.device("cpu"))
+        for pairs, cut in zip(parts, cuts, strict=True)
     )
-    results = index_metrics((mine + other).tolist(), [], SEQ)
+    results = index_metrics((mine + other).tolist(), [], SEQ, {})
     assert results.density_by_layer == (25 / 45,)
+    assert results.cut == 4 / 8
+    assert index_metrics(SUM, RECORDS, SEQ, {}).cut is None
 
 
 def test_a_stage_of_only_dense_layers_adds_nothing_to_the_sums():
-    nothing = local_index_sums([], LAYERS, torch.device("cpu"))
+    nothing = local_index_sums([], range(LAYERS), torch.device("cpu"))
     assert nothing.dtype == torch.float64
     assert nothing.tolist() == [0.0] * len(SUM)
 

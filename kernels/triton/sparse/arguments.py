@@ -19,11 +19,13 @@ class Tile:
     moving: keys per loop iteration of a program that computes a query block, or queries per
         iteration of a program that computes a key block.
     warps, stages: Triton's num_warps and num_stages.
+    masked: num_stages of the loop over tiles that need a mask; 0 for the same.
     """
 
     moving: int
     warps: int
     stages: int
+    masked: int = 0
 
 
 def tile_for(table: dict[int, Tile], block: int) -> Tile:

@@ -23,6 +23,12 @@ def load_rows(base, rows, stride, count):
 
 
 @triton.jit
+def outside(place, count):
+    """Return whether not 0 <= place < count, for int32. One comparison of unsigned numbers."""
+    return place.to(tl.uint32) >= count.to(tl.uint32)
+
+
+@triton.jit
 def block_ranges(
     ENTRIES,
     COUNTS,
@@ -36,6 +42,7 @@ def block_ranges(
     BLOCKS,
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
+    SHARING: tl.constexpr,
 ):
     """Return (list, full_begin, full_end, end): where query block qb finds its entries.
 
@@ -45,7 +52,7 @@ def block_ranges(
     i: local number of qb.
     """
     if LISTED:
-        row = bh * tl.num_programs(0) + i
+        row = bh // SHARING * tl.num_programs(0) + i
         end = tl.load(COUNTS + row)
         return ENTRIES + row * width, end, end, end
     base = COUNTS + bh * (BLOCKS + 1)

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.arguments import Tile, gate_arguments, strides, tile_for
-from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates, load_rows
+from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates, load_rows, outside
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
 # By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
-_KEYS = {128: Tile(64, 8, 2), 64: Tile(64, 8, 2)}
+_KEYS = {128: Tile(64, 8, 2), 64: Tile(64, 4, 2)}
 _COLUMNS_PER_TILE = 128
 _PROGRAMS_WANTED = 1024  # of the column gradient: enough to fill any GPU several times
 
@@ -49,6 +49,7 @@ def _backward_keys(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr, HOLES: tl.constexpr, GATED: tl.constexpr,
+    STARTS: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(0)  # the longest programs start first: most queries see the first keys
     b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
@@ -80,7 +81,7 @@ def _backward_keys(
         h = kv * GROUP + g
         bh = b * HEADS + h
         if LISTED:
-            row = bh * tl.num_programs(0) + j
+            row = bh // SHARING * tl.num_programs(0) + j
             list_start = ENTRIES + row * width
             end = tl.load(COUNTS + row)
             full_begin = end
@@ -101,27 +102,28 @@ def _backward_keys(
             n = t // SUB
             n = tl.where(n < full_begin, n, n - full_begin + full_end)
             qb = tl.load(list_start + n).to(tl.int32)
+            in_block = (t % SUB) * BLOCK_M + tile_offsets
+            if STARTS:
+                too_early = in_block < ((qb >> 24) & 0xFF)
+                qb = qb & 0xFFFFFF
             if not LISTED:
                 qb = kb + qb
             slot = qb
             if HOLES:
                 slot = tl.load(QUERY_SLOT + qb)
-            if slot >= 0:
-                in_block = (t % SUB) * BLOCK_M + tile_offsets
-                query_slots = slot * BLOCK + in_block
-                valid_queries = query_slots < queries
-                query_positions = qb * BLOCK + in_block
-                first = tl.load(FIRST + b * SEQ + query_positions)
-                q = load_rows(q_base, query_slots, stride_qn, queries)
-                do = load_rows(do_base, query_slots, stride_dn, queries)
-                lse = tl.load(LSE + row_base + query_slots, mask=valid_queries, other=float("-inf"))
-                lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-                delta = tl.load(DELTA + row_base + query_slots, mask=valid_queries, other=0.0)
-                hidden = (key_positions[:, None] < first[None, :]) | (
-                    key_positions[:, None] > query_positions[None, :]
-                )
-                if GATED:
-                    hidden |= hidden_by_gates(
+                if not LISTED:
+                    # A condition would keep the next loads from overlapping these products. Queries
+                    # beyond the shard have no probabilities.
+                    slot = tl.where(slot < 0, BLOCKS, slot)
+            query_slots = slot * BLOCK + in_block
+            valid_queries = query_slots < queries
+            first = tl.load(FIRST + b * SEQ + qb * BLOCK + in_block)
+            seen = tl.maximum(qb * BLOCK + in_block - first + 1, 0)
+            if STARTS:
+                seen = tl.where(too_early, 0, seen)
+            if GATED:
+                seen = tl.where(
+                    hidden_by_gates(
                         GATES,
                         GATE_SLOTS,
                         bh,
@@ -132,8 +134,17 @@ def _backward_keys(
                         gate_words,
                         CHUNK_BLOCKS,
                         BLOCK,
-                    )[None, :]
-                dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+                    ),
+                    0,
+                    seen,
+                )
+            q = load_rows(q_base, query_slots, stride_qn, queries)
+            do = load_rows(do_base, query_slots, stride_dn, queries)
+            lse = tl.load(LSE + row_base + query_slots, mask=valid_queries, other=float("-inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            delta = tl.load(DELTA + row_base + query_slots, mask=valid_queries, other=0.0)
+            hidden = outside(key_positions[:, None] - first[None, :], seen[None, :])
+            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
             # Entries whose queries all see the whole key block: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -291,7 +302,8 @@ def backward_keys(
         *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=tile.moving,
         LISTED=plan.listed, HOLES=plan.holes,
-        GATED=plan.gates is not None, num_warps=tile.warps, num_stages=tile.stages,
+        GATED=plan.gates is not None, STARTS=plan.starts, SHARING=plan.sharing,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dk, dv
 

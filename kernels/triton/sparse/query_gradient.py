@@ -19,6 +19,7 @@ from mtrain_cli.kernels.triton.sparse.device import (
     column_ranges,
     hidden_by_gates,
     load_rows,
+    outside,
 )
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
@@ -86,7 +87,7 @@ def _backward_queries(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
-    CONTINUE: tl.constexpr, GATED: tl.constexpr,
+    CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -117,33 +118,46 @@ def _backward_queries(
     acc = tl.zeros([BLOCK, D], tl.float32)
     tile_offsets = tl.arange(0, BLOCK_N)
     SUB: tl.constexpr = BLOCK // BLOCK_N
+    visible = tl.maximum(query_positions - first + 1, 0)
     if SLASHES:
         k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
         list_start, full_begin, full_end, end = block_ranges(
-            ENTRIES, COUNTS, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
+            ENTRIES,
+            COUNTS,
+            FIRST_MIN,
+            FIRST_MAX,
+            bh,
+            b,
+            i,
+            qb,
+            width,
+            BLOCKS,
+            BLOCK,
+            LISTED,
+            SHARING,
         )
         # Entries that need an element mask: those outside [full_begin, full_end).
         for t in range((full_begin + end - full_end) * SUB):
             n = t // SUB
             n = tl.where(n < full_begin, n, n - full_begin + full_end)
             kb = tl.load(list_start + n).to(tl.int32)
+            seen = visible
+            if STARTS:
+                seen = tl.where(tl.arange(0, BLOCK) < ((kb >> 24) & 0xFF), 0, seen)
+                kb = kb & 0xFFFFFF
             if not LISTED:
                 kb = qb - kb
             slot = kb
             if HOLES:
                 slot = tl.load(KEY_SLOT + kb)
-            if slot >= 0:
-                in_block = (t % SUB) * BLOCK_N + tile_offsets
-                key_slots = slot * BLOCK + in_block
-                k = load_rows(k_base, key_slots, stride_kn, keys)
-                v = load_rows(v_base, key_slots, stride_vn, keys)
-                key_positions = kb * BLOCK + in_block
-                hidden = (key_positions[None, :] < first[:, None]) | (
-                    key_positions[None, :] > query_positions[:, None]
-                )
-                if GATED:
-                    hidden |= hidden_by_gates(
+                if not LISTED:
+                    # A condition would keep the next loads from overlapping these products.
+                    seen = tl.where(slot < 0, 0, seen)
+                    slot = tl.where(slot < 0, BLOCKS, slot)
+            if GATED:
+                seen = tl.where(
+                    hidden_by_gates(
                         GATES,
                         GATE_SLOTS,
                         bh,
@@ -154,8 +168,16 @@ def _backward_queries(
                         gate_words,
                         CHUNK_BLOCKS,
                         BLOCK,
-                    )[:, None]
-                acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+                    ),
+                    0,
+                    seen,
+                )
+            in_block = (t % SUB) * BLOCK_N + tile_offsets
+            key_slots = slot * BLOCK + in_block
+            k = load_rows(k_base, key_slots, stride_kn, keys)
+            v = load_rows(v_base, key_slots, stride_vn, keys)
+            hidden = outside((kb * BLOCK + in_block)[None, :] - first[:, None], seen[:, None])
+            acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
         if not LISTED:
             # Entries that every row sees in full: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -264,7 +286,8 @@ def backward_queries(
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes,
         CONTINUE=partial is not None,
-        GATED=slashes and plan.gates is not None,
+        GATED=slashes and plan.gates is not None, STARTS=slashes and plan.starts,
+        SHARING=plan.sharing,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq

@@ -46,6 +46,9 @@ class TilePlan:
         is 1 if the query sees the keys of chunk c. None if queries see all listed blocks.
     gate_slots: [blocks], the number of each query block among the query blocks of gates.
     chunk: keys per chunk, a multiple of block.
+    starts: whether the upper 8 of the 32 bits of a list's entries hold the first query of the query
+        block that sees the key block.
+    sharing: how many query heads in a row share the lists of one; their tensors have fewer heads.
     """
 
     block: int
@@ -72,6 +75,8 @@ class TilePlan:
     gates: torch.Tensor | None = None
     gate_slots: torch.Tensor | None = None
     chunk: int = 0
+    starts: bool = False
+    sharing: int = 1
 
 
 @triton.jit
@@ -135,8 +140,8 @@ def covered_columns(
 
 @triton.jit
 def _list_blocks(
-    BITS, SLOTS, OWN, OTHERS, FIRST_MIN, ENTRIES, COUNTS, held, rows, others, width, BLOCKS,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BITS, STARTS, SLOTS, OWN, OTHERS, FIRST_MIN, ENTRIES, COUNTS, held, rows, others, width, BLOCKS,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -153,14 +158,15 @@ def _list_blocks(
         slot = tl.load(SLOTS + q)
         first = tl.load(FIRST_MIN + bh // HEADS * BLOCKS + q)
         valid = valid & (slot >= 0) & ((k + 1) * BLOCK > first)
-        chosen = tl.load(BITS + (bh * held + slot) * BLOCKS + k, mask=valid, other=0).to(tl.int32)
+        place = (bh * held + slot) * BLOCKS + k
+        chosen = tl.load(BITS + place, mask=valid, other=0).to(tl.int32)
         # A prefix sum gives each chosen block its place, so the list ascends without atomics.
         target = count[:, None] + tl.cumsum(chosen, 1) - 1
-        tl.store(
-            row_start + target,
-            (other + tl.zeros_like(chosen)).to(ENTRIES.dtype.element_ty),
-            mask=chosen != 0,
-        )
+        entry = other + tl.zeros_like(chosen)
+        if GATED:
+            start = tl.load(STARTS + place, mask=chosen != 0, other=0)
+            entry |= start.to(tl.int32) << 24
+        tl.store(row_start + target, entry.to(ENTRIES.dtype.element_ty), mask=chosen != 0)
         count += tl.sum(chosen, 1)
     tl.store(COUNTS + bh * rows + row, count, mask=row < rows)
 
@@ -173,6 +179,7 @@ def list_blocks(
     first_min: torch.Tensor,
     block: int,
     transposed: bool,
+    starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """List each query block's key blocks or, if transposed, each key block's query blocks.
 
@@ -182,16 +189,19 @@ def list_blocks(
         bits: bool [batch, heads, rows of bits, blocks].
         slots: int32 [blocks], the row of bits of each query block, -1 if the block has no row.
         query_blocks, key_blocks, first_min: as in `TilePlan`.
+        starts: uint8, shaped like bits, for the upper 8 bits of the entries; None for none.
 
     Returns:
         entries: [batch * heads, rows, blocks of the other side], ascending global block numbers.
             Entries beyond a row's count are undefined. The dtype is int16 if int16 can hold every
-            number, else int32. With int16, both lists take 4 bytes per pair of blocks.
+            number and there are no starts, else int32. With int16, both lists take 4 bytes per pair
+            of blocks.
         counts: int32 [batch * heads, rows], number of entries of each row.
     """
     batch, heads, held, blocks = bits.shape
     own, others = (key_blocks, query_blocks) if transposed else (query_blocks, key_blocks)
-    dtype = torch.int16 if blocks <= torch.iinfo(torch.int16).max else torch.int32
+    small = starts is None and blocks <= torch.iinfo(torch.int16).max
+    dtype = torch.int16 if small else torch.int32
     entries = torch.empty(
         batch * heads, own.numel(), others.numel(), dtype=dtype, device=bits.device
     )
@@ -199,8 +209,10 @@ def list_blocks(
     # Bits are contiguous along keys. Rows of transposed lists are keys, so take many rows at once.
     rows, wide = (32, 64) if transposed else (4, 512)
     _list_blocks[(triton.cdiv(own.numel(), rows), batch * heads)](
-        bits.contiguous().view(torch.uint8), slots, own, others, first_min, entries, counts,
+        bits.contiguous().view(torch.uint8), bits if starts is None else starts.contiguous(), slots,
+        own, others, first_min, entries, counts,
         held, own.numel(), others.numel(), others.numel(), blocks,
-        HEADS=heads, BLOCK=block, TRANSPOSED=transposed, ROWS=rows, WIDE=wide,
+        HEADS=heads, BLOCK=block, TRANSPOSED=transposed, GATED=starts is not None, ROWS=rows,
+        WIDE=wide,
     )  # fmt: skip
     return entries, counts
