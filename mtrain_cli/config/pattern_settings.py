@@ -342,8 +342,8 @@ class BlockTopkSettings(SparseSettings):
         elif self.block >= 1 and 0 < self.density < (least := self.forced_share(seq)):
             yield (
                 f"sparsity.density={self.density:.10g}: a block of queries always sees itself, the "
-                f"block before it and the first one, {least:.4f} of the pairs of {seq:,} tokens; "
-                f"give at least {math.ceil(1e4 * least) / 1e4:g}, or a longer sequence"
+                f"block before it and the first one, which are {least:.4f} of the pairs of {seq:,} "
+                f"tokens; give at least {math.ceil(1e4 * least) / 1e4:g}, or a longer sequence"
             )
 
     def conflicts(self, head_dim: int, tensor_parallel: int) -> Iterator[str]:
@@ -355,7 +355,8 @@ class BlockTopkSettings(SparseSettings):
         if self.index_per != "kv_group":
             yield f"{{sparsity.index_per}}: {learned}; give kv_group"
         if tensor_parallel > 1:
-            yield f"{{topology.tensor_parallel}}: {learned}, on one worker; give 1"
+            allowed = "give 1, or sparsity.score=exact"
+            yield f"{{topology.tensor_parallel}}: {learned}, on one worker; {allowed}"
 
     @property
     def has_learned_state(self) -> bool:

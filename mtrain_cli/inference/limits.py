@@ -178,7 +178,8 @@ class AttentionNeed:
             # end.
             return index.kept * len(config.pattern_layers), derived
         if kernel == "triton":
-            number = 2 if index.blocks <= _MOST_OF_16_BITS else 4
+            small = index.blocks <= _MOST_OF_16_BITS and not index.starts
+            number = 2 if small else 4
             derived += number * index.pairs_of_blocks(layout.tokens_per_worker, layout.padded_seq)
         return 0, index.kept + derived
 

@@ -93,6 +93,7 @@ def launch(
         run_in_job(run_dir, environment, resume, target, config)
 
     saves = not target.startswith(TARGETS_WITHOUT_CHECKPOINTS)
+    before = run_status.read_state(run_dir) if resume else None
     saved = resolved_file.load(run_dir.resolved)
     restarts = restart.RestartPolicy(run_dir, saved, resume)
     devices: tuple[str, ...] | None = None
@@ -110,7 +111,7 @@ def launch(
                 command = worker_command("mtrain_cli.launch.worker", *arguments)
                 workers = environment.dims.workers
                 supervisor = Supervisor(workers, command, folder, variables, timeout)
-                code, failure = _wait(supervisor, run_dir, folder, requests)
+                code, failure = _wait(supervisor, run_dir, folder, requests, before)
             if failure is None or not saves:
                 return code
             run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
@@ -168,7 +169,11 @@ def _wait_for_restart(
 
 
 def _wait(
-    supervisor: Supervisor, run_dir: RunDir, folder: Path, requests: _SignalRequests
+    supervisor: Supervisor,
+    run_dir: RunDir,
+    folder: Path,
+    requests: _SignalRequests,
+    before: run_status.RunState | None,
 ) -> tuple[int, Failure | None]:
     """Run the supervisor on another thread, so that this one handles signals. Print a failure."""
     problem: list[Exception] = []
@@ -192,7 +197,7 @@ def _wait(
         _print_line(hint if requests.saves else "killed")
         return KILLED_CODE, None
     if supervisor.failures:
-        return 1, _report_failure(supervisor, run_dir)
+        return 1, _report_failure(supervisor, run_dir, before)
     if problem:
         reason = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0]
         _print_line(f"error: cannot start the workers on this machine: {reason}")
@@ -202,14 +207,22 @@ def _wait(
     return 0, None
 
 
-def _report_failure(supervisor: Supervisor, run_dir: RunDir) -> Failure:
-    """Print and return the cause of the failures. Raise ConfigError for a user's mistake."""
+def _report_failure(
+    supervisor: Supervisor, run_dir: RunDir, before: run_status.RunState | None
+) -> Failure:
+    """Print and return the cause of the failures. Raise ConfigError for a user's mistake.
+
+    before: state of the run that is resumed, which a mistake leaves as it was.
+    """
     failure = failures.find_cause(supervisor.failures)
     _restore_terminal()
     if failure.kind == "config":
         run_dir.discard()
         if run_dir.state.exists():
             run_status.set_phase(run_dir, "failed", failure.message.splitlines()[0])
+            now = run_status.read_state(run_dir)
+            if before is not None and now is not None and now.step == before.step:
+                run_status.write_state(run_dir, before)
         raise ConfigError(*failure.message.splitlines())
     log = run_dir.logs / f"rank-{failure.rank}.log"
     _print_line(failures.format_report(failure, log, supervisor.where))

@@ -120,7 +120,7 @@ def profile_sparsity(
     sampled_rows(patterns, config.seq, 1, rows)
     with worker_alone(config) as trainer:
         measurement = Measurement(trainer, patterns, rows, analyzer)
-        measurement.teach(trainer)
+        measurement.teach(trainer, max(steps))
         trainer.callbacks.append(measurement)
         for step in range(1, max(steps) + 1):
             measurement.start(step if step in steps else None)
@@ -168,18 +168,18 @@ class Measurement(Callback):
         self._masked: dict[IndexRequest, MaskedPositions] = {}
 
     @torch.no_grad()
-    def teach(self, trainer: Trainer) -> None:
+    def teach(self, trainer: Trainer, steps: int) -> None:
         """Let new patterns learn from the last sequence of the first epoch.
 
         Later, they learn from the first sequence of each step, after they have chosen for it.
         """
         if self._learners:
             last, read = len(trainer.dataset) - 1, trainer.config.train.global_batch
-            if last < read:
+            if last < read * steps:
                 raise ConfigError(
-                    f"train.global_batch={read}: the first step reads all {last + 1} sequences of "
-                    "the data, but learned scores first learn from another; give a smaller batch, "
-                    "more data or sparsity.score=exact"
+                    f"train.global_batch={read}: {steps} steps read all {last + 1} sequences of "
+                    "the data, but learned scores are measured on others than they learned from; "
+                    "give fewer steps, a smaller batch, more data or sparsity.score=exact"
                 )
             sample = trainer.dataset[trainer.sampler.sequence(last)]
             batch = trainer.evaluation_batch_maker()([sample])

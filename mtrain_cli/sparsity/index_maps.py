@@ -88,7 +88,10 @@ class IndexMaps:
         rng = np.random.default_rng([seed, int(self.updates)])
         length = masked.masks[b].length
         most = _ROWS if self.updates >= FIRST_UPDATES else _FIRST_ROWS
-        count = max(16, min(most, _SCORE_BYTES // (4 * heads * len(keys))))
+        # The count must not depend on the number of workers, nor on how many of them share keys.
+        scores = kv_heads if _fused(k, block) else heads
+        seq = masked.tables.blocks * block
+        count = max(16, min(most, _SCORE_BYTES // (4 * scores * seq)))
         rows = np.sort(rng.integers(min(2 * block, length - 1), length, count))
         queries = self._gathered(q.flatten(0, 1), rows, masked)
         at = to_device(rows, q.device)

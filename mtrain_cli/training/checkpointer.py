@@ -84,6 +84,7 @@ class Checkpointer:
             _silence_single_process_warning()
         self._report = report or logging.getLogger(__name__).warning
         self._attempts = 0
+        self._unusable: set[int] = set()  # newer than the step that was loaded
         self._saving: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         try:
@@ -164,6 +165,7 @@ class Checkpointer:
         for step in steps:
             problem = self._load_step(step, state)
             if problem is None:
+                self._unusable = set(steps[: steps.index(step)])
                 return step
             lines.append(f"{self._directory / f'step-{step}'}: {problem}")
             if self._rank == 0 and step != steps[-1]:
@@ -259,7 +261,12 @@ class Checkpointer:
         _fsync_folder(self._directory)
         _remove(replaced)
         # A run that fell back to an earlier checkpoint leaves later ones, which do not count.
-        steps = [step for step in committed_steps(self._directory) if step <= manifest.step]
+        self._unusable.discard(manifest.step)
+        steps = [
+            step
+            for step in committed_steps(self._directory)
+            if step <= manifest.step and step not in self._unusable
+        ]
         for step in steps[self._keep :]:
             _remove(self._directory / f"step-{step}")
 
@@ -426,8 +433,10 @@ def _unfit_index(reader: CheckpointReader, index: Mapping[str, Tensor]) -> str:
         if entry is None:
             reason = f"holds no learned index of layer {layer}, which sparsity.score=learned needs"
         elif entry.size != tensor.shape:
-            shapes = f"has the shape {list(entry.size)}, not {list(tensor.shape)}"
-            reason = f"the learned index of layer {layer} ({part}) {shapes}"
+            ranks = f"sparsity.rank={entry.size[-1]}, not {tensor.shape[-1]}"
+            shapes = f"the shape {list(entry.size)}, not {list(tensor.shape)}"
+            learned = ranks if entry.size[:-1] == tensor.shape[:-1] else shapes
+            reason = f"the learned index of layer {layer} ({part}) has {learned}"
         else:
             continue
         return f"{reason}; give the sparsity that the run had, sparsity.score=exact, sparsity=dense"

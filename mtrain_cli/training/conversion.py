@@ -141,7 +141,7 @@ def export_checkpoint(
         line = f"config.json cannot say that the run trained with mask.kind={mask.kind}"
         remark = f"{remark}; {line}" if remark else line
     if config.sparsity.has_learned_state:
-        line = "the learned index stays in the checkpoint, for mtrain alone"
+        line = "exported for dense attention; the learned index stays in the checkpoint"
         remark = f"{remark}; {line}" if remark else line
     return Exported(config, step, remark)
 

@@ -61,6 +61,11 @@ def test_auto_takes_the_fastest_kernel_and_names_those_that_it_skips(needs, name
         ("flash4", replace(HOPPER, deterministic=True), "not bitwise repeatable"),
         ("flash4", replace(HOPPER, index=LINES_64), "blocks of 128, not sparsity.block=64"),
         ("flash4", replace(HOPPER, index=IndexRequest(128, bitmap=True, chunk=256)), "gate=query"),
+        (
+            "flash4",
+            replace(HOPPER, index=IndexRequest(128, bitmap=True, starts=True)),
+            "seen from one of their queries on",
+        ),
         ("triton", replace(AMPERE, capability=(7, 5)), "compute capability 8.0"),
         ("triton", replace(AMPERE, dtype="float16"), "computes bfloat16 or float32, not float16"),
         ("triton", replace(AMPERE, head_dim=96), "head_dim 96 is none of 16, 32, 64, 128"),

@@ -128,6 +128,11 @@ def test_query_gates_are_exact(kernel, kind, where):
     check(kernel, p, 1e-5)
 
 
+def test_first_queries_are_exact_in_blocks_of_several_tiles():
+    """Programs for keys take 64 queries of a block of 128 at a time."""
+    check(TritonKernel(), make_problem(6, "starts", seq=300, block=128, documents=False), 1e-5)
+
+
 def without_gates(index: BlockBitmap) -> BlockBitmap:
     index = index.per_head() if isinstance(index, StartBitmap) else index
     return BlockBitmap(index.block, index.blocks, index.bits, index.rows)

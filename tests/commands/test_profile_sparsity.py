@@ -147,7 +147,7 @@ def test_learned_scores_need_a_sequence_that_no_step_reads(tmp_path):
     words = f"--pattern block_topk --steps 1 {SHAPE} sparsity.rank=4 sparsity.density=0.6 {data}"
     result = run("sparsity", words)
     assert result.exit_code == 2, result.output
-    line = "train.global_batch=2: the first step reads all 2 sequences of the data, but learned"
+    line = "train.global_batch=2: 1 steps read all 2 sequences of the data, but learned"
     assert line in result.output
     assert len(result.output.strip().splitlines()) == 1
 

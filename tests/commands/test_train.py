@@ -18,6 +18,8 @@ from mtrain_cli.config.resolved_file import load
 from mtrain_cli.evaluation.in_training import TaskEvaluations
 from mtrain_cli.launch import environment, local
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_status import RunState, write_state
 from mtrain_cli.profiling.periodic_profile import TrainingProfile
 from mtrain_cli.training import loop
 
@@ -189,7 +191,10 @@ def test_a_refused_resume_changes_nothing(launched):
 @pytest.mark.usefixtures("launched")
 def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
     run("seq=256", "topology.device=cpu", "run.name=first")
-    files = [Path("runs/first/resolved.yaml"), Path("runs/first/overrides.txt")]
+    first, host = RunDir(Path("runs/first").absolute()), "here"
+    state = RunState(phase="finished", time=1.0, began=0.0, host=host, step=300)
+    write_state(first, state)
+    files = [Path("runs/first") / name for name in ("resolved.yaml", "overrides.txt", "state.json")]
     before = [file.read_bytes() for file in files]
 
     mistake = Failure(0, 2, "config", "data.path=x: is too short", "", 0.0)
@@ -197,7 +202,7 @@ def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
         local,
         "launch",
         lambda run_dir, *_, **__: local._report_failure(
-            types.SimpleNamespace(failures=[mistake]), run_dir
+            types.SimpleNamespace(failures=[mistake]), run_dir, state
         ),
     )
     result = run("--resume", "first", "train.steps=400")

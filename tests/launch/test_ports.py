@@ -42,10 +42,10 @@ def test_a_run_listens_on_loopback_only_and_unpickles_no_foreign_bytes(
     folders: list[Path] = []
     started = local._wait
 
-    def wait(agent: Any, run_dir: RunDir, folder: Path, requests: Any) -> Any:
+    def wait(agent: Any, run_dir: RunDir, folder: Path, *others: Any) -> Any:
         folders.append(folder)
         assert folder.stat().st_mode & 0o077 == 0  # the store is in it
-        return started(agent, run_dir, folder, requests)
+        return started(agent, run_dir, folder, *others)
 
     monkeypatch.setattr(local, "_wait", wait)
     of_other_tests = {f"{pid} {address} {port}" for pid, address, port in listening([os.getpid()])}

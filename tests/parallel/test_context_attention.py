@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from attention.mask_definitions import by_slices, predicate, question
+from attention.sparse_problems import held_rows, start_index
 from parallel.ways import Way, group_of
 
-from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, StartBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask, causal_slices, cut_slices
@@ -27,7 +28,7 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 SEQ, BATCH, HEAD_DIM, BLOCK = 61, 2, 8, 4
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 HEADS = ((4, 4), (4, 2), (4, 1))
-INDICES = ("dense", "vertical_slash", "diagonals", "bitmap", "nothing")
+INDICES = ("dense", "vertical_slash", "diagonals", "bitmap", "starts", "nothing")
 
 
 WAYS = (
@@ -160,6 +161,8 @@ def index_of(kind: str, heads: int, layout: Layout) -> Index | None:
     for b, h in product(range(BATCH), range(heads)):
         count = 7 if (b, h) != (0, 1) else 0
         columns[b, h, :count] = torch.from_numpy(np.sort(rng.choice(SEQ, count, replace=False)))
+    if kind == "starts":
+        return start_index(np.random.default_rng(heads), 2, heads, layout.padded_seq, BLOCK)
     if kind == "bitmap":
         bits = torch.from_numpy(rng.random((BATCH, heads, blocks, blocks)) < 0.3).tril()
         return BlockBitmap.whole(BLOCK, bits)
@@ -180,6 +183,10 @@ def seen_by_definition(name: str, index: Index | None) -> torch.Tensor:
         allowed = seen_by_documents(row) if kind == "data" else predicate(kind, length, own, **keys)
         allowed &= (ids[:, None] == ids) | (not documents) | (kind == "data")
         seen[row, 0, :length, :length] = torch.from_numpy(allowed)
+    if isinstance(index, StartBitmap):
+        index = index.per_head()
+        starts = index.starts[:, :, at // BLOCK][..., at // BLOCK]
+        seen = seen & (at[:, None] % BLOCK >= starts)
     if isinstance(index, BlockBitmap):
         return seen & index.bits[:, :, at // BLOCK][..., at // BLOCK]
     if isinstance(index, VerticalSlash):
@@ -320,7 +327,7 @@ def tiles_of(exchange, batch_masks, layout: Layout, index: Index | None) -> Shar
         return tiles.under(index)
     rank, group = exchange.group.rank, exchange.group
     held = np.unique(layout.positions(rank) // BLOCK).astype(np.int32)
-    own = BlockBitmap(BLOCK, index.blocks, index.bits[:, :, held], torch.from_numpy(held))
+    own = held_rows(index, torch.from_numpy(held))
     if not exchange.foreign_queries:
         return tiles.under(own)
     shards = [layout.positions(r) for r in range(group.size)]

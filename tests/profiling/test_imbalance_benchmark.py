@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
+from mtrain_cli.attention.index import BlockBitmap, StartBitmap
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
@@ -143,7 +143,7 @@ def test_the_work_of_block_lists_is_predicted_exactly_from_a_record_of_any_worke
     # Queries see less than the whole of a chosen block, so these counts are not those of blocks.
     index = runs[3].indices.index("block_topk", 0)
     mask = MaskTables.make(runs[3].indices.masks, 16, bitmap=True)
-    assert isinstance(index, GatedBitmap)
+    assert isinstance(index, StartBitmap)
     assert (index.counts(mask).pairs < BlockBitmap.whole(16, index.bits).counts(mask).pairs).all()
 
 

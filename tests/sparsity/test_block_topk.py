@@ -252,6 +252,8 @@ def test_later_queries_change_nothing():
     rows, keys, since = torch.arange(SEQ), torch.arange(SEQ), 100  # within a block
     q[:, since - 2 :] = 0  # the first queries of the block look far, and no later ones
     before = choose.estimate(q, k, masked, 0)
+    forced = torch.from_numpy(forced_blocks(before.blocks))
+    assert not before.starts[..., forced].any(), "every query sees its own and the near blocks"
     q[:, since:] = 3 * torch.randn_like(q[:, since:])
     after = choose.estimate(q, k, masked, 0)
     seen = [index.allowed(rows, keys)[:, :, :since, :since] for index in (before, after)]

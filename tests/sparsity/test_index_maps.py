@@ -158,3 +158,42 @@ def test_triton_finds_the_same_attention(documents, monkeypatch):
     for a, b in zip(plain, fused, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert (plain[0].amax(-1) > 0.1).any()
+
+
+def test_every_sequence_of_a_batch_teaches_as_many_queries_as_any_number_of_workers(monkeypatch):
+    pattern = BlockTopkPattern(
+        0, block=BLOCK, density=0.3, threshold=0.0, row_cap=3.0, score="learned", rank=RANK,
+        index_per="kv_group",
+    )  # fmt: skip
+    mask = SequenceMask.causal(SEQ, SEQ)
+    masked = MaskedPositions.make([mask] * 2, BLOCK, bitmap=True)
+    taught, gathered = [], []
+    learn, gather = IndexMaps.learn, IndexMaps._gathered
+
+    def noting(maps, q, k, masked, b, seed):
+        taught.append(b)
+        learn(maps, q, k, masked, b, seed)
+
+    def counting(maps, tokens, rows, masked):
+        gathered.append(len(rows))
+        return gather(maps, tokens, rows, masked)
+
+    monkeypatch.setattr(IndexMaps, "learn", noting)
+    monkeypatch.setattr(IndexMaps, "_gathered", counting)
+    monkeypatch.setattr(index_maps, "FIRST_UPDATES", 4)
+    pattern.learns = True
+    q, k = (torch.cat([planted(seed)[i] for seed in (1, 2)]) for i in (0, 1))
+    pattern.estimate(q, k, masked, 0)
+    assert taught == [0, 1, 0, 1]
+    assert set(gathered) == {256}
+    # A worker that holds half of the keys samples as many queries.
+    halves = [np.arange(SEQ // 2), np.arange(SEQ // 2, SEQ)]
+    monkeypatch.setattr(index_maps, "_SCORE_BYTES", 4 * HEADS * SEQ * 24)
+    maps = IndexMaps.make(HEADS, KV_HEADS, DIM, RANK, 0, torch.device("cpu"))
+    for positions in (None, halves):
+        some = MaskedPositions.make([mask], BLOCK, positions, bitmap=True)
+        own = len(some.host_positions) // BLOCK
+        blocks = (t[0].unflatten(0, (-1, BLOCK))[:own] for t in (q, k))
+        gathered.clear()
+        learn(maps, *blocks, some, 0, 0)
+        assert gathered == [24]

@@ -152,6 +152,17 @@ def test_a_damaged_checkpoint_is_reported_in_one_line_and_the_previous_one_loads
     assert reports[0].endswith("; using the previous checkpoint instead")
 
 
+def test_a_save_keeps_the_checkpoint_that_a_damaged_one_was_replaced_by(saved):
+    flip_a_byte(saved / "step-2" / "__0_0.distcp")
+    checkpointer = Checkpointer(saved, 2, [].append)
+    assert checkpointer.load(state_of(0)) == 1
+    checkpointer.save(3, state_of(3), asynchronous=False)
+    assert {folder.name for folder in saved.glob("step-*")} == {"step-1", "step-2", "step-3"}
+    checkpointer.save(2, state_of(2), asynchronous=False)
+    checkpointer.save(4, state_of(4), asynchronous=False)
+    assert {folder.name for folder in saved.glob("step-*")} == {"step-3", "step-4"}
+
+
 def test_without_an_intact_checkpoint_each_problem_is_reported(saved):
     (saved / "step-1" / "__0_0.distcp").unlink()
     flip_a_byte(saved / "step-2" / ".metadata")

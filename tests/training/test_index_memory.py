@@ -45,6 +45,22 @@ def test_bitmaps_stay_until_backward_and_are_counted_by_pairs_of_blocks():
     assert everywhere.index == layers * heads * blocks * blocks + counted
 
 
+def test_first_queries_take_a_byte_for_each_pair_and_kv_head():
+    words = ("model=llama8b", "sparsity=block_topk", "sparsity.score=exact", "seq=128k")
+    moments = {
+        owner: estimate(
+            *words, f"sparsity.index_per={owner}", "train.activation_checkpoint=full",
+            workers=8, kernel="triton",
+        ).moments[0].index
+        for owner in ("kv_group", "query_head")
+    }  # fmt: skip
+    layers, heads, kv_heads, blocks = 32, 32, 8, 131072 // 64
+    a_head = 2 * layers * blocks * blocks // 8
+    assert moments["query_head"] - moments["kv_group"] == (heads - kv_heads) * a_head
+    counted = 2 * blocks * blocks // 8
+    assert moments["kv_group"] == kv_heads * a_head + counted
+
+
 @pytest.mark.parametrize("dense", [0, 10])
 def test_what_a_pattern_learns_stays_on_the_device(dense):
     words = ["model=qwen3b", "seq=16k", "sparsity=block_topk", f"sparsity.dense_layers={dense}"]
