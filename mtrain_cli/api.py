@@ -28,14 +28,18 @@ from mtrain_cli.config.sizes import with_count
 if TYPE_CHECKING:
     import torch
     from lm_eval.api.model import LM
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from mtrain_cli.inference.engine import Engine
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.inference.text import TextCodec
     from mtrain_cli.launch.environment import Environment
+    from mtrain_cli.library.context_parallel import ContextParallel
 
 __all__ = [
-    "Config", "ConfigError", "Generation", "Model", "TokenScores", "compose", "load", "train",
+    "Config", "ConfigError", "Generation", "Model", "TokenScores", "compose", "context_parallel",
+    "load", "train",
 ]  # fmt: skip
 
 Prompt = str | Sequence[int]
@@ -83,6 +87,42 @@ def train(config: Config) -> Path:
     if not isinstance(config, Config):
         raise ConfigError(f"config={config!r}: must be a configuration from compose")
     return train_new_run(config)
+
+
+def context_parallel(
+    group: ProcessGroup | DeviceMesh | None = None,
+    *overrides: str,
+    seq: int | str,
+    layout: str = "auto",
+    exchange: str = "auto",
+    sparsity: str = "dense",
+    mask: str = "causal",
+    kernel: str = "auto",
+) -> ContextParallel:
+    """Return attention over sequences that the processes of a group share, for any model and loop.
+
+    All processes of the job call this together, each with its own group.
+
+    Args:
+        group: a process group, or one dimension of a mesh; None for all processes.
+        overrides: settings under ``sparsity``, ``mask`` and ``topology``, and model.num_layers if
+            ``sparsity.dense_layers`` is not 0.
+        seq: tokens of each sequence, such as 131072 or ``"128k"``.
+        layout, exchange, kernel: values of topology.layout, topology.exchange and train.kernel.
+        sparsity, mask: names of a pattern and of a mask.
+
+    Raises:
+        ConfigError: a setting is wrong, or the groups do not divide the processes.
+    """
+    from mtrain_cli.library.context_parallel import ContextParallel
+    from mtrain_cli.library.settings import Processes, compose_settings
+
+    processes = Processes.of(group)
+    config = compose_settings(
+        len(processes.ranks), [checked(str, override=one) for one in overrides], seq=str(seq),
+        layout=layout, exchange=exchange, sparsity=sparsity, mask=mask, kernel=kernel,
+    )  # fmt: skip
+    return ContextParallel(config, processes)
 
 
 @dataclass(frozen=True)

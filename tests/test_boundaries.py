@@ -19,6 +19,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/data/text_files.py": "io.BufferedReader",
     "mtrain_cli/evaluation/retrieval.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
+    "mtrain_cli/library": "Python code of users",
     "mtrain_cli/parallel/gather.py": "config.exchanges names the functions",
     "mtrain_cli/profiling/imbalance_benchmark.py": "measurement.TARGETS names the functions",
     "mtrain_cli/profiling/kernel_benchmark.py": "the fields of `derived`",

@@ -191,8 +191,15 @@ class ContextAttention:
             return self
         return replace(self, index=replace(self.index, estimated={}))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Compute attention of this rank's queries over the whole sequence."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention of this rank's queries over the whole sequence.
+
+        sinks: [heads], a learnable score of each head that takes a share of the softmax and adds
+            nothing to the output. Not where workers share heads, nor with partial recomputation.
+        """
+        assert sinks is None or (self.exchange.schedule.heads == 1 and self.plan.early is None)
         # This call only joins kept tensors: no computation and no message to record.
         again = Recompute.of(self.plan.early, self.exchange.schedule.heads)
         quiet = layer in self.kept and again is Recompute.NOTHING
@@ -204,7 +211,8 @@ class ContextAttention:
                     early = None if early_tiles is None else early_tiles.under(index)
                     self.narrowed[layer] = tiles.under(index), early
                 tiles, early_tiles = self.narrowed[layer]
-            return _Attend.apply(q, k, v, self, tiles, layer, early_tiles, torch.is_grad_enabled())
+            more = early_tiles, torch.is_grad_enabled(), sinks
+            return _Attend.apply(q, k, v, self, tiles, layer, *more)
 
     def release(self, layer: int) -> None:
         self.kept.pop(layer, None)
@@ -244,7 +252,7 @@ def _recorded(
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, attention, tiles, layer, early_tiles=None, keep=False):
+    def forward(ctx, q, k, v, attention, tiles, layer, early_tiles=None, keep=False, sinks=None):
         call = attention.kernel, attention.scale(q.shape[-1]), f"layer {layer}"
         if layer in attention.kept:
             early = attention.plan.early
@@ -254,21 +262,33 @@ class _Attend(torch.autograd.Function):
             rows = early_tiles or tiles  # without early queries the tiles are not used
             out, saved = attention.exchange.recompute(q, k, v, kept, early, rows, *call)
         else:
-            out, _, saved = attention.exchange.forward(q, k, v, tiles, *call)
+            out, lse, saved = attention.exchange.forward(q, k, v, tiles, *call)
+            if sinks is not None:
+                # Backward follows from these two: it needs the probabilities exp(score - lse) and
+                # rowsum(out * dout).
+                without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+                out = (out * (without - lse).exp().transpose(1, 2)[..., None]).to(out.dtype)
+                saved = (*saved[:2], out, lse, *saved[4:])
             if keep:
                 attention.keep_for_recompute(layer, saved)
         ctx.attention, ctx.tiles, ctx.layer, ctx.call = attention, tiles, layer, call
-        ctx.save_for_backward(*saved)
+        ctx.has_sinks = sinks is not None
+        ctx.save_for_backward(*saved, *([sinks] if ctx.has_sinks else []))
         return out
 
     @staticmethod
     def backward(ctx, dout):
         attention: ContextAttention = ctx.attention
-        saved = ctx.saved_tensors  # under checkpointing, this recomputes the forward pass
+        saved, dsinks = ctx.saved_tensors, None  # under checkpointing, this runs forward again
+        if ctx.has_sinks:
+            *saved, sinks = saved
+            _, _, out, lse = saved[:4]
+            delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
+            dsinks = -((sinks[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
         with _recorded(attention, ctx.layer, BACKWARD):
             gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)
         attention.release(ctx.layer)
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, dsinks
 
 
 @dataclass

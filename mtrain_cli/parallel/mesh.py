@@ -59,7 +59,7 @@ class ContextGroup:
 
 def make_context_group(
     rank: int,
-    dims: ParallelDims,
+    dims: ParallelDims | Sequence[tuple[int, ...]],
     device: torch.device,
     timeout: timedelta | None = None,
     *,
@@ -71,13 +71,16 @@ def make_context_group(
 
     All ranks must call this: `dist.new_group` is collective over the whole job.
 
+    dims: also as the ranks of each context group, all of the same size.
     timeout: longest wait for one message, after which a peer counts as hung.
     """
-    cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
+    all_groups = dims.groups("cp") if isinstance(dims, ParallelDims) else dims
+    ranks = next(group for group in all_groups if rank in group)
+    cp, place = len(ranks), ranks.index(rank)
     per_node = min(per_node or cp, cp)
 
     def make(sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        of_ranks = [[group[place] for place in s] for group in dims.groups("cp") for s in sets]
+        of_ranks = [[group[place] for place in s] for group in all_groups for s in sets]
         own_group = new_group(rank, of_ranks, timeout)
         assert own_group is not None
         return own_group

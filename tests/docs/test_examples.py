@@ -49,7 +49,9 @@ def write(program: Path, text: str) -> None:
     program.chmod(0o755)
 
 
-def run(folder: Path, name: str, *words: str, **variables: str) -> str:
+def run(
+    folder: Path, name: str, *words: str, options: tuple[str, ...] = (), **variables: str
+) -> str:
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
@@ -59,8 +61,11 @@ def run(folder: Path, name: str, *words: str, **variables: str) -> str:
         **variables,
     }
     environment.pop("TRITON_INTERPRET", None)
+    program = (
+        ["bash"] if not name.endswith(".py") else [sys.executable, "-m", "torch.distributed.run"]
+    )
     result = subprocess.run(
-        ["bash", EXAMPLES / name, *words],
+        [*program, *options, EXAMPLES / name, *words],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -82,19 +87,25 @@ def losses(folder: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+SCRIPTS = sorted(path for path in EXAMPLES.iterdir() if path.is_file())
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_short_and_say_how_to_start_them(path):
     text = path.read_text()
-    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    if path.suffix == ".py":
+        compile(text, path.name, "exec")
+    else:
+        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+        assert "set -euo pipefail" in text
     assert f"examples/{path.name}" in text
-    assert "set -euo pipefail" in text
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_every_script_has_a_test():
     here = Path(__file__).read_text()
-    for path in EXAMPLES.iterdir():
+    for path in SCRIPTS:
         assert f'"{path.name}"' in here
 
 
@@ -161,3 +172,17 @@ def test_two_layouts_are_compared(folder):
     text = run(folder, "profile_and_compare.sh", "topology.workers=2")
     assert (folder / "compared/report.html").is_file()
     assert "striped" in text
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_gives_the_same_losses_on_any_number_of_processes(folder):
+    pytest.importorskip("transformers")
+    found = [
+        run(
+            folder, "own_loop.py", "texts/json.py", "--sparsity", sparsity,
+            options=("--nproc-per-node", number, "--master-port", free_port()),
+        )
+        for number, sparsity in (("1", "dense"), ("2", "dense"), ("2", "vertical_slash"))
+    ]  # fmt: skip
+    assert [text.count("loss") for text in found] == [4, 4, 4]
+    assert found[0] == found[1]

@@ -1,0 +1,1 @@
+"""mtrain's attention for other models and other training loops."""

@@ -1,0 +1,190 @@
+"""Models of transformers: the attention that they call, and what would make them silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mtrain_cli.config.keys import first_few
+from mtrain_cli.config.problem import ConfigError
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import with_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mtrain_cli.library.context_parallel import ContextBatch
+
+NAME = "mtrain"
+_KINDS = {"full_attention", "sliding_attention"}
+_PROBED = 24  # tokens
+# A balance loss of routers (output_router_logits) would balance the tokens of one process.
+_OFF = {
+    "attention_dropout": 0, "attn_pdrop": 0, "attn_logit_softcapping": None,
+    "output_router_logits": False,
+}  # fmt: skip
+_BY_LENGTH = ("dynamic", "longrope")
+
+
+@torch.compiler.disable
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    mtrain: ContextBatch | Probe | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers calls it: q, k, v are [batch, heads, tokens, head_dim].
+
+    mtrain: the keyword argument of the model that `ContextParallel.inputs` made.
+
+    Raises ConfigError for a call that the engine would compute wrongly.
+    """
+    layer: Any = getattr(module, "layer_idx", None)
+    if isinstance(mtrain, Probe):
+        mtrain.calls.add(layer)
+        return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
+    if mtrain is None:
+        raise ConfigError(
+            "the model was called without a batch: call it as model(**cp.inputs(input_ids))"
+        )
+    if attention_mask is not None:
+        raise ConfigError("attention_mask: the batch has the masks; leave it out")
+    if key.shape[2] != query.shape[2]:
+        raise ConfigError(
+            f"layer {layer}: {query.shape[2]} queries see {key.shape[2]} keys; a cache "
+            "(use_cache=True) and cross-attention are not supported"
+        )
+    for problem in _refusals(module, options):
+        raise ConfigError(f"layer {layer}: {problem}")
+    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
+    dim, width = q.shape[-1], v.shape[-1]
+    if scaling is not None and scaling != dim**-0.5:
+        q = q * (scaling * dim**0.5)  # the engine divides by the square root
+    if width < dim:  # latent attention, whose values are narrower
+        v = nn.functional.pad(v, (0, dim - width))
+    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux)
+    return out[..., :width], None
+
+
+def _refusals(module: nn.Module, options: dict[str, Any]) -> Iterator[str]:
+    if options.get("dropout") or getattr(module, "attention_dropout", 0):
+        yield "attention_dropout is not supported; set it to 0"
+    if options.get("softcap"):
+        yield f"softcap={options['softcap']}: no kernel caps scores; set it to None"
+    if not options.get("is_causal", getattr(module, "is_causal", True)):
+        yield "attention to later tokens (is_causal=False) is not supported"
+
+
+def register() -> None:
+    """Register `attention` and an empty mask, since the batch has the masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if ALL_ATTENTION_FUNCTIONS.get(NAME, attention) is not attention:
+        raise ConfigError(
+            f"register: another package has registered attn_implementation={NAME} in transformers"
+        )
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Stands for a batch in a forward pass without attention. calls: layers that called it."""
+
+    calls: set[int] = field(default_factory=set)
+
+
+def problems(model: PreTrainedModel, settings: Config) -> list[str]:
+    """Return a line for each part of a model that would be wrong on a shard of a sequence."""
+    config = model.config.get_text_config()
+    found = []
+    if config._attn_implementation != NAME:
+        found.append(
+            f"attn_implementation={config._attn_implementation}: load the model with "
+            f'attn_implementation="{NAME}"'
+        )
+    if config.is_encoder_decoder:
+        found.append(f"{type(model).__name__}: encoders and cross-attention are not supported")
+    for kind in sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS):
+        numbers = [str(n) for n, of_layer in enumerate(config.layer_types) if of_layer == kind]
+        found.append(
+            f"layers {first_few(numbers)}: {kind} is neither full nor sliding attention; a process "
+            "would see only its own tokens there"
+        )
+    for name, allowed in _OFF.items():
+        if value := getattr(config, name, None):
+            found.append(f"{name}={value}: not supported; set it to {allowed}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for of_layers in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if (kind := of_layers.get("rope_type")) not in _BY_LENGTH:
+            continue
+        most = of_layers.get("original_max_position_embeddings") or config.max_position_embeddings
+        if settings.seq > most and settings.topology.workers != 1:
+            found.append(
+                f"rope_type={kind}: beyond {most} positions, frequencies depend on the largest "
+                "position, which differs between processes"
+            )
+    later = [
+        n for n, module in model.named_modules() if getattr(module, "is_causal", True) is False
+    ]
+    if later:
+        found.append(f"{later[0]}: attention to later tokens (is_causal=False) is not supported")
+    number = settings.model.num_layers
+    if settings.sparsity.dense_layers and number != config.num_hidden_layers:
+        found.append(f"model.num_layers={number}: the model has {config.num_hidden_layers}")
+    return found or list(_probe(model, config))
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, config: Any) -> Iterator[str]:
+    """Run the model with attention that gives zeros, and change one token.
+
+    No other token's output may change, or something else than attention mixes tokens. This finds
+    recurrent layers and convolutions of any name.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
+    ids = torch.arange(1, 1 + _PROBED, device=model.device)[None] % config.vocab_size
+    other = ids.clone()
+    other[0, 5] = (ids[0, 5] + 1) % config.vocab_size
+    positions = torch.arange(_PROBED, device=model.device)[None]
+    probe, in_training = Probe(), [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        outputs = [
+            model(input_ids=x, position_ids=positions, use_cache=False, mtrain=probe)[0]
+            for x in (ids, other)
+        ]
+    except ConfigError:
+        yield f"{type(model).__name__}: does not pass keyword arguments on to its attention"
+        return
+    finally:
+        for module in in_training:
+            module.training = True
+    changed = (outputs[0] != outputs[1]).any(-1)[0].long()
+    if others := int(changed.sum() - changed[5]):
+        yield (
+            f"{type(model).__name__}: without attention, a token changes the outputs of "
+            f"{with_count(others, 'other token')}; there, a process would see only its own tokens"
+        )
+    if len(probe.calls) < config.num_hidden_layers:
+        yield (
+            f"{type(model).__name__}: {len(probe.calls)} of its {config.num_hidden_layers} layers "
+            "call the registered attention"
+        )

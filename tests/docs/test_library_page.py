@@ -1,0 +1,23 @@
+"""The Python of docs/library.md runs as written, in order."""
+
+from __future__ import annotations
+
+import pytest
+from docs.blocks import blocks_of
+
+EXAMPLES = [
+    block
+    for block in blocks_of("python")
+    if block.page.name == "library.md" and block.rule != "skip"
+]
+
+
+def test_the_blocks_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    # Otherwise `auto` takes Triton's interpreter for a kernel.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert len(EXAMPLES) == 3
+    assert len([line for line in EXAMPLES[0].text.splitlines() if line]) == 10
+    names = {"__name__": "example"}
+    for block in EXAMPLES:
+        exec(compile(block.text, str(block), "exec", dont_inherit=True), names)

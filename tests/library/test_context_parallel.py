@@ -1,0 +1,446 @@
+"""`api.context_parallel` over real processes equals one process and the float64 definition."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import gloo
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from mtrain_cli import api
+from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel
+from mtrain_cli.library.settings import Processes, compose_settings
+
+SEQ, HEADS, KV_HEADS, DIM = 250, 4, 2, 8
+DOCUMENTS = np.repeat([0, 1, 2], [70, 110, 70])
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "dense": (),
+    "vertical_slash": ("sparsity.min_columns=4", "sparsity.max_columns=8", "sparsity.p_s=0.3"),
+    "block_topk": ("sparsity.score=exact", "sparsity.density=0.45"),
+}
+WAYS = (
+    ("zigzag", "ring"),
+    ("striped", "all_gather"),
+    ("striped", "hierarchical_ring"),
+    ("contiguous", "ulysses"),
+    ("balanced", "group_cast"),
+    ("balanced", "ring"),
+)
+
+
+def whole_tensors() -> list[torch.Tensor]:
+    """q, k, v and dout, float64, equal on all processes."""
+    generator = torch.Generator().manual_seed(5)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(1, SEQ, n, DIM, generator=generator, dtype=torch.float64) for n in heads]
+
+
+def made(sparsity: str = "dense", *words: str, group=None, **arguments) -> ContextParallel:
+    small = ("topology.block_size=16",)
+    if sparsity != "dense":
+        small = (*small, "sparsity.block=16", *SETTINGS[sparsity])
+    return api.context_parallel(group, *small, *words, seq=SEQ, sparsity=sparsity, **arguments)
+
+
+def results(
+    batch: ContextBatch, window: int | None = None, sinks: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """out, dq, dk and dv of whole sequences, through a float32 kernel."""
+    *qkv, dout = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    for tensor in qkv:
+        tensor.requires_grad_()
+    out = batch.attention(*qkv, layer=0, window=window, sinks=sinks)
+    out.backward(dout)
+    return [batch.gather(tensor.detach()) for tensor in (out, *(t.grad for t in qkv))]
+
+
+def by_definition(seen: torch.Tensor, sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The same in float64 by autograd, and dsinks. seen: bool [1, heads or 1, SEQ, SEQ]."""
+    *qkv, dout = whole_tensors()
+    q, k, v = (tensor.requires_grad_() for tensor in qkv)
+    k, v = (tensor.repeat_interleave(HEADS // KV_HEADS, 2) for tensor in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / DIM**0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks[:, None, None].expand(1, -1, SEQ, 1)
+        scores = torch.cat([scores, column], -1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :SEQ], v)
+    leaves = qkv if sinks is None else [*qkv, sinks]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def seen_by_documents(window: int = SEQ) -> torch.Tensor:
+    at, document = torch.arange(SEQ), torch.from_numpy(DOCUMENTS)
+    away = at[:, None] - at
+    same = document[:, None] == document
+    return (same & (away >= 0) & (away < window))[None, None]
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for tensor, other in zip(found, expected, strict=True):
+        assert (tensor.double() - other).abs().max() < 2e-6 * (1 + other.abs().max())
+
+
+def in_all_ways(_rank: int, world: int, sparsity: str) -> dict[tuple[str, str], list[torch.Tensor]]:
+    virtual = ("topology.gpus_per_node=1",)
+    return {
+        (layout, exchange): results(
+            made(
+                sparsity, *(virtual if "hierarchical" in exchange else ()), layout=layout,
+                exchange=exchange,
+            ).batch(DOCUMENTS)
+        )
+        for layout, exchange in WAYS
+        if exchange != "ulysses" or HEADS % world == 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sparsity", list(SETTINGS))
+def test_processes_compute_what_one_does_and_the_definition_says(world, sparsity):
+    alone = made(sparsity)
+    batch = alone.batch(DOCUMENTS)
+    expected = results(batch)
+    seen = seen_by_documents()
+    if sparsity != "dense":
+        q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+        batch = alone.batch(DOCUMENTS)
+        batch.attention(q.requires_grad_(), k, v, 0)
+        (attend,) = batch._attention.values()
+        (pair,) = attend.plan.tiles.tiles
+        chosen = attend.narrowed[0][0].for_pair(*pair).seen()[:, :, :SEQ, :SEQ]
+        assert not (chosen & ~seen).any()
+        assert chosen.sum() < 0.9 * HEADS * seen.sum()
+        seen = chosen
+    assert_close(expected, by_definition(seen))
+    for found in gloo.run(world, in_all_ways, sparsity):
+        assert len(found) >= 5
+        for tensors in found.values():
+            assert_close(tensors, by_definition(seen))
+
+
+def in_groups(rank: int, world: int, names: tuple[str, str]) -> list[list[torch.Tensor]]:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+    group = mesh["cp"] if rank % 2 else mesh["cp"].get_group()
+    cps = [made(group=group, exchange=name) for name in ("ring", "ulysses")]
+    assert [cp.processes.groups for cp in cps] == 2 * [sorted(cps[0].processes.groups)]
+    return [results(cp.batch(DOCUMENTS)) for cp in cps]
+
+
+@pytest.mark.parametrize("names", [("dp", "cp"), ("cp", "dp")])
+def test_groups_of_a_mesh_attend_apart(names):
+    expected = by_definition(seen_by_documents())
+    for both in gloo.run(4, in_groups, names):
+        for tensors in both:
+            assert_close(tensors, expected)
+
+
+def messages(rank: int, world: int) -> list[str]:
+    """The errors of groups that do not divide three processes."""
+    pair, rest = dist.new_group([0, 1]), dist.new_group([2])
+    overlapping = dist.new_group([1, 2])
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    found = []
+    # The third is no group of process 2, to which `dist.new_group` returned a stand-in.
+    groups = (rest if rank == 2 else pair, overlapping if rank == 2 else pair, pair, mesh)
+    for group in groups:
+        with pytest.raises(api.ConfigError) as raised:
+            made(group=group)
+        found.append(str(raised.value))
+    with pytest.raises(api.ConfigError) as raised:
+        results(made(exchange="ulysses").batch())
+    return [*found, str(raised.value)]
+
+
+def test_groups_must_divide_the_processes_and_the_heads():
+    rule = (
+        "the groups must have the same size and ascending ranks, and each of the 3 processes must "
+        "be in one"
+    )
+    for found in gloo.run(3, messages):
+        assert found == [
+            f"group: [0, 1], [2]: {rule}",
+            f"group: [0, 1], [1, 2]: {rule}",
+            f"group: [0, 1]: {rule}",
+            'group: the mesh has dp, cp; give one, such as mesh["cp"]',
+            "exchange=ulysses: cannot share 4 query heads and 2 key-value heads among 3 workers in "
+            "nodes of 3; allowed for topology.ulysses: 1",
+        ]
+
+
+def sinks_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([-20.0, 0.0, 0.7, 3.0], dtype=dtype).requires_grad_()
+
+
+def with_sinks(_rank: int, world: int) -> list[list[torch.Tensor]]:
+    ways = (("zigzag", "ring"), ("striped", "all_gather"), ("balanced", "group_cast"))
+    found = []
+    for layout, exchange in ways:
+        sinks, cp = sinks_of(torch.float32), made(layout=layout, exchange=exchange)
+        tensors = results(cp.batch(DOCUMENTS), sinks=sinks)
+        assert sinks.grad is not None
+        if world > 1:
+            dist.all_reduce(sinks.grad)
+        found.append([*tensors, sinks.grad])
+    if world > 1:
+        with pytest.raises(api.ConfigError, match="sinks: do not work with 2 processes that share"):
+            results(made(exchange="ulysses").batch(DOCUMENTS), sinks=sinks_of(torch.float32))
+    return found
+
+
+def test_sinks_take_a_share_of_the_softmax():
+    expected = by_definition(seen_by_documents(), sinks_of(torch.float64))
+    assert all(gradient.abs() > 0.01 for gradient in expected[-1][1:])
+    for found in gloo.run(2, with_sinks):
+        for tensors in found:
+            assert_close(tensors, expected)
+
+
+# Two documents without causality, of which the second also sees a prefix of the first, and a
+# causal rest; the kinds are those of docs/masks.md.
+SLICES = np.array(
+    [(0, 90, 0, 90, 0), (90, 160, 90, 160, 0), (90, 160, 0, 20, 0), (160, SEQ, 100, SEQ, 1)]
+)
+
+
+def seen_by_slices() -> torch.Tensor:
+    seen, at = torch.zeros(SEQ, SEQ, dtype=torch.bool), torch.arange(SEQ)
+    seen[:90, :90] = seen[90:160, 90:160] = seen[90:160, :20] = True
+    seen[160:] = (at >= 100) & (at <= at[160:, None])
+    return seen[None, None]
+
+
+def under_slices(_rank: int, _world: int) -> list[list[torch.Tensor]]:
+    ways = (("zigzag", "ring"), ("balanced", "group_cast"))
+    cps = [made(layout=layout, exchange=exchange) for layout, exchange in ways]
+    return [results(cp.batch(slices=[SLICES])) for cp in cps]
+
+
+def test_slices_replace_mask_and_documents():
+    for both in gloo.run(2, under_slices):
+        for tensors in both:
+            assert_close(tensors, by_definition(seen_by_slices()))
+
+
+def other_documents(rank: int, _world: int) -> str:
+    with pytest.raises(api.ConfigError) as raised:
+        made().batch(np.maximum(DOCUMENTS, np.arange(SEQ) >= 60 + rank))
+    assert made().batch(DOCUMENTS).masks
+    return str(raised.value)
+
+
+def test_processes_compare_the_masks_of_the_first_batch():
+    assert gloo.run(2, other_documents) == 2 * [
+        "masks: differ between the processes [0, 1], which share sequences; give the same whole "
+        "sequences to all of them"
+    ]
+
+
+def test_documents_in_three_ways_give_the_same_masks():
+    cp = made()
+    restarting = np.concatenate([np.arange(70), np.arange(110), np.arange(70)])
+    masks = [
+        cp.batch(DOCUMENTS).masks,
+        cp.batch(torch.from_numpy(DOCUMENTS)[None]).masks,
+        cp.batch(cu_seqlens=[0, 70, 180, 250]).masks,
+        cp.batch(position_ids=torch.from_numpy(restarting)[None]).masks,
+    ]
+    assert all(mask.same_as(masks[0][0]) for (mask,) in masks)
+    assert masks[0][0].pairs == int(seen_by_documents().sum())
+    (first, second) = cp.batch(np.stack([DOCUMENTS, np.zeros_like(DOCUMENTS)])).masks
+    assert first.same_as(masks[0][0])
+    assert second.same_as(cp.batch(sequences=2).masks[1])
+
+
+def test_a_balanced_layout_follows_the_documents():
+    processes = Processes(0, [(0, 1)])
+    cp = ContextParallel(compose_settings(2, (), seq=str(SEQ), layout="balanced"), processes)
+    whole, also_whole, packed = (cp.batch(ids) for ids in (None, None, DOCUMENTS))
+    assert whole.layout is also_whole.layout
+    assert whole.positions.tolist() != packed.positions.tolist()
+
+
+@pytest.mark.parametrize(
+    ("local_size", "ranks", "per_node"),
+    [(4, (0, 1, 2, 3), 4), (4, (0, 2, 4, 6), 2), (1, (0, 1, 2), 1), (2, (0, 1, 2), 3)],
+)
+def test_the_nodes_of_a_group_follow_from_its_ranks(monkeypatch, local_size, ranks, per_node):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    config = compose_settings(len(ranks), (), seq="1k")
+    environment = Processes(ranks[1], [ranks]).environment(config)
+    assert (environment.context_per_node, environment.rank) == (per_node, 1)
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
+def test_a_window_has_no_index(sparsity):
+    found = results(made(sparsity).batch(DOCUMENTS), window=30)
+    assert_close(found, by_definition(seen_by_documents(30)))
+
+
+def test_the_last_layers_may_be_dense():
+    cp = made("vertical_slash", "sparsity.dense_layers=1", "model.num_layers=3")
+    dense, _, _, _ = by_definition(seen_by_documents())
+    batch = cp.batch(DOCUMENTS)
+    q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    with torch.no_grad():
+        sparse, last = (batch.attention(q, k, v, layer) for layer in (1, 2))
+    assert_close([cp.gather(last)], [dense])
+    assert (cp.gather(sparse) - dense).abs().max() > 0.01
+
+
+def test_batches_of_single_documents_share_a_plan():
+    cp = made()
+    plans = []
+    for sequences in (1, 1, 2):
+        batch = cp.batch(sequences=sequences)
+        whole = (tensor.float().expand(sequences, -1, -1, -1) for tensor in whole_tensors())
+        q, k, v, _ = batch.shard(*whole)
+        batch.attention(q, k, v, 0)
+        (attend,) = batch._attention.values()
+        plans.append(attend.plan.tiles)
+    assert plans[0] is plans[1]
+    assert len({id(plan) for plan in plans}) == 2
+
+
+def layers_of(batch: ContextBatch, x: torch.Tensor, *, reentrant: bool = False) -> torch.Tensor:
+    """Two checkpointed layers: q, k and v are views of x and of the first layer's output."""
+
+    def layer(x: torch.Tensor, number: int) -> torch.Tensor:
+        return x + batch.attention(x, x[:, :, :KV_HEADS], x[:, :, :KV_HEADS], number)
+
+    for number in range(2):
+        x = checkpoint(layer, x, number, use_reentrant=reentrant)
+    return x
+
+
+def in_flight(_rank: int, _world: int, sparsity: str) -> list[torch.Tensor]:
+    """Gradients of two batches with other documents; the first is computed again last."""
+    cp, (x, *_) = made(sparsity), whole_tensors()
+    batches = [cp.batch(ids) for ids in (DOCUMENTS, np.zeros_like(DOCUMENTS))]
+    tokens = [batch.shard(x.float()).requires_grad_() for batch in batches]
+    outs = [layers_of(batch, own) for batch, own in zip(batches, tokens, strict=True)]
+    for out in reversed(outs):
+        out.square().sum().backward()
+    return [b.gather(own.grad) for b, own in zip(batches, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
+def test_recomputation_uses_the_plan_and_index_of_its_own_batch(sparsity):
+    alone = in_flight(0, 1, sparsity)
+    assert (alone[0] - alone[1]).abs().max() > 0.1
+    for found in gloo.run(2, in_flight, sparsity):
+        assert_close(found, [tensor.double() for tensor in alone])
+
+
+def test_recomputation_needs_its_own_batch_and_index():
+    cp, (x, *_) = made("vertical_slash"), whole_tensors()
+    x = cp.batch().shard(x.float()).requires_grad_()
+    with pytest.raises(api.ConfigError, match="its index is gone in the backward pass; checkpoint"):
+        layers_of(cp.batch(), x, reentrant=True).sum().backward()
+    cp.batch()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return cp.attention(x, x, x, 0)
+
+    with pytest.raises(api.ConfigError, match="call the method of the batch that `batch` returned"):
+        checkpoint(attend, x, use_reentrant=False).sum().backward()
+
+
+def test_a_layer_is_computed_once_with_gradients_and_often_without():
+    batch = made("vertical_slash").batch()
+    q, k, v, _ = batch.shard(*(tensor.float().requires_grad_() for tensor in whole_tensors()))
+    with torch.no_grad():
+        first, second = (batch.attention(q, k, v, 0) for _ in range(2))
+    assert torch.equal(first, second)
+    batch.attention(q, k, v, 0)
+    with pytest.raises(api.ConfigError, match="layer=0: was computed before in this batch"):
+        batch.attention(q, k, v, 0)
+
+
+def planned_ahead(_rank: int, _world: int) -> list[torch.Tensor]:
+    cp = made("vertical_slash", layout="balanced")
+    results(cp.batch(), window=30)
+    with ThreadPoolExecutor() as loader:
+        batch = loader.submit(cp.batch, DOCUMENTS).result()
+    (planned,) = batch._attention.values()
+    tensors = results(batch, window=30)
+    assert [*batch._attention.values()] == [planned]
+    return tensors
+
+
+def test_later_batches_are_planned_on_any_thread():
+    for found in gloo.run(2, planned_ahead):
+        assert_close(found, by_definition(seen_by_documents(30)))
+
+
+X = torch.zeros(1, SEQ, 2, DIM)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda cp: cp.shard(X), "shard: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.gather(X), "gather: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.attention(X, X, X, 0),
+         "attention: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.batch().shard(X[:, 1:]),
+         "a tensor of shape [1, 249, 2, 8]: whole sequences have the shape [1, 250, ...] "
+         "(seq=250)"),
+        (lambda cp: cp.batch(sequences=2).attention(X, X, X, 0),
+         "a tensor of shape [1, 250, 2, 8]: this process's tokens have the shape [2, 250, ...] "
+         "(seq=250)"),
+        (lambda cp: cp.batch().attention(X, X[:, :, :1], X, 0),
+         "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 1, 8], [1, 250, 2, 8]; give k and v "
+         "one shape, as wide as q, with heads that divide those of q"),
+        (lambda cp: cp.batch(DOCUMENTS[1:]),
+         "documents: has the shape [1, 249]; give [sequences, 250] for seq=250"),
+        (lambda cp: cp.batch(DOCUMENTS[::-1].copy()),
+         "documents: decrease along a sequence; give ids that never decrease"),
+        (lambda cp: cp.batch(DOCUMENTS / 2), "documents: must be whole numbers, not float64"),
+        (lambda cp: cp.batch(cu_seqlens=[0, 70, 249]),
+         "cu_seqlens=[  0  70 249]: must rise from 0 to seq=250"),
+        (lambda cp: cp.batch(DOCUMENTS, cu_seqlens=[0, 250]),
+         "documents, cu_seqlens: each describes the masks; give one of them"),
+        (lambda cp: cp.batch(slices=[[(0, 9, 0, 300, 0)]]),
+         "slices: The slice [0, 9, 0, 300, 0] of (query start, query stop, key start, key stop, "),
+        (lambda _: made("vertical_slash").batch(slices=[SLICES]),
+         "slices: sparsity=vertical_slash needs masks in which each query sees one range of keys "
+         "that ends at the query; give sparsity=dense"),
+        (lambda _: results(made().batch(), window=0),
+         "window=0: must be at least 1 token, under a mask without later keys"),
+        (lambda _: results(made(mask="full").batch(), window=9),
+         "window=9: must be at least 1 token, under a mask without later keys"),
+        (lambda _: made(layout="spiral"),
+         "layout=spiral: expected one of auto, contiguous, zigzag, striped, balanced"),
+        (lambda _: results(made(kernel="flash4").batch()),
+         "kernel=flash4: needs a CUDA GPU; usable here: sdpa"),
+        (lambda _: made("dense", "optim.lr=1"),
+         "optim.lr=1: does not belong to attention between the given processes; allowed: keys "
+         "under sparsity, mask and topology, and model.num_layers"),
+        (lambda _: made("dense", "topology.workers=2"),
+         "topology.workers=2: does not belong to attention between the given processes; allowed: "
+         "keys under sparsity, mask and topology, and model.num_layers"),
+        (lambda _: made("vertical_slash", "sparsity.dense_steps=3"),
+         "sparsity.dense_steps=3: only `mtrain train` counts steps; begin with another "
+         "context_parallel of sparsity=dense"),
+        (lambda _: made("vertical_slash", "sparsity.dense_layers=3"),
+         "sparsity.dense_layers=3: needs model.num_layers=N, the model's layers"),
+        (lambda _: made("block_topk", "sparsity.score=learned", "sparsity.rank=8"),
+         "sparsity.score=learned: only `mtrain train` saves what an index learns; give exact"),
+        (lambda _: made("dense", "mask.window=9", "mask.full_every=2", mask="sliding_window"),
+         "mask.full_every=2, mask.full_first=0: the model says which layers have a window; give "
+         "0, and attention(..., window=N)"),
+        (lambda _: api.context_parallel("world", seq=SEQ),
+         "group: call torch.distributed.init_process_group before"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(call, problem):
+    with pytest.raises(api.ConfigError) as raised:
+        call(made(layout="contiguous"))
+    assert str(raised.value).startswith(problem)
+    assert "\n" not in str(raised.value)
