@@ -295,6 +295,11 @@ _A = Tier(
                 ),
             )
         ),
+        Variant(
+            f"block_topk-15-{EQUAL_TIME}", _block_topk("score=learned", "density=0.15"),
+            time_of=DENSE, pace_of="block_topk-15",
+            about="block_topk-15 for as many seconds as dense",
+        ),
     ),
 )  # fmt: skip
 
@@ -317,7 +322,8 @@ _B = replace(
         _vertical_slash(0.6),
         _A.variant("moba"),
         *_dense_layers(3, _vertical_slash(0.6, "sparsity.dense_layers=3")),
-    )[:-1],  # not for equal time
+        *map(_A.variant, ("block_topk-15", "block_topk-10", f"block_topk-15-{EQUAL_TIME}")),
+    )[:-1],  # without vertical_slash for equal time
 )  # fmt: skip
 
 TIERS = {tier.name: tier for tier in (_TINY, _A, _B)}

@@ -61,7 +61,7 @@ def test_remarks_say_what_is_missing():
     lines = remarks(replace(found, compared=found.compared[:2]))  # without dense-again
     assert lines == [
         "Needles that the bases find at 8k: 96.0 % (seed 0); gate 95 %.",
-        "0 of 66 cells are finished.",
+        "0 of 69 cells are finished.",
     ]
 
 
@@ -75,7 +75,7 @@ def test_a_toy_is_called_one_before_its_tables(capsys):
 
 def test_a_study_that_has_just_begun_has_no_remark_on_seeds_or_on_the_control():
     begun = Summary(A, (), (), {}, (), {})
-    assert remarks(begun) == ["0 of 66 cells are finished."]
+    assert remarks(begun) == ["0 of 69 cells are finished."]
     found = summary([0.0, 0.0, 0.0])
     others = tuple(each for each in found.compared if each.variant.name != FIXED)
     assert not any("control" in line for line in remarks(replace(found, compared=others)))

@@ -15,7 +15,7 @@ TINY, A = TIERS["tiny"], TIERS["a"]
 
 def test_tier_a_has_the_runs_of_the_plan():
     cells = cells_of(A)
-    assert len(cells) == 3 * 22 == len({cell.key for cell in cells})
+    assert len(cells) == 3 * 23 == len({cell.key for cell in cells})
     assert (A.base_seq, A.long_seq, A.steps, A.seeds) == (8192, 65536, 200, (0, 1, 2))
     assert {"dense", "xattention", "moba", "fixed", "untrained", "equal-time"} < {
         cell.name for cell in cells
