@@ -219,7 +219,7 @@ def run_evaluation(
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.run_dir import run_of
 
-    weights = _weights(first, common.checkpoints)
+    weights = _weights([*sources.values()], common.checkpoints)
     if "perplexity" in options and options["perplexity"].short is not None:
         weights = weights[::-1]  # the newest checkpoint chooses the key tokens of all
     root = first.path.resolve() if first.is_folder else run_of(first.path)
@@ -281,12 +281,16 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
     return sources
 
 
-def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
-    """Return the weights by their steps. ``all`` leaves out damaged ones with a warning."""
+def _weights(sources: Sequence[ModelSource], checkpoints: str) -> tuple[Weights, ...]:
+    """Return the weights by their steps.
+
+    ``all`` leaves out damaged ones, and those whose index has not learned, with a warning.
+    """
     from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.launch.run_dir import checkpoints_of
 
+    source = sources[0]
     if source.is_folder:
         if checkpoints != "newest":
             raise ConfigError(f"--checkpoints {checkpoints}: a Hugging Face folder has none")
@@ -297,8 +301,16 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
     steps = list(by_step)
     if checkpoints != "all":
         steps = sorted(set(parse_items("--checkpoints", checkpoints, parse_whole_number, "1,20")))
+    learning = [one.config.sparsity for one in sources if one.config.sparsity.has_learned_state]
+    dense = max((sparsity.dense_steps for sparsity in learning), default=0)
     intact = []
     for step in steps:
+        if checkpoints == "all" and step <= dense:
+            warn([
+                f"step {step}: sparsity.dense_steps={dense} made all steps until then dense, so "
+                "the index has not learned; it is left out"
+            ])  # fmt: skip
+            continue
         if step not in by_step:
             held = ", ".join(map(str, by_step))
             raise ConfigError(

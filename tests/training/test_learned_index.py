@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -181,6 +182,13 @@ def test_an_index_that_has_not_learned_chooses_nothing(tmp_path):
     engine(early, "sparsity=dense")
     engine(early, "sparsity.score=exact")
     engine(folder)
+    words = ["eval", "perplexity", str(folder), "--checkpoints", "all", "--length", "128", "--json"]
+    done = CliRunner().invoke(app, [*words, "--samples", "1", "--text", __file__])
+    assert done.exit_code == 0, done.output
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["step"] for one in results] == [3]
+    for step in (1, 2):
+        assert f"step {step}: sparsity.dense_steps=2 made all steps until then dense" in done.stderr
 
 
 def test_an_evaluation_needs_the_index_of_its_own_step_and_shape(run, tmp_path):
