@@ -174,7 +174,12 @@ class Profile:
         if self._writer is None:
             plan = MeasurementPlan(TRAINING, [(case.label, case.config)], len(self._steps or ()))
             facts = case.facts(self._bench.environment) | {"layers": len(case.layers or ())}
-            facts |= {"layer_kinds": layer_kinds} if len(layer_kinds) > 1 else {}
+            if len(layer_kinds) > 1:
+                dense = case.choices.dense_kernel
+                facts |= {"dense_kernel": dense[0].name} if dense else {}
+                facts |= {"layer_kinds": layer_kinds}
+            if self._bench.first:
+                plan.save(self._bench.run_dir)  # the settings, for reports and predictions
             self._writer = ProfileWriter(plan, self._bench, [case], entries=[facts])
         writer = self._writer
         writer.cases = [case]  # steps may have other numbers of sequences
@@ -212,8 +217,10 @@ class Profile:
         layers = sorted(set().union(*by_kind.values()))
         sequences = max(len(batch.masks) for batch in batches)
         environment, choices = self._bench.environment, engine.choices
-        config = engine.config.changed(
+        # The engine's settings name a dense layer, for a kernel without an index.
+        config = replace(engine.config, sparsity=self._owner.config.sparsity).changed(
             model={"name": self._owner.model, "num_layers": layers[-1] + 1},
+            topology={"workers": environment.dims.workers, "context_parallel": environment.dims.cp},
             train={
                 "micro_batch": sequences,
                 "global_batch": sum(len(b.masks) for b in batches) * environment.dims.dp,
