@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.config.keys import first_few
@@ -89,6 +90,8 @@ class Profile:
                 medians = statistics.median(steady), statistics.median(self._recorded)
                 self._writer.timed(self._writer.cases[0], *self._bench.share(lambda: medians))
             self._written(self._writer.finish)
+        if self._bench.host_group is not None:
+            dist.destroy_process_group(self._bench.host_group)
         missed = [str(n) for n in sorted(self._steps or ()) if n > self._step - (self._step > 1)]
         if missed and self._bench.first:
             warnings.warn(

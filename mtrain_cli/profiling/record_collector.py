@@ -299,9 +299,9 @@ def own_work(
     rank = exchange.group.rank
     work: Work = {}
     for micro, (layout, masks, indices, others) in enumerate(micro_batches):
-        first = set(layers).difference(*(other.layers for other in others))
-        kinds = [(masks, first, indices)]
-        kinds += [(other.masks, other.layers & set(layers), None) for other in others]
+        every = frozenset(layers)
+        first = every.difference(*(other.layers for other in others))
+        kinds = [(masks, first, indices), *((o.masks, o.layers & every, None) for o in others)]
         block = next(iter(indices.values())).block if indices else None
         for of_kind, numbers, of_layers in kinds:
             counter = WorkCounter.make(
