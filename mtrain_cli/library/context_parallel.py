@@ -245,10 +245,10 @@ class ContextParallel:
         each training step. A block without such a call is one step.
 
         Args:
-            folder: a new folder, for the records.
+            folder: a new or empty folder, for the records.
             steps: numbers of the steps to record, from 1; None for all.
 
-        Raises ConfigError for other numbers and, on entry, for a folder that holds a profile.
+        Raises ConfigError for other numbers and, on entry, for a folder that is not empty.
         """
         from mtrain_cli.library.profile import Profile
 

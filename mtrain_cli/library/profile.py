@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import time
 import warnings
@@ -31,7 +30,6 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.record_collector import Estimated
-from mtrain_cli.records.record_files import SUMMARY
 
 if TYPE_CHECKING:
     from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel, _Kind
@@ -60,12 +58,14 @@ class Profile:
         owner, processes = self._owner, self._owner.processes
         if owner.profiling is not None:
             raise ConfigError("profile: another profile of the same object has not ended")
+        device = next((kind.device.type for kind in owner.kinds), owner.environment.device)
         ranks = [rank for group in processes.groups for rank in group]
         self._bench = bench = Bench(
             owner.config,
             RunDir(self._folder),
             replace(
                 owner.environment,
+                device=device,
                 dims=ParallelDims(dp=len(processes.groups), cp=len(processes.ranks)),
                 rank=ranks.index(processes.rank),
             ),
@@ -86,9 +86,8 @@ class Profile:
             return
         if self._writer is not None:
             steady = self._plain[1:]  # The first step also makes communicators.
-            if steady and self._recorded:
-                medians = statistics.median(steady), statistics.median(self._recorded)
-                self._writer.timed(self._writer.cases[0], *self._bench.share(lambda: medians))
+            for plain, recorded in zip(steady[::-1], self._recorded[::-1], strict=False):
+                self._writer.timed(self._writer.cases[0], plain, recorded)
             self._written(self._writer.finish)
         if self._bench.host_group is not None:
             dist.destroy_process_group(self._bench.host_group)
@@ -102,6 +101,8 @@ class Profile:
 
     def step(self) -> None:
         """End a training step. All processes of the job call this together."""
+        if self._owner.profiling is not self:
+            raise ConfigError("profile: step() was called outside of the `with` block")
         self._end()
         self._begin()
 
@@ -114,7 +115,7 @@ class Profile:
         if kind.device.type != self._bench.device.type:
             raise ConfigError(
                 f"profile: attention runs on {kind.device.type}, and this process sees a GPU; hide "
-                "it (CUDA_VISIBLE_DEVICES=)"
+                "it (CUDA_VISIBLE_DEVICES=), or compute a batch before the profile"
             )
         kinds = self._batches.setdefault(batch, {})
         if kind not in kinds:
@@ -127,12 +128,12 @@ class Profile:
 
     def _open_folder(self) -> str:
         """Return what is wrong with the folder, or ""."""
-        if (self._folder / SUMMARY).exists():
-            return f"profile: {self._folder} holds a profile already; give a new folder"
         facts = environment_facts() | {"command": sys.argv}
         file = self._bench.run_dir.environment
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if any(self._folder.iterdir()):
+                return f"profile: {self._folder} is not empty; give a new or an empty folder"
             file.write_text(json.dumps(facts, indent=2) + "\n")
         except OSError as error:
             return f"profile: {not_written(error, file)}"

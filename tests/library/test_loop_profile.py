@@ -6,6 +6,7 @@ import json
 from contextlib import chdir
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import gloo
 import numpy as np
@@ -89,6 +90,8 @@ def test_the_imbalance_is_that_of_the_pairs(profiled):
     assert recorded.complete
     frame = recorded.frame()
     assert set(frame.iteration) == {2, 4}
+    (facts,) = recorded.summary["cases"]
+    assert len(facts["iteration_ms"]) == 1, "steps 1 and 3 are not recorded; the first warms up"
     computed = frame[(frame.phase == "attention") & (frame.direction != "recompute")]
     keys = ["iteration", "layer", "direction", "micro"]
     tables = []
@@ -284,6 +287,19 @@ def without_attention(folder: Path) -> None:
         pass
 
 
+def step_after_the_block(folder: Path) -> None:
+    cp = made()
+    with cp.profile(folder / "one") as profile:
+        train_step(cp)
+    profile.step()
+
+
+def clock_of_another_device(folder: Path) -> None:
+    with made().profile(folder / "one") as profile:
+        kind = SimpleNamespace(device=torch.device("cuda"))
+        profile.seen(None, kind, 0, None)  # type: ignore[arg-type]
+
+
 def in_a_file(folder: Path) -> None:
     (folder / "file").write_text("")
     with made().profile(folder / "file"):
@@ -296,7 +312,9 @@ def in_a_file(folder: Path) -> None:
         (nested, "profile: another profile of the same object has not ended"),
         (several_heads, "profile: the layers have different heads (2 of 8; 4 of 8); one shape can"),
         (without_attention, "profile: step 1 called no attention of this object"),
-        (twice, "profile: FOLDER/one holds a profile already; give a new folder"),
+        (twice, "profile: FOLDER/one is not empty; give a new or an empty folder"),
+        (step_after_the_block, "profile: step() was called outside of the `with` block"),
+        (clock_of_another_device, "profile: attention runs on cuda, and this process sees a GPU"),
         (in_a_file, "profile: FOLDER/file"),
         (lambda folder: made().profile(folder, steps=[]), "steps=[]: give the numbers of the"),
         (lambda folder: made().profile(folder, steps=[0, 2]), "steps=[0, 2]: give the numbers of"),
