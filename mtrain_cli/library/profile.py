@@ -249,6 +249,7 @@ def _estimated(layout: Layout, kinds: Kinds, of: int) -> Estimated:
         return kinds[kind][0].index is None, math.inf if kind.window is None else kind.window
 
     (first, _), *others = (kinds[kind] for kind in sorted(kinds, key=order))
+    assert all(attend.index is None for attend, _ in others), "one kind of layers has an index"
     rest = tuple(FullLayers(a.plan.masks, frozenset(layers), of) for a, layers in others)
     indices = None if first.index is None else first.index.estimated
     return Estimated(layout, first.plan.masks, indices, rest)

@@ -26,13 +26,17 @@ from mtrain_cli.records.record_files import open_records
 from mtrain_cli.reporting.report_source import open_source
 
 SEQ, HEADS, WINDOW, LAYERS = 256, 4, 30, 3
-SPARSE = ("sparsity.block=16", "sparsity.max_columns=8", "sparsity.min_columns=4")
+SPARSE = {
+    "dense": (),
+    "vertical_slash": ("sparsity.block=16", "sparsity.max_columns=8", "sparsity.min_columns=4"),
+    "block_topk": ("sparsity.block=16", "sparsity.score=exact", "sparsity.density=0.45"),
+}
 # The documents of the two micro-batches of each step.
 DOCUMENTS = np.repeat([0, 1], [100, 156]), np.repeat([0, 1, 2], [30, 200, 26])
 
 
 def made(sparsity: str = "dense", group=None, **arguments: str) -> ContextParallel:
-    words = ("topology.block_size=16", *(SPARSE if sparsity != "dense" else ()))
+    words = ("topology.block_size=16", *SPARSE[sparsity])
     arguments = {"layout": "striped", "exchange": "ring"} | arguments
     return api.context_parallel(group, *words, seq=SEQ, sparsity=sparsity, **arguments)
 
@@ -196,6 +200,31 @@ def test_windows_and_indices_of_a_transformers_model_are_counted(tmp_path):
     (case,) = json.loads(result.stdout)["cases"]
     mean = (window + sparse) / 2 / HEADS
     assert case["density"] == pytest.approx(mean / (SEQ * (SEQ + 1) / 2))
+
+
+def two_sequences(_rank: int, _world: int, folder: str, sparsity: str, way: dict[str, str]) -> None:
+    cp = made(sparsity, **way)
+    with cp.profile(folder):
+        batch = cp.batch(np.stack(DOCUMENTS))
+        x = batch.shard(torch.randn(2, SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0)))
+        x.requires_grad_()
+        batch.attention(batch.attention(x, x, x, 0), x, x, 1).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "layout", "exchange"),
+    [
+        ("vertical_slash", "contiguous", "ulysses"),
+        ("vertical_slash", "balanced", "ring"),
+        ("block_topk", "zigzag", "all_gather"),
+    ],
+)
+def test_a_prediction_counts_the_same_work(tmp_path, sparsity, layout, exchange):
+    folder = tmp_path / "measurements/one"
+    way = {"layout": layout, "exchange": exchange}
+    gloo.run(2, two_sequences, str(folder), sparsity, way)
+    replayed(folder)
+    assert load_indices(folder / "index.npz").layers(sparsity) == (0, 1)
 
 
 def strided(_rank: int, _world: int, folder: str) -> None:
