@@ -312,7 +312,9 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
                 run.release()
                 raise _occupied_error(path, None if config.run.dir != "auto" else name)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
-            run.environment.write_text(json.dumps(_environment_facts(), indent=2) + "\n")
+            job = current_job()
+            facts = environment_facts() | {"job": job.name if job else None}
+            run.environment.write_text(json.dumps(facts, indent=2) + "\n")
             # This is the last file, because a folder with this file is a run.
             name = path.name if config.run.dir == "auto" else name
             config = config.changed(run={"name": name, "dir": str(run.path)})
@@ -355,20 +357,18 @@ def _undo_create(run: RunDir, is_new_folder: bool, new_parents: Sequence[Path]) 
     return True
 
 
-def _environment_facts() -> dict[str, object]:
+def environment_facts() -> dict[str, object]:
     """Return the facts that somebody needs to repeat the run, by name."""
     versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "flash-attn-4"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    job = current_job()
     checkout, revision = Path(mtrain_cli.__file__).resolve().parent.parent, ""
     if (checkout / ".git").exists():
         describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
         revision = _output_of("git", "-C", str(checkout), *describe)
     return {
         "command": ["mtrain", *sys.argv[1:]],
-        "job": job.name if job else None,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "platform": platform.platform(),

@@ -7,10 +7,12 @@ batch may have become the current one. So whoever recomputes must pass the batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,10 +37,12 @@ from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.training.batch import unseen_labels
 from mtrain_cli.training.layout_choice import choose_layout
-from mtrain_cli.training.resolution import resolve_run
+from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from mtrain_cli.library.profile import Profile
 
 Integers = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
 
@@ -52,6 +56,8 @@ class _Engine:
     dense_kernel: Kernel
     pattern: Pattern | None
     reasons: tuple[str, str]  # for the exchange and the kernel
+    config: Config
+    choices: ResolvedRun
 
 
 class _Kind(NamedTuple):
@@ -71,9 +77,9 @@ class ContextParallel:
 
     def __init__(self, config: Config, processes: Processes) -> None:
         self.config, self.processes = config, processes
-        self._environment = processes.environment(config)
+        self.environment = processes.environment(config)
         self._rule = MaskRule.of(config)
-        per_node = self._environment.context_per_node
+        per_node = self.environment.context_per_node
         self._layout = choose_layout(config, len(processes.ranks), per_node)
         self._engines: dict[tuple[Any, ...], _Engine] = {}
         self._groups: dict[tuple[Any, ...], ContextGroup] = {}
@@ -82,6 +88,8 @@ class ContextParallel:
         self._current: ContextBatch | None = None
         self._compared: set[str] = set()
         self.kinds: dict[_Kind, None] = {}  # of the layers so far, which later batches have, too
+        self.profiling: Profile | None = None
+        self.model = "a model of another loop"  # for reports
 
     @property
     def seq(self) -> int:
@@ -226,6 +234,25 @@ class ContextParallel:
 
         if found := problems(model, self.config):
             raise ConfigError(*found)
+        self.model = type(model).__name__
+
+    def profile(
+        self, folder: str | os.PathLike[str], steps: Iterable[int] | None = None
+    ) -> Profile:
+        """Return a context manager that records training steps for `mtrain report`.
+
+        All processes of the job enter and leave it together, and call its method ``step`` after
+        each training step. A block without such a call is one step.
+
+        Args:
+            folder: a new or empty folder, for the records.
+            steps: numbers of the steps to record, from 1; None for all.
+
+        Raises ConfigError for other numbers and, on entry, for a folder that is not empty.
+        """
+        from mtrain_cli.library.profile import Profile
+
+        return Profile(self, Path(folder), None if steps is None else frozenset(steps))
 
     def describe(self) -> str:
         """Return a line on the layout, and on exchange and kernel of each shape of heads so far."""
@@ -301,7 +328,7 @@ class ContextParallel:
         if config.sparsity.pattern != "dense":  # windows are dense, too, so choose their kernel
             config = config.changed(sparsity={"dense_layers": 1})
         with named_as_arguments():
-            choices = resolve_run(config, replace(self._environment, device=device.type))
+            choices = resolve_run(config, replace(self.environment, device=device.type))
         exchange = choices.exchange
         dense = choices.dense_kernel or (choices.kernel, "")
         return _Engine(
@@ -310,6 +337,8 @@ class ContextParallel:
             dense[0],
             choices.pattern,
             (f"{exchange.label} ({exchange.reason})", choices.kernel_reason),
+            config,
+            choices,
         )
 
     def _group(self, exchange: ExchangeChoice, device: torch.device) -> ContextGroup:
@@ -464,6 +493,8 @@ class ContextBatch:
         if kind not in self._attention:
             self.prepare(kind)
             self._owner.kinds[kind] = None
+        if (profile := self._owner.profiling) is not None:
+            self._attention[kind] = profile.seen(self, kind, layer, self._attention[kind])
         return self._attention[kind]
 
     def prepare(self, kind: _Kind) -> None:

@@ -150,6 +150,7 @@ class ContextAttention:
         entry lives until the layer's backward pass, because kernels cache in the tiles what they
         derive from the index (`Tiles.index_cache`).
     kind: kind of the layers (`LAYER_KINDS`), for profilers; empty if all layers are alike.
+    micro: number of the micro-batch, where several may be under way; None if the loop counts them.
     """
 
     exchange: Exchange
@@ -162,6 +163,7 @@ class ContextAttention:
         default_factory=dict, repr=False, compare=False
     )
     kind: str = ""
+    micro: int | None = None
 
     @staticmethod
     def of(
@@ -242,6 +244,8 @@ def _recorded(
 ) -> Iterator[None]:
     """Record a pass of a layer, with an NVTX range such as ``window layer.forward``."""
     recorder, kind = attention.exchange.recorder, attention.kind
+    if recorder is not None and attention.micro is not None:
+        recorder.micro_batch(attention.micro)
     with (
         profiler_labels.label(profiler_labels.ATTENTION),
         nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext(),

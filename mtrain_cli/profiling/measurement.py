@@ -90,7 +90,10 @@ class MeasurementPlan(BenchmarkPlan):
 
 @dataclass(frozen=True)
 class MeasurementCase:
-    """One configuration, ready to measure."""
+    """One configuration, ready to measure.
+
+    layers: numbers of the layers with attention; None for all of the model.
+    """
 
     number: int
     label: str
@@ -98,6 +101,7 @@ class MeasurementCase:
     choices: ResolvedRun
     exchange: Exchange
     expert_parallel: int = 1
+    layers: Sequence[int] | None = None
 
     def facts(self, environment: Environment) -> dict[str, Any]:
         """Return the case's entry in summary.json."""
@@ -147,9 +151,16 @@ class Bench:
     """Device, process groups and record collector, which all cases of a measurement share.
 
     first: whether this worker has rank 0, which prints and writes.
+    ranks: see `RecordCollector`.
     """
 
-    def __init__(self, config: Config, run_dir: RunDir, environment: Environment) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        environment: Environment,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.config, self.run_dir, self.environment = config, run_dir, environment
         self.first = environment.rank == 0
         self._timeout = timedelta(seconds=config.topology.timeout_s)
@@ -158,9 +169,12 @@ class Bench:
             if environment.device == "cuda"
             else torch.device("cpu")
         )
-        self.host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.host_group = (
+            dist.new_group(backend="gloo", timeout=self._timeout) if dist.is_initialized() else None
+        )
+        rank = environment.rank if ranks is None else ranks[environment.rank]
         self.collector = RecordCollector(
-            environment.rank, environment.dims.workers, self.device, self.host_group
+            rank, environment.dims.workers, self.device, self.host_group, ranks
         )
         self.stop = StopFlag(run_dir)
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
@@ -213,6 +227,8 @@ class Bench:
 
     def gather(self, mine: Any) -> list[Any]:
         """Return the values of all workers, on every worker."""
+        if self.host_group is None:
+            return [mine]
         values: list[Any] = [None] * self.environment.dims.workers
         dist.all_gather_object(values, mine, group=self.host_group)
         return values

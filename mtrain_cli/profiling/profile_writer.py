@@ -106,7 +106,7 @@ class ProfileWriter:
     def _layers(self, case: MeasurementCase) -> Sequence[int]:
         if self.plan.mode == ATTENTION_ONLY:
             return case.single_layers
-        return range(case.config.model.num_layers)
+        return range(case.config.model.num_layers) if case.layers is None else case.layers
 
     def timed(self, case: MeasurementCase, plain: float, recorded: float) -> None:
         """Add this worker's times of an iteration without and with recording, in seconds."""
@@ -217,7 +217,8 @@ class ProfileWriter:
             if case.config.seq == first.config.seq:
                 chosen.setdefault(case.config.sparsity.pattern, case)
         cases = [case for case in chosen.values() if case.number in self._last]
-        if not cases:
+        # The file has masks of two kinds of layers.
+        if not cases or any(len(self._last[case.number][0].others) > 1 for case in cases):
             return
         computed = self._last[cases[0].number][0]
         bounds = {c.config.sparsity.pattern: c.config.sparsity.column_bound for c in cases}
@@ -235,8 +236,7 @@ class ProfileWriter:
         if self.first:
             path = self.folder / record_files.INDEX
             try:
-                of_cases = (self._last[case.number][0].full for case in cases)
-                full = next((each for each in of_cases if each is not None), None)
+                full = next((f for c in cases for f in self._last[c.number][0].others), None)
                 save_indices(path, setup, computed.masks, parts, full)
             except OSError as error:
                 self.problem = not_written(error, path)
@@ -254,7 +254,7 @@ class ProfileWriter:
             pattern, latest = case.config.sparsity.pattern, self._last[case.number][0]
             indices = latest.indices
             for layer in self._layers(case):
-                if indices is None or (latest.full is not None and layer in latest.full.layers):
+                if indices is None or any(layer in other.layers for other in latest.others):
                     yield pattern, layer, None
                     continue
                 index = indices.get(layer)  # with a pipeline, the stage of the layer has it

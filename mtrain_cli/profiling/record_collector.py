@@ -93,19 +93,30 @@ Work = dict[tuple[int, int], dict[str, StepWork]]
 
 
 class RecordCollector:
-    """Record this rank's iterations, and collect the records of all ranks on rank 0."""
+    """Record this rank's iterations, and collect the records of all ranks on rank 0.
+
+    rank: of this process in torch.distributed.
+    host_group: of all processes; None for one without torch.distributed.
+    ranks: the process of each worker, if rows number the workers otherwise.
+    """
 
     def __init__(
-        self, rank: int, workers: int, device: torch.device, host_group: dist.ProcessGroup
+        self,
+        rank: int,
+        workers: int,
+        device: torch.device,
+        host_group: dist.ProcessGroup | None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.workers, self.host_group = rank, workers, host_group
-        self.boots = boots_of_all(workers, host_group)
+        self._numbers = None if ranks is None else np.append(np.argsort(ranks), -1)
+        self.boots = [_boot()] if host_group is None else boots_of_all(workers, host_group)
         self.clock, self.uncertainty = Clock(0.0, 0.0), 0.0
         self.recorder = recording.Recorder(device)
 
     def start(self) -> None:
         """Start an iteration. With several machines, align the clocks again, because they drift."""
-        if len(set(self.boots)) > 1:
+        if self.host_group is not None and len(set(self.boots)) > 1:
             self.clock = align_clocks(self.rank, self.boots, self.host_group)
         self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
 
@@ -120,8 +131,14 @@ class RecordCollector:
         """
         spans = recording.with_gaps(self.recorder.read())
         mine = own_rows(spans, self.rank, self.clock.offset, work, flop)
+        if self._numbers is not None:
+            for name in ("rank", "peer", "to", "source", "first"):
+                mine[name] = self._numbers[mine[name]]  # -1 stays
         everyone: list[np.ndarray | None] | None = [None] * self.workers if self.rank == 0 else None
-        dist.gather_object(mine, everyone, group=self.host_group)
+        if self.host_group is None:
+            everyone = [mine]
+        else:
+            dist.gather_object(mine, everyone, group=self.host_group)
         if everyone is None:
             return np.empty(0, ROW)
         rows = merge_ranks([table for table in everyone if table is not None])
@@ -258,19 +275,19 @@ class Estimated(NamedTuple):
     """What attention computed in a micro-batch.
 
     indices: the indices by layer; None for dense attention.
-    full: the layers without a window or without an index; None if all layers are alike.
+    others: the layers with other masks or without an index, by kind; empty if all are alike.
     """
 
     layout: Layout
     masks: Sequence[SequenceMask]
     indices: Mapping[int, Index] | None
-    full: FullLayers | None = None
+    others: tuple[FullLayers, ...] = ()
 
 
 def estimated(attend: ContextAttention | MixedAttention) -> Estimated:
     if isinstance(attend, MixedAttention):
         full = FullLayers(attend.full.plan.masks, attend.full_layers, attend.layers)
-        return estimated(attend.window)._replace(full=full)
+        return estimated(attend.window)._replace(others=(full,))
     indices = None if attend.index is None else attend.index.estimated
     return Estimated(attend.plan.placement.layout, attend.plan.masks, indices)
 
@@ -281,11 +298,10 @@ def own_work(
     """Return the work of this worker, in micro-batches of ``layers``."""
     rank = exchange.group.rank
     work: Work = {}
-    for micro, (layout, masks, indices, full) in enumerate(micro_batches):
-        others = [layer for layer in layers if full is None or layer not in full.layers]
-        kinds = [(masks, others, indices)]
-        if full is not None:
-            kinds.append((full.masks, [layer for layer in layers if layer in full.layers], None))
+    for micro, (layout, masks, indices, others) in enumerate(micro_batches):
+        every = frozenset(layers)
+        first = every.difference(*(other.layers for other in others))
+        kinds = [(masks, first, indices), *((o.masks, o.layers & every, None) for o in others)]
         block = next(iter(indices.values())).block if indices else None
         for of_kind, numbers, of_layers in kinds:
             counter = WorkCounter.make(

@@ -63,6 +63,12 @@ SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if t
 _MOST_CHARACTERS = 10_000  # of a setting that a report shows
 # Types of facts. A foreign file may have others.
 _FACTS = {"gpus": list, "versions": dict, "started": str}
+# Settings that another loop has, too.
+_OF_ATTENTION = (
+    *("model.name", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.head_dim"),
+    *("seq", "topology.", "mask.", "sparsity.", "train.kernel", "train.dtype"),
+    *("train.micro_batch", "train.global_batch"),
+)
 # {key that a case of a profile can choose otherwise: name of the choice in the record of a case}
 _CHOSEN = {
     "topology.layout": "layout",
@@ -333,8 +339,10 @@ def _recorded(run: ReportSource, recorded: RecordedFolder) -> ReportSource:
     summary, folder = recorded.summary, recorded.folder
     command = {"command": summary["command"]} if summary.get("command") else {}
     facts = {**_facts(summary.get("environment") or {}), **command, **run.facts}
-    settings = with_choices(run.settings, run.chosen or _choices(summary))
-    source, kind = replace(run, facts=facts, settings=settings), summary.get("kind")
+    kind = summary.get("kind")
+    settings = run.settings or (_of_another_loop(folder) if kind == "profile" else {})
+    settings = with_choices(settings, run.chosen or _choices(summary))
+    source = replace(run, facts=facts, settings=settings)
     if kind == STEP:
         return _with_experts(replace(source, step=summary), recorded)
     if kind == SPARSITY:
@@ -347,6 +355,18 @@ def _recorded(run: ReportSource, recorded: RecordedFolder) -> ReportSource:
             why = f"{RECORDS} is missing or empty, although {SUMMARY} lists samples; measure again"
         raise ConfigError(f"{folder}: {why}")
     return replace(_with_experts(source, recorded), recorded=recorded, cases=cases)
+
+
+def _of_another_loop(folder: Path) -> dict[str, Any]:
+    """Return the settings of attention in a loop that is not mtrain's (`api.context_parallel`)."""
+    file = folder / "cases/0.yaml"
+    if not file.is_file():
+        return {}
+    try:
+        settings = read_settings(file)
+    except (OSError, UnreadableError):
+        return {}
+    return {name: value for name, value in settings.items() if name.startswith(_OF_ATTENTION)}
 
 
 def _facts(environment: dict[str, Any]) -> dict[str, Any]:

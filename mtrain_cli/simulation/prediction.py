@@ -205,7 +205,8 @@ class AttentionWorkload:
         def of_layer(layer: int) -> Index | None:
             return index(shown[layer]) if layer in shown else None
 
-        full = FullLayers(self.masks, dense, layers)
+        known = self.full is not None and self.full.layers == dense
+        full = self.full if known else FullLayers(self.masks, dense, layers)
         every = tuple(range(layers))
         return replace(self, layers=every, index=of_layer, full=full, drawn=len(own))
 

@@ -396,13 +396,13 @@ def test_the_revision_says_whether_files_have_changed(tmp_path, monkeypatch):
     module.parent.mkdir()
     module.write_text("")
     monkeypatch.setattr(run_dir.mtrain_cli, "__file__", str(module))
-    assert run_dir._environment_facts()["git_revision"] is None, "this folder is no checkout"
+    assert run_dir.environment_facts()["git_revision"] is None, "this folder is no checkout"
     git("init")
     git("add", ".")
     git("commit", "-m", "first")
-    assert run_dir._environment_facts()["git_revision"] == git("rev-parse", "HEAD")
+    assert run_dir.environment_facts()["git_revision"] == git("rev-parse", "HEAD")
     module.write_text("changed = True\n")
-    assert run_dir._environment_facts()["git_revision"] == git("rev-parse", "HEAD") + "+changes"
+    assert run_dir.environment_facts()["git_revision"] == git("rev-parse", "HEAD") + "+changes"
 
 
 OWNER = f"process {os.getpid()} on {socket.gethostname()}"

@@ -28,7 +28,11 @@ def writer_of(folder, mode: str = TRAINING, gathered: Any = None) -> ProfileWrit
     """Return a writer of two cases. gathered: the values of all workers that `finish` sees."""
     cases = [
         SimpleNamespace(
-            number=n, config=CONFIG, facts=lambda _, n=n: {"label": f"case {n}"}, single_layers=[0]
+            number=n,
+            config=CONFIG,
+            facts=lambda _, n=n: {"label": f"case {n}"},
+            single_layers=[0],
+            layers=None,
         )
         for n in (0, 1)
     ]
