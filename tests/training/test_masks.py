@@ -24,6 +24,10 @@ CASES = {
     "blocks": ["mask=block_causal", "mask.block=8"],
     "block window": ["mask=block_window", "mask.block=24", "mask.back=2"],
     "chunks": ["mask=chunked", "mask.chunk=24"],
+    "chunks, sparse": [
+        "mask=chunked", "mask.chunk=40", "sparsity=vertical_slash",
+        *(f"sparsity.{b}" for b in BUDGETS),
+    ],
     "dilated": ["mask=dilated", "mask.block=8", "mask.stride=3", "mask.count=4"],
     "video": ["mask=video", "mask.causal=true", *VIDEO, "data.document_mask=false"],
     "window, mixed": [*WINDOW, "mask.full_every=2"],
@@ -59,6 +63,7 @@ def causal() -> list[float]:
         "video",
         "window, mixed",
         pytest.param("window, sparse", marks=pytest.mark.slow),
+        pytest.param("chunks, sparse", marks=pytest.mark.slow),
         pytest.param("window, sinks", marks=pytest.mark.slow),
         "dilated",
         "chunks",
