@@ -25,7 +25,9 @@ CASES = {
     "block window": ["mask=block_window", "mask.block=24", "mask.back=2"],
     "chunks": ["mask=chunked", "mask.chunk=24"],
     "chunks, sparse": [
-        "mask=chunked", "mask.chunk=40", "sparsity=vertical_slash",
+        "mask=chunked",
+        "mask.chunk=40",
+        "sparsity=vertical_slash",
         *(f"sparsity.{b}" for b in BUDGETS),
     ],
     "dilated": ["mask=dilated", "mask.block=8", "mask.stride=3", "mask.count=4"],
