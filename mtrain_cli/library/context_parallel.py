@@ -139,9 +139,8 @@ class ContextParallel:
         by_name = self._masks(slices, masks, rows, counted=bool(given))
         each = [mask for of_name in by_name.values() for mask in of_name]
         self._compare("masks", lambda: np.concatenate([m.high - 2 * m.low for m in each]))
-        if not given:
-            rows = [None] * len(each[:: len(by_name)])
-        batch = self._current = ContextBatch(self, by_name, rows)
+        known = rows if given else [None] * (len(each) // len(by_name))
+        batch = self._current = ContextBatch(self, by_name, known)
         for kind in [*self.kinds]:
             batch.prepare(kind)
         return batch

@@ -16,7 +16,7 @@ def test_the_blocks_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     # Otherwise `auto` takes Triton's interpreter for a kernel.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) >= 5
     assert len([line for line in EXAMPLES[0].text.splitlines() if line]) == 10
     names = {"__name__": "example"}
     for block in EXAMPLES:
