@@ -59,7 +59,6 @@ class _Engine:
     dense_kernel: Kernel
     pattern: Pattern | None
     reasons: tuple[str, str]  # for the exchange and the kernel
-    wide: bool  # whether for queries that see more intervals of keys than most kernels serve
 
 
 class _Kind(NamedTuple):
@@ -384,7 +383,6 @@ class ContextParallel:
             dense[0],
             choices.pattern,
             (f"{exchange.label} ({exchange.reason})", choices.kernel_reason),
-            wide,
         )
 
     def _group(self, exchange: ExchangeChoice, device: torch.device) -> ContextGroup:
@@ -563,22 +561,19 @@ class ContextBatch:
                    else f"is not in the batch; give one of {names}")
             )  # fmt: skip
         config = self._owner.config
-        engine = self._owner.engine(q, k, _intervals(self.by_name[mask]))
+        engine = self._owner.engine(q, k, max(one.intervals for one in self.by_name[mask]))
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
         kind = _Kind(engine, mask, window, dense, q.device)
         if kind not in self._attention:
-            self._plan(kind)
+            self.prepare(kind)
             self._owner.kinds[kind] = None
         return self._attention[kind]
 
     def prepare(self, kind: _Kind) -> None:
         """Plan a kind of layers, if the batch has its mask, without other processes."""
-        masks = self.by_name.get(kind.mask)
-        if masks is not None and (_intervals(masks) > MOST_INTERVALS) == kind.engine.wide:
-            self._plan(kind)
-
-    def _plan(self, kind: _Kind) -> None:
         engine, name, window, dense, device = kind
+        if name not in self.by_name:
+            return
         masks = self.by_name[name]
         if window is not None:
             if window < 1 or any(mask.shows_later_keys().any() for mask in masks):
@@ -612,10 +607,6 @@ class ContextBatch:
                 f"layer={layer}: its index is gone in the backward pass; checkpoint with "
                 "use_reentrant=False"
             )
-
-
-def _intervals(masks: Masks) -> int:
-    return max(mask.intervals for mask in masks)
 
 
 def _in_backward() -> bool:
