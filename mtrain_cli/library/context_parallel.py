@@ -85,8 +85,6 @@ class ContextParallel:
         self._layout = choose_layout(config, len(processes.ranks), per_node)
         self._engines: dict[tuple[Any, ...], _Engine] = {}
         self._groups: dict[tuple[Any, ...], ContextGroup] = {}
-        # Layouts and plans of sequences that are one document.
-        self._undivided: dict[tuple[Any, ...], Any] = {}
         self._current: ContextBatch | None = None
         self._compared: set[str] = set()
         self.kinds: dict[_Kind, None] = {}  # of the layers so far, which later batches have, too
@@ -139,7 +137,7 @@ class ContextParallel:
         each = [mask for of_name in by_name.values() for mask in of_name]
         self._compare("masks", lambda: np.concatenate([m.high - 2 * m.low for m in each]))
         known = rows if given else [None] * (len(each) // len(by_name))
-        batch = self._current = ContextBatch(self, by_name, known)
+        batch = self._current = ContextBatch(self, by_name, known, self._current)
         for kind in [*self.kinds]:
             batch.prepare(kind)
         return batch
@@ -321,20 +319,10 @@ class ContextParallel:
 
     def layout_of(self, kinds: Sequence[Masks]) -> Layout:
         """Return the layout of a batch. A balanced one depends on the masks of each kind."""
-        chosen = self._layout
-        if chosen.balancer is None:
-            return chosen.layout
-        if len(kinds) > 1 or not self.is_undivided(kinds[0]):
-            return replace(chosen.balancer, layers=(1,) * len(kinds)).layout(kinds)
-        key = "layout", len(kinds[0])
-        if key not in self._undivided:
-            self._undivided[key] = chosen.balancer.layout(kinds)
-        return self._undivided[key]
-
-    def is_undivided(self, masks: Masks) -> bool:
-        """Return whether each sequence is one document."""
-        undivided = self._rule.undivided(self.seq, self._layout.layout.padded_seq)
-        return all(mask.same_as(undivided) for mask in masks)
+        balancer = self._layout.balancer
+        if balancer is None:
+            return self._layout.layout
+        return replace(balancer, layers=(1,) * len(kinds)).layout(kinds)
 
     def engine(self, q: Tensor, k: Tensor, intervals: int) -> _Engine:
         """Return how queries and keys like these are computed. The first call makes communicators.
@@ -405,20 +393,12 @@ class ContextParallel:
         layout: Layout,
         device: torch.device,
     ) -> Plan:
-        """Return a plan on the device. Sequences that are one document share theirs."""
-        key = "plan", engine, pattern is None, len(masks)
-        # Another mask of the batch may have changed a balanced layout.
-        shared = self.is_undivided(masks) and layout is self.layout_of([masks])
-        if shared and key in self._undivided:
-            return self._undivided[key]
+        """Return a plan on the device."""
         request = None if pattern is None else pattern.request()
         plan = Plan.make(engine.exchange, masks, request, layout=layout)
         # Memory is pinned for the current device, which in a loader's thread is device 0.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            plan = (plan.pinned() if device.type == "cuda" else plan).to(device)
-        if shared:
-            self._undivided[key] = plan
-        return plan
+            return (plan.pinned() if device.type == "cuda" else plan).to(device)
 
 
 class ContextBatch:
@@ -427,6 +407,7 @@ class ContextBatch:
     masks: one per sequence, the first of `by_name`.
     by_name: all masks; the key is None for the mask of a batch that has only one.
     layout: which process holds which tokens, in ascending order.
+    last: the batch before, whose layout and plans serve this one if it has the same masks.
     """
 
     def __init__(
@@ -434,11 +415,17 @@ class ContextBatch:
         owner: ContextParallel,
         by_name: dict[str | None, Masks],
         documents: Sequence[NDArray[np.int64] | None],
+        last: ContextBatch | None,
     ) -> None:
         self._owner, self.by_name, self._documents = owner, by_name, documents
         self.masks = next(iter(by_name.values()))
-        self.layout = owner.layout_of([*by_name.values()])
         self._attention: dict[_Kind, ContextAttention] = {}
+        if last is not None and _same(by_name, last.by_name):
+            self.layout = last.layout
+            planned = [*last._attention.items()]  # another thread may add to them
+            self._attention = {kind: attend.for_next_batch() for kind, attend in planned}
+        else:
+            self.layout = owner.layout_of([*by_name.values()])
 
     @property
     def positions(self) -> IntArray:
@@ -564,15 +551,14 @@ class ContextBatch:
         engine = self._owner.engine(q, k, max(one.intervals for one in self.by_name[mask]))
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
         kind = _Kind(engine, mask, window, dense, q.device)
-        if kind not in self._attention:
-            self.prepare(kind)
-            self._owner.kinds[kind] = None
+        self.prepare(kind)
+        self._owner.kinds[kind] = None
         return self._attention[kind]
 
     def prepare(self, kind: _Kind) -> None:
         """Plan a kind of layers, if the batch has its mask, without other processes."""
         engine, name, window, dense, device = kind
-        if name not in self.by_name:
+        if name not in self.by_name or kind in self._attention:
             return
         masks = self.by_name[name]
         if window is not None:
@@ -607,6 +593,14 @@ class ContextBatch:
                 f"layer={layer}: its index is gone in the backward pass; checkpoint with "
                 "use_reentrant=False"
             )
+
+
+def _same(some: dict[str | None, Masks], others: dict[str | None, Masks]) -> bool:
+    return some.keys() == others.keys() and all(
+        len(masks) == len(others[name])
+        and all(mask.same_as(other) for mask, other in zip(masks, others[name], strict=True))
+        for name, masks in some.items()
+    )
 
 
 def _in_backward() -> bool:

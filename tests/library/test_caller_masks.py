@@ -130,6 +130,48 @@ def test_a_balanced_layout_balances_the_sum_of_all_masks():
     assert all(largest(cp.batch(slices=one)) > 1.1 for one in masks.values())
 
 
+def test_batches_with_the_same_masks_share_layout_and_plans():
+    settings = compose_settings(2, (), seq=str(SEQ), layout="balanced")
+    cp = ContextParallel(settings, Processes(0, [(0, 1)]))
+    named = {"all": None, "video": VIDEO}
+    first, second, other, fourth = (
+        cp.batch(masks=masks)
+        for masks in (named, {**named, "video": VIDEO.copy()}, {**named, "video": KINDS}, named)
+    )
+    assert second.layout is first.layout
+    assert other.layout is not first.layout
+    assert np.array_equal(fourth.positions, first.positions)
+    alone = made("vertical_slash")
+    plans = []
+    for _ in range(2):
+        batch = alone.batch(masks={"documents": None, "chunks": CHUNKS})
+        tensors = [*of_mask(batch, "documents"), *of_mask(batch, "chunks")]
+        plans.append(([attend.plan for attend in batch._attention.values()], tensors))
+    (one, found), (two, again) = plans
+    assert len(one) == 2
+    assert all(plan is same for plan, same in zip(one, two, strict=True))
+    assert all(map(torch.equal, found, again))
+
+
+CHUNKS = np.array([(n, min(n + 45, SEQ), n, min(n + 45, SEQ), 1) for n in range(0, SEQ, 45)])
+
+
+def sparse_chunks(_rank: int, _world: int) -> list[Results]:
+    cp = made("vertical_slash", layout="balanced", exchange="group_cast")
+    batch = cp.batch(DOCUMENTS, masks={"documents": None, "chunks": CHUNKS})
+    return [of_mask(batch, name) for name in ("documents", "chunks")]
+
+
+def test_a_pattern_serves_masks_by_name():
+    expected = [
+        results(made("vertical_slash").batch(DOCUMENTS)),
+        results(made("vertical_slash", "mask.chunk=45", mask="chunked").batch()),
+    ]
+    for both in gloo.run(2, sparse_chunks):
+        for found, wanted in zip(both, expected, strict=True):
+            assert_close(found, [tensor.double() for tensor in wanted])
+
+
 def test_a_label_counts_if_no_mask_shows_it():
     batch = made().batch(
         DOCUMENTS, masks={"documents": None, "shown": np.array([(9, 20, 0, 31, 0)])}
