@@ -420,6 +420,7 @@ class ContextBatch:
         self._owner, self.by_name, self._documents = owner, by_name, documents
         self.masks = next(iter(by_name.values()))
         self._attention: dict[_Kind, ContextAttention] = {}
+        self.layout: Layout
         if last is not None and _same(by_name, last.by_name):
             self.layout = last.layout
             planned = [*last._attention.items()]  # another thread may add to them
