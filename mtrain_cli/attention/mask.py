@@ -151,14 +151,18 @@ class SequenceMask:
 
     @staticmethod
     def from_slices(
-        slices: Sequence[KeySlice] | IntArray, length: int, padded: int
+        slices: Sequence[KeySlice] | IntArray,
+        length: int,
+        padded: int,
+        most: int = MOST_INTERVALS,
     ) -> SequenceMask:
         """Return the mask that allows each pair that at least one slice allows.
 
         slices: also as an array int64 [slices, 5] of their fields.
+        most: intervals that a query may see.
 
-        Raises ValueError for a slice outside the sequence or of an unknown kind, and over
-        `MOST_INTERVALS` intervals.
+        Raises ValueError for a slice outside the sequence or of an unknown kind, and for a query
+        that sees more intervals.
         """
         table = np.asarray(slices, np.int64).reshape(-1, 5)
         if not (valid := valid_slices(table, length)).all():
@@ -184,7 +188,7 @@ class SequenceMask:
         of_row = row[starts]
         rank = np.arange(len(starts)) - np.searchsorted(of_row, of_row)
         intervals = int(rank.max(initial=0)) + 1
-        _check_intervals(intervals, of_row, rank)
+        _check_intervals(intervals, of_row, rank, most)
         bounds = np.zeros((2, intervals, padded), np.int64)
         bounds[0, rank, of_row] = low[starts]
         bounds[1, rank, of_row] = reach[ends] - base[ends]
@@ -195,7 +199,8 @@ class SequenceMask:
         high = np.minimum(self.high[:, None], other.high[None]).reshape(-1, self.padded)
         high = np.maximum(low, high)
         if len(low) > 1:
-            low, high = _packed(low, high)
+            most = max(MOST_INTERVALS, self.intervals, other.intervals)
+            low, high = _packed(low, high, most)
         return SequenceMask(low, high, min(self.length, other.length))
 
     def repadded(self, padded: int) -> SequenceMask:
@@ -242,11 +247,11 @@ def valid_slices(table: IntArray, length: int) -> NDArray[np.bool_]:
     return inside & ordered & (kind >= 0) & (kind <= SliceKind.BICAUSAL)
 
 
-def _check_intervals(intervals: int, rows: IntArray, rank: IntArray) -> None:
-    if intervals > MOST_INTERVALS:
+def _check_intervals(intervals: int, rows: IntArray, rank: IntArray, most: int) -> None:
+    if intervals > most:
         raise ValueError(
             f"The query at position {rows[np.argmax(rank)]} sees {intervals} separate intervals of "
-            f"keys; allowed: at most {MOST_INTERVALS}. Merge slices into wider ones, "
+            f"keys; allowed: at most {most}. Merge slices into wider ones, "
             "or split the document (docs/masks.md)."
         )
 
@@ -278,7 +283,7 @@ def _one_interval(table: IntArray, padded: int) -> tuple[IntArray, IntArray]:
     return bounds[0], bounds[1]
 
 
-def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
+def _packed(low: IntArray, high: IntArray, allowed: int) -> tuple[IntArray, IntArray]:
     """Move empty intervals, as 0 to 0, behind the others, and drop rows of only empty ones."""
     used = high > low
     most = int(used.sum(0).max(initial=0))
@@ -286,8 +291,7 @@ def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
         order = np.argsort(~used, axis=0, kind="stable")
         low, high = (np.take_along_axis(bound, order, 0) for bound in (low, high))
         used = high > low
-    if most > MOST_INTERVALS:
-        _check_intervals(most, np.arange(low.shape[1]), used.sum(0))
+    _check_intervals(most, np.arange(low.shape[1]), used.sum(0), allowed)
     keep = slice(max(most, 1))
     return np.where(used[keep], low[keep], 0), np.where(used[keep], high[keep], 0)
 

@@ -197,6 +197,7 @@ class Chunked(MaskSettings):
     """
 
     kind: ClassVar[str] = "chunked"
+    keeps_causal_intervals: ClassVar[bool] = True
 
     chunk: int = option(_SOME, tokens=True)
 

@@ -191,6 +191,7 @@ def _require_causal_intervals(config: Config) -> None:
         return
     raise ConfigError(
         f"{given}: `mtrain profile sparsity` needs a mask in which each query sees one interval of "
-        "keys up to itself, the same in every layer; allowed: mask=causal, and mask=sliding_window "
-        "without global tokens and full layers, each with or without data.document_mask"
+        "keys up to itself, the same in every layer; allowed: mask=causal, mask=chunked, and "
+        "mask=sliding_window without global tokens and full layers, each with or without "
+        "data.document_mask"
     )

@@ -154,6 +154,6 @@ def mask_problems(mask: MaskSettings, seq: int, pattern: str) -> Iterator[str]:
     if (given := mask.for_dense_only()) is not None:
         yield (
             f"{given}: sparsity.pattern={pattern} needs a mask in which each query sees one "
-            "contiguous range of keys that ends at the query; give mask=causal, "
+            "contiguous range of keys that ends at the query; give mask=causal, mask=chunked, "
             "mask=sliding_window without global tokens, or sparsity=dense"
         )

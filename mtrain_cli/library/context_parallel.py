@@ -8,10 +8,11 @@ batch may have become the current one. So whoever recomputes must pass the batch
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,11 +24,14 @@ from torch import Tensor
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.keys import first_few
+from mtrain_cli.config.mask_settings import MOST_INTERVALS
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.library.settings import Processes, named_as_arguments
+from mtrain_cli.library.slices import Slices, read_slices
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, Plan, make_chosen_exchange
@@ -45,6 +49,9 @@ if TYPE_CHECKING:
     from mtrain_cli.library.profile import Profile
 
 Integers = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
+_MOST_WIDE = 256  # intervals of keys that a query may see under kernels without a list of them
+_WIDE_KERNELS = ("auto", "sdpa", "reference")
+Masks = tuple[SequenceMask, ...]  # one per sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +68,10 @@ class _Engine:
 
 
 class _Kind(NamedTuple):
-    """A kind of layers. dense: whether they have no index."""
+    """A kind of layers. mask: its name. dense: whether they have no index."""
 
     engine: _Engine
+    mask: str | None
     window: int | None
     dense: bool
     device: torch.device
@@ -83,8 +91,6 @@ class ContextParallel:
         self._layout = choose_layout(config, len(processes.ranks), per_node)
         self._engines: dict[tuple[Any, ...], _Engine] = {}
         self._groups: dict[tuple[Any, ...], ContextGroup] = {}
-        # Layouts and plans of sequences that are one document.
-        self._undivided: dict[tuple[Any, ...], Any] = {}
         self._current: ContextBatch | None = None
         self._compared: set[str] = set()
         self.kinds: dict[_Kind, None] = {}  # of the layers so far, which later batches have, too
@@ -102,7 +108,8 @@ class ContextParallel:
         *,
         cu_seqlens: Integers | None = None,
         position_ids: Integers | None = None,
-        slices: Sequence[IntArray] | None = None,
+        slices: Slices | None = None,
+        masks: Mapping[str, Slices | None] | None = None,
         sequences: int = 1,
     ) -> ContextBatch:
         """Begin a batch, whose masks decide the layout. Give its documents in one way, or none.
@@ -114,8 +121,12 @@ class ContextParallel:
             documents: document of each token, [sequences, seq] or [seq], never decreasing.
             cu_seqlens: where the documents of a single sequence begin, and its end.
             position_ids: positions that restart in each document, like documents.
-            slices: whole masks instead of documents, one per sequence: int64 [slices, 5] of query
-                start and stop, key start and stop, and `SliceKind`.
+            slices: whole masks instead of documents, for one sequence or a list with one each: int
+                [slices, 5] of query start and stop, key start and stop, and `SliceKind`; a .npy
+                file of it, or an .npz file with one per sequence; or a dict of MagiAttention's
+                q_ranges, k_ranges and attn_type_map.
+            masks: several masks by name, of which `attention` chooses one; each is slices, or None
+                for the documents. A balanced layout balances their sum, each with equal weight.
             sequences: number of sequences if each is one document.
 
         Raises ConfigError for another length, for numbers that describe no documents, and for masks
@@ -123,19 +134,18 @@ class ContextParallel:
         """
         ways = {"documents": documents, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
         given = {name: value for name, value in ways.items() if value is not None}
-        if len(given) + (slices is not None) > 1:
-            names = ", ".join([*given, *(["slices"] if slices is not None else [])])
-            raise ConfigError(f"{names}: each describes the masks; give one of them")
+        names = [*given, *(["slices"] if slices is not None else [])]
+        names += ["masks"] if names[-1:] == ["slices"] and masks is not None else []
+        if len(names) > 1:
+            raise ConfigError(f"{', '.join(names)}: each describes the masks; give one of them")
         rows: Sequence[NDArray[np.int64] | None] = [None] * sequences
         for name, value in given.items():
             rows = _documents(name, value, self.seq)
-        if slices is None:
-            padded = self._layout.layout.padded_seq
-            masks = tuple(self._rule(row, self.seq, padded) for row in rows)
-        else:
-            rows, masks = [None] * len(slices), self._from_slices(slices)
-        self._compare("masks", lambda: np.concatenate([m.high - 2 * m.low for m in masks]))
-        batch = self._current = ContextBatch(self, masks, rows)
+        by_name = self._masks(slices, masks, rows, counted=bool(given))
+        each = [mask for of_name in by_name.values() for mask in of_name]
+        self._compare("masks", lambda: np.concatenate([m.high - 2 * m.low for m in each]))
+        known = rows if given else [None] * (len(each) // len(by_name))
+        batch = self._current = ContextBatch(self, by_name, known, self._current)
         for kind in [*self.kinds]:
             batch.prepare(kind)
         return batch
@@ -155,6 +165,7 @@ class ContextParallel:
         v: Tensor,
         layer: int,
         *,
+        mask: str | None = None,
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -167,7 +178,8 @@ class ContextParallel:
                 "attention: a checkpointed layer is computed again in a backward pass, which may "
                 "belong to an earlier batch; call the method of the batch that `batch` returned"
             )
-        return self._batch("attention").attention(q, k, v, layer, window=window, sinks=sinks)
+        batch = self._batch("attention")
+        return batch.attention(q, k, v, layer, mask=mask, window=window, sinks=sinks)
 
     def inputs(
         self,
@@ -178,6 +190,7 @@ class ContextParallel:
         position_ids: Tensor | None = None,
         documents: Integers | None = None,
         cu_seqlens: Integers | None = None,
+        slices: Slices | None = None,
     ) -> dict[str, Any]:
         """Return the keyword arguments of a transformers model for a batch of whole sequences.
 
@@ -189,7 +202,7 @@ class ContextParallel:
             labels: like input_ids, not shifted, with -100 for tokens without a loss.
             attention_mask: only ones; padding belongs to the labels and documents.
             position_ids: rotary positions; they also tell the documents apart, unless others do.
-            documents, cu_seqlens: see `batch`.
+            documents, cu_seqlens, slices: see `batch`.
         """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ConfigError(
@@ -197,10 +210,10 @@ class ContextParallel:
                 "labels of -100"
             )
         self._compare("input_ids", lambda: input_ids.cpu().numpy())
-        known = documents is not None or cu_seqlens is not None
+        known = any(way is not None for way in (documents, cu_seqlens, slices))
         batch = self.batch(
             documents, cu_seqlens=cu_seqlens, position_ids=None if known else position_ids,
-            sequences=len(input_ids),
+            slices=slices, sequences=len(input_ids),
         )  # fmt: skip
         if position_ids is None:
             position_ids = torch.arange(self.seq, device=input_ids.device).expand(
@@ -210,6 +223,11 @@ class ContextParallel:
         made = {"input_ids": ids, "position_ids": positions, "use_cache": False, "mtrain": batch}
         if labels is not None:
             targets = batch.targets(labels)
+            if batch.shows_later_keys and bool((targets == IGNORED).all()):
+                raise ConfigError(
+                    "labels: none counts, since the mask shows each token its next one; leave them "
+                    "out, and compute a loss of your own from the model's logits"
+                )
             own = batch.shard(targets, padding=IGNORED)
             count = max(1, int((targets != IGNORED).sum()))
             made |= {"labels": own, "shift_labels": own, "num_items_in_batch": count}
@@ -232,7 +250,9 @@ class ContextParallel:
         """
         from mtrain_cli.library.transformers_models import problems
 
-        if found := problems(model, self.config):
+        later = self.config.mask.shows_later_keys
+        later |= self._current is not None and self._current.shows_later_keys
+        if found := problems(model, self.config, shows_later=later):
             raise ConfigError(*found)
         self.model = type(model).__name__
 
@@ -258,7 +278,7 @@ class ContextParallel:
         """Return a line on the layout, and on exchange and kernel of each shape of heads so far."""
         layout = self._layout.layout
         parts = [f"{layout.name} over {with_count(layout.workers, 'worker')}"]
-        for (heads, kv_heads, dim, dtype, _), engine in self._engines.items():
+        for (heads, kv_heads, dim, dtype, *_), engine in self._engines.items():
             moved, why = engine.reasons
             parts.append(
                 f"{heads} heads, {kv_heads} of keys, {dim} wide, {str(dtype)[6:]}: {moved}; kernel "
@@ -266,15 +286,49 @@ class ContextParallel:
             )
         return "; ".join(parts)
 
-    def _from_slices(self, slices: Sequence[IntArray]) -> tuple[SequenceMask, ...]:
+    def _masks(
+        self,
+        slices: Slices | None,
+        masks: Mapping[str, Slices | None] | None,
+        rows: Sequence[NDArray[np.int64] | None],
+        *,
+        counted: bool,
+    ) -> dict[str | None, Masks]:
+        """Return the masks of a batch by name. counted: whether rows tell how many sequences."""
+        named: Mapping[Any, Slices | None] = {None: slices} if masks is None else masks
+        if not named:
+            raise ConfigError("masks: has no name; give a dict of names and slices, or None")
+        tables: dict[str | None, list[IntArray] | None] = {}
+        for name, value in named.items():
+            label = "slices" if name is None else f"masks[{name!r}]"
+            tables[name] = None if value is None else read_slices(label, value, self.seq)
+        counts = {len(table) for table in tables.values() if table is not None}
+        if counted or not counts:
+            counts.add(len(rows))
+        if len(counts) > 1:
+            numbers = " and ".join(map(str, sorted(counts)))
+            raise ConfigError(f"masks: are for {numbers} sequences; give all for the same number")
+        (number,) = counts
+        padded = self._layout.layout.padded_seq
+        rows = rows if counted else [None] * number
+        documents = tuple(self._rule(row, self.seq, padded) for row in rows)
+        return {
+            name: documents if table is None else self._from_slices(name, table)
+            for name, table in tables.items()
+        }
+
+    def _from_slices(self, name: str | None, tables: Sequence[IntArray]) -> Masks:
+        label = "slices" if name is None else f"masks[{name!r}]"
         padded, pattern = self._layout.layout.padded_seq, self.config.sparsity.pattern
         try:
-            masks = tuple(SequenceMask.from_slices(one, self.seq, padded) for one in slices)
+            masks = tuple(
+                SequenceMask.from_slices(one, self.seq, padded, _MOST_WIDE) for one in tables
+            )
         except ValueError as error:
-            raise ConfigError(f"slices: {error}") from None
+            raise ConfigError(f"{label}: {error}") from None
         if pattern != "dense" and not all(mask.is_causal_interval for mask in masks):
             raise ConfigError(
-                f"slices: sparsity={pattern} needs masks in which each query sees one range of "
+                f"{label}: sparsity={pattern} needs masks in which each query sees one range of "
                 "keys that ends at the query; give sparsity=dense"
             )
         return masks
@@ -290,41 +344,48 @@ class ContextParallel:
             raise ConfigError(f"{name}: no batch has begun; call batch(...) before")
         return self._current
 
-    def layout_of(self, masks: Sequence[SequenceMask]) -> Layout:
-        """Return the layout of a batch. A balanced one depends on its masks."""
-        chosen = self._layout
-        if chosen.balancer is None:
-            return chosen.layout
-        if not self.is_undivided(masks):
-            return chosen.balancer.layout([masks])
-        key = "layout", len(masks)
-        if key not in self._undivided:
-            self._undivided[key] = chosen.balancer.layout([masks])
-        return self._undivided[key]
+    def layout_of(self, kinds: Sequence[Masks]) -> Layout:
+        """Return the layout of a batch. A balanced one depends on the masks of each kind."""
+        balancer = self._layout.balancer
+        if balancer is None:
+            return self._layout.layout
+        return replace(balancer, layers=(1,) * len(kinds)).layout(kinds)
 
-    def is_undivided(self, masks: Sequence[SequenceMask]) -> bool:
-        """Return whether each sequence is one document."""
-        undivided = self._rule.undivided(self.seq, self._layout.layout.padded_seq)
-        return all(mask.same_as(undivided) for mask in masks)
-
-    def engine(self, q: Tensor, k: Tensor) -> _Engine:
+    def engine(self, q: Tensor, k: Tensor, intervals: int) -> _Engine:
         """Return how queries and keys like these are computed. The first call makes communicators.
+
+        intervals: of keys that a query sees.
 
         Raises ConfigError if the kernel or the exchange cannot serve them.
         """
-        shape = q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device
+        kernel, wide = self.config.train.kernel, intervals > MOST_INTERVALS
+        if wide and kernel not in _WIDE_KERNELS:
+            raise ConfigError(
+                f"kernel={kernel}: a query sees {intervals} separate intervals of keys; allowed: "
+                f"at most {MOST_INTERVALS}. Merge slices, or give kernel=auto or sdpa for up to "
+                f"{_MOST_WIDE}"
+            )
+        shape = q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device, wide
         if shape not in self._engines:
             self._engines[shape] = self._resolve(*shape)
         return self._engines[shape]
 
     def _resolve(
-        self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        wide: bool,
     ) -> _Engine:
         config = self.config.changed(
             model={"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim},
             train={"dtype": str(dtype).removeprefix("torch.")},
             topology={"layout": self._layout.layout.name},
         )
+        if wide and config.train.kernel == "auto":
+            config = config.changed(train={"kernel": "sdpa"})
         if config.sparsity.pattern != "dense":  # windows are dense, too, so choose their kernel
             config = config.changed(sparsity={"dense_layers": 1})
         with named_as_arguments():
@@ -357,45 +418,55 @@ class ContextParallel:
         self,
         engine: _Engine,
         pattern: Pattern | None,
-        masks: Sequence[SequenceMask],
+        masks: Masks,
         layout: Layout,
         device: torch.device,
     ) -> Plan:
-        """Return a plan on the device. Sequences that are one document share theirs."""
-        key = "plan", engine, pattern is None, len(masks)
-        shared = self.is_undivided(masks)
-        if shared and key in self._undivided:
-            return self._undivided[key]
+        """Return a plan on the device."""
         request = None if pattern is None else pattern.request()
         plan = Plan.make(engine.exchange, masks, request, layout=layout)
         # Memory is pinned for the current device, which in a loader's thread is device 0.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            plan = (plan.pinned() if device.type == "cuda" else plan).to(device)
-        if shared:
-            self._undivided[key] = plan
-        return plan
+            return (plan.pinned() if device.type == "cuda" else plan).to(device)
 
 
 class ContextBatch:
     """One batch: this process's tokens, and attention under the batch's masks.
 
-    masks: one per sequence. layout: which process holds which tokens, in ascending order.
+    masks: one per sequence, the first of `by_name`.
+    by_name: all masks; the key is None for the mask of a batch that has only one.
+    layout: which process holds which tokens, in ascending order.
+    last: the batch before, whose layout and plans serve this one if it has the same masks.
     """
 
     def __init__(
         self,
         owner: ContextParallel,
-        masks: tuple[SequenceMask, ...],
+        by_name: dict[str | None, Masks],
         documents: Sequence[NDArray[np.int64] | None],
+        last: ContextBatch | None,
     ) -> None:
-        self._owner, self.masks, self._documents = owner, masks, documents
-        self.layout = owner.layout_of(masks)
+        self._owner, self.by_name, self._documents = owner, by_name, documents
+        self.masks = next(iter(by_name.values()))
         self._attention: dict[_Kind, ContextAttention] = {}
+        self.layout: Layout
+        if last is not None and _same(by_name, last.by_name):
+            self.layout = last.layout
+            planned = [*last._attention.items()]  # another thread may add to them
+            self._attention = {kind: attend.for_next_batch() for kind, attend in planned}
+        else:
+            self.layout = owner.layout_of([*by_name.values()])
 
     @property
     def positions(self) -> IntArray:
         """The position of each of this process's tokens in the sequence, padding included."""
         return self.layout.positions(self._owner.processes.place)
+
+    @cached_property
+    def shows_later_keys(self) -> bool:
+        """Whether a query may see a later key."""
+        every = (mask for masks in self.by_name.values() for mask in masks)
+        return any(mask.shows_later_keys().any() for mask in every)
 
     def shard(self, *tensors: Tensor, padding: float = 0) -> Any:
         """Return this process's tokens of one or several tensors, [sequences, tokens, ...].
@@ -430,17 +501,20 @@ class ContextBatch:
     def targets(self, labels: Tensor) -> Tensor:
         """Return the label that each token predicts, [sequences, seq], -100 for none.
 
-        A document's last token predicts nothing, nor does one whose label the mask shows.
+        A document's last token predicts nothing, nor does one whose label a mask shows.
         labels: not shifted.
         """
         self._require(labels, self.layout.seq, "whole sequences")
         rows = []
-        known = zip(labels.cpu().numpy(), self._documents, self.masks, strict=True)
-        for row, documents, mask in known:
+        by_sequence = zip(*self.by_name.values(), strict=True)
+        known = zip(labels.cpu().numpy(), self._documents, by_sequence, strict=True)
+        for row, documents, masks in known:
             shifted = np.append(row[1:], row.dtype.type(IGNORED))
             if documents is not None:
                 shifted[:-1][np.diff(documents) != 0] = IGNORED
-            rows.append(unseen_labels(shifted, mask))
+            for mask in masks:
+                shifted = unseen_labels(shifted, mask)
+            rows.append(shifted)
         return torch.from_numpy(np.stack(rows)).to(labels.device)
 
     def attention(
@@ -450,6 +524,7 @@ class ContextBatch:
         v: Tensor,
         layer: int,
         *,
+        mask: str | None = None,
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -460,12 +535,18 @@ class ContextBatch:
                 one. Scores are divided by the square root of head_dim.
             layer: number of the layer, different in all calls of a batch. Its index stays from the
                 forward to the backward pass.
+            mask: name of one of the batch's `masks`.
             window: tokens that a query sees, itself included, under the mask; None for all. A
                 window has no index.
             sinks: [heads], a learnable score of each head that takes a share of the softmax.
 
         Raises ConfigError for other shapes, and for a layer that is computed twice.
         """
+        if k.ndim > 1 and k.shape[1] != q.shape[1]:
+            raise ConfigError(
+                f"k, v: have {k.shape[1]} tokens, q has {q.shape[1]}; put keys from elsewhere into "
+                "the sequence and say by slices who sees them (docs/library.md)"
+            )
         for tensor in (q, k, v):
             self._require(tensor, self.layout.tokens_per_worker, "this process's tokens")
         if q.shape[2] % k.shape[2] or k.shape != v.shape or q.shape[3] != k.shape[3]:
@@ -473,7 +554,7 @@ class ContextBatch:
                 f"q, k, v: have the shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; give "
                 "k and v one shape, as wide as q, with heads that divide those of q"
             )
-        attend = self._attend(q, k, layer, window)
+        attend = self._attend(q, k, layer, mask, window)
         if attend.index is not None:
             self._require_once(layer, known=layer in attend.index.kept)
         if sinks is not None and attend.exchange.schedule.heads > 1:
@@ -486,21 +567,32 @@ class ContextBatch:
             attend.release(layer)
         return out
 
-    def _attend(self, q: Tensor, k: Tensor, layer: int, window: int | None) -> ContextAttention:
-        engine, config = self._owner.engine(q, k), self._owner.config
+    def _attend(
+        self, q: Tensor, k: Tensor, layer: int, mask: str | None, window: int | None
+    ) -> ContextAttention:
+        if mask not in self.by_name:
+            names = first_few([str(name) for name in self.by_name])
+            raise ConfigError(
+                f"mask={mask}: "
+                + ("the batch has one mask; leave it out" if None in self.by_name
+                   else f"is not in the batch; give one of {names}")
+            )  # fmt: skip
+        config = self._owner.config
+        engine = self._owner.engine(q, k, max(one.intervals for one in self.by_name[mask]))
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
-        kind = _Kind(engine, window, dense, q.device)
-        if kind not in self._attention:
-            self.prepare(kind)
-            self._owner.kinds[kind] = None
+        kind = _Kind(engine, mask, window, dense, q.device)
+        self.prepare(kind)
+        self._owner.kinds[kind] = None
         if (profile := self._owner.profiling) is not None:
             self._attention[kind] = profile.seen(self, kind, layer, self._attention[kind])
         return self._attention[kind]
 
     def prepare(self, kind: _Kind) -> None:
-        """Plan attention of a kind of layers, without other processes."""
-        engine, window, dense, device = kind
-        masks = self.masks
+        """Plan a kind of layers, if the batch has its mask, without other processes."""
+        engine, name, window, dense, device = kind
+        if name not in self.by_name or kind in self._attention:
+            return
+        masks = self.by_name[name]
         if window is not None:
             if window < 1 or any(mask.shows_later_keys().any() for mask in masks):
                 raise ConfigError(
@@ -533,6 +625,14 @@ class ContextBatch:
                 f"layer={layer}: its index is gone in the backward pass; checkpoint with "
                 "use_reentrant=False"
             )
+
+
+def _same(some: dict[str | None, Masks], others: dict[str | None, Masks]) -> bool:
+    return some.keys() == others.keys() and all(
+        len(masks) == len(others[name])
+        and all(mask.same_as(other) for mask, other in zip(masks, others[name], strict=True))
+        for name, masks in some.items()
+    )
 
 
 def _in_backward() -> bool:

@@ -239,6 +239,7 @@ def _name(kind: _Kind, attend: ContextAttention) -> str:
     window, full = LAYER_KINDS
     if attend.index is not None:
         return SPARSE_KINDS[0]
+    full = full if kind.mask is None else kind.mask
     return full if kind.window is None else f"{window} of {with_count(kind.window, 'token')}"
 
 
@@ -249,7 +250,11 @@ def _estimated(layout: Layout, kinds: Kinds, of: int) -> Estimated:
         return kinds[kind][0].index is None, math.inf if kind.window is None else kind.window
 
     (first, _), *others = (kinds[kind] for kind in sorted(kinds, key=order))
-    assert all(attend.index is None for attend, _ in others), "one kind of layers has an index"
+    if any(attend.index is not None for attend, _ in others):
+        raise ConfigError(
+            "profile: layers under different masks choose keys in the same step; one such mask can "
+            "be recorded"
+        )
     rest = tuple(FullLayers(a.plan.masks, frozenset(layers), of) for a, layers in others)
     indices = None if first.index is None else first.index.estimated
     return Estimated(layout, first.plan.masks, indices, rest)

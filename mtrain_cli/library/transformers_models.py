@@ -27,6 +27,10 @@ _OFF = {
     "attention_dropout": 0, "attn_pdrop": 0, "attn_logit_softcapping": None,
     "output_router_logits": False,
 }  # fmt: skip
+_LATER = (
+    "attention to later tokens (is_causal=False) needs mask=full, or a batch with slices that show "
+    "them"
+)
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -65,7 +69,7 @@ def attention(
             f"layer {layer}: {query.shape[2]} queries see {key.shape[2]} keys; a cache "
             "(use_cache=True) and cross-attention are not supported"
         )
-    for problem in _refusals(module, options):
+    for problem in _refusals(module, options, shows_later=mtrain.shows_later_keys):
         raise ConfigError(f"layer {layer}: {problem}")
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
     dim, width = q.shape[-1], v.shape[-1]
@@ -77,13 +81,14 @@ def attention(
     return out[..., :width], None
 
 
-def _refusals(module: nn.Module, options: dict[str, Any]) -> Iterator[str]:
+def _refusals(module: nn.Module, options: dict[str, Any], *, shows_later: bool) -> Iterator[str]:
     if options.get("dropout") or getattr(module, "attention_dropout", 0):
         yield "attention_dropout is not supported; set it to 0"
     if options.get("softcap"):
         yield f"softcap={options['softcap']}: no kernel caps scores; set it to None"
-    if not options.get("is_causal", getattr(module, "is_causal", True)):
-        yield "attention to later tokens (is_causal=False) is not supported"
+    causal = options.get("is_causal", getattr(module, "is_causal", True))
+    if not (causal or shows_later):
+        yield _LATER
 
 
 def register() -> None:
@@ -110,8 +115,11 @@ class Probe:
     calls: set[int] = field(default_factory=set)
 
 
-def problems(model: PreTrainedModel, settings: Config) -> list[str]:
-    """Return a line for each part of a model that would be wrong on a shard of a sequence."""
+def problems(model: PreTrainedModel, settings: Config, *, shows_later: bool) -> list[str]:
+    """Return a line for each part of a model that would be wrong on a shard of a sequence.
+
+    shows_later: whether the masks show later tokens.
+    """
     config = model.config.get_text_config()
     found = []
     if config._attn_implementation != NAME:
@@ -143,8 +151,8 @@ def problems(model: PreTrainedModel, settings: Config) -> list[str]:
     later = [
         n for n, module in model.named_modules() if getattr(module, "is_causal", True) is False
     ]
-    if later:
-        found.append(f"{later[0]}: attention to later tokens (is_causal=False) is not supported")
+    if later and not shows_later:
+        found.append(f"{later[0]}: {_LATER}")
     number = settings.model.num_layers
     if settings.sparsity.dense_layers and number != config.num_hidden_layers:
         found.append(f"model.num_layers={number}: the model has {config.num_hidden_layers}")

@@ -112,7 +112,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(words, line, tmp_path, monkeypa
         ("mask=full", "mask.kind=full"),
         ("mask=block_causal mask.block=32", "mask.kind=block_causal"),
         ("mask=block_window mask.block=32", "mask.kind=block_window"),
-        ("mask=chunked mask.chunk=32", "mask.kind=chunked"),
         ("mask=dilated mask.block=16", "mask.kind=dilated"),
         ("mask=prefix_lm mask.prefix=64", "mask.kind=prefix_lm"),
         ("mask=sliding_window mask.window=64 mask.global_tokens=4", "mask.global_tokens=4"),

@@ -186,3 +186,18 @@ def test_a_loop_of_ones_own_gives_the_same_losses_on_any_number_of_processes(fol
     ]  # fmt: skip
     assert [text.count("loss") for text in found] == [4, 4, 4]
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_diffusion_transformer_trains_alike_on_any_number_of_processes(folder):
+    found = [
+        run(
+            folder, "video_dit.py", "--layout", layout, "--exchange", exchange,
+            options=("--nproc-per-node", number, "--master-port", free_port()),
+        )
+        for number, layout, exchange in (
+            ("1", "auto", "auto"), ("2", "zigzag", "ring"), ("3", "balanced", "group_cast"),
+        )
+    ]  # fmt: skip
+    assert [text.count("loss") for text in found] == [6, 6, 6]
+    assert found[0] == found[1] == found[2]

@@ -74,11 +74,11 @@ def by_definition(seen: torch.Tensor, sinks: torch.Tensor | None = None) -> list
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def seen_by_documents(window: int = SEQ) -> torch.Tensor:
+def seen_by_documents(window: int = SEQ, chunk: int = SEQ) -> torch.Tensor:
     at, document = torch.arange(SEQ), torch.from_numpy(DOCUMENTS)
-    away = at[:, None] - at
-    same = document[:, None] == document
-    return (same & (away >= 0) & (away < window))[None, None]
+    away, start = at[:, None] - at, torch.searchsorted(document, document)
+    same = document * SEQ + (at - start) // chunk
+    return ((same[:, None] == same) & (away >= 0) & (away < window))[None, None]
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -86,13 +86,18 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
         assert (tensor.double() - other).abs().max() < 2e-6 * (1 + other.abs().max())
 
 
-def in_all_ways(_rank: int, world: int, sparsity: str) -> dict[tuple[str, str], list[torch.Tensor]]:
+MASKS: dict[str, tuple[str, ...]] = {"causal": (), "chunked": ("mask.chunk=45",)}
+
+
+def in_all_ways(
+    _rank: int, world: int, sparsity: str, mask: str
+) -> dict[tuple[str, str], list[torch.Tensor]]:
     virtual = ("topology.gpus_per_node=1",)
     return {
         (layout, exchange): results(
             made(
-                sparsity, *(virtual if "hierarchical" in exchange else ()), layout=layout,
-                exchange=exchange,
+                sparsity, *MASKS[mask], *(virtual if "hierarchical" in exchange else ()),
+                layout=layout, exchange=exchange, mask=mask,
             ).batch(DOCUMENTS)
         )
         for layout, exchange in WAYS
@@ -100,13 +105,18 @@ def in_all_ways(_rank: int, world: int, sparsity: str) -> dict[tuple[str, str], 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("sparsity", list(SETTINGS))
-def test_processes_compute_what_one_does_and_the_definition_says(world, sparsity):
-    alone = made(sparsity)
+@pytest.mark.parametrize(
+    ("world", "sparsity", "mask"),
+    [
+        *((world, sparsity, "causal") for world in (2, 3) for sparsity in SETTINGS),
+        (2, "vertical_slash", "chunked"), (3, "block_topk", "chunked"),
+    ],
+)  # fmt: skip
+def test_processes_compute_what_one_does_and_the_definition_says(world, sparsity, mask):
+    alone = made(sparsity, *MASKS[mask], mask=mask)
     batch = alone.batch(DOCUMENTS)
     expected = results(batch)
-    seen = seen_by_documents()
+    seen = seen_by_documents(chunk=45 if mask == "chunked" else SEQ)
     if sparsity != "dense":
         q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
         batch = alone.batch(DOCUMENTS)
@@ -118,7 +128,7 @@ def test_processes_compute_what_one_does_and_the_definition_says(world, sparsity
         assert chosen.sum() < 0.9 * HEADS * seen.sum()
         seen = chosen
     assert_close(expected, by_definition(seen))
-    for found in gloo.run(world, in_all_ways, sparsity):
+    for found in gloo.run(world, in_all_ways, sparsity, mask):
         assert len(found) >= 5
         for tensors in found.values():
             assert_close(tensors, by_definition(seen))
