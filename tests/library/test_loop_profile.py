@@ -335,6 +335,16 @@ def in_a_file(folder: Path) -> None:
         pass
 
 
+def two_masks_with_an_index(folder: Path) -> None:
+    cp = made("vertical_slash")
+    near = np.array([(0, SEQ, 0, SEQ, 1)])
+    with cp.profile(folder / "one"):
+        batch = cp.batch(DOCUMENTS[0], masks={"documents": None, "all": near})
+        x = batch.shard(torch.randn(1, SEQ, HEADS, 8))
+        for layer, mask in enumerate(("documents", "all")):
+            batch.attention(x, x, x, layer, mask=mask)
+
+
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
@@ -345,6 +355,7 @@ def in_a_file(folder: Path) -> None:
         (step_after_the_block, "profile: step() was called outside of the `with` block"),
         (clock_of_another_device, "profile: attention runs on cuda, and this process sees a GPU"),
         (in_a_file, "profile: FOLDER/file"),
+        (two_masks_with_an_index, "profile: layers under different masks choose keys in the same"),
         (lambda folder: made().profile(folder, steps=[]), "steps=[]: give the numbers of the"),
         (lambda folder: made().profile(folder, steps=[0, 2]), "steps=[0, 2]: give the numbers of"),
         (lambda folder: made().profile(folder, steps=["2"]), "steps=['2']: give the numbers of"),
