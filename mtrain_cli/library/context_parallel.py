@@ -7,6 +7,7 @@ batch may have become the current one. So whoever recomputes must pass the batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -149,6 +150,7 @@ class ContextParallel:
         *,
         window: int | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return `ContextBatch.attention` of the batch that began last.
 
@@ -159,7 +161,9 @@ class ContextParallel:
                 "attention: a checkpointed layer is computed again in a backward pass, which may "
                 "belong to an earlier batch; call the method of the batch that `batch` returned"
             )
-        return self._batch("attention").attention(q, k, v, layer, window=window, sinks=sinks)
+        return self._batch("attention").attention(
+            q, k, v, layer, window=window, sinks=sinks, softcap=softcap
+        )
 
     def inputs(
         self,
@@ -231,10 +235,11 @@ class ContextParallel:
         """Return a line on the layout, and on exchange and kernel of each shape of heads so far."""
         layout = self._layout.layout
         parts = [f"{layout.name} over {with_count(layout.workers, 'worker')}"]
-        for (heads, kv_heads, dim, dtype, _), engine in self._engines.items():
+        for (heads, kv_heads, dim, dtype, _, cap), engine in self._engines.items():
             moved, why = engine.reasons
             parts.append(
-                f"{heads} heads, {kv_heads} of keys, {dim} wide, {str(dtype)[6:]}: {moved}; kernel "
+                f"{heads} heads, {kv_heads} of keys, {dim} wide, {str(dtype)[6:]}"
+                f"{f', scores capped at {cap:g}' if cap else ''}: {moved}; kernel "
                 f"{engine.kernel.name} ({why})"
             )
         return "; ".join(parts)
@@ -280,19 +285,18 @@ class ContextParallel:
         undivided = self._rule.undivided(self.seq, self._layout.layout.padded_seq)
         return all(mask.same_as(undivided) for mask in masks)
 
-    def engine(self, q: Tensor, k: Tensor) -> _Engine:
+    def engine(self, q: Tensor, k: Tensor, softcap: float) -> _Engine:
         """Return how queries and keys like these are computed. The first call makes communicators.
 
         Raises ConfigError if the kernel or the exchange cannot serve them.
         """
-        shape = q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device
+        shape = q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device, softcap
         if shape not in self._engines:
-            self._engines[shape] = self._resolve(*shape)
+            self._engines[shape] = self._resolve(shape)
         return self._engines[shape]
 
-    def _resolve(
-        self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
-    ) -> _Engine:
+    def _resolve(self, shape: tuple[Any, ...]) -> _Engine:
+        heads, kv_heads, dim, dtype, device, softcap = shape
         config = self.config.changed(
             model={"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim},
             train={"dtype": str(dtype).removeprefix("torch.")},
@@ -301,7 +305,8 @@ class ContextParallel:
         if config.sparsity.pattern != "dense":  # windows are dense, too, so choose their kernel
             config = config.changed(sparsity={"dense_layers": 1})
         with named_as_arguments():
-            choices = resolve_run(config, replace(self._environment, device=device.type))
+            environment = replace(self._environment, device=device.type)
+            choices = resolve_run(config, environment, softcap=softcap)
         exchange = choices.exchange
         dense = choices.dense_kernel or (choices.kernel, "")
         return _Engine(
@@ -423,6 +428,7 @@ class ContextBatch:
         *,
         window: int | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return attention of this process's queries over the whole sequences, like q.
 
@@ -434,6 +440,8 @@ class ContextBatch:
             window: tokens that a query sees, itself included, under the mask; None for all. A
                 window has no index.
             sinks: [heads], a learnable score of each head that takes a share of the softmax.
+            softcap: a score s becomes softcap * tanh(s / softcap); None for no cap. An index is
+                estimated from scores without the cap.
 
         Raises ConfigError for other shapes, and for a layer that is computed twice.
         """
@@ -444,21 +452,24 @@ class ContextBatch:
                 f"q, k, v: have the shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; give "
                 "k and v one shape, as wide as q, with heads that divide those of q"
             )
-        attend = self._attend(q, k, layer, window)
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ConfigError(f"softcap={softcap}: must be a positive number, or None for no cap")
+        attend = self._attend(q, k, layer, window, softcap or 0.0)
         if attend.index is not None:
             self._require_once(layer, known=layer in attend.index.kept)
-        if sinks is not None and attend.exchange.schedule.heads > 1:
+        if sinks is not None and sinks.shape != q.shape[2:3]:
             raise ConfigError(
-                f"sinks: do not work with {attend.exchange.schedule.heads} processes that share "
-                "heads; give another exchange than ulysses, and topology.ulysses=1"
+                f"sinks: have the shape {list(sinks.shape)}; give one of each head, [{q.shape[2]}]"
             )
         out = attend(q, k, v, layer, sinks)
         if not torch.is_grad_enabled():
             attend.release(layer)
         return out
 
-    def _attend(self, q: Tensor, k: Tensor, layer: int, window: int | None) -> ContextAttention:
-        engine, config = self._owner.engine(q, k), self._owner.config
+    def _attend(
+        self, q: Tensor, k: Tensor, layer: int, window: int | None, softcap: float
+    ) -> ContextAttention:
+        engine, config = self._owner.engine(q, k, softcap), self._owner.config
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
         kind = _Kind(engine, window, dense, q.device)
         if kind not in self._attention:

@@ -23,10 +23,7 @@ NAME = "mtrain"
 _KINDS = {"full_attention", "sliding_attention"}
 _PROBED = 24  # tokens
 # A balance loss of routers (output_router_logits) would balance the tokens of one process.
-_OFF = {
-    "attention_dropout": 0, "attn_pdrop": 0, "attn_logit_softcapping": None,
-    "output_router_logits": False,
-}  # fmt: skip
+_OFF = {"attention_dropout": 0, "attn_pdrop": 0, "output_router_logits": False}
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -42,6 +39,7 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it: q, k, v are [batch, heads, tokens, head_dim].
@@ -73,15 +71,13 @@ def attention(
         q = q * (scaling * dim**0.5)  # the engine divides by the square root
     if width < dim:  # latent attention, whose values are narrower
         v = nn.functional.pad(v, (0, dim - width))
-    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux)
+    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux, softcap=softcap)
     return out[..., :width], None
 
 
 def _refusals(module: nn.Module, options: dict[str, Any]) -> Iterator[str]:
     if options.get("dropout") or getattr(module, "attention_dropout", 0):
         yield "attention_dropout is not supported; set it to 0"
-    if options.get("softcap"):
-        yield f"softcap={options['softcap']}: no kernel caps scores; set it to None"
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         yield "attention to later tokens (is_causal=False) is not supported"
 

@@ -47,24 +47,26 @@ def made(sparsity: str = "dense", *words: str, group=None, **arguments) -> Conte
     return api.context_parallel(group, *small, *words, seq=SEQ, sparsity=sparsity, **arguments)
 
 
-def results(
-    batch: ContextBatch, window: int | None = None, sinks: torch.Tensor | None = None
-) -> list[torch.Tensor]:
+def results(batch: ContextBatch, **options) -> list[torch.Tensor]:
     """out, dq, dk and dv of whole sequences, through a float32 kernel."""
     *qkv, dout = batch.shard(*(tensor.float() for tensor in whole_tensors()))
     for tensor in qkv:
         tensor.requires_grad_()
-    out = batch.attention(*qkv, layer=0, window=window, sinks=sinks)
+    out = batch.attention(*qkv, **{"layer": 0, **options})
     out.backward(dout)
     return [batch.gather(tensor.detach()) for tensor in (out, *(t.grad for t in qkv))]
 
 
-def by_definition(seen: torch.Tensor, sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
+def by_definition(
+    seen: torch.Tensor, sinks: torch.Tensor | None = None, softcap: float | None = None
+) -> list[torch.Tensor]:
     """The same in float64 by autograd, and dsinks. seen: bool [1, heads or 1, SEQ, SEQ]."""
     *qkv, dout = whole_tensors()
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     k, v = (tensor.repeat_interleave(HEADS // KV_HEADS, 2) for tensor in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / DIM**0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks[:, None, None].expand(1, -1, SEQ, 1)
@@ -79,6 +81,22 @@ def seen_by_documents(window: int = SEQ) -> torch.Tensor:
     away = at[:, None] - at
     same = document[:, None] == document
     return (same & (away >= 0) & (away < window))[None, None]
+
+
+def seen_under(sparsity: str) -> torch.Tensor:
+    """The pairs that documents and a pattern's index allow."""
+    seen = seen_by_documents()
+    if sparsity == "dense":
+        return seen
+    batch = made(sparsity).batch(DOCUMENTS)
+    q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    batch.attention(q.requires_grad_(), k, v, 0)
+    (attend,) = batch._attention.values()
+    (pair,) = attend.plan.tiles.tiles
+    chosen = attend.narrowed[0][0].for_pair(*pair).seen()[:, :, :SEQ, :SEQ]
+    assert not (chosen & ~seen).any()
+    assert chosen.sum() < 0.9 * HEADS * seen.sum()
+    return chosen
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -103,20 +121,7 @@ def in_all_ways(_rank: int, world: int, sparsity: str) -> dict[tuple[str, str], 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sparsity", list(SETTINGS))
 def test_processes_compute_what_one_does_and_the_definition_says(world, sparsity):
-    alone = made(sparsity)
-    batch = alone.batch(DOCUMENTS)
-    expected = results(batch)
-    seen = seen_by_documents()
-    if sparsity != "dense":
-        q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
-        batch = alone.batch(DOCUMENTS)
-        batch.attention(q.requires_grad_(), k, v, 0)
-        (attend,) = batch._attention.values()
-        (pair,) = attend.plan.tiles.tiles
-        chosen = attend.narrowed[0][0].for_pair(*pair).seen()[:, :, :SEQ, :SEQ]
-        assert not (chosen & ~seen).any()
-        assert chosen.sum() < 0.9 * HEADS * seen.sum()
-        seen = chosen
+    expected, seen = results(made(sparsity).batch(DOCUMENTS)), seen_under(sparsity)
     assert_close(expected, by_definition(seen))
     for found in gloo.run(world, in_all_ways, sparsity):
         assert len(found) >= 5
@@ -177,28 +182,43 @@ def sinks_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([-20.0, 0.0, 0.7, 3.0], dtype=dtype).requires_grad_()
 
 
-def with_sinks(_rank: int, world: int) -> list[list[torch.Tensor]]:
-    ways = (("zigzag", "ring"), ("striped", "all_gather"), ("balanced", "group_cast"))
+def with_sinks(_rank: int, world: int, sparsity: str) -> list[list[torch.Tensor]]:
+    """Under caps, too, on three processes."""
+    ways = [("zigzag", "ring", 1), ("striped", "all_gather", 1), ("balanced", "group_cast", 1)]
+    if HEADS % world == 0:
+        ways = [("contiguous", "ulysses", 1), ("striped", "ring", 2), ("balanced", "group_cast", 2)]
     found = []
-    for layout, exchange in ways:
-        sinks, cp = sinks_of(torch.float32), made(layout=layout, exchange=exchange)
-        tensors = results(cp.batch(DOCUMENTS), sinks=sinks)
+    for layout, exchange, sharing in ways:
+        sinks = sinks_of(torch.float32)
+        words = () if exchange == "ulysses" else (f"topology.ulysses={sharing}",)
+        cp = made(sparsity, *words, layout=layout, exchange=exchange)
+        more = {"softcap": 2.0} if world == 3 else {}
+        tensors = results(cp.batch(DOCUMENTS), sinks=sinks, **more)
         assert sinks.grad is not None
-        if world > 1:
-            dist.all_reduce(sinks.grad)
+        dist.all_reduce(sinks.grad)
         found.append([*tensors, sinks.grad])
-    if world > 1:
-        with pytest.raises(api.ConfigError, match="sinks: do not work with 2 processes that share"):
-            results(made(exchange="ulysses").batch(DOCUMENTS), sinks=sinks_of(torch.float32))
     return found
 
 
-def test_sinks_take_a_share_of_the_softmax():
-    expected = by_definition(seen_by_documents(), sinks_of(torch.float64))
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("sparsity", list(SETTINGS))
+def test_sinks_take_a_share_of_the_softmax(world, sparsity):
+    softcap = 2.0 if world == 3 else None
+    expected = by_definition(seen_under(sparsity), sinks_of(torch.float64), softcap)
     assert all(gradient.abs() > 0.01 for gradient in expected[-1][1:])
-    for found in gloo.run(2, with_sinks):
+    for found in gloo.run(world, with_sinks, sparsity):
         for tensors in found:
             assert_close(tensors, expected)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_caps_and_sinks_work_under_windows(window):
+    sinks = sinks_of(torch.float32)
+    cp = made("vertical_slash", "sparsity.dense_layers=1", "model.num_layers=2")
+    found = results(cp.batch(DOCUMENTS), layer=1, window=window, sinks=sinks, softcap=1.5)
+    expected = by_definition(seen_by_documents(window or SEQ), sinks_of(torch.float64), 1.5)
+    assert_close([*found, sinks.grad], expected)
+    assert "scores capped at 1.5: " in cp.describe()
 
 
 # Two documents without causality, of which the second also sees a prefix of the first, and a
@@ -411,6 +431,12 @@ X = torch.zeros(1, SEQ, 2, DIM)
         (lambda _: made("vertical_slash").batch(slices=[SLICES]),
          "slices: sparsity=vertical_slash needs masks in which each query sees one range of keys "
          "that ends at the query; give sparsity=dense"),
+        (lambda _: results(made().batch(), softcap=-1.0),
+         "softcap=-1.0: must be a positive number, or None for no cap"),
+        (lambda _: results(made(kernel="sdpa").batch(), softcap=2.0),
+         "kernel=sdpa: does not cap scores (softcap=2); usable here: "),
+        (lambda _: results(made().batch(), sinks=torch.zeros(2)),
+         "sinks: have the shape [2]; give one of each head, [4]"),
         (lambda _: results(made().batch(), window=0),
          "window=0: must be at least 1 token, under a mask without later keys"),
         (lambda _: results(made(mask="full").batch(), window=9),
