@@ -38,7 +38,7 @@ def key_gradient(
     hidden_t: [keys, queries], pairs to mask; read only if MASKED.
     """
     s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
-    if CAP:
+    if CAP > 0:
         share = tanh(s * (LN2 / CAP))
         s = share * (CAP * LOG2E)
     p = tl.exp2(s - lse[None, :])
@@ -47,7 +47,7 @@ def key_gradient(
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     ds = p * (dp - delta[None, :])
-    if CAP:
+    if CAP > 0:
         ds *= 1.0 - share * share
     return tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"), dv
 

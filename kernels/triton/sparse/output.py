@@ -41,7 +41,7 @@ def attend(q, k, v, hidden, m, total, acc, scale, CAP: tl.constexpr, MASKED: tl.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     factor = scale * LOG2E
-    if CAP:
+    if CAP > 0:
         s = tanh(s * (scale / CAP))
         factor = CAP * LOG2E
     if MASKED:

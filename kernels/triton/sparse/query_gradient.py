@@ -71,7 +71,7 @@ def query_gradient(
     hidden: pairs to mask; read only if MASKED.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
-    if CAP:
+    if CAP > 0:
         share = tanh(s * (LN2 / CAP))
         s = share * (CAP * LOG2E)
     p = tl.exp2(s - lse[:, None])
@@ -79,7 +79,7 @@ def query_gradient(
         p = tl.where(hidden, 0.0, p)
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     ds = p * (dp - delta[:, None])
-    if CAP:
+    if CAP > 0:
         ds *= 1.0 - share * share
     return tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
 
