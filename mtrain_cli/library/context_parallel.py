@@ -8,7 +8,8 @@ batch may have become the current one. So whoever recomputes must pass the batch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,18 +23,20 @@ from torch import Tensor
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.keys import first_few
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.library.settings import Processes, named_as_arguments
-from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.collectives import all_gather, average
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, Plan, make_chosen_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
+from mtrain_cli.sparsity.pattern import LearningPattern, Pattern, learning, make_pattern
 from mtrain_cli.training.batch import unseen_labels
 from mtrain_cli.training.layout_choice import choose_layout
 from mtrain_cli.training.resolution import resolve_run
@@ -82,6 +85,8 @@ class ContextParallel:
         self._undivided: dict[tuple[Any, ...], Any] = {}
         self._current: ContextBatch | None = None
         self._compared: set[str] = set()
+        self.pattern = make_pattern(config.sparsity, config.seed)
+        self._told = False
         self.kinds: dict[_Kind, None] = {}  # of the layers so far, which later batches have, too
 
     @property
@@ -231,6 +236,45 @@ class ContextParallel:
         if found := problems(model, self.config):
             raise ConfigError(*found)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the index has learned (`sparsity.score=learned`), by LAYER.NAME, else {}.
+
+        Save it with the model, from one process.
+        """
+        return self.pattern.learned() if isinstance(self.pattern, LearningPattern) else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with what `state_dict` returned, on every process.
+
+        Raises ConfigError if it does not fit the settings.
+        """
+        if isinstance(self.pattern, LearningPattern) and self.config.sparsity.has_learned_state:
+            self.pattern.load(state)
+        elif state:
+            raise ConfigError(
+                f"load_state_dict: has {first_few(list(state))}, and this index learns nothing; "
+                "give sparsity=block_topk and sparsity.score=learned"
+            )
+
+    def begins_to_learn(self, layer: int) -> bool:
+        """Return whether the index of a layer must learn first, and say once how long it takes."""
+        if not self.config.sparsity.has_learned_state:
+            return False
+        begins = not self.state_dict().get(f"{layer}.updates", 0)
+        if begins and torch.is_grad_enabled() and not self._told and self.processes.rank == 0:
+            warnings.warn(
+                f"sparsity.score=learned: the first batch makes {FIRST_UPDATES} updates of each "
+                "layer's scores, so it takes longer than others",
+                stacklevel=2,
+            )
+            self._told = True
+        return begins
+
+    def average_learned(self) -> None:
+        """Average what the index has learned over replicas. All processes call it after a step."""
+        if len(self.processes.groups) > 1 and (learned := self.state_dict()):
+            average(learned.values(), None)  # the processes of a group have the same
+
     def describe(self) -> str:
         """Return a line on the layout, and on exchange and kernel of each shape of heads so far."""
         layout = self._layout.layout
@@ -313,7 +357,7 @@ class ContextParallel:
             make_chosen_exchange(exchange, self._layout.layout, self._group(exchange, device)),
             choices.kernel,
             dense[0],
-            choices.pattern,
+            self.pattern,
             (f"{exchange.label} ({exchange.reason})", choices.kernel_reason),
         )
 
@@ -461,7 +505,8 @@ class ContextBatch:
             raise ConfigError(
                 f"sinks: have the shape {list(sinks.shape)}; give one of each head, [{q.shape[2]}]"
             )
-        out = attend(q, k, v, layer, sinks)
+        with learning(self._owner.pattern if torch.is_grad_enabled() else None):
+            out = attend(q, k, v, layer, sinks)
         if not torch.is_grad_enabled():
             attend.release(layer)
         return out
@@ -471,6 +516,8 @@ class ContextBatch:
     ) -> ContextAttention:
         engine, config = self._owner.engine(q, k, softcap), self._owner.config
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
+        if not dense and self._owner.begins_to_learn(layer):
+            dense = not torch.is_grad_enabled()  # as in evaluations of `mtrain train`
         kind = _Kind(engine, window, dense, q.device)
         if kind not in self._attention:
             self.prepare(kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from docs.blocks import blocks_of
 
@@ -12,11 +14,12 @@ EXAMPLES = [
 ]
 
 
-def test_the_blocks_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_run_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     # Otherwise `auto` takes Triton's interpreter for a kernel.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert len(EXAMPLES) == 3
+    monkeypatch.chdir(tmp_path)
+    assert len(EXAMPLES) == 4
     assert len([line for line in EXAMPLES[0].text.splitlines() if line]) == 10
     names = {"__name__": "example"}
     for block in EXAMPLES:

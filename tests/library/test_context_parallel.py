@@ -456,8 +456,6 @@ X = torch.zeros(1, SEQ, 2, DIM)
          "context_parallel of sparsity=dense"),
         (lambda _: made("vertical_slash", "sparsity.dense_layers=3"),
          "sparsity.dense_layers=3: needs model.num_layers=N, the model's layers"),
-        (lambda _: made("block_topk", "sparsity.score=learned", "sparsity.rank=8"),
-         "sparsity.score=learned: only `mtrain train` saves what an index learns; give exact"),
         (lambda _: made("dense", "mask.window=9", "mask.full_every=2", mask="sliding_window"),
          "mask.full_every=2, mask.full_first=0: the model says which layers have a window; give "
          "0, and attention(..., window=N)"),
