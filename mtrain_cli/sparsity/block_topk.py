@@ -101,7 +101,8 @@ class BlockTopkPattern(BlockTopkSettings):
             tensors = [state[f"{layer}.{name}"].clone() for name in names]
             shapes = [list(tensor.shape) for tensor in tensors]
             q, k = shapes[:2]
-            if not q[-1:] == k[-1:] == [self.rank] or shapes != [q, k, q, q, k, k, []]:
+            rank = [min([self.rank, *k[1:2]])]  # no more than head_dim
+            if not q[-1:] == k[-1:] == rank or shapes != [q, k, q, q, k, k, []]:
                 raise ConfigError(
                     f"load_state_dict: layer {layer} has the shapes {shapes}, which do not fit "
                     f"sparsity.rank={self.rank}"
