@@ -146,6 +146,10 @@ class ContextParallel:
         """Return `ContextBatch.gather` of the batch that began last."""
         return self._batch("gather").gather(tensor)
 
+    def roll(self, labels: Tensor, shift: int) -> Tensor:
+        """Return `ContextBatch.roll` of the batch that began last."""
+        return self._batch("roll").roll(labels, shift)
+
     def attention(
         self,
         q: Tensor,
@@ -448,18 +452,28 @@ class ContextBatch:
         return self.layout.to_sequence(shards)[:, : self.layout.seq]
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the label that each token predicts, [sequences, seq], -100 for none.
+        """Return the label that each token predicts, [sequences, seq]: `roll` by -1."""
+        return self.roll(labels, -1)
 
-        A document's last token predicts nothing, nor does one whose label the mask shows.
-        labels: not shifted.
+    def roll(self, labels: Tensor, shift: int) -> Tensor:
+        """Return the label some tokens ahead of each token, [sequences, seq], -100 for none.
+
+        None are labels of other documents and beyond the sequence, and those that the mask shows.
+
+        labels: whole sequences, not shifted. shift: minus the tokens ahead, as in `torch.roll`.
         """
         self._require(labels, self.layout.seq, "whole sequences")
+        ahead = -shift
+        if not 0 < ahead < self.layout.seq:
+            raise ConfigError(
+                f"shift={shift}: -1 gives the next token; allowed: {1 - self.layout.seq} to -1"
+            )
         rows = []
         known = zip(labels.cpu().numpy(), self._documents, self.masks, strict=True)
         for row, documents, mask in known:
-            shifted = np.append(row[1:], row.dtype.type(IGNORED))
+            shifted = np.append(row[ahead:], np.full(ahead, IGNORED, row.dtype))
             if documents is not None:
-                shifted[:-1][np.diff(documents) != 0] = IGNORED
+                shifted[:-ahead][documents[ahead:] != documents[:-ahead]] = IGNORED
             rows.append(unseen_labels(shifted, mask))
         return torch.from_numpy(np.stack(rows)).to(labels.device)
 

@@ -398,6 +398,25 @@ def test_later_batches_are_planned_on_any_thread():
         assert_close(found, by_definition(seen_by_documents(30)))
 
 
+def test_labels_some_tokens_ahead_stay_in_their_document():
+    cp = made()
+    cp.batch(DOCUMENTS)
+    labels = torch.arange(SEQ)[None] + 1000
+    for ahead in (1, 2, 5):
+        expected = [
+            1000 + at + ahead
+            if at + ahead < SEQ and DOCUMENTS[at + ahead] == DOCUMENTS[at]
+            else -100
+            for at in range(SEQ)
+        ]
+        assert cp.roll(labels, -ahead)[0].tolist() == expected
+    assert torch.equal(cp.batch().roll(labels, -2)[0, :-2], labels[0, 2:])
+    # Queries of a document without causality show the labels of its later tokens.
+    shown = cp.batch(slices=[SLICES]).roll(labels, -3)[0]
+    assert (shown[:89] == -100).all()
+    assert shown[200] == 1203
+
+
 X = torch.zeros(1, SEQ, 2, DIM)
 
 
@@ -405,6 +424,9 @@ X = torch.zeros(1, SEQ, 2, DIM)
     ("call", "problem"),
     [
         (lambda cp: cp.shard(X), "shard: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.roll(X[..., 0, 0], -1), "roll: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.batch().roll(X[..., 0, 0].long(), 2),
+         "shift=2: -1 gives the next token; allowed: -249 to -1"),
         (lambda cp: cp.gather(X), "gather: no batch has begun; call batch(...) before"),
         (lambda cp: cp.attention(X, X, X, 0),
          "attention: no batch has begun; call batch(...) before"),
