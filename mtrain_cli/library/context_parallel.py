@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -28,6 +30,7 @@ from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.library.max_logits import max_logits as largest_logits
 from mtrain_cli.library.settings import Processes, named_as_arguments
 from mtrain_cli.parallel.collectives import all_gather, average
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -160,6 +163,7 @@ class ContextParallel:
         window: int | None = None,
         sinks: Tensor | None = None,
         softcap: float | None = None,
+        max_logits: bool = False,
     ) -> Tensor:
         """Return `ContextBatch.attention` of the batch that began last.
 
@@ -171,8 +175,9 @@ class ContextParallel:
                 "belong to an earlier batch; call the method of the batch that `batch` returned"
             )
         return self._batch("attention").attention(
-            q, k, v, layer, window=window, sinks=sinks, softcap=softcap
-        )
+            q, k, v, layer,
+            window=window, sinks=sinks, softcap=softcap, max_logits=max_logits,
+        )  # fmt: skip
 
     def inputs(
         self,
@@ -183,6 +188,7 @@ class ContextParallel:
         position_ids: Tensor | None = None,
         documents: Integers | None = None,
         cu_seqlens: Integers | None = None,
+        max_logits: bool = False,
     ) -> dict[str, Any]:
         """Return the keyword arguments of a transformers model for a batch of whole sequences.
 
@@ -195,6 +201,7 @@ class ContextParallel:
             attention_mask: only ones; padding belongs to the labels and documents.
             position_ids: rotary positions; they also tell the documents apart, unless others do.
             documents, cu_seqlens: see `batch`.
+            max_logits: fill `ContextBatch.max_logits` of the batch, which is under "mtrain".
         """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ConfigError(
@@ -207,6 +214,7 @@ class ContextParallel:
             documents, cu_seqlens=cu_seqlens, position_ids=None if known else position_ids,
             sequences=len(input_ids),
         )  # fmt: skip
+        batch.measures = max_logits
         if position_ids is None:
             position_ids = torch.arange(self.seq, device=input_ids.device).expand(
                 len(input_ids), -1
@@ -404,6 +412,8 @@ class ContextBatch:
     """One batch: this process's tokens, and attention under the batch's masks.
 
     masks: one per sequence. layout: which process holds which tokens, in ascending order.
+    max_logits: the largest score of each head of a layer over all processes, before a soft cap,
+        float32 [heads], where `attention` measured it. measures: whether all layers do.
     """
 
     def __init__(
@@ -415,6 +425,8 @@ class ContextBatch:
         self._owner, self.masks, self._documents = owner, masks, documents
         self.layout = owner.layout_of(masks)
         self._attention: dict[_Kind, ContextAttention] = {}
+        self.max_logits: dict[int, Tensor] = {}
+        self.measures = False
 
     @property
     def positions(self) -> IntArray:
@@ -487,12 +499,13 @@ class ContextBatch:
         window: int | None = None,
         sinks: Tensor | None = None,
         softcap: float | None = None,
+        max_logits: bool = False,
     ) -> Tensor:
-        """Return attention of this process's queries over the whole sequences, like q.
+        """Return attention of this process's queries over the whole sequences, as wide as v.
 
         Args:
             q: [sequences, tokens, heads, head_dim]; k, v: with fewer heads if several of q share
-                one. Scores are divided by the square root of head_dim.
+                one, and v narrower, too. Scores are divided by the square root of head_dim.
             layer: number of the layer, different in all calls of a batch. Its index stays from the
                 forward to the backward pass.
             window: tokens that a query sees, itself included, under the mask; None for all. A
@@ -500,16 +513,25 @@ class ContextBatch:
             sinks: [heads], a learnable score of each head that takes a share of the softmax.
             softcap: a score s becomes softcap * tanh(s / softcap); None for no cap. An index is
                 estimated from scores without the cap.
+            max_logits: fill ``max_logits[layer]`` by a second pass over the pairs of the mask.
 
         Raises ConfigError for other shapes, and for a layer that is computed twice.
         """
         for tensor in (q, k, v):
             self._require(tensor, self.layout.tokens_per_worker, "this process's tokens")
-        if q.shape[2] % k.shape[2] or k.shape != v.shape or q.shape[3] != k.shape[3]:
+        dim, width = k.shape[3], v.shape[3]
+        if (
+            q.shape[2] % k.shape[2]
+            or k.shape[:3] != v.shape[:3]
+            or q.shape[3] != dim
+            or width > dim
+        ):
             raise ConfigError(
                 f"q, k, v: have the shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; give "
-                "k and v one shape, as wide as q, with heads that divide those of q"
+                "k and v the same heads, which divide those of q, k as wide as q, and v no wider"
             )
+        if width < dim:  # latent attention
+            v = torch.nn.functional.pad(v, (0, dim - width))
         if softcap is not None and not 0 < softcap < math.inf:
             raise ConfigError(f"softcap={softcap}: must be a positive number, or None for no cap")
         attend = self._attend(q, k, layer, window, softcap or 0.0)
@@ -521,9 +543,12 @@ class ContextBatch:
             )
         with learning(self._owner.pattern if torch.is_grad_enabled() else None):
             out = attend(q, k, v, layer, sinks)
+        if (max_logits or self.measures) and not _in_backward():
+            index = None if attend.index is None else attend.index.kept[layer]
+            self._measure(q, k, layer, window, index)
         if not torch.is_grad_enabled():
             attend.release(layer)
-        return out
+        return out[..., :width]
 
     def _attend(
         self, q: Tensor, k: Tensor, layer: int, window: int | None, softcap: float
@@ -538,18 +563,30 @@ class ContextBatch:
             self._owner.kinds[kind] = None
         return self._attention[kind]
 
+    def _measure(
+        self, q: Tensor, k: Tensor, layer: int, window: int | None, index: Index | None
+    ) -> None:
+        masks, processes = self._masks_under(window), self._owner.processes
+        own = largest_logits(q.detach(), self.gather(k.detach()), self.positions, masks, index)
+        if processes.group is not None:
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=processes.group)
+        self.max_logits[layer] = own
+
+    def _masks_under(self, window: int | None) -> tuple[SequenceMask, ...]:
+        if window is None:
+            return self.masks
+        if window < 1 or any(mask.shows_later_keys().any() for mask in self.masks):
+            raise ConfigError(
+                f"window={window}: must be at least 1 token, under a mask without later keys"
+            )
+        first = np.maximum(np.arange(self.masks[0].padded) - window + 1, 0)
+        near = SequenceMask.from_first(first, self.layout.seq)
+        return tuple(mask.intersect(near) for mask in self.masks)
+
     def prepare(self, kind: _Kind) -> None:
         """Plan attention of a kind of layers, without other processes."""
         engine, window, dense, device = kind
-        masks = self.masks
-        if window is not None:
-            if window < 1 or any(mask.shows_later_keys().any() for mask in masks):
-                raise ConfigError(
-                    f"window={window}: must be at least 1 token, under a mask without later keys"
-                )
-            first = np.maximum(np.arange(masks[0].padded) - window + 1, 0)
-            near = SequenceMask.from_first(first, self.layout.seq)
-            masks = tuple(mask.intersect(near) for mask in masks)
+        masks = self._masks_under(window)
         pattern = None if dense else engine.pattern
         plan = self._owner.plan(engine, pattern, masks, self.layout, device)
         kernel = engine.dense_kernel if dense else engine.kernel

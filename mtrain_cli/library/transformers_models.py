@@ -66,13 +66,11 @@ def attention(
     for problem in _refusals(module, options):
         raise ConfigError(f"layer {layer}: {problem}")
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
-    dim, width = q.shape[-1], v.shape[-1]
+    dim = q.shape[-1]
     if scaling is not None and scaling != dim**-0.5:
         q = q * (scaling * dim**0.5)  # the engine divides by the square root
-    if width < dim:  # latent attention, whose values are narrower
-        v = nn.functional.pad(v, (0, dim - width))
     out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux, softcap=softcap)
-    return out[..., :width], None
+    return out, None
 
 
 def _refusals(module: nn.Module, options: dict[str, Any]) -> Iterator[str]:

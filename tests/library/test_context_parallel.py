@@ -398,6 +398,92 @@ def test_later_batches_are_planned_on_any_thread():
         assert_close(found, by_definition(seen_by_documents(30)))
 
 
+def by_turns(_rank: int, _world: int) -> list[list[torch.Tensor]]:
+    """Two objects with other documents at once, layers out of order, and a failure between."""
+    cps = made(layout="zigzag", exchange="ring"), made("block_topk", exchange="all_gather")
+    batches = [cp.batch(ids) for cp, ids in zip(cps, (DOCUMENTS, DOCUMENTS), strict=True)]
+    pending = []
+    for layer in (3, 0, 1):
+        for batch in batches:
+            *qkv, dout = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+            for tensor in qkv:
+                tensor.requires_grad_()
+            pending.append((batch, qkv, batch.attention(*qkv, layer), dout))
+        with pytest.raises(api.ConfigError, match="softcap=0: must be a positive number"):
+            batches[1].attention(*qkv, 9, softcap=0)
+        batches[1].attention(*qkv, 10 + layer)  # as if the model had failed before its end
+    found = []
+    for batch, qkv, out, dout in [pending[n] for n in (2, 5, 0, 1, 4, 3)]:
+        out.backward(dout)
+        found.append([batch.gather(t.detach()) for t in (out, *(x.grad for x in qkv))])
+    return [*found, results(cps[0].batch(DOCUMENTS)), results(cps[1].batch(DOCUMENTS))]
+
+
+def test_objects_and_layers_take_turns_and_survive_failures():
+    dense, sparse = (by_definition(seen_under(name)) for name in ("dense", "block_topk"))
+    for found in gloo.run(2, by_turns):
+        for number, tensors in zip((2, 5, 0, 1, 4, 3, 0, 1), found, strict=True):
+            assert_close(tensors, sparse if number % 2 else dense)
+
+
+def in_low_precision(_rank: int, _world: int, sparsity: str) -> list[torch.Tensor]:
+    batch = made(sparsity, layout="striped", exchange="ring").batch(DOCUMENTS)
+    *qkv, dout = batch.shard(*(tensor.bfloat16() for tensor in whole_tensors()))
+    for tensor in qkv:
+        tensor.requires_grad_()
+    out = batch.attention(*qkv, 0)
+    out.backward(dout)
+    assert out.dtype == qkv[0].grad.dtype == torch.bfloat16
+    return [batch.gather(tensor.detach().float()) for tensor in (out, *(x.grad for x in qkv))]
+
+
+def test_bfloat16_is_as_exact_as_its_rounding():
+    expected = by_definition(seen_by_documents())
+    for found in gloo.run(2, in_low_precision, "dense"):
+        for tensor, other in zip(found, expected, strict=True):
+            error = (tensor.double() - other).norm() / other.norm()
+            assert 1e-4 < error < 1e-2
+    alone = in_low_precision(0, 1, "block_topk")
+    for found in gloo.run(2, in_low_precision, "block_topk"):
+        for tensor, other in zip(found, alone, strict=True):
+            assert (tensor - other).norm() / other.norm() < 1e-2
+
+
+def test_values_may_be_narrower_than_keys():
+    batch = made().batch(DOCUMENTS)
+    q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    out = batch.attention(q, k, v[..., :3], 0)
+    expected, *_ = by_definition(seen_by_documents())
+    assert_close([batch.gather(out)], [expected[..., :3].detach()])
+
+
+def largest(_rank: int, _world: int, sparsity: str, window: int | None) -> list[torch.Tensor]:
+    found = []
+    for layout, exchange in (("striped", "ring"), ("balanced", "group_cast")):
+        batch = made(sparsity, layout=layout, exchange=exchange).batch(DOCUMENTS)
+        results(batch, window=window, max_logits=True, softcap=0.5)
+        found.append(batch.max_logits.pop(0))
+        assert not batch.max_logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "window"),
+    [("dense", None), ("dense", 30), ("vertical_slash", None), ("block_topk", None)],
+)
+def test_the_largest_logits_are_exact_over_all_processes(monkeypatch, sparsity, window):
+    q, k, _, _ = whole_tensors()
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / DIM**0.5
+    seen = seen_by_documents(window) if window else seen_under(sparsity)
+    expected = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3)).float()
+    for found in gloo.run(3, largest, sparsity, window):
+        for of_heads in found:
+            torch.testing.assert_close(of_heads, expected, atol=1e-6, rtol=0)
+    monkeypatch.setattr("mtrain_cli.library.max_logits._SCORE_BYTES", 7 * 16 * SEQ)
+    for of_heads in largest(0, 1, sparsity, window):
+        torch.testing.assert_close(of_heads, expected, atol=1e-6, rtol=0)
+
+
 def test_labels_some_tokens_ahead_stay_in_their_document():
     cp = made()
     cp.batch(DOCUMENTS)
@@ -438,7 +524,9 @@ X = torch.zeros(1, SEQ, 2, DIM)
          "(seq=250)"),
         (lambda cp: cp.batch().attention(X, X[:, :, :1], X, 0),
          "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 1, 8], [1, 250, 2, 8]; give k and v "
-         "one shape, as wide as q, with heads that divide those of q"),
+         "the same heads, which divide those of q, k as wide as q, and v no wider"),
+        (lambda cp: cp.batch().attention(X, X, torch.zeros(1, SEQ, 2, 9), 0),
+         "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 2, 8], [1, 250, 2, 9]; give k and v "),
         (lambda cp: cp.batch(DOCUMENTS[1:]),
          "documents: has the shape [1, 249]; give [sequences, 250] for seq=250"),
         (lambda cp: cp.batch(DOCUMENTS[::-1].copy()),

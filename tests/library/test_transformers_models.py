@@ -197,6 +197,15 @@ def test_a_sparse_pattern_gives_the_same_on_any_number_of_processes():
         assert_equal(found, alone)
 
 
+def test_a_batch_measures_the_largest_logits_of_a_model():
+    cp, model = library(), model_of("gemma3_text")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    made = cp.inputs(**batches()[0], max_logits=True)
+    model(**made).loss.backward()
+    assert sorted(made["mtrain"].max_logits) == [0, 1]
+    assert all(found.shape == (4,) for found in made["mtrain"].max_logits.values())
+
+
 def test_labels_of_other_documents_and_of_padding_do_not_count():
     cp, batch = library(), batches()[1]
     made = cp.inputs(**batch)
