@@ -71,7 +71,8 @@ def errors(_rank: int, world: int, family: str, expected: dict[str, Results]):
 def test_patterns_layouts_and_exchanges_change_nothing(family):
     expected = {name: trained_by(family, name) for name in PATTERNS if name != "dense"}
     expected["dense"] = expected_of(family)
-    assert abs(expected["dense"][0] - expected["block_topk"][0]) > 1e-5
+    if family != "mistral":  # all of whose layers have a window, and so no index
+        assert abs(expected["dense"][0] - expected["block_topk"][0]) > 1e-5
     for world in (2, 3):
         found = gloo.run(world, errors, family, expected)[0]
         for sparsity in PATTERNS:
