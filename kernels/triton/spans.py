@@ -78,7 +78,7 @@ def _forward(
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr, INTERVALS: tl.constexpr, EVEN: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_N: tl.constexpr, INTERVALS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # under most masks, late queries see most keys
     bh = tl.program_id(1).to(tl.int64)
@@ -109,19 +109,21 @@ def _forward(
         hidden = _hidden(
             LOW + bounds, HIGH + bounds, rows[:, None], slots[None, :], queries, INTERVALS
         )
-        m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
+        m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, CAP, True)
     for t in range(tl.load(FULL_COUNT + row) * SUB):
         block = tl.load(FULL + row * width + t // SUB)
         slots = block * BLOCK + (t % SUB) * BLOCK_N + offsets
         k_at = k_base + slots[:, None].to(tl.int64) * stride_kn
         v_at = v_base + slots[:, None].to(tl.int64) * stride_vn
         if EVEN:
-            m, total, acc = attend(q, tl.load(k_at), tl.load(v_at), q, m, total, acc, scale, False)
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+            m, total, acc = attend(q, k, v, q, m, total, acc, scale, CAP, False)
         else:
             inside = slots < keys
             k = tl.load(k_at, mask=inside[:, None], other=0.0)
             v = tl.load(v_at, mask=inside[:, None], other=0.0)
-            m, total, acc = attend(q, k, v, ~inside[None, :], m, total, acc, scale, True)
+            m, total, acc = attend(q, k, v, ~inside[None, :], m, total, acc, scale, CAP, True)
     # NaN != 0, so a row with a NaN stays NaN and does not count as a row that sees no key.
     sees_keys = valid & (total != 0.0)
     out = tl.where(sees_keys[:, None], acc / tl.where(sees_keys, total, 1.0)[:, None], 0.0)
@@ -139,7 +141,7 @@ def _backward_queries(
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr, INTERVALS: tl.constexpr, EVEN: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_N: tl.constexpr, INTERVALS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -174,7 +176,7 @@ def _backward_queries(
         hidden = _hidden(
             LOW + bounds, HIGH + bounds, rows[:, None], slots[None, :], queries, INTERVALS
         )
-        acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+        acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, CAP, True)
     for t in range(tl.load(FULL_COUNT + row) * SUB):
         block = tl.load(FULL + row * width + t // SUB)
         slots = block * BLOCK + (t % SUB) * BLOCK_N + offsets
@@ -182,13 +184,13 @@ def _backward_queries(
         v_at = v_base + slots[:, None].to(tl.int64) * stride_vn
         if EVEN:
             acc = query_gradient(
-                q, tl.load(k_at), tl.load(v_at), do, lse, delta, q, acc, scale, False
+                q, tl.load(k_at), tl.load(v_at), do, lse, delta, q, acc, scale, CAP, False
             )
         else:
             inside = slots < keys
             k = tl.load(k_at, mask=inside[:, None], other=0.0)
             v = tl.load(v_at, mask=inside[:, None], other=0.0)
-            acc = query_gradient(q, k, v, do, lse, delta, ~inside[None, :], acc, scale, True)
+            acc = query_gradient(q, k, v, do, lse, delta, ~inside[None, :], acc, scale, CAP, True)
     out = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
     tl.store(DQ + out, (acc * scale).to(DQ.dtype.element_ty), mask=valid[:, None])
 
@@ -201,7 +203,7 @@ def _backward_keys(
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, INTERVALS: tl.constexpr, EVEN: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_M: tl.constexpr, INTERVALS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(0)  # under most masks, most queries see the first keys
     b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
@@ -241,7 +243,7 @@ def _backward_keys(
             hidden = _hidden(
                 LOW + bounds, HIGH + bounds, rows[None, :], slots[:, None], queries, INTERVALS
             )
-            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, CAP, True)
         for t in range(full):
             block = tl.load(FULL + row * width + t // SUB)
             rows = block * BLOCK + (t % SUB) * BLOCK_M + offsets
@@ -259,16 +261,24 @@ def _backward_keys(
                 lse = tl.load(LSE + bh * queries + rows, mask=valid, other=float("-inf"))
                 delta = tl.load(DELTA + bh * queries + rows, mask=valid, other=0.0)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, CAP, False)
     out = ((b * keys + slots[:, None]) * (HEADS // GROUP) + kv) * D + d
     tl.store(DK + out, dk * scale, mask=inside[:, None])
     tl.store(DV + out, dv, mask=inside[:, None])
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SpanPlan, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: SpanPlan,
+    scale: float,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out, in the dtype of q, and lse. ``plan`` lists the key blocks of query blocks."""
+    """Return out, in the dtype of q, and lse. ``plan`` lists the key blocks of query blocks.
+
+    cap: soft cap of scores, here and below: cap * tanh(score / cap); 0 for none.
+    """
     batch, queries, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
@@ -277,7 +287,7 @@ def forward(
         q, k, v, out, lse, *plan.arguments(), scale, queries, k.shape[1], *strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=moving,
         INTERVALS=plan.low.shape[1], EVEN=k.shape[1] % plan.block == 0,
-        num_warps=_FORWARD.warps, num_stages=_FORWARD.stages,
+        CAP=cap, num_warps=_FORWARD.warps, num_stages=_FORWARD.stages,
     )  # fmt: skip
     return out, lse
 
@@ -291,6 +301,7 @@ def backward_queries(
     delta: torch.Tensor,
     plan: SpanPlan,
     scale: float,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return dq, shaped like q. ``plan`` lists the key blocks of query blocks."""
     batch, queries, heads, dim = q.shape
@@ -301,7 +312,7 @@ def backward_queries(
         *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=moving,
         INTERVALS=plan.low.shape[1], EVEN=k.shape[1] % plan.block == 0,
-        num_warps=_QUERIES.warps, num_stages=_QUERIES.stages,
+        CAP=cap, num_warps=_QUERIES.warps, num_stages=_QUERIES.stages,
     )  # fmt: skip
     return dq
 
@@ -315,6 +326,7 @@ def backward_keys(
     delta: torch.Tensor,
     plan: SpanPlan,
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dk and dv, float32, shaped like k. ``plan`` lists the query blocks of key blocks."""
     batch, queries, heads, dim = q.shape
@@ -325,6 +337,6 @@ def backward_keys(
         *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=moving,
         INTERVALS=plan.low.shape[1], EVEN=queries % plan.block == 0,
-        num_warps=_KEYS.warps, num_stages=_KEYS.stages,
+        CAP=cap, num_warps=_KEYS.warps, num_stages=_KEYS.stages,
     )  # fmt: skip
     return dk, dv

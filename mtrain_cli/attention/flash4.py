@@ -41,6 +41,8 @@ class Flash4Kernel(TritonColumns):
     def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device != "cuda":
             return "needs a CUDA GPU"
+        if request.softcap:
+            return f"does not cap scores (softcap={request.softcap:g})"
         if request.capability is None or request.capability[0] < 9:
             return "needs compute capability 9.0 (Hopper) or later"
         if request.dtype != "bfloat16":

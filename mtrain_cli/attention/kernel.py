@@ -38,7 +38,11 @@ class IndexRequest:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a run needs from a kernel. intervals: most intervals of keys that a query sees."""
+    """What a run needs from a kernel.
+
+    intervals: most intervals of keys that a query sees.
+    softcap: scores become softcap * tanh(score / softcap); 0 for no cap.
+    """
 
     device: str
     capability: tuple[int, int] | None
@@ -49,6 +53,7 @@ class KernelRequest:
     deterministic: bool = False
     index: IndexRequest | None = None
     intervals: int = 1
+    softcap: float = 0.0
 
 
 class Saved(NamedTuple):
@@ -62,13 +67,16 @@ class Saved(NamedTuple):
     delta: Tensor | None
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Pair:
+def by_definition(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float = 0.0
+) -> Pair:
     """Return out and lse, with scores and mask of all pairs materialized.
 
     Shapes here and below: q, out, dout [batch, heads, queries, head_dim]; k, v [batch, heads, keys,
     head_dim]; lse, delta [batch, heads, queries]; seen: bool [batch, heads or 1, queries, keys].
+    cap: soft cap of scores, 0 for none.
     """
-    scores = _scores(q, k, seen, scale)
+    scores = _scores(q, k, seen, scale, cap)
     lse = scores.logsumexp(-1)
     return _probabilities(scores, lse) @ v, lse
 
@@ -82,15 +90,22 @@ def gradients_by_definition(
     delta: Tensor,
     seen: Tensor,
     scale: float,
+    cap: float = 0.0,
 ) -> Triple:
     """Return dq, dk and dv. lse and delta = rowsum(out * dout) may cover more keys than k holds."""
-    p = _probabilities(_scores(q, k, seen, scale), lse)
+    scores = _scores(q, k, seen, scale, cap)
+    p = _probabilities(scores, lse)
     ds = p * (dout @ v.transpose(-1, -2) - delta.unsqueeze(-1)) * scale
+    if cap:  # the derivative of the hyperbolic tangent
+        ds = ds * (1 - (scores.masked_fill(~seen, 0) / cap).square())
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 
-def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    return (q @ k.transpose(-1, -2) * scale).masked_fill_(~seen, float("-inf"))
+def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * scale
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    return scores.masked_fill_(~seen, float("-inf"))
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
@@ -110,10 +125,12 @@ class Kernel(ABC):
     Delta suffices for backward, so exchanges that circulate queries send delta instead of out.
 
     skips: whether the kernel skips pairs that an index leaves out, or only masks them.
+    softcap: see `KernelRequest`, of which a kernel must support it.
     """
 
     name: str
     skips = False
+    softcap = 0.0
 
     @abstractmethod
     def unsupported_reason(self, request: KernelRequest) -> str | None:
@@ -139,7 +156,9 @@ class Kernel(ABC):
         """
         high = accumulation_dtype(q.dtype)
         k, v = packed.to(high)
-        out, lse = by_definition(q.to(high).transpose(1, 2), k, v, columns.seen(), scale)
+        out, lse = by_definition(
+            q.to(high).transpose(1, 2), k, v, columns.seen(), scale, self.softcap
+        )
         out = out.transpose(1, 2)
         if partial is None:
             return out, lse
@@ -161,7 +180,9 @@ class Kernel(ABC):
         high = accumulation_dtype(q.dtype)
         q, dout = (t.to(high).transpose(1, 2) for t in (q, dout))
         (k, v), lse, delta = packed.to(high), lse.to(high), delta.to(high)
-        dq, *gradients = gradients_by_definition(dout, q, k, v, lse, delta, columns.seen(), scale)
+        dq, *gradients = gradients_by_definition(
+            dout, q, k, v, lse, delta, columns.seen(), scale, self.softcap
+        )
         return dq.transpose(1, 2), torch.stack(gradients)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, used: Tensor, scale: float) -> Pair:
@@ -172,5 +193,5 @@ class Kernel(ABC):
         """
         slots = torch.arange(k.shape[1], device=q.device)
         seen = (slots < used[:, None])[:, None, None, :]
-        out, lse = by_definition(*per_query_head(q, k, v), seen, scale)
+        out, lse = by_definition(*per_query_head(q, k, v), seen, scale, self.softcap)
         return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))

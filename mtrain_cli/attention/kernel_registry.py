@@ -13,8 +13,8 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.schema import ConfigError
 
-# In the order of `_preferred`, `auto` takes the first kernel that can serve the run, but never the
-# reference.
+# In the order of `_preferred`, `auto` takes the first kernel that can serve the run. It takes
+# the reference only for capped scores on the CPU, which no other kernel computes.
 _KERNELS: dict[str, Callable[[], Kernel]] = {
     "flash4": Flash4Kernel,
     "triton": TritonKernel,
@@ -23,9 +23,11 @@ _KERNELS: dict[str, Callable[[], Kernel]] = {
 }
 
 
-def make_kernel(name: str) -> Kernel:
+def make_kernel(name: str, softcap: float = 0.0) -> Kernel:
     """Return the kernel called ``name``, even if it cannot run on this machine."""
-    return _KERNELS[name]()
+    kernel = _KERNELS[name]()
+    kernel.softcap = softcap
+    return kernel
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
@@ -57,7 +59,7 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
     if name == "auto":
         faster = itertools.takewhile(lambda item: item[1] is not None, reasons.items())
         skipped = "; ".join(f"{n}: {reason}" for n, reason in faster)
-        if usable[0] == "reference":
+        if usable[0] == "reference" and not (request.softcap and request.device == "cpu"):
             raise ConfigError(
                 f"train.kernel=auto: no fast kernel serves this run ({skipped}); "
                 "set train.kernel=reference to compute it slowly and exactly"
@@ -70,7 +72,7 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
         )
     elif (reason := reasons[name]) is not None:
         raise ConfigError(f"train.kernel={name}: {reason}; usable here: {', '.join(usable)}")
-    kernel = make_kernel(name)
+    kernel = make_kernel(name, request.softcap)
     if request.index is None:
         return kernel, why
     if not kernel.skips:

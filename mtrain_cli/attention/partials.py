@@ -67,6 +67,24 @@ def _fused_merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
     return True
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Pair:
+    """Return out and lse with a further score per head that adds nothing to the output.
+
+    Any backward pass from these is right: it needs exp(score - lse) and rowsum(out * dout).
+
+    sinks: [heads].
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    share = (lse - total).exp().transpose(1, 2)[..., None]
+    return (out * share).to(out.dtype), total
+
+
+def sink_gradient(out: Tensor, lse: Tensor, dout: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks, [heads], from what `add_sinks` returned."""
+    shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(shares * row_delta(out, dout)).sum((0, 2)).to(sinks.dtype)
+
+
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """Return delta = rowsum(out * dout), [batch, heads, queries], in the accumulation dtype."""
     if out.is_cuda and out.dtype != torch.float64 and has_triton():

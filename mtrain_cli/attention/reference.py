@@ -25,7 +25,7 @@ class ReferenceKernel(Kernel):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
-        out, lse = by_definition(*per_query_head(q, k, v), tiles.seen(), scale)
+        out, lse = by_definition(*per_query_head(q, k, v), tiles.seen(), scale, self.softcap)
         return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
 
     def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
@@ -36,7 +36,8 @@ class ReferenceKernel(Kernel):
             delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
         dout = dout.double().transpose(1, 2)
         dq, dk, dv = gradients_by_definition(
-            dout, *per_query_head(q, k, v), lse.double(), delta.double(), tiles.seen(), scale
-        )
+            dout, *per_query_head(q, k, v), lse.double(), delta.double(), tiles.seen(), scale,
+            self.softcap,
+        )  # fmt: skip
         dk, dv = (t.unflatten(1, (-1, group)).sum(2).transpose(1, 2) for t in (dk, dv))
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -30,6 +30,8 @@ class SdpaKernel(Kernel):
     name = "sdpa"
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
+        if request.softcap:
+            return f"does not cap scores (softcap={request.softcap:g})"
         if request.device == "cpu":
             return None
         if request.index is not None:

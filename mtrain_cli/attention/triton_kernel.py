@@ -36,6 +36,7 @@ class TritonColumns(Kernel):
     skips = True
 
     def decode(self, q, k, v, used, scale):
+        assert not self.softcap, "the library, which alone has caps, does not generate"
         from mtrain_cli.kernels.triton import decode
 
         return decode.decode(q, k, v, used, scale)
@@ -46,17 +47,19 @@ class TritonColumns(Kernel):
         plan, pair = make_tile_plan(columns.tiles, slashes=False), (packed[0], packed[1])
         # Columns alone: the kernel reads neither of the tensors that stand in for k and v.
         return sparse.forward(
-            q, q, q, pair, plan, scale, slashes=False, partial=partial, dtype=torch.float32
-        )
+            q, q, q, pair, plan, scale, slashes=False, partial=partial, dtype=torch.float32,
+            cap=self.softcap,
+        )  # fmt: skip
 
     def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
         from mtrain_cli.kernels.triton import sparse
 
         plan, pair = make_tile_plan(columns.tiles, slashes=False), (packed[0], packed[1])
         dq = sparse.backward_queries(
-            dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32
-        )
-        parts = sparse.backward_columns(dout, q, pair, lse, delta, plan, scale)
+            dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32,
+            cap=self.softcap,
+        )  # fmt: skip
+        parts = sparse.backward_columns(dout, q, pair, lse, delta, plan, scale, self.softcap)
         return dq, torch.stack([t.sum(0) for t in parts])
 
 
@@ -86,28 +89,30 @@ class TritonKernel(TritonColumns):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Pair:
         from mtrain_cli.kernels.triton import spans, sparse
 
+        cap = self.softcap
         if tiles.index is None:
-            return spans.forward(q, k, v, make_span_plans(tiles, q.dtype)[0], scale)
+            return spans.forward(q, k, v, make_span_plans(tiles, q.dtype)[0], scale, cap)
         plan = make_tile_plan(tiles)
-        return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
+        return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale, cap=cap)
 
     def backward(self, dout: Tensor, saved: Saved, tiles: Tiles, scale: float) -> Triple:
         from mtrain_cli.kernels.triton import spans, sparse
 
+        cap = self.softcap
         q, k, v, out, lse, delta = saved
         lse = lse.contiguous()
         delta = ensure_delta(out, dout, delta)
         if tiles.index is None:
             of_queries, of_keys = make_span_plans(tiles, q.dtype)
-            dq = spans.backward_queries(dout, q, k, v, lse, delta, of_queries, scale)
-            return dq, *spans.backward_keys(dout, q, k, v, lse, delta, of_keys, scale)
+            dq = spans.backward_queries(dout, q, k, v, lse, delta, of_queries, scale, cap)
+            return dq, *spans.backward_keys(dout, q, k, v, lse, delta, of_keys, scale, cap)
         plan = make_tile_plan(tiles, backward=True)
         columns = pack_columns(k, v, tiles)
-        dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)
-        dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale)
+        dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale, cap=cap)
+        dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale, cap)
         if columns is not None:
             columns_dk, columns_dv = sparse.backward_columns(
-                dout, q, columns, lse, delta, plan, scale
+                dout, q, columns, lse, delta, plan, scale, cap
             )
             add_column_gradients(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
         return dq, dk, dv

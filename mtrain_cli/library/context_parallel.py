@@ -7,7 +7,9 @@ batch may have become the current one. So whoever recomputes must pass the batch
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,9 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -30,15 +34,17 @@ from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.library.max_logits import max_logits as largest_logits
 from mtrain_cli.library.settings import Processes, named_as_arguments
 from mtrain_cli.library.slices import Slices, read_slices
-from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.collectives import all_gather, average
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, Plan, make_chosen_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
+from mtrain_cli.sparsity.pattern import LearningPattern, Pattern, learning, make_pattern
 from mtrain_cli.training.batch import unseen_labels
 from mtrain_cli.training.layout_choice import choose_layout
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
@@ -93,6 +99,8 @@ class ContextParallel:
         self._groups: dict[tuple[Any, ...], ContextGroup] = {}
         self._current: ContextBatch | None = None
         self._compared: set[str] = set()
+        self.pattern = make_pattern(config.sparsity, config.seed)
+        self._told = False
         self.kinds: dict[_Kind, None] = {}  # of the layers so far, which later batches have, too
         self.profiling: Profile | None = None
         self.model = "a model of another loop"  # for reports
@@ -158,6 +166,10 @@ class ContextParallel:
         """Return `ContextBatch.gather` of the batch that began last."""
         return self._batch("gather").gather(tensor)
 
+    def roll(self, labels: Tensor, shift: int) -> Tensor:
+        """Return `ContextBatch.roll` of the batch that began last."""
+        return self._batch("roll").roll(labels, shift)
+
     def attention(
         self,
         q: Tensor,
@@ -168,6 +180,8 @@ class ContextParallel:
         mask: str | None = None,
         window: int | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
+        max_logits: bool = False,
     ) -> Tensor:
         """Return `ContextBatch.attention` of the batch that began last.
 
@@ -178,8 +192,10 @@ class ContextParallel:
                 "attention: a checkpointed layer is computed again in a backward pass, which may "
                 "belong to an earlier batch; call the method of the batch that `batch` returned"
             )
-        batch = self._batch("attention")
-        return batch.attention(q, k, v, layer, mask=mask, window=window, sinks=sinks)
+        return self._batch("attention").attention(
+            q, k, v, layer,
+            mask=mask, window=window, sinks=sinks, softcap=softcap, max_logits=max_logits,
+        )  # fmt: skip
 
     def inputs(
         self,
@@ -191,6 +207,7 @@ class ContextParallel:
         documents: Integers | None = None,
         cu_seqlens: Integers | None = None,
         slices: Slices | None = None,
+        max_logits: bool = False,
     ) -> dict[str, Any]:
         """Return the keyword arguments of a transformers model for a batch of whole sequences.
 
@@ -203,6 +220,7 @@ class ContextParallel:
             attention_mask: only ones; padding belongs to the labels and documents.
             position_ids: rotary positions; they also tell the documents apart, unless others do.
             documents, cu_seqlens, slices: see `batch`.
+            max_logits: fill `ContextBatch.max_logits` of the batch, which is under "mtrain".
         """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ConfigError(
@@ -215,6 +233,7 @@ class ContextParallel:
             documents, cu_seqlens=cu_seqlens, position_ids=None if known else position_ids,
             slices=slices, sequences=len(input_ids),
         )  # fmt: skip
+        batch.measures = max_logits
         if position_ids is None:
             position_ids = torch.arange(self.seq, device=input_ids.device).expand(
                 len(input_ids), -1
@@ -274,14 +293,54 @@ class ContextParallel:
 
         return Profile(self, Path(folder), None if steps is None else frozenset(steps))
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the index has learned (`sparsity.score=learned`), by LAYER.NAME, else {}.
+
+        Save it with the model, from one process.
+        """
+        return self.pattern.learned() if isinstance(self.pattern, LearningPattern) else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with what `state_dict` returned, on every process.
+
+        Raises ConfigError if it does not fit the settings.
+        """
+        if isinstance(self.pattern, LearningPattern) and self.config.sparsity.has_learned_state:
+            self.pattern.load(state)
+        elif state:
+            raise ConfigError(
+                f"load_state_dict: has {first_few(list(state))}, and this index learns nothing; "
+                "give sparsity=block_topk and sparsity.score=learned"
+            )
+
+    def begins_to_learn(self, layer: int) -> bool:
+        """Return whether the index of a layer must learn first, and say once how long it takes."""
+        if not self.config.sparsity.has_learned_state:
+            return False
+        begins = not self.state_dict().get(f"{layer}.updates", 0)
+        if begins and torch.is_grad_enabled() and not self._told and self.processes.rank == 0:
+            warnings.warn(
+                f"sparsity.score=learned: the first batch makes {FIRST_UPDATES} updates of each "
+                "layer's scores, so it takes longer than others",
+                stacklevel=2,
+            )
+            self._told = True
+        return begins
+
+    def average_learned(self) -> None:
+        """Average what the index has learned over replicas. All processes call it after a step."""
+        if len(self.processes.groups) > 1 and (learned := self.state_dict()):
+            average(learned.values(), None)  # the processes of a group have the same
+
     def describe(self) -> str:
         """Return a line on the layout, and on exchange and kernel of each shape of heads so far."""
         layout = self._layout.layout
         parts = [f"{layout.name} over {with_count(layout.workers, 'worker')}"]
-        for (heads, kv_heads, dim, dtype, *_), engine in self._engines.items():
+        for (heads, kv_heads, dim, dtype, *_, cap), engine in self._engines.items():
             moved, why = engine.reasons
             parts.append(
-                f"{heads} heads, {kv_heads} of keys, {dim} wide, {str(dtype)[6:]}: {moved}; kernel "
+                f"{heads} heads, {kv_heads} of keys, {dim} wide, {str(dtype)[6:]}"
+                f"{f', scores capped at {cap:g}' if cap else ''}: {moved}; kernel "
                 f"{engine.kernel.name} ({why})"
             )
         return "; ".join(parts)
@@ -351,7 +410,7 @@ class ContextParallel:
             return self._layout.layout
         return replace(balancer, layers=(1,) * len(kinds)).layout(kinds)
 
-    def engine(self, q: Tensor, k: Tensor, intervals: int) -> _Engine:
+    def engine(self, q: Tensor, k: Tensor, intervals: int, softcap: float) -> _Engine:
         """Return how queries and keys like these are computed. The first call makes communicators.
 
         intervals: of keys that a query sees.
@@ -365,20 +424,13 @@ class ContextParallel:
                 f"at most {MOST_INTERVALS}. Merge slices, or give kernel=auto or sdpa for up to "
                 f"{_MOST_WIDE}"
             )
-        shape = q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device, wide
+        shape = q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device, wide, softcap
         if shape not in self._engines:
-            self._engines[shape] = self._resolve(*shape)
+            self._engines[shape] = self._resolve(shape)
         return self._engines[shape]
 
-    def _resolve(
-        self,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        wide: bool,
-    ) -> _Engine:
+    def _resolve(self, shape: tuple[Any, ...]) -> _Engine:
+        heads, kv_heads, dim, dtype, device, wide, softcap = shape
         config = self.config.changed(
             model={"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim},
             train={"dtype": str(dtype).removeprefix("torch.")},
@@ -389,14 +441,15 @@ class ContextParallel:
         if config.sparsity.pattern != "dense":  # windows are dense, too, so choose their kernel
             config = config.changed(sparsity={"dense_layers": 1})
         with named_as_arguments():
-            choices = resolve_run(config, replace(self.environment, device=device.type))
+            environment = replace(self.environment, device=device.type)
+            choices = resolve_run(config, environment, softcap=softcap)
         exchange = choices.exchange
         dense = choices.dense_kernel or (choices.kernel, "")
         return _Engine(
             make_chosen_exchange(exchange, self._layout.layout, self._group(exchange, device)),
             choices.kernel,
             dense[0],
-            choices.pattern,
+            self.pattern,
             (f"{exchange.label} ({exchange.reason})", choices.kernel_reason),
             config,
             choices,
@@ -437,6 +490,8 @@ class ContextBatch:
     by_name: all masks; the key is None for the mask of a batch that has only one.
     layout: which process holds which tokens, in ascending order.
     last: the batch before, whose layout and plans serve this one if it has the same masks.
+    max_logits: the largest score of each head of a layer over all processes, before a soft cap,
+        float32 [heads], where `attention` measured it. measures: whether all layers do.
     """
 
     def __init__(
@@ -449,6 +504,8 @@ class ContextBatch:
         self._owner, self.by_name, self._documents = owner, by_name, documents
         self.masks = next(iter(by_name.values()))
         self._attention: dict[_Kind, ContextAttention] = {}
+        self.max_logits: dict[int, Tensor] = {}
+        self.measures = False
         self.layout: Layout
         if last is not None and _same(by_name, last.by_name):
             self.layout = last.layout
@@ -499,19 +556,29 @@ class ContextBatch:
         return self.layout.to_sequence(shards)[:, : self.layout.seq]
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the label that each token predicts, [sequences, seq], -100 for none.
+        """Return the label that each token predicts, [sequences, seq]: `roll` by -1."""
+        return self.roll(labels, -1)
 
-        A document's last token predicts nothing, nor does one whose label a mask shows.
-        labels: not shifted.
+    def roll(self, labels: Tensor, shift: int) -> Tensor:
+        """Return the label some tokens ahead of each token, [sequences, seq], -100 for none.
+
+        None are labels of other documents and beyond the sequence, and those that the mask shows.
+
+        labels: whole sequences, not shifted. shift: minus the tokens ahead, as in `torch.roll`.
         """
         self._require(labels, self.layout.seq, "whole sequences")
+        ahead = -shift
+        if not 0 < ahead < self.layout.seq:
+            raise ConfigError(
+                f"shift={shift}: -1 gives the next token; allowed: {1 - self.layout.seq} to -1"
+            )
         rows = []
         by_sequence = zip(*self.by_name.values(), strict=True)
         known = zip(labels.cpu().numpy(), self._documents, by_sequence, strict=True)
         for row, documents, masks in known:
-            shifted = np.append(row[1:], row.dtype.type(IGNORED))
+            shifted = np.append(row[ahead:], np.full(ahead, IGNORED, row.dtype))
             if documents is not None:
-                shifted[:-1][np.diff(documents) != 0] = IGNORED
+                shifted[:-ahead][documents[ahead:] != documents[:-ahead]] = IGNORED
             for mask in masks:
                 shifted = unseen_labels(shifted, mask)
             rows.append(shifted)
@@ -527,18 +594,23 @@ class ContextBatch:
         mask: str | None = None,
         window: int | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
+        max_logits: bool = False,
     ) -> Tensor:
-        """Return attention of this process's queries over the whole sequences, like q.
+        """Return attention of this process's queries over the whole sequences, as wide as v.
 
         Args:
             q: [sequences, tokens, heads, head_dim]; k, v: with fewer heads if several of q share
-                one. Scores are divided by the square root of head_dim.
+                one, and v narrower, too. Scores are divided by the square root of head_dim.
             layer: number of the layer, different in all calls of a batch. Its index stays from the
                 forward to the backward pass.
             mask: name of one of the batch's `masks`.
             window: tokens that a query sees, itself included, under the mask; None for all. A
                 window has no index.
             sinks: [heads], a learnable score of each head that takes a share of the softmax.
+            softcap: a score s becomes softcap * tanh(s / softcap); None for no cap. An index is
+                estimated from scores without the cap.
+            max_logits: fill ``max_logits[layer]`` by a second pass over the pairs of the mask.
 
         Raises ConfigError for other shapes, and for a layer that is computed twice.
         """
@@ -549,26 +621,39 @@ class ContextBatch:
             )
         for tensor in (q, k, v):
             self._require(tensor, self.layout.tokens_per_worker, "this process's tokens")
-        if q.shape[2] % k.shape[2] or k.shape != v.shape or q.shape[3] != k.shape[3]:
+        dim, width = k.shape[3], v.shape[3]
+        if (
+            q.shape[2] % k.shape[2]
+            or k.shape[:3] != v.shape[:3]
+            or q.shape[3] != dim
+            or width > dim
+        ):
             raise ConfigError(
                 f"q, k, v: have the shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; give "
-                "k and v one shape, as wide as q, with heads that divide those of q"
+                "k and v the same heads, which divide those of q, k as wide as q, and v no wider"
             )
-        attend = self._attend(q, k, layer, mask, window)
+        if width < dim:  # latent attention
+            v = torch.nn.functional.pad(v, (0, dim - width))
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise ConfigError(f"softcap={softcap}: must be a positive number, or None for no cap")
+        attend = self._attend(q, k, layer, mask, window, softcap or 0.0)
         if attend.index is not None:
             self._require_once(layer, known=layer in attend.index.kept)
-        if sinks is not None and attend.exchange.schedule.heads > 1:
+        if sinks is not None and sinks.shape != q.shape[2:3]:
             raise ConfigError(
-                f"sinks: do not work with {attend.exchange.schedule.heads} processes that share "
-                "heads; give another exchange than ulysses, and topology.ulysses=1"
+                f"sinks: have the shape {list(sinks.shape)}; give one of each head, [{q.shape[2]}]"
             )
-        out = attend(q, k, v, layer, sinks)
+        with learning(self._owner.pattern if torch.is_grad_enabled() else None):
+            out = attend(q, k, v, layer, sinks)
+        if (max_logits or self.measures) and not _in_backward():
+            index = None if attend.index is None else attend.index.kept[layer]
+            self._measure(q, k, layer, self._masks_under(mask, window), index)
         if not torch.is_grad_enabled():
             attend.release(layer)
-        return out
+        return out[..., :width]
 
     def _attend(
-        self, q: Tensor, k: Tensor, layer: int, mask: str | None, window: int | None
+        self, q: Tensor, k: Tensor, layer: int, mask: str | None, window: int | None, softcap: float
     ) -> ContextAttention:
         if mask not in self.by_name:
             names = first_few([str(name) for name in self.by_name])
@@ -578,8 +663,11 @@ class ContextBatch:
                    else f"is not in the batch; give one of {names}")
             )  # fmt: skip
         config = self._owner.config
-        engine = self._owner.engine(q, k, max(one.intervals for one in self.by_name[mask]))
+        intervals = max(one.intervals for one in self.by_name[mask])
+        engine = self._owner.engine(q, k, intervals, softcap)
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
+        if not dense and self._owner.begins_to_learn(layer):
+            dense = not torch.is_grad_enabled()  # as in evaluations of `mtrain train`
         kind = _Kind(engine, mask, window, dense, q.device)
         self.prepare(kind)
         self._owner.kinds[kind] = None
@@ -587,20 +675,31 @@ class ContextBatch:
             self._attention[kind] = profile.seen(self, kind, layer, self._attention[kind])
         return self._attention[kind]
 
+    def _measure(self, q: Tensor, k: Tensor, layer: int, masks: Masks, index: Index | None) -> None:
+        processes = self._owner.processes
+        own = largest_logits(q.detach(), self.gather(k.detach()), self.positions, masks, index)
+        if processes.group is not None:
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=processes.group)
+        self.max_logits[layer] = own
+
+    def _masks_under(self, name: str | None, window: int | None) -> Masks:
+        masks = self.by_name[name]
+        if window is None:
+            return masks
+        if window < 1 or any(mask.shows_later_keys().any() for mask in masks):
+            raise ConfigError(
+                f"window={window}: must be at least 1 token, under a mask without later keys"
+            )
+        first = np.maximum(np.arange(masks[0].padded) - window + 1, 0)
+        near = SequenceMask.from_first(first, self.layout.seq)
+        return tuple(mask.intersect(near) for mask in masks)
+
     def prepare(self, kind: _Kind) -> None:
         """Plan a kind of layers, if the batch has its mask, without other processes."""
         engine, name, window, dense, device = kind
         if name not in self.by_name or kind in self._attention:
             return
-        masks = self.by_name[name]
-        if window is not None:
-            if window < 1 or any(mask.shows_later_keys().any() for mask in masks):
-                raise ConfigError(
-                    f"window={window}: must be at least 1 token, under a mask without later keys"
-                )
-            first = np.maximum(np.arange(masks[0].padded) - window + 1, 0)
-            near = SequenceMask.from_first(first, self.layout.seq)
-            masks = tuple(mask.intersect(near) for mask in masks)
+        masks = self._masks_under(name, window)
         pattern = None if dense else engine.pattern
         plan = self._owner.plan(engine, pattern, masks, self.layout, device)
         kernel = engine.dense_kernel if dense else engine.kernel

@@ -143,10 +143,6 @@ def compose_settings(size: int, overrides: Sequence[str], **arguments: str) -> C
             f"sparsity.dense_steps={sparsity.dense_steps}: only `mtrain train` counts steps; begin "
             "with another context_parallel of sparsity=dense"
         )
-    if sparsity.has_learned_state:
-        raise ConfigError(
-            "sparsity.score=learned: only `mtrain train` saves what an index learns; give exact"
-        )
     if sparsity.dense_layers and not any(word.startswith(f"{LAYERS}=") for word in overrides):
         raise ConfigError(
             f"sparsity.dense_layers={sparsity.dense_layers}: needs {LAYERS}=N, the model's layers"

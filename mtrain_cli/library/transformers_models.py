@@ -23,10 +23,7 @@ NAME = "mtrain"
 _KINDS = {"full_attention", "sliding_attention"}
 _PROBED = 24  # tokens
 # A balance loss of routers (output_router_logits) would balance the tokens of one process.
-_OFF = {
-    "attention_dropout": 0, "attn_pdrop": 0, "attn_logit_softcapping": None,
-    "output_router_logits": False,
-}  # fmt: skip
+_OFF = {"attention_dropout": 0, "attn_pdrop": 0, "output_router_logits": False}
 _LATER = (
     "attention to later tokens (is_causal=False) needs mask=full, or a batch with slices that show "
     "them"
@@ -46,6 +43,7 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it: q, k, v are [batch, heads, tokens, head_dim].
@@ -72,20 +70,16 @@ def attention(
     for problem in _refusals(module, options, shows_later=mtrain.shows_later_keys):
         raise ConfigError(f"layer {layer}: {problem}")
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
-    dim, width = q.shape[-1], v.shape[-1]
+    dim = q.shape[-1]
     if scaling is not None and scaling != dim**-0.5:
         q = q * (scaling * dim**0.5)  # the engine divides by the square root
-    if width < dim:  # latent attention, whose values are narrower
-        v = nn.functional.pad(v, (0, dim - width))
-    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux)
-    return out[..., :width], None
+    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux, softcap=softcap)
+    return out, None
 
 
 def _refusals(module: nn.Module, options: dict[str, Any], *, shows_later: bool) -> Iterator[str]:
     if options.get("dropout") or getattr(module, "attention_dropout", 0):
         yield "attention_dropout is not supported; set it to 0"
-    if options.get("softcap"):
-        yield f"softcap={options['softcap']}: no kernel caps scores; set it to None"
     causal = options.get("is_causal", getattr(module, "is_causal", True))
     if not (causal or shows_later):
         yield _LATER

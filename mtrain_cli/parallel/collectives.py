@@ -6,7 +6,7 @@ PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,16 @@ def all_gather(own: Tensor, workers: int, group: dist.ProcessGroup | None = None
     gathered = own.new_empty(workers, *own.shape)
     _gather(gathered.view(-1), own.view(-1), group=group)
     return gathered
+
+
+def average(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replace the floating-point tensors by their means over a group, in one message."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    flat = torch.cat([tensor.flatten() for tensor in floating])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for tensor, mean in zip(floating, flat.split([t.numel() for t in floating]), strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def start_all_to_all(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -199,9 +200,9 @@ class ContextAttention:
         """Compute attention of this rank's queries over the whole sequence.
 
         sinks: [heads], a learnable score of each head that takes a share of the softmax and adds
-            nothing to the output. Not where workers share heads, nor with partial recomputation.
+            nothing to the output. Not with partial recomputation.
         """
-        assert sinks is None or (self.exchange.schedule.heads == 1 and self.plan.early is None)
+        assert sinks is None or self.plan.early is None
         # This call only joins kept tensors: no computation and no message to record.
         again = Recompute.of(self.plan.early, self.exchange.schedule.heads)
         quiet = layer in self.kept and again is Recompute.NOTHING
@@ -257,7 +258,7 @@ def _recorded(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, attention, tiles, layer, early_tiles=None, keep=False, sinks=None):
-        call = attention.kernel, attention.scale(q.shape[-1]), f"layer {layer}"
+        call: tuple[Any, ...] = attention.kernel, attention.scale(q.shape[-1]), f"layer {layer}"
         if layer in attention.kept:
             early = attention.plan.early
             # Offloaded tensors can be loaded only once.
@@ -266,13 +267,7 @@ class _Attend(torch.autograd.Function):
             rows = early_tiles or tiles  # without early queries the tiles are not used
             out, saved = attention.exchange.recompute(q, k, v, kept, early, rows, *call)
         else:
-            out, lse, saved = attention.exchange.forward(q, k, v, tiles, *call)
-            if sinks is not None:
-                # Backward follows from these two: it needs the probabilities exp(score - lse) and
-                # rowsum(out * dout).
-                without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-                out = (out * (without - lse).exp().transpose(1, 2)[..., None]).to(out.dtype)
-                saved = (*saved[:2], out, lse, *saved[4:])
+            out, _, saved = attention.exchange.forward(q, k, v, tiles, *call, sinks)
             if keep:
                 attention.keep_for_recompute(layer, saved)
         ctx.attention, ctx.tiles, ctx.layer, ctx.call = attention, tiles, layer, call
@@ -283,16 +278,16 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         attention: ContextAttention = ctx.attention
-        saved, dsinks = ctx.saved_tensors, None  # under checkpointing, this runs forward again
+        saved, call = ctx.saved_tensors, ctx.call  # under checkpointing, this runs forward again
         if ctx.has_sinks:
             *saved, sinks = saved
-            _, _, out, lse = saved[:4]
-            delta = (out.to(lse.dtype) * dout).sum(-1).transpose(1, 2)
-            dsinks = -((sinks[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+            call = *call, sinks
         with _recorded(attention, ctx.layer, BACKWARD):
-            gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)
+            dq, dk, dv, *dsinks = attention.exchange.backward(
+                dout.contiguous(), saved, ctx.tiles, *call
+            )
         attention.release(ctx.layer)
-        return *gradients, None, None, None, None, None, dsinks
+        return dq, dk, dv, None, None, None, None, None, dsinks[0] if dsinks else None
 
 
 @dataclass

@@ -15,7 +15,7 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import SharedColumns
-from mtrain_cli.attention.partials import Triple, accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype, add_sinks, sink_gradient
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.buffers import Buffer, Side
@@ -38,6 +38,7 @@ from mtrain_cli.parallel.program import (
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.parallel.transport import Buffers, Transport
+from mtrain_cli.parallel.wide_copy import part_of_heads
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
 Saved = tuple[Tensor, ...]
@@ -222,10 +223,22 @@ class Exchange:
         kernel: Kernel,
         scale: float,
         label: str = "",
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Saved]:
-        """Return out, lse [batch, heads, tokens], and the tensors that `backward` needs."""
+        """Return out, lse [batch, heads, tokens], and the tensors that `backward` needs.
+
+        sinks: [heads], see `add_sinks`. Each rank adds those of the heads that it computes.
+        """
         run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
-        run.run(run.program.operations)
+        operations = run.program.operations
+        if sinks is not None:
+            stop = run.program.inside.stop
+            run.run(operations[:stop])
+            whole = run.tensors[buffers.OUT], run.tensors[buffers.LSE]
+            own = part_of_heads(sinks, self.part, 0)
+            run.tensors[buffers.OUT], run.tensors[buffers.LSE] = add_sinks(*whole, own)
+            operations = operations[stop:]
+        run.run(operations)
         run.transport.end()
         out, lse = (run.tensors[name] for name in run.program.results)
         return out, lse, tuple(run.tensors[name] for name in run.program.saved)
@@ -238,15 +251,25 @@ class Exchange:
         kernel: Kernel,
         scale: float,
         label: str = "",
-    ) -> Triple:
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return dq, dk and dv, then dsinks, to which each rank adds what it computes."""
         traits = Traits(self.columns_of(shard_tiles) is not None)
         tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
         tensors[buffers.DOUT.on(self._side)] = dout
         run = self._begin(BACKWARD, tensors, shard_tiles, kernel, scale, label)
-        run.run(run.program.operations)
+        operations, more = run.program.operations, []
+        if sinks is not None:
+            start = run.program.inside.start
+            run.run(operations[:start])
+            dsinks = torch.zeros_like(sinks)
+            own, made = (part_of_heads(of_heads, self.part, 0) for of_heads in (sinks, dsinks))
+            out, lse, dout = (tensors[name] for name in (buffers.OUT, buffers.LSE, buffers.DOUT))
+            made.copy_(sink_gradient(out, lse, dout, own))
+            operations, more = operations[start:], [dsinks]
+        run.run(operations)
         run.transport.end()
-        dq, dk, dv = (tensors[name] for name in run.program.results)
-        return dq, dk, dv
+        return *(tensors[name] for name in run.program.results), *more
 
     def _begin_forward(self, q, k, v, *call) -> Executor:
         self.kv_heads = k.shape[2]

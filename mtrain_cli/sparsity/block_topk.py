@@ -7,8 +7,8 @@ mean over the queries, as `xattention` and `moba` take it, would let the other q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch import Tensor
 from mtrain_cli.attention.index import StartBitmap
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import Pair, accumulation_dtype, has_triton, high_product
+from mtrain_cli.config.keys import first_few
 from mtrain_cli.config.pattern_settings import BlockTopkSettings
+from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.sparsity.index_maps import IndexMaps
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
@@ -47,6 +49,7 @@ class BlockTopkPattern(BlockTopkSettings):
         super().__init__(**settings)  # type: ignore[arg-type]
         self.seed = seed
         self._maps: dict[int, IndexMaps] = {}
+        self._loaded = False
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=True, starts=True)
@@ -73,21 +76,61 @@ class BlockTopkPattern(BlockTopkSettings):
         """Return the maps that are learned, by ``LAYER.NAME``; {} with exact scores."""
         if self.score != "learned":
             return {}
-        heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
-        maps = {layer: self._maps_of(layer, heads, kv_heads, dim, device) for layer in layers}
+        for layer in layers:
+            self._maps_of(layer, model.num_heads, model.num_kv_heads, model.head_dim, device)
+        return self.learned(layers)
+
+    def learned(self, layers: Iterable[int] | None = None) -> dict[str, Tensor]:
         return {
-            f"{layer}.{field.name}": getattr(of_layer, field.name)
-            for layer, of_layer in maps.items()
-            for field in fields(of_layer)
+            f"{layer}.{field.name}": getattr(self._maps[layer], field.name)
+            for layer in (sorted(self._maps) if layers is None else layers)
+            for field in fields(IndexMaps)
         }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        names = [field.name for field in fields(IndexMaps)]
+        layers = {name.partition(".")[0] for name in state}
+        expected = {f"{layer}.{name}" for layer in layers for name in names}
+        if not layers or set(state) != expected or not all(layer.isdecimal() for layer in layers):
+            raise ConfigError(
+                f"load_state_dict: needs {', '.join(names)} of each layer, as 0.query; has "
+                f"{first_few(sorted(state)) or 'nothing'}"
+            )
+        maps = {}
+        for layer in layers:
+            tensors = [state[f"{layer}.{name}"].clone() for name in names]
+            shapes = [list(tensor.shape) for tensor in tensors]
+            q, k = shapes[:2]
+            rank = [min([self.rank, *k[1:2]])]  # no more than head_dim
+            if not q[-1:] == k[-1:] == rank or shapes != [q, k, q, q, k, k, []]:
+                raise ConfigError(
+                    f"load_state_dict: layer {layer} has the shapes {shapes}, which do not fit "
+                    f"sparsity.rank={self.rank}"
+                )
+            maps[int(layer)] = IndexMaps(*tensors)
+        self._maps, self._loaded = maps, True
 
     def _maps_of(
         self, layer: int, heads: int, kv_heads: int, dim: int, device: torch.device
     ) -> IndexMaps:
         if layer not in self._maps:
+            if self._loaded:
+                raise ConfigError(
+                    f"load_state_dict: holds no layer {layer}, which sparsity.score=learned needs; "
+                    f"it holds {first_few([str(n) for n in sorted(self._maps)])}"
+                )
             seed = self.seed * 100_003 + layer
             self._maps[layer] = IndexMaps.make(heads, kv_heads, dim, self.rank, seed, device)
-        return self._maps[layer]
+        maps = self._maps[layer]
+        if self._loaded and list(maps.key.shape[:2]) != [kv_heads, dim]:
+            raise ConfigError(
+                f"load_state_dict: layer {layer} has {list(maps.key.shape[:2])} heads and "
+                f"dimensions of keys, and the model [{kv_heads}, {dim}]"
+            )
+        if maps.key.device != device:  # loaded to the CPU
+            on_device = {f.name: getattr(maps, f.name).to(device) for f in fields(maps)[:-1]}
+            maps = self._maps[layer] = replace(maps, **on_device)
+        return maps
 
     def estimate(self, q: Tensor, k: Tensor, masked: MaskedPositions, layer: int) -> StartBitmap:
         """Return the index. Workers gather the keys that scores need, and count scores together."""

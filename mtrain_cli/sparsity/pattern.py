@@ -221,6 +221,12 @@ class LearningPattern(Pattern, Protocol):
         The first call makes them, equal on all workers. LAYER.updates counts a layer's updates.
         """
 
+    def learned(self) -> dict[str, Tensor]:
+        """Return `state` of the layers that exist so far."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the layers by what `learned` returned. Raises ConfigError if it does not fit."""
+
 
 @contextmanager
 def learning(pattern: Pattern | None) -> Iterator[None]:

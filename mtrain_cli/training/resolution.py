@@ -74,9 +74,14 @@ def kernel_request(
 
 
 def resolve_run(
-    config: Config, environment: Environment, hardware: Hardware | None = None
+    config: Config,
+    environment: Environment,
+    hardware: Hardware | None = None,
+    softcap: float = 0.0,
 ) -> ResolvedRun:
     """Resolve the `auto` settings of a run on this machine, or on other hardware.
+
+    softcap: of attention's scores, see `KernelRequest`.
 
     Raises:
         ConfigError: the configured kernel or exchange does not support the run.
@@ -89,6 +94,7 @@ def resolve_run(
     if isinstance(pattern, FixedPattern):
         pattern = replace(pattern, part=(dims.coordinate("tp", environment.rank), dims.tp))
     request = kernel_request(config, environment.device, dtype, hardware.capability)
+    request = replace(request, softcap=softcap)
     (kernel, kernel_reason), dense_kernel = choose_kernels(
         config, request, pattern, partial(_assume, hardware) if hardware.absent else choose
     )

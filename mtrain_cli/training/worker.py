@@ -20,6 +20,7 @@ from mtrain_cli.model.parallelize import initialize, parallelize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel import layer_groups
 from mtrain_cli.parallel.activation_offload import ActivationOffload
+from mtrain_cli.parallel.collectives import average
 from mtrain_cli.parallel.exchange import Exchange, make_chosen_exchange
 from mtrain_cli.parallel.layer_groups import make_expert_group, make_expert_mesh, make_tensor_group
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
@@ -181,14 +182,8 @@ class TrainState:
 
     def share_learned(self) -> None:
         """Average what the pattern has learned over the replicas, which see other sequences."""
-        if self._replicas is None:
-            return
-        floating = [tensor for tensor in self._learned.values() if tensor.is_floating_point()]
-        flat = torch.cat([tensor.flatten() for tensor in floating])
-        dist.all_reduce(flat, group=self._replicas)
-        flat /= self._replicas.size()
-        for tensor, mean in zip(floating, flat.split([t.numel() for t in floating]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
+        if self._replicas is not None:
+            average(self._learned.values(), self._replicas)
 
     def checkpoint(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds. Parameters and optimizer states are shards."""

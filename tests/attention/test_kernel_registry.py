@@ -44,12 +44,16 @@ def installed(monkeypatch) -> set[str]:
         (replace(HOPPER, index=LINES), "flash4", "the fastest that serves this run"),
         (replace(HOPPER, index=LINES_64), "triton", "flash4: computes blocks of 128"),
         (replace(AMPERE, index=LINES), "triton", "flash4: needs compute capability 9.0"),
+        (replace(HOPPER, softcap=50.0), "triton", "flash4: does not cap scores (softcap=50); sdpa"),
+        (replace(HOPPER, softcap=50.0, index=LINES), "triton", "flash4: does not cap scores"),
+        (replace(CPU, softcap=50.0), "reference", "sdpa: does not cap scores (softcap=50)"),
     ],
 )
 @pytest.mark.usefixtures("installed")
 def test_auto_takes_the_fastest_kernel_and_names_those_that_it_skips(needs, name, why):
     kernel, reason = choose("auto", needs)
     assert (kernel.name, why in reason) == (name, True)
+    assert kernel.softcap == needs.softcap
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,8 @@ def test_auto_takes_the_fastest_kernel_and_names_those_that_it_skips(needs, name
         ("triton", replace(AMPERE, head_dim=96), "head_dim 96 is none of 16, 32, 64, 128"),
         ("triton", replace(AMPERE, index=IndexRequest(256, bitmap=True)), "sparsity.block 256 is"),
         ("triton", CPU, "needs a CUDA GPU"),
+        ("sdpa", replace(CPU, softcap=30.0), "does not cap scores (softcap=30)"),
+        ("flash4", replace(HOPPER, softcap=30.0), "does not cap scores (softcap=30)"),
         ("sdpa", replace(AMPERE, index=LINES), "computes dense attention only"),
         ("sdpa", replace(AMPERE, head_dim=264), "not a multiple of 8 up to 256"),
         ("sdpa", replace(AMPERE, dtype="float16"), "computes bfloat16, not float16"),
@@ -84,10 +90,16 @@ def test_an_unusable_kernel_is_refused_with_the_reason_and_the_usable_ones(name,
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "float16"}, {"capability": (7, 5)}, {"head_dim": 264}]
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"capability": (7, 5)},
+        {"head_dim": 264},
+        {"head_dim": 256, "softcap": 50.0},
+    ],
 )
 @pytest.mark.usefixtures("installed")
-def test_auto_never_picks_the_reference(changes):
+def test_auto_never_picks_the_reference_on_a_gpu(changes):
     with pytest.raises(
         ConfigError, match=r"train\.kernel=auto: no fast kernel .*train\.kernel=reference"
     ):

@@ -8,15 +8,18 @@ from attention.dense_problems import SCALE, make_dense_problem
 from attention.sparse_problems import make_problem
 
 from mtrain_cli.attention.kernel import Saved, by_definition, gradients_by_definition
+from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 
 
-def by_softmax(q, k, v, seen: torch.Tensor) -> torch.Tensor:
+def by_softmax(q, k, v, seen: torch.Tensor, softcap: float = 0.0) -> torch.Tensor:
     """Return attention by PyTorch's softmax, which autograd differentiates."""
     group = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * SCALE
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, -1e300)
     p = scores.softmax(-1).masked_fill(~seen, 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", p, v)
@@ -26,18 +29,19 @@ def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.double().requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_dense_attention_equals_softmax_and_its_gradients(seed):
+@pytest.mark.parametrize(("seed", "softcap"), [(0, 0.0), (1, 0.0), (2, 0.0), (0, 0.5), (1, 50.0)])
+def test_dense_attention_equals_softmax_and_its_gradients(seed, softcap):
     spans, q, k, v, dout = make_dense_problem(seed, 4, 2)
     tiles, inputs = Tiles.make(spans), leaves(q, k, v)
-    want = by_softmax(*inputs, tiles.seen())
+    want = by_softmax(*inputs, tiles.seen(), softcap)
     want.backward(dout)
-    out, lse = ReferenceKernel().forward(q, k, v, tiles, SCALE)
+    kernel = make_kernel("reference", softcap)
+    out, lse = kernel.forward(q, k, v, tiles, SCALE)
     torch.testing.assert_close(out, want.detach())
     # delta may be given instead of out.
     delta = (out * dout).sum(-1).transpose(1, 2)
     for arguments in ((out, lse, None), (None, lse, delta)):
-        gradients = ReferenceKernel().backward(dout, Saved(q, k, v, *arguments), tiles, SCALE)
+        gradients = kernel.backward(dout, Saved(q, k, v, *arguments), tiles, SCALE)
         for got, leaf in zip(gradients, inputs, strict=True):
             torch.testing.assert_close(got, leaf.grad)
 

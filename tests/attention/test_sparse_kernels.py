@@ -13,6 +13,7 @@ from attention.sparse_problems import Problem, as_view_among_nan, make_problem
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.index import BlockBitmap, StartBitmap
 from mtrain_cli.attention.kernel import Saved
+from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.packed_columns import pack_columns
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -26,7 +27,8 @@ KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "local bitmap")
 def check(kernel, problem, tolerance: float) -> None:
     p = problem
     q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
-    want_out, want_lse = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
+    oracle = make_kernel("reference", kernel.softcap)
+    want_out, want_lse = oracle.forward(q, k, v, p.tiles, SCALE)
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, SCALE)
     assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse)), (
         "exactly the rows without keys have lse -inf"
@@ -37,7 +39,7 @@ def check(kernel, problem, tolerance: float) -> None:
     # As in a ring, where other workers contribute: the final lse exceeds that of these keys.
     final = want_lse + 0.5
     delta = (want_out * dout).sum(-1).transpose(1, 2)
-    want = ReferenceKernel().backward(dout, Saved(q, k, v, want_out, final, delta), p.tiles, SCALE)
+    want = oracle.backward(dout, Saved(q, k, v, want_out, final, delta), p.tiles, SCALE)
     # Queries from another worker arrive with delta, without out.
     got = kernel.backward(
         p.dout, Saved(p.q, p.k, p.v, None, final.float(), delta.float()), p.tiles, SCALE
@@ -70,6 +72,19 @@ CASES = [
 @pytest.mark.parametrize(("kind", "where", "documents"), CASES)
 def test_triton_equals_the_oracle(kind, where, documents):
     check(TritonKernel(), make_problem(1, kind, documents=documents, where=where), 1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.7, 30.0])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("both", "striped"), ("both", "whole"), ("bitmap", "whole"), ("local bitmap", "striped"),
+        ("gated", "whole"), ("starts", "whole"),
+    ],
+)  # fmt: skip
+def test_capped_scores_equal_the_oracle(kind, where, softcap):
+    p = make_problem(1, kind, documents=kind != "starts", where=where)
+    check(make_kernel("triton", softcap), p, 1e-5)
 
 
 WINDOWS = [

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain_cli.attention import kernel_registry
 from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import NAMED
-from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.layout import make_layout
 
@@ -53,9 +53,9 @@ def check(kernel: Kernel, tiles: Tiles, heads: int, kv_heads: int, head_dim: int
         torch.randn(batch, n, h, head_dim, device="cuda", dtype=torch.bfloat16)
         for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
     )
-    scale = head_dim**-0.5
+    scale, oracle = head_dim**-0.5, kernel_registry.make_kernel("reference", kernel.softcap)
     exact = [t.double() for t in (q, k, v)]
-    want = ReferenceKernel().forward(*exact, tiles, scale)
+    want = oracle.forward(*exact, tiles, scale)
     out, lse = kernel.forward(q, k, v, tiles, scale)
     seen = ~torch.isneginf(want[1])
     assert torch.equal(torch.isneginf(lse), ~seen), "rows without keys have lse -inf"
@@ -66,9 +66,7 @@ def check(kernel: Kernel, tiles: Tiles, heads: int, kv_heads: int, head_dim: int
     final = want[1] + 0.5
     rounded = want[0].to(q.dtype)
     delta = (rounded.double() * dout.double()).sum(-1).transpose(1, 2).contiguous()
-    expected = ReferenceKernel().backward(
-        dout.double(), Saved(*exact, want[0], final, delta), tiles, scale
-    )
+    expected = oracle.backward(dout.double(), Saved(*exact, want[0], final, delta), tiles, scale)
     # Queries from another worker arrive with delta, without out.
     for whole_out, whole_delta in ((rounded, None), (None, delta.float())):
         grads = kernel.backward(
@@ -77,6 +75,17 @@ def check(kernel: Kernel, tiles: Tiles, heads: int, kv_heads: int, head_dim: int
         for part, got, precise in zip(("dq", "dk", "dv"), grads, expected, strict=True):
             assert error(got, precise) < 8e-3, part
         assert bool(grads[0].transpose(1, 2)[~seen].eq(0).all())
+
+
+@pytest.mark.parametrize("softcap", [1.0, 50.0])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 2, 128), (4, 4, 64)])
+def test_triton_caps_scores(softcap, heads, kv_heads, head_dim):
+    kernel = make_kernel("triton", heads, kv_heads, head_dim)
+    kernel.softcap = softcap
+    torch.manual_seed(0)
+    everywhere = np.arange(SEQ)
+    tiles = Tiles.make([mask(True, SEQ).spans(everywhere, everywhere)], "cuda")
+    check(kernel, tiles, heads, kv_heads, head_dim)
 
 
 @pytest.mark.parametrize("name", ["flash4", "sdpa", "triton"])

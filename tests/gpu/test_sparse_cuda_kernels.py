@@ -10,8 +10,7 @@ import torch
 from attention.sparse_problems import as_view_among_nan, make_problem
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest, Saved
-from mtrain_cli.attention.kernel_registry import _KERNELS, survey
-from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.kernel_registry import _KERNELS, make_kernel, survey
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,8 +31,9 @@ def errors(
     heads: int,
     kv_heads: int,
     dim: int,
+    softcap: float = 0.0,
 ) -> dict[str, float]:
-    kernel = _KERNELS[name]()
+    kernel, oracle = make_kernel(name, softcap), make_kernel("reference", softcap)
     asked = IndexRequest(
         block, "bitmap" in kind or "gated" in kind, 2 * block if "gated" in kind else 0
     )
@@ -49,7 +49,7 @@ def errors(
     )  # fmt: skip
     scale = dim**-0.5
     q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
-    want, want_lse = ReferenceKernel().forward(q, k, v, p.tiles, scale)
+    want, want_lse = oracle.forward(q, k, v, p.tiles, scale)
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, scale)
     seen = ~torch.isneginf(want_lse)
     assert torch.equal(torch.isneginf(lse), ~seen), "exactly the rows without keys have lse -inf"
@@ -60,7 +60,7 @@ def errors(
         p.dout, Saved(p.q, p.k, p.v, rounded, final.float(), None), p.tiles, scale
     )
     delta = (rounded.double() * dout).sum(-1).transpose(1, 2)
-    expected = ReferenceKernel().backward(dout, Saved(q, k, v, want, final, delta), p.tiles, scale)
+    expected = oracle.backward(dout, Saved(q, k, v, want, final, delta), p.tiles, scale)
     relative_errors = {
         "out": error(out, want),
         "lse": (lse.double()[seen] - want_lse[seen]).abs().max().item() if seen.any() else 0.0,
@@ -119,6 +119,13 @@ def test_sparse_attention_equals_the_oracle(
         for part, value in relative_errors.items()
         if not value < limits[part.split()[0]]
     }, relative_errors
+
+
+@pytest.mark.parametrize("softcap", [1.0, 50.0])
+@pytest.mark.parametrize("kind", ["both", "bitmap"])
+def test_triton_caps_scores(kind, softcap):
+    case = "triton", kind, "striped", True, 128, 16, 2, 128, softcap
+    assert max(errors(*case).values()) < 5e-3
 
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])

@@ -11,9 +11,9 @@ from mtrain_cli.kernels.triton import spans
 
 import mtrain_cli.attention.triton_kernel as triton_kernel
 from mtrain_cli.attention.kernel import Saved
+from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonKernel, make_span_plans
 from mtrain_cli.config.mask_settings import MASKS
@@ -38,9 +38,16 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(triton_kernel, "_DENSE_BLOCK_32", 16)
 
 
-def check(tiles: Tiles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor):
+def check(
+    tiles: Tiles,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    softcap: float = 0.0,
+) -> None:
     """Compare with the oracle; q, k, v and dout are float32."""
-    kernel, oracle = TritonKernel(), ReferenceKernel()
+    kernel, oracle = make_kernel("triton", softcap), make_kernel("reference", softcap)
     exact = [t.double() for t in (q, k, v)]
     want_out, want_lse = oracle.forward(*exact, tiles, SCALE)
     out, lse = kernel.forward(q, k, v, tiles, SCALE)
@@ -84,6 +91,16 @@ def test_named_masks_equal_the_oracle(kind, documents, striped):
 def test_sequences_with_different_masks_equal_the_oracle(heads, kv_heads, slices, seed):
     spans_, *tensors = make_dense_problem(seed, heads, kv_heads, torch.float32, slices=slices)
     check(Tiles.make(spans_), *tensors)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("softcap", [0.7, 50.0])
+def test_capped_scores_equal_the_oracle(heads, kv_heads, softcap):
+    spans_, *tensors = make_dense_problem(0, heads, kv_heads, torch.float32, slices=8)
+    check(Tiles.make(spans_), *tensors, softcap)
+    whole = np.zeros((1, 37), np.int64), np.full((1, 37), 45)
+    whole[1][:, 3:5] = 0  # queries that see no key
+    check(Tiles.make([KeySpans(*whole, 45)]), *draw(37, 45, heads, kv_heads), softcap)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(32, 32), (32, 37), (37, 32), (1, 1)])

@@ -47,24 +47,26 @@ def made(sparsity: str = "dense", *words: str, group=None, **arguments) -> Conte
     return api.context_parallel(group, *small, *words, seq=SEQ, sparsity=sparsity, **arguments)
 
 
-def results(
-    batch: ContextBatch, window: int | None = None, sinks: torch.Tensor | None = None
-) -> list[torch.Tensor]:
+def results(batch: ContextBatch, **options) -> list[torch.Tensor]:
     """out, dq, dk and dv of whole sequences, through a float32 kernel."""
     *qkv, dout = batch.shard(*(tensor.float() for tensor in whole_tensors()))
     for tensor in qkv:
         tensor.requires_grad_()
-    out = batch.attention(*qkv, layer=0, window=window, sinks=sinks)
+    out = batch.attention(*qkv, **{"layer": 0, **options})
     out.backward(dout)
     return [batch.gather(tensor.detach()) for tensor in (out, *(t.grad for t in qkv))]
 
 
-def by_definition(seen: torch.Tensor, sinks: torch.Tensor | None = None) -> list[torch.Tensor]:
+def by_definition(
+    seen: torch.Tensor, sinks: torch.Tensor | None = None, softcap: float | None = None
+) -> list[torch.Tensor]:
     """The same in float64 by autograd, and dsinks. seen: bool [1, heads or 1, SEQ, SEQ]."""
     *qkv, dout = whole_tensors()
     q, k, v = (tensor.requires_grad_() for tensor in qkv)
     k, v = (tensor.repeat_interleave(HEADS // KV_HEADS, 2) for tensor in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / DIM**0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks[:, None, None].expand(1, -1, SEQ, 1)
@@ -79,6 +81,22 @@ def seen_by_documents(window: int = SEQ, chunk: int = SEQ) -> torch.Tensor:
     away, start = at[:, None] - at, torch.searchsorted(document, document)
     same = document * SEQ + (at - start) // chunk
     return ((same[:, None] == same) & (away >= 0) & (away < window))[None, None]
+
+
+def seen_under(sparsity: str, mask: str = "causal") -> torch.Tensor:
+    """The pairs that documents, a mask and a pattern's index allow."""
+    seen = seen_by_documents(chunk=45 if mask == "chunked" else SEQ)
+    if sparsity == "dense":
+        return seen
+    batch = made(sparsity, *MASKS[mask], mask=mask).batch(DOCUMENTS)
+    q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    batch.attention(q.requires_grad_(), k, v, 0)
+    (attend,) = batch._attention.values()
+    (pair,) = attend.plan.tiles.tiles
+    chosen = attend.narrowed[0][0].for_pair(*pair).seen()[:, :, :SEQ, :SEQ]
+    assert not (chosen & ~seen).any()
+    assert chosen.sum() < 0.9 * HEADS * seen.sum()
+    return chosen
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -113,20 +131,8 @@ def in_all_ways(
     ],
 )  # fmt: skip
 def test_processes_compute_what_one_does_and_the_definition_says(world, sparsity, mask):
-    alone = made(sparsity, *MASKS[mask], mask=mask)
-    batch = alone.batch(DOCUMENTS)
-    expected = results(batch)
-    seen = seen_by_documents(chunk=45 if mask == "chunked" else SEQ)
-    if sparsity != "dense":
-        q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
-        batch = alone.batch(DOCUMENTS)
-        batch.attention(q.requires_grad_(), k, v, 0)
-        (attend,) = batch._attention.values()
-        (pair,) = attend.plan.tiles.tiles
-        chosen = attend.narrowed[0][0].for_pair(*pair).seen()[:, :, :SEQ, :SEQ]
-        assert not (chosen & ~seen).any()
-        assert chosen.sum() < 0.9 * HEADS * seen.sum()
-        seen = chosen
+    expected = results(made(sparsity, *MASKS[mask], mask=mask).batch(DOCUMENTS))
+    seen = seen_under(sparsity, mask)
     assert_close(expected, by_definition(seen))
     for found in gloo.run(world, in_all_ways, sparsity, mask):
         assert len(found) >= 5
@@ -187,28 +193,43 @@ def sinks_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([-20.0, 0.0, 0.7, 3.0], dtype=dtype).requires_grad_()
 
 
-def with_sinks(_rank: int, world: int) -> list[list[torch.Tensor]]:
-    ways = (("zigzag", "ring"), ("striped", "all_gather"), ("balanced", "group_cast"))
+def with_sinks(_rank: int, world: int, sparsity: str) -> list[list[torch.Tensor]]:
+    """Under caps, too, on three processes."""
+    ways = [("zigzag", "ring", 1), ("striped", "all_gather", 1), ("balanced", "group_cast", 1)]
+    if HEADS % world == 0:
+        ways = [("contiguous", "ulysses", 1), ("striped", "ring", 2), ("balanced", "group_cast", 2)]
     found = []
-    for layout, exchange in ways:
-        sinks, cp = sinks_of(torch.float32), made(layout=layout, exchange=exchange)
-        tensors = results(cp.batch(DOCUMENTS), sinks=sinks)
+    for layout, exchange, sharing in ways:
+        sinks = sinks_of(torch.float32)
+        words = () if exchange == "ulysses" else (f"topology.ulysses={sharing}",)
+        cp = made(sparsity, *words, layout=layout, exchange=exchange)
+        more = {"softcap": 2.0} if world == 3 else {}
+        tensors = results(cp.batch(DOCUMENTS), sinks=sinks, **more)
         assert sinks.grad is not None
-        if world > 1:
-            dist.all_reduce(sinks.grad)
+        dist.all_reduce(sinks.grad)
         found.append([*tensors, sinks.grad])
-    if world > 1:
-        with pytest.raises(api.ConfigError, match="sinks: do not work with 2 processes that share"):
-            results(made(exchange="ulysses").batch(DOCUMENTS), sinks=sinks_of(torch.float32))
     return found
 
 
-def test_sinks_take_a_share_of_the_softmax():
-    expected = by_definition(seen_by_documents(), sinks_of(torch.float64))
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("sparsity", list(SETTINGS))
+def test_sinks_take_a_share_of_the_softmax(world, sparsity):
+    softcap = 2.0 if world == 3 else None
+    expected = by_definition(seen_under(sparsity), sinks_of(torch.float64), softcap)
     assert all(gradient.abs() > 0.01 for gradient in expected[-1][1:])
-    for found in gloo.run(2, with_sinks):
+    for found in gloo.run(world, with_sinks, sparsity):
         for tensors in found:
             assert_close(tensors, expected)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_caps_and_sinks_work_under_windows(window):
+    sinks = sinks_of(torch.float32)
+    cp = made("vertical_slash", "sparsity.dense_layers=1", "model.num_layers=2")
+    found = results(cp.batch(DOCUMENTS), layer=1, window=window, sinks=sinks, softcap=1.5)
+    expected = by_definition(seen_by_documents(window or SEQ), sinks_of(torch.float64), 1.5)
+    assert_close([*found, sinks.grad], expected)
+    assert "scores capped at 1.5: " in cp.describe()
 
 
 # Two documents without causality, of which the second also sees a prefix of the first, and a
@@ -388,6 +409,111 @@ def test_later_batches_are_planned_on_any_thread():
         assert_close(found, by_definition(seen_by_documents(30)))
 
 
+def by_turns(_rank: int, _world: int) -> list[list[torch.Tensor]]:
+    """Two objects with other documents at once, layers out of order, and a failure between."""
+    cps = made(layout="zigzag", exchange="ring"), made("block_topk", exchange="all_gather")
+    batches = [cp.batch(ids) for cp, ids in zip(cps, (DOCUMENTS, DOCUMENTS), strict=True)]
+    pending = []
+    for layer in (3, 0, 1):
+        for batch in batches:
+            *qkv, dout = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+            for tensor in qkv:
+                tensor.requires_grad_()
+            pending.append((batch, qkv, batch.attention(*qkv, layer), dout))
+        with pytest.raises(api.ConfigError, match="softcap=0: must be a positive number"):
+            batches[1].attention(*qkv, 9, softcap=0)
+        batches[1].attention(*qkv, 10 + layer)  # as if the model had failed before its end
+    found = []
+    for batch, qkv, out, dout in [pending[n] for n in (2, 5, 0, 1, 4, 3)]:
+        out.backward(dout)
+        found.append([batch.gather(t.detach()) for t in (out, *(x.grad for x in qkv))])
+    return [*found, results(cps[0].batch(DOCUMENTS)), results(cps[1].batch(DOCUMENTS))]
+
+
+def test_objects_and_layers_take_turns_and_survive_failures():
+    dense, sparse = (by_definition(seen_under(name)) for name in ("dense", "block_topk"))
+    for found in gloo.run(2, by_turns):
+        for number, tensors in zip((2, 5, 0, 1, 4, 3, 0, 1), found, strict=True):
+            assert_close(tensors, sparse if number % 2 else dense)
+
+
+def in_low_precision(_rank: int, _world: int, sparsity: str) -> list[torch.Tensor]:
+    batch = made(sparsity, layout="striped", exchange="ring").batch(DOCUMENTS)
+    *qkv, dout = batch.shard(*(tensor.bfloat16() for tensor in whole_tensors()))
+    for tensor in qkv:
+        tensor.requires_grad_()
+    out = batch.attention(*qkv, 0)
+    out.backward(dout)
+    assert out.dtype == qkv[0].grad.dtype == torch.bfloat16
+    return [batch.gather(tensor.detach().float()) for tensor in (out, *(x.grad for x in qkv))]
+
+
+def test_bfloat16_is_as_exact_as_its_rounding():
+    expected = by_definition(seen_by_documents())
+    for found in gloo.run(2, in_low_precision, "dense"):
+        for tensor, other in zip(found, expected, strict=True):
+            error = (tensor.double() - other).norm() / other.norm()
+            assert 1e-4 < error < 1e-2
+    alone = in_low_precision(0, 1, "block_topk")
+    for found in gloo.run(2, in_low_precision, "block_topk"):
+        for tensor, other in zip(found, alone, strict=True):
+            assert (tensor - other).norm() / other.norm() < 1e-2
+
+
+def test_values_may_be_narrower_than_keys():
+    batch = made().batch(DOCUMENTS)
+    q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    out = batch.attention(q, k, v[..., :3], 0)
+    expected, *_ = by_definition(seen_by_documents())
+    assert_close([batch.gather(out)], [expected[..., :3].detach()])
+
+
+def largest(_rank: int, _world: int, sparsity: str, window: int | None) -> list[torch.Tensor]:
+    found = []
+    for layout, exchange in (("striped", "ring"), ("balanced", "group_cast")):
+        batch = made(sparsity, layout=layout, exchange=exchange).batch(DOCUMENTS)
+        results(batch, window=window, max_logits=True, softcap=0.5)
+        found.append(batch.max_logits.pop(0))
+        assert not batch.max_logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "window"),
+    [("dense", None), ("dense", 30), ("vertical_slash", None), ("block_topk", None)],
+)
+def test_the_largest_logits_are_exact_over_all_processes(monkeypatch, sparsity, window):
+    q, k, _, _ = whole_tensors()
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / DIM**0.5
+    seen = seen_by_documents(window) if window else seen_under(sparsity)
+    expected = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3)).float()
+    for found in gloo.run(3, largest, sparsity, window):
+        for of_heads in found:
+            torch.testing.assert_close(of_heads, expected, atol=1e-6, rtol=0)
+    monkeypatch.setattr("mtrain_cli.library.max_logits._SCORE_BYTES", 7 * 16 * SEQ)
+    for of_heads in largest(0, 1, sparsity, window):
+        torch.testing.assert_close(of_heads, expected, atol=1e-6, rtol=0)
+
+
+def test_labels_some_tokens_ahead_stay_in_their_document():
+    cp = made()
+    cp.batch(DOCUMENTS)
+    labels = torch.arange(SEQ)[None] + 1000
+    for ahead in (1, 2, 5):
+        expected = [
+            1000 + at + ahead
+            if at + ahead < SEQ and DOCUMENTS[at + ahead] == DOCUMENTS[at]
+            else -100
+            for at in range(SEQ)
+        ]
+        assert cp.roll(labels, -ahead)[0].tolist() == expected
+    assert torch.equal(cp.batch().roll(labels, -2)[0, :-2], labels[0, 2:])
+    # Queries of a document without causality show the labels of its later tokens.
+    shown = cp.batch(slices=[SLICES]).roll(labels, -3)[0]
+    assert (shown[:89] == -100).all()
+    assert shown[200] == 1203
+
+
 X = torch.zeros(1, SEQ, 2, DIM)
 
 
@@ -395,6 +521,9 @@ X = torch.zeros(1, SEQ, 2, DIM)
     ("call", "problem"),
     [
         (lambda cp: cp.shard(X), "shard: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.roll(X[..., 0, 0], -1), "roll: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.batch().roll(X[..., 0, 0].long(), 2),
+         "shift=2: -1 gives the next token; allowed: -249 to -1"),
         (lambda cp: cp.gather(X), "gather: no batch has begun; call batch(...) before"),
         (lambda cp: cp.attention(X, X, X, 0),
          "attention: no batch has begun; call batch(...) before"),
@@ -406,7 +535,9 @@ X = torch.zeros(1, SEQ, 2, DIM)
          "(seq=250)"),
         (lambda cp: cp.batch().attention(X, X[:, :, :1], X, 0),
          "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 1, 8], [1, 250, 2, 8]; give k and v "
-         "one shape, as wide as q, with heads that divide those of q"),
+         "the same heads, which divide those of q, k as wide as q, and v no wider"),
+        (lambda cp: cp.batch().attention(X, X, torch.zeros(1, SEQ, 2, 9), 0),
+         "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 2, 8], [1, 250, 2, 9]; give k and v "),
         (lambda cp: cp.batch(DOCUMENTS[1:]),
          "documents: has the shape [1, 249]; give [sequences, 250] for seq=250"),
         (lambda cp: cp.batch(DOCUMENTS[::-1].copy()),
@@ -421,6 +552,12 @@ X = torch.zeros(1, SEQ, 2, DIM)
         (lambda _: made("vertical_slash").batch(slices=[SLICES]),
          "slices: sparsity=vertical_slash needs masks in which each query sees one range of keys "
          "that ends at the query; give sparsity=dense"),
+        (lambda _: results(made().batch(), softcap=-1.0),
+         "softcap=-1.0: must be a positive number, or None for no cap"),
+        (lambda _: results(made(kernel="sdpa").batch(), softcap=2.0),
+         "kernel=sdpa: does not cap scores (softcap=2); usable here: "),
+        (lambda _: results(made().batch(), sinks=torch.zeros(2)),
+         "sinks: have the shape [2]; give one of each head, [4]"),
         (lambda _: results(made().batch(), window=0),
          "window=0: must be at least 1 token, under a mask without later keys"),
         (lambda _: results(made(mask="full").batch(), window=9),
@@ -440,8 +577,6 @@ X = torch.zeros(1, SEQ, 2, DIM)
          "context_parallel of sparsity=dense"),
         (lambda _: made("vertical_slash", "sparsity.dense_layers=3"),
          "sparsity.dense_layers=3: needs model.num_layers=N, the model's layers"),
-        (lambda _: made("block_topk", "sparsity.score=learned", "sparsity.rank=8"),
-         "sparsity.score=learned: only `mtrain train` saves what an index learns; give exact"),
         (lambda _: made("dense", "mask.window=9", "mask.full_every=2", mask="sliding_window"),
          "mask.full_every=2, mask.full_first=0: the model says which layers have a window; give "
          "0, and attention(..., window=N)"),

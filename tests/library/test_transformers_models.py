@@ -32,6 +32,11 @@ FAMILIES = {
         "sliding_window": WINDOW, "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    # Soft caps, which are low enough to matter, under a window, too.
+    "gemma2": {
+        "sliding_window": WINDOW, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 0.02,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     # Learnable sinks.
     "gpt_oss": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
@@ -168,6 +173,12 @@ def sharded(_rank: int, world: int) -> tuple[float, dict[str, torch.Tensor]]:
     return total.item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
+def test_heads_that_processes_share_have_their_sinks():
+    expected = expected_of("gpt_oss")
+    for found in gloo.run(2, trained, "gpt_oss", (), {"exchange": "ulysses"}):
+        assert_equal(found, expected)
+
+
 def test_fsdp_over_replicas_and_context_groups_gives_the_gradients_of_one_process():
     expected = expected_of("llama", together=True)
     for found in gloo.run(4, sharded):
@@ -184,6 +195,15 @@ def test_a_sparse_pattern_gives_the_same_on_any_number_of_processes():
     assert abs(alone[0] - dense_loss) > 1e-4
     for found in gloo.run(2, trained, *settings):
         assert_equal(found, alone)
+
+
+def test_a_batch_measures_the_largest_logits_of_a_model():
+    cp, model = library(), model_of("gemma3_text")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    made = cp.inputs(**batches()[0], max_logits=True)
+    model(**made).loss.backward()
+    assert sorted(made["mtrain"].max_logits) == [0, 1]
+    assert all(found.shape == (4,) for found in made["mtrain"].max_logits.values())
 
 
 def test_labels_of_other_documents_and_of_padding_do_not_count():
@@ -213,10 +233,6 @@ REFUSED = (
     (
         "stablelm", {},
         "StableLmForCausalLM: does not pass keyword arguments on to its attention",
-    ),
-    (
-        "gemma2", {"attn_logit_softcapping": 50.0},
-        "attn_logit_softcapping=50.0: not supported; set it to None",
     ),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: not supported; set it to 0"),
     (

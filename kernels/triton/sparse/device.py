@@ -23,6 +23,11 @@ def load_rows(base, rows, stride, count):
 
 
 @triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
 def outside(place, count):
     """Return whether not 0 <= place < count, for int32. One comparison of unsigned numbers."""
     return place.to(tl.uint32) >= count.to(tl.uint32)

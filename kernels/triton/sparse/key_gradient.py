@@ -10,7 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.arguments import Tile, gate_arguments, strides, tile_for
-from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates, load_rows, outside
+from mtrain_cli.kernels.triton.sparse.device import (
+    LN2,
+    LOG2E,
+    hidden_by_gates,
+    load_rows,
+    outside,
+    tanh,
+)
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
 # By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
@@ -20,7 +27,9 @@ _PROGRAMS_WANTED = 1024  # of the column gradient: enough to fill any GPU severa
 
 
 @triton.jit
-def key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.constexpr):
+def key_gradient(
+    q, k, v, do, lse, delta, hidden_t, dk, dv, scale, CAP: tl.constexpr, MASKED: tl.constexpr
+):
     """Add one tile of queries to dk and dv. Multiply the final dk by scale.
 
     k, v: [keys, D].
@@ -29,12 +38,17 @@ def key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.co
     hidden_t: [keys, queries], pairs to mask; read only if MASKED.
     """
     s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
+    if CAP > 0:
+        share = tanh(s * (LN2 / CAP))
+        s = share * (CAP * LOG2E)
     p = tl.exp2(s - lse[None, :])
     if MASKED:
         p = tl.where(hidden_t, 0.0, p)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
     ds = p * (dp - delta[None, :])
+    if CAP > 0:
+        ds *= 1.0 - share * share
     return tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee"), dv
 
 
@@ -47,7 +61,7 @@ def _backward_keys(
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr, HOLES: tl.constexpr, GATED: tl.constexpr,
     STARTS: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +158,7 @@ def _backward_keys(
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + query_slots, mask=valid_queries, other=0.0)
             hidden = outside(key_positions[:, None] - first[None, :], seen[None, :])
-            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, CAP, True)
         if not LISTED:
             # Entries whose queries all see the whole key block: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -159,14 +173,14 @@ def _backward_keys(
                         lse = tl.load(LSE + row_base + query_slots)
                         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                         delta = tl.load(DELTA + row_base + query_slots)
-                        dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
+                        dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, CAP, False)
                 else:
                     q = tl.load(q_base + query_slots[:, None].to(tl.int64) * stride_qn)
                     do = tl.load(do_base + query_slots[:, None].to(tl.int64) * stride_dn)
                     lse = tl.load(LSE + row_base + query_slots)
                     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                     delta = tl.load(DELTA + row_base + query_slots)
-                    dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
+                    dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, CAP, False)
     offsets = ((b * keys + key_slots[:, None]) * (HEADS // GROUP) + kv) * D + d
     tl.store(DK + offsets, (dk * scale).to(DK.dtype.element_ty), mask=valid_keys[:, None])
     tl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=valid_keys[:, None])
@@ -179,7 +193,7 @@ def _backward_columns(
     scale, queries, query_blocks, column_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -248,7 +262,9 @@ def _backward_columns(
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows)
             covered = ((covered_bits >> (tl.arange(0, BLOCK_N) % 32)) & 1) != 0
-            dk, dv = key_gradient(q, k, v, do, lse, delta, covered[:, None], dk, dv, scale, True)
+            dk, dv = key_gradient(
+                q, k, v, do, lse, delta, covered[:, None], dk, dv, scale, CAP, True
+            )
             covered_bits = next_bits
         # Query blocks at either end: check every pair against mask, causality and diagonals.
         for step in range(begin * SUB, (end - full_end + full_begin) * SUB):
@@ -271,7 +287,7 @@ def _backward_columns(
                 | (column_positions[:, None] < first[None, :])
                 | (column_positions[:, None] > query_positions[None, :])
             )
-            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, CAP, True)
     offsets = (
         (part.to(tl.int64) * tl.num_programs(1) + bh) * column_width + columns[:, None]
     ) * D + d
@@ -288,6 +304,7 @@ def backward_keys(
     delta: torch.Tensor,
     plan: TilePlan,
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dk and dv of the blocks, without the columns: float32, shaped like k."""
     assert plan.entries_t is not None
@@ -303,7 +320,7 @@ def backward_keys(
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=tile.moving,
         LISTED=plan.listed, HOLES=plan.holes,
         GATED=plan.gates is not None, STARTS=plan.starts, SHARING=plan.sharing,
-        num_warps=tile.warps, num_stages=tile.stages,
+        CAP=cap, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dk, dv
 
@@ -316,6 +333,7 @@ def backward_columns(
     delta: torch.Tensor,
     plan: TilePlan,
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dk and dv of the packed columns, float32 [parts, batch, heads, width, head_dim].
 
@@ -340,6 +358,6 @@ def backward_columns(
         *strides(q, dout),
         HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=_COLUMNS_PER_TILE,
         PARTS=parts,
-        num_warps=8, num_stages=2,
+        CAP=cap, num_warps=8, num_stages=2,
     )  # fmt: skip
     return dk, dv

@@ -21,6 +21,7 @@ from mtrain_cli.kernels.triton.sparse.device import (
     hidden_by_gates,
     load_rows,
     outside,
+    tanh,
 )
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
@@ -30,7 +31,7 @@ _FORWARD_COLUMNS = {128: Tile(32, 4, 3), 64: Tile(32, 4, 3)}
 
 
 @triton.jit
-def attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
+def attend(q, k, v, hidden, m, total, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
     """Add one tile of keys to the online softmax.
 
     hidden: pairs to mask; read only if MASKED.
@@ -39,14 +40,18 @@ def attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
     acc: running sum of the values, weighted by the exponentials.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    factor = scale * LOG2E
+    if CAP > 0:
+        s = tanh(s * (scale / CAP))
+        factor = CAP * LOG2E
     if MASKED:
         s = tl.where(hidden, float("-inf"), s)
-    # Scale and subtract the maximum in one multiply-add. The scale is positive, so scaling the
+    # Scale and subtract the maximum in one multiply-add. The factor is positive, so scaling the
     # maximum of the raw scores gives the maximum of the scaled ones.
-    new_max = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
+    new_max = tl.maximum(m, tl.max(s, 1) * factor)
     # A row that has seen no key yet has new_max = -inf. The bound avoids -inf - -inf = NaN below.
     base = tl.maximum(new_max, -1e30)
-    p = tl.exp2(s * (scale * LOG2E) - base[:, None])
+    p = tl.exp2(s * factor - base[:, None])
     decay = tl.exp2(m - base)
     acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return new_max, total * decay + tl.sum(p, 1), acc
@@ -62,7 +67,7 @@ def _forward(
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
     CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr, SHARING: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
@@ -156,7 +161,7 @@ def _forward(
             k = load_rows(k_base, key_slots, stride_kn, keys)
             v = load_rows(v_base, key_slots, stride_vn, keys)
             hidden = outside((kb * BLOCK + in_block)[None, :] - first[:, None], seen[:, None])
-            m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
+            m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, CAP, True)
         if not LISTED:
             # Entries that every row sees in full: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -168,11 +173,11 @@ def _forward(
                     if slot >= 0:
                         k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                         v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                        m, total, acc = attend(q, k, v, q, m, total, acc, scale, False)
+                        m, total, acc = attend(q, k, v, q, m, total, acc, scale, CAP, False)
                 else:
                     k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                     v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                    m, total, acc = attend(q, k, v, q, m, total, acc, scale, False)
+                    m, total, acc = attend(q, k, v, q, m, total, acc, scale, CAP, False)
     if COLUMNS:
         column_base = bh * column_width
         begin, full_begin, full_end, end = column_ranges(
@@ -192,7 +197,7 @@ def _forward(
             k = tl.load(COLUMN_K + (column_base + columns)[:, None] * D + d)
             v = tl.load(COLUMN_V + (column_base + columns)[:, None] * D + d)
             covered = ((covered_bits >> (columns % 32)) & 1) != 0
-            m, total, acc = attend(q, k, v, covered[None, :], m, total, acc, scale, True)
+            m, total, acc = attend(q, k, v, covered[None, :], m, total, acc, scale, CAP, True)
             covered_bits = next_bits
         # Tiles at either end: check every pair against mask, causality and diagonals.
         for s in range(begin, end - full_end + full_begin):
@@ -218,7 +223,7 @@ def _forward(
                 | (column_positions[None, :] < first[:, None])
                 | (column_positions[None, :] > query_positions[:, None])
             )
-            m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
+            m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, CAP, True)
     # NaN != 0, so a row with a NaN stays NaN and does not count as a row that sees no key.
     sees_keys = may_see & (total != 0.0)
     out = tl.where(sees_keys[:, None], acc / tl.where(sees_keys, total, 1.0)[:, None], 0.0)
@@ -237,6 +242,7 @@ def forward(
     slashes: bool = True,
     partial: tuple[torch.Tensor, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse over the plan's blocks and columns.
 
@@ -245,13 +251,14 @@ def forward(
         slashes: compute the blocks; False for columns only.
         partial: out and lse over other keys, to merge into the result. None to merge nothing.
         dtype: dtype of out; None for the dtype of q.
+        cap: soft cap of scores: cap * tanh(score / cap); 0 for none.
     """
     # Launch once for the blocks and once for the columns. In a single kernel, both loops share
     # registers, and each runs slower than alone (profiles/notes.md).
     if slashes and columns is not None:
-        partial = _forward_pass(q, k, v, None, plan, scale, partial, torch.float32)
-        return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype)
-    return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype)
+        partial = _forward_pass(q, k, v, None, plan, scale, partial, torch.float32, cap)
+        return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype, cap)
+    return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype, cap)
 
 
 def _forward_pass(
@@ -263,6 +270,7 @@ def _forward_pass(
     scale: float,
     partial: tuple[torch.Tensor, torch.Tensor] | None,
     dtype: torch.dtype,
+    cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel for the columns, or for the blocks if ``columns`` is None."""
     slashes = columns is None
@@ -290,6 +298,6 @@ def _forward_pass(
         GATED=slashes and plan.gates is not None, STARTS=slashes and plan.starts,
         SHARING=plan.sharing,
         MASKED_STAGES=tile.masked or tile.stages,
-        num_warps=tile.warps, num_stages=tile.stages,
+        CAP=cap, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

@@ -14,12 +14,14 @@ from mtrain_cli.kernels.triton.sparse.arguments import (
     tile_for,
 )
 from mtrain_cli.kernels.triton.sparse.device import (
+    LN2,
     LOG2E,
     block_ranges,
     column_ranges,
     hidden_by_gates,
     load_rows,
     outside,
+    tanh,
 )
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
@@ -60,18 +62,25 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, MASKED: tl.constexpr):
+def query_gradient(
+    q, k, v, do, lse, delta, hidden, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr
+):
     """Add one tile of keys to acc, which is dq / scale.
 
     lse: times log2(e).
     hidden: pairs to mask; read only if MASKED.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+    if CAP > 0:
+        share = tanh(s * (LN2 / CAP))
+        s = share * (CAP * LOG2E)
     p = tl.exp2(s - lse[:, None])
     if MASKED:
         p = tl.where(hidden, 0.0, p)
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     ds = p * (dp - delta[:, None])
+    if CAP > 0:
+        ds *= 1.0 - share * share
     return tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
 
 
@@ -85,7 +94,7 @@ def _backward_queries(
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
     stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
     CONTINUE: tl.constexpr, GATED: tl.constexpr, STARTS: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +186,7 @@ def _backward_queries(
             k = load_rows(k_base, key_slots, stride_kn, keys)
             v = load_rows(v_base, key_slots, stride_vn, keys)
             hidden = outside((kb * BLOCK + in_block)[None, :] - first[:, None], seen[:, None])
-            acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+            acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, CAP, True)
         if not LISTED:
             # Entries that every row sees in full: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -189,11 +198,11 @@ def _backward_queries(
                     if slot >= 0:
                         k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                         v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                        acc = query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
+                        acc = query_gradient(q, k, v, do, lse, delta, q, acc, scale, CAP, False)
                 else:
                     k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                     v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                    acc = query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
+                    acc = query_gradient(q, k, v, do, lse, delta, q, acc, scale, CAP, False)
     if COLUMNS:
         column_base = bh * column_width
         begin, full_begin, full_end, end = column_ranges(
@@ -213,7 +222,7 @@ def _backward_queries(
             k = tl.load(COLUMN_K + (column_base + columns)[:, None] * D + d)
             v = tl.load(COLUMN_V + (column_base + columns)[:, None] * D + d)
             covered = ((covered_bits >> (columns % 32)) & 1) != 0
-            acc = query_gradient(q, k, v, do, lse, delta, covered[None, :], acc, scale, True)
+            acc = query_gradient(q, k, v, do, lse, delta, covered[None, :], acc, scale, CAP, True)
             covered_bits = next_bits
         # Tiles at either end: check every pair against mask, causality and diagonals.
         for s in range(begin, end - full_end + full_begin):
@@ -239,7 +248,7 @@ def _backward_queries(
                 | (column_positions[None, :] < first[:, None])
                 | (column_positions[None, :] > query_positions[:, None])
             )
-            acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+            acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, CAP, True)
     acc *= scale
     if CONTINUE:
         acc += tl.load(DQ_IN + out_offsets, mask=valid[:, None], other=0.0).to(tl.float32)
@@ -259,6 +268,7 @@ def backward_queries(
     slashes: bool = True,
     partial: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Return dq, shaped like q, over the plan's blocks and columns.
 
@@ -267,6 +277,7 @@ def backward_queries(
         slashes: compute the blocks; False for columns only.
         partial: dq over other keys, contiguous, to add to the result.
         dtype: dtype of dq; None for the dtype of q.
+        cap: soft cap of scores; 0 for none.
     """
     assert partial is None or partial.is_contiguous()
     batch, queries, heads, dim = q.shape
@@ -288,6 +299,6 @@ def backward_queries(
         CONTINUE=partial is not None,
         GATED=slashes and plan.gates is not None, STARTS=slashes and plan.starts,
         SHARING=plan.sharing,
-        num_warps=tile.warps, num_stages=tile.stages,
+        CAP=cap, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq
