@@ -22,7 +22,7 @@ _REDUNDANT = {
 
 
 class ContextParallelMixin:
-    """Base class to put before `transformers.Trainer`, `trl.SFTTrainer` or one that derives from it.
+    """Base class to put before `transformers.Trainer`, `trl.SFTTrainer`, or another of its kind.
 
     The processes of a context group get the same rows, and each its tokens of them. Loss, gradient
     and logged loss are those of one process. Rows shorter than a sequence are padded at the end.
@@ -50,15 +50,15 @@ class ContextParallelMixin:
         arguments, world = self.args, sum(map(len, self.cp.processes.groups))
         if arguments.world_size != world:
             yield (
-                f"cp: has {world} of the trainer's {arguments.world_size} processes; call "
-                "context_parallel after TrainingArguments(...)"
+                f"cp: its number of processes is {world}, the trainer's {arguments.world_size}; call "
+                "context_parallel after TrainingArguments(...), with use_cpu=True without GPUs"
             )
         if not arguments.average_tokens_across_devices:
             yield "average_tokens_across_devices=False: processes have unequal labels; give True"
         if arguments.label_smoothing_factor:
             yield (
-                f"label_smoothing_factor={arguments.label_smoothing_factor}: would shift the labels "
-                "of a process again; give 0"
+                f"label_smoothing_factor={arguments.label_smoothing_factor}: would shift the labels"
+                " of a process again; give 0"
             )
         if arguments.train_sampling_strategy == "batch_rebalance":
             yield "train_sampling_strategy=batch_rebalance: deals rows by process; give random"
@@ -100,8 +100,8 @@ class ContextParallelMixin:
         self,
         model: nn.Module,
         inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        prediction_loss_only: bool,  # noqa: ARG002
+        ignore_keys: list[str] | None = None,  # noqa: ARG002
     ) -> tuple[Tensor, None, None]:
         """Return the loss of a batch, without logits, which no process has completely."""
         trainer: Any = self

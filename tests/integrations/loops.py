@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,16 @@ import torch
 import torch.distributed as dist
 import transformers
 import trl
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
 
 from mtrain_cli import api
@@ -28,6 +35,10 @@ from mtrain_cli.library.context_parallel import ContextParallel
 SEQ, STEPS = 128, 4
 SPARSE = ("sparsity.block=16", "sparsity.min_columns=4", "sparsity.max_columns=8",
           "sparsity.p_s=0.3")  # fmt: skip
+SHARDED = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
 Steps = list[tuple[float, float]]
 
 
@@ -158,9 +169,65 @@ def resumed(folder: Path, reference: bool) -> Steps:
 
 
 def fsdp(folder: Path, reference: bool) -> Steps:
-    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    settings = {} if reference else {"fsdp": "full_shard", "fsdp_config": config}
-    return hf_trainer(folder, reference, **settings)
+    return hf_trainer(folder, reference, **({} if reference else SHARDED))
+
+
+def own_loop(reference: bool, prepare: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Steps:
+    """A loop of two micro-batches a step, over a model that averages gradients over processes."""
+    model = model_of("llama", reference)
+    cp = None if reference else library()
+    if cp is not None:
+        cp.check(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = prepare(model, optimizer, reference)
+    world, made = (1, []) if reference else (dist.get_world_size(), [])
+    data = DataLoader(rows(2 * STEPS), 2, collate_fn=list)
+    for pair in data:
+        batches = [collate([row]) for row in pair]
+        inputs = [
+            {**batch, "use_cache": False} if cp is None else cp.inputs(**batch) for batch in batches
+        ]
+        labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        losses = []
+        for keywords in inputs:
+            loss = model(**{**keywords, "num_items_in_batch": labels}).loss
+            (world * loss).backward()
+            losses.append(loss.detach())
+        total = torch.stack(losses).sum()
+        if world > 1:
+            dist.all_reduce(total)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        made.append((total.item(), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return made
+
+
+def ddp(_folder: Path, reference: bool) -> Steps:
+    def prepare(model: Any, optimizer: Any, reference: bool) -> tuple[Any, Any]:
+        return (model if reference else DistributedDataParallel(model)), optimizer
+
+    return own_loop(reference, prepare)
+
+
+def fsdp2(_folder: Path, reference: bool) -> Steps:
+    def prepare(model: Any, optimizer: Any, reference: bool) -> tuple[Any, Any]:
+        if reference:
+            return model, optimizer
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh), torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    return own_loop(reference, prepare)
+
+
+def accelerated(_folder: Path, reference: bool) -> Steps:
+    def prepare(model: Any, optimizer: Any, reference: bool) -> tuple[Any, Any]:
+        return (model, optimizer) if reference else Accelerator(cpu=True).prepare(model, optimizer)
+
+    return own_loop(reference, prepare)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -192,7 +259,11 @@ def conversations() -> Dataset:
 
 
 def sft(
-    folder: Path, reference: bool, words: tuple[str, ...] = (), *, lora: bool = False, **library_of: str
+    folder: Path,
+    reference: bool,
+    *words: str,
+    lora: bool = False,
+    **library_of: str,
 ) -> Steps:
     """TRL: packed conversations, loss on the assistant's turns; lora: with checkpointing."""
     text = tokenizer()
@@ -205,7 +276,9 @@ def sft(
         # A sparse index depends on how rows are padded, which mtrain does without TRL.
         pad_to_multiple_of=SEQ if reference else None,
     )  # fmt: skip
-    peft = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]) if lora else None
+    peft = (
+        LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]) if lora else None
+    )
     model = model_of("qwen2", reference, len(text))
     given: dict[str, Any] = {
         "model": model, "args": arguments, "train_dataset": conversations(),
@@ -220,6 +293,15 @@ def sft(
     return log_of(trainer)
 
 
+def lora(folder: Path, reference: bool) -> Steps:
+    return sft(folder, reference, lora=True)
+
+
+def unpacked(folder: Path, reference: bool) -> Steps:
+    """Rows that are shorter than a sequence, with checkpointing."""
+    return hf_trainer(folder, reference, shorter=True, gradient_checkpointing=True)
+
+
 def sparse_lora(folder: Path, _reference: bool) -> Steps:
     """No other library computes this: the reference is mtrain in one process."""
-    return sft(folder, False, SPARSE, lora=True, sparsity="vertical_slash")
+    return sft(folder, False, *SPARSE, lora=True, sparsity="vertical_slash")
