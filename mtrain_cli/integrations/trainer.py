@@ -50,8 +50,8 @@ class ContextParallelMixin:
         arguments, world = self.args, sum(map(len, self.cp.processes.groups))
         if arguments.world_size != world:
             yield (
-                f"cp: its number of processes is {world}, the trainer's {arguments.world_size}; call "
-                "context_parallel after TrainingArguments(...), with use_cpu=True without GPUs"
+                f"cp: its number of processes is {world}, the trainer's {arguments.world_size}; "
+                "call context_parallel after TrainingArguments(...), with use_cpu=True without GPUs"
             )
         if not arguments.average_tokens_across_devices:
             yield "average_tokens_across_devices=False: processes have unequal labels; give True"
@@ -136,7 +136,7 @@ class ContextParallelMixin:
         at = torch.arange(seq, device=ids.device)
         ends = torch.full((len(ids), 1), length, device=ids.device)
         if mask is not None:
-            ends = mask.sum(1, keepdim=True)
+            ends = mask.bool().sum(1, keepdim=True)  # packers number the documents
             if not torch.equal(mask.bool(), at[:length] < ends):
                 raise ConfigError("attention_mask: hides tokens before the end; pad on the right")
         padding = at >= ends
