@@ -242,3 +242,17 @@ def test_conversations_give_the_same_losses_on_any_number_of_processes(chat, nam
 def steps_of(printed: str) -> list[str]:
     """Return the loss and the norm of the gradient of each step that a Trainer printed."""
     return re.findall(r"'loss': '[0-9.]+', 'grad_norm': '[0-9.]+'", printed)
+
+
+@pytest.mark.slow
+def test_a_model_of_torchtitan_gives_the_same_losses_on_any_number_of_processes(folder):
+    pytest.importorskip("torchtitan.models.llama3")
+    found = [
+        run(
+            folder, "torchtitan_llama3.py", "texts/json.py",
+            options=("--nproc-per-node", number, "--master-port", free_port()),
+        )
+        for number in ("1", "2")
+    ]  # fmt: skip
+    assert found[0].count("loss") == 4
+    assert found[0] == found[1]
