@@ -131,6 +131,15 @@ def test_batches_that_cannot_be_dealt_are_refused(batch, problem, tmp_path):
         trainer._dealt(whole)
 
 
+def test_the_numbers_that_packers_give_documents_are_no_lengths(tmp_path):
+    loops.start(0, 1)
+    trainer, ids = loops.trainer_of(tmp_path, False), torch.arange(1, 5)[None]
+    mask = torch.tensor([[1, 1, 2, 0]])
+    dealt = trainer._dealt({"input_ids": ids, "labels": ids, "attention_mask": mask})
+    assert trainer.cp.gather(dealt["shift_labels"])[0, :4].tolist() == [2, 3, -100, -100]
+    assert trainer.cp.gather(dealt["position_ids"])[0, :5].tolist() == [0, 1, 2, 0, 1]
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(loops.rows(8))
