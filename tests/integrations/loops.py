@@ -1,6 +1,6 @@
 """Training loops of other libraries, each on one process or on several that share sequences.
 
-A loop returns the loss and the norm of the gradient of each step.
+A loop returns the loss and the norm of the gradient of each step, and losses of evaluations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARDED = {
     "fsdp": "full_shard",
     "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 }
-Steps = list[tuple[float, float]]
+Steps = list[tuple[float, ...]]
 
 
 class ContextParallelTrainer(ContextParallelMixin, Trainer):
@@ -146,9 +146,15 @@ def trainer_of(
 
 
 def log_of(trainer: Trainer) -> Steps:
+    """Loss, norm of the gradient, and what else TRL logs, of each step; then evaluations."""
     log = trainer.state.log_history
-    steps = [(entry["loss"], float(entry["grad_norm"])) for entry in log if "grad_norm" in entry]
-    return [*steps, *((entry["eval_loss"], 0.0) for entry in log if "eval_loss" in entry)]
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+    steps = [
+        tuple(float(entry[name]) for name in names if name in entry)
+        for entry in log
+        if "grad_norm" in entry
+    ]
+    return [*steps, *((entry["eval_loss"],) for entry in log if "eval_loss" in entry)]
 
 
 def hf_trainer(folder: Path, reference: bool, *arguments: Any, **settings: Any) -> Steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,14 @@ def test_a_stream_gives_both_processes_the_same_rows(tmp_path):
             "cp: its number of processes is 1, the trainer's 2; call context_parallel after "
             "TrainingArguments(...), with use_cpu=True without GPUs"
         ]
+
+
+def test_the_mixin_imports_no_other_library():
+    code = "import sys, mtrain_cli.api, mtrain_cli.integrations.trainer; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert not {"transformers", "trl", "accelerate", "peft"} & set(result.stdout.split())
 
 
 def replicas(rank: int, world: int, folder: str) -> list[loops.Steps]:
