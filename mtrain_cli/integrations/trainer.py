@@ -142,8 +142,7 @@ class ContextParallelMixin:
         padding = at >= ends
         missing = seq - length
         ids = nn.functional.pad(ids, (0, missing))
-        labels = nn.functional.pad(labels, (0, missing), value=IGNORED)
-        labels = labels.masked_fill(padding, IGNORED)
+        labels = nn.functional.pad(labels, (0, missing)).masked_fill(padding, IGNORED)
         if positions is not None or bool(padding.any()):
             if positions is None:
                 positions = at[:length].expand_as(ids[:, :length])

@@ -150,6 +150,10 @@ class Stream(torch.utils.data.IterableDataset):
 def streamed(rank: int, world: int, folder: str) -> Any:
     loops.start(rank, world)
     trainer = loops.trainer_of(Path(folder), False, accelerator_config={"dispatch_batches": False})
+    evaluated = [
+        trainer.accelerator.gradient_state.remainder for _ in trainer.get_eval_dataloader()
+    ]
+    assert evaluated == [-1, -1, -1]  # no process's part of the last batch is left out
     trainer.train_dataset = Stream()
     dealt = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
     loops.start(rank, world)
