@@ -18,6 +18,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/composition/yaml_groups.py": "Hydra's search path plugin",
     "mtrain_cli/data/text_files.py": "io.BufferedReader",
     "mtrain_cli/evaluation/retrieval.py": "the Python interface of docs/evaluation.md",
+    "mtrain_cli/integrations": "Python code of users, the Trainers and axolotl",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
     "mtrain_cli/library": "Python code of users",
     "mtrain_cli/parallel/gather.py": "config.exchanges names the functions",

@@ -110,6 +110,16 @@ class ContextParallel:
         """Number of tokens of each sequence."""
         return self.config.seq
 
+    @property
+    def replicas(self) -> int:
+        """Number of groups, to each of which a data loader deals other sequences."""
+        return len(self.processes.groups)
+
+    @property
+    def replica(self) -> int:
+        """Number of this process's group, from 0."""
+        return self.processes.groups.index(self.processes.ranks)
+
     def batch(
         self,
         documents: Integers | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -201,3 +202,72 @@ def test_a_diffusion_transformer_trains_alike_on_any_number_of_processes(folder)
     ]  # fmt: skip
     assert [text.count("loss") for text in found] == [6, 6, 6]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_gives_the_same_losses_on_any_number_of_processes(folder):
+    pytest.importorskip("datasets")
+    found = [
+        steps_of(
+            run(
+                folder, "hf_trainer.py", "texts/json.py", "--sparsity", sparsity,
+                options=("--nproc-per-node", number, "--master-port", free_port()),
+                CUDA_VISIBLE_DEVICES="",
+            )
+        )
+        for number, sparsity in (("1", "dense"), ("2", "dense"), ("2", "vertical_slash"))
+    ]  # fmt: skip
+    assert [len(steps) for steps in found] == [4, 4, 4]
+    assert found[0] == found[1]
+
+
+@pytest.fixture
+def chat(folder):
+    """A small model with its tokenizer, and conversations."""
+    for package in ("trl", "peft", "datasets", "accelerate"):
+        pytest.importorskip(package)
+    from integrations import loops
+
+    text = loops.tokenizer()
+    text.save_pretrained(folder / "model")
+    loops.model_of("qwen2", True, len(text)).save_pretrained(folder / "model")
+    loops.conversations().to_json(folder / "chat.jsonl")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trl_sft.py", "peft_lora.py"])
+def test_conversations_give_the_same_losses_on_any_number_of_processes(chat, name):
+    found = [
+        steps_of(
+            run(
+                chat, name, "model", "chat.jsonl", "--seq", "1k",
+                options=("--nproc-per-node", number, "--master-port", free_port()),
+                CUDA_VISIBLE_DEVICES="",
+            )
+        )
+        for number in ("1", "2")
+    ]  # fmt: skip
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+    saved = {"trl_sft.py": "trl-sft/model.safetensors", "peft_lora.py": "lora/adapter_config.json"}
+    assert (chat / saved[name]).is_file()
+
+
+def steps_of(printed: str) -> list[str]:
+    """Return the loss and the norm of the gradient of each step that a Trainer printed."""
+    return re.findall(r"'loss': '[0-9.]+', 'grad_norm': '[0-9.]+'", printed)
+
+
+@pytest.mark.slow
+def test_a_model_of_torchtitan_gives_the_same_losses_on_any_number_of_processes(folder):
+    pytest.importorskip("torchtitan.models.llama3")
+    found = [
+        run(
+            folder, "torchtitan_llama3.py", "texts/json.py",
+            options=("--nproc-per-node", number, "--master-port", free_port()),
+        )
+        for number in ("1", "2")
+    ]  # fmt: skip
+    assert found[0].count("loss") == 4
+    assert found[0] == found[1]

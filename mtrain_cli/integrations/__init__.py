@@ -1,0 +1,1 @@
+"""mtrain's attention in training loops of other libraries. Nothing here is imported by mtrain."""
