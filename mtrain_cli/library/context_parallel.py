@@ -46,6 +46,7 @@ from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.sparsity.index_maps import FIRST_UPDATES
 from mtrain_cli.sparsity.pattern import LearningPattern, Pattern, learning, make_pattern
 from mtrain_cli.training.batch import unseen_labels
+from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.layout_choice import choose_layout
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
@@ -74,12 +75,17 @@ class _Engine:
 
 
 class _Kind(NamedTuple):
-    """A kind of layers. mask: its name. dense: whether they have no index."""
+    """A kind of layers.
+
+    mask: its name. dense: whether they have no index. keeps: whether activation checkpointing keeps
+    their outputs.
+    """
 
     engine: _Engine
     mask: str | None
     window: int | None
     dense: bool
+    keeps: bool
     device: torch.device
 
 
@@ -484,10 +490,11 @@ class ContextParallel:
         masks: Masks,
         layout: Layout,
         device: torch.device,
+        keep: float,
     ) -> Plan:
         """Return a plan on the device."""
         request = None if pattern is None else pattern.request()
-        plan = Plan.make(engine.exchange, masks, request, layout=layout)
+        plan = Plan.make(engine.exchange, masks, request, layout=layout, keep=keep)
         # Memory is pinned for the current device, which in a loader's thread is device 0.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return (plan.pinned() if device.type == "cuda" else plan).to(device)
@@ -516,6 +523,8 @@ class ContextBatch:
         self._attention: dict[_Kind, ContextAttention] = {}
         self.max_logits: dict[int, Tensor] = {}
         self.measures = False
+        # Dense layers that ran twice: checkpointing cannot tell which output it kept.
+        self._repeated: set[int] = set()
         self.layout: Layout
         if last is not None and _same(by_name, last.by_name):
             self.layout = last.layout
@@ -649,6 +658,10 @@ class ContextBatch:
         attend = self._attend(q, k, layer, mask, window, softcap or 0.0)
         if attend.index is not None:
             self._require_once(layer, known=layer in attend.index.kept)
+        elif layer in attend.kept and not _in_backward():
+            del attend.kept[layer]
+            self._repeated.add(layer)
+            attend = self._attend(q, k, layer, mask, window, softcap or 0.0)
         if sinks is not None and sinks.shape != q.shape[2:3]:
             raise ConfigError(
                 f"sinks: have the shape {list(sinks.shape)}; give one of each head, [{q.shape[2]}]"
@@ -678,7 +691,7 @@ class ContextBatch:
         dense = window is not None or layer in config.sparsity.dense_of(config.model.num_layers)
         if not dense and self._owner.begins_to_learn(layer):
             dense = not torch.is_grad_enabled()  # as in evaluations of `mtrain train`
-        kind = _Kind(engine, mask, window, dense, q.device)
+        kind = _Kind(engine, mask, window, dense, layer not in self._repeated, q.device)
         self.prepare(kind)
         self._owner.kinds[kind] = None
         if (profile := self._owner.profiling) is not None:
@@ -706,12 +719,13 @@ class ContextBatch:
 
     def prepare(self, kind: _Kind) -> None:
         """Plan a kind of layers, if the batch has its mask, without other processes."""
-        engine, name, window, dense, device = kind
+        engine, name, window, dense, keeps, device = kind
         if name not in self.by_name or kind in self._attention:
             return
         masks = self._masks_under(name, window)
         pattern = None if dense else engine.pattern
-        plan = self._owner.plan(engine, pattern, masks, self.layout, device)
+        keep = attention_kept(self._owner.config.train) if keeps else 0.0
+        plan = self._owner.plan(engine, pattern, masks, self.layout, device, keep)
         kernel = engine.dense_kernel if dense else engine.kernel
         self._attention[kind] = ContextAttention.of(engine.exchange, kernel, plan, pattern)
 

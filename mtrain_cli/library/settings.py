@@ -22,7 +22,7 @@ from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.job import Job
 from mtrain_cli.parallel.collectives import all_gather
 
-LAYERS = "model.num_layers"
+LAYERS, KEPT = "model.num_layers", "train.activation_checkpoint"
 _KEYS = {"layout": "topology.layout", "exchange": "topology.exchange", "kernel": "train.kernel"}
 _SETTABLE = ("sparsity.", "mask.", "topology.")
 # The caller's processes decide these.
@@ -128,10 +128,10 @@ def compose_settings(size: int, overrides: Sequence[str], **arguments: str) -> C
     """
     for word in overrides:
         key = word.partition("=")[0]
-        if key in _OF_PROCESSES or not (key.startswith(_SETTABLE) or key == LAYERS):
+        if key in _OF_PROCESSES or not (key.startswith(_SETTABLE) or key in (LAYERS, KEPT)):
             raise ConfigError(
                 f"{word}: does not belong to attention between the given processes; allowed: keys "
-                f"under sparsity, mask and topology, and {LAYERS}"
+                f"under sparsity, mask and topology, {LAYERS} and {KEPT}"
             )
     words = [f"{_KEYS.get(name, name)}={value}" for name, value in arguments.items()]
     processes = [f"topology.workers={size}", "data.document_mask=true"]
@@ -142,6 +142,11 @@ def compose_settings(size: int, overrides: Sequence[str], **arguments: str) -> C
         raise ConfigError(
             f"sparsity.dense_steps={sparsity.dense_steps}: only `mtrain train` counts steps; begin "
             "with another context_parallel of sparsity=dense"
+        )
+    if (kept := config.train.activation_checkpoint) not in ("selective", "full"):
+        raise ConfigError(
+            f"{KEPT}={kept}: says only if checkpointed layers keep the output of attention; "
+            "allowed: selective, full"
         )
     if sparsity.dense_layers and not any(word.startswith(f"{LAYERS}=") for word in overrides):
         raise ConfigError(

@@ -202,7 +202,7 @@ class ContextAttention:
         sinks: [heads], a learnable score of each head that takes a share of the softmax and adds
             nothing to the output. Not with partial recomputation.
         """
-        assert sinks is None or self.plan.early is None
+        assert sinks is None or not self.plan.early
         # This call only joins kept tensors: no computation and no message to record.
         again = Recompute.of(self.plan.early, self.exchange.schedule.heads)
         quiet = layer in self.kept and again is Recompute.NOTHING

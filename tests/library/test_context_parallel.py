@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mtrain_cli import api
 from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel
 from mtrain_cli.library.settings import Processes, compose_settings
+from mtrain_cli.parallel.exchange import Exchange
 
 SEQ, HEADS, KV_HEADS, DIM = 250, 4, 2, 8
 DOCUMENTS = np.repeat([0, 1, 2], [70, 110, 70])
@@ -368,6 +369,63 @@ def test_recomputation_uses_the_plan_and_index_of_its_own_batch(sparsity):
         assert_close(found, [tensor.double() for tensor in alone])
 
 
+def checkpointed(
+    _rank: int, _world: int, kept: str, exchange: str, sparsity: str
+) -> tuple[int, list[torch.Tensor]]:
+    """How often attention ran forward, and the gradients of x and of sinks."""
+    cp = made(sparsity, f"train.activation_checkpoint={kept}", exchange=exchange)
+    x, calls, forward = whole_tensors()[0], 0, Exchange.forward
+    batch = cp.batch(DOCUMENTS)
+    x = batch.shard(x.float()).requires_grad_()
+    sinks = torch.linspace(-1, 1, HEADS).requires_grad_()
+
+    def counted(*args):
+        nonlocal calls
+        calls += 1
+        return forward(*args)
+
+    def layer(x: torch.Tensor, number: int) -> torch.Tensor:
+        keys = x[:, :, :KV_HEADS]
+        return x + batch.attention(x, keys, keys, number, sinks=sinks if number else None)
+
+    Exchange.forward = counted
+    try:
+        out = x
+        for number in range(2):
+            out = checkpoint(layer, out, number, use_reentrant=False)
+        out.square().sum().backward()
+    finally:
+        Exchange.forward = forward
+    return calls, [batch.gather(x.grad), sinks.grad]
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "ulysses"])
+def test_checkpointing_keeps_the_output_of_attention(exchange, sparsity):
+    results = {
+        kept: gloo.run(2, checkpointed, kept, exchange, sparsity) for kept in ("selective", "full")
+    }
+    assert [results[kept][0][0] for kept in results] == [2, 4]
+    for (_, tensors), (_, expected) in zip(*results.values(), strict=True):
+        assert_close(tensors, [tensor.double() for tensor in expected])
+
+
+def test_recomputation_is_right_for_a_batch_that_is_computed_twice():
+    cp, (x, other, *_) = made("dense"), whole_tensors()
+    inputs = [x.float(), torch.cat([other, other], 2).float()[:, :, :HEADS] * 0.5]
+
+    def gradients(batches: list[ContextBatch]) -> list[torch.Tensor]:
+        own = [b.shard(x).requires_grad_() for b, x in zip(batches, inputs, strict=True)]
+        outs = [layers_of(b, x) for b, x in zip(batches, own, strict=True)]
+        sum(out.square().sum() for out in outs).backward()
+        return [x.grad for x in own]
+
+    once = gradients([cp.batch(DOCUMENTS), cp.batch(DOCUMENTS)])
+    twice = gradients([cp.batch(DOCUMENTS)] * 2)
+    for tensor, expected in zip(twice, once, strict=True):
+        torch.testing.assert_close(tensor, expected)
+
+
 def test_recomputation_needs_its_own_batch_and_index():
     cp, (x, *_) = made("vertical_slash"), whole_tensors()
     x = cp.batch().shard(x.float()).requires_grad_()
@@ -568,10 +626,13 @@ X = torch.zeros(1, SEQ, 2, DIM)
          "kernel=flash4: needs a CUDA GPU; usable here: sdpa"),
         (lambda _: made("dense", "optim.lr=1"),
          "optim.lr=1: does not belong to attention between the given processes; allowed: keys "
-         "under sparsity, mask and topology, and model.num_layers"),
+         "under sparsity, mask and topology, model.num_layers and train.activation_checkpoint"),
         (lambda _: made("dense", "topology.workers=2"),
          "topology.workers=2: does not belong to attention between the given processes; allowed: "
-         "keys under sparsity, mask and topology, and model.num_layers"),
+         "keys under sparsity, mask and topology, model.num_layers and train.activation_chec"),
+        (lambda _: made("dense", "train.activation_checkpoint=none"),
+         "train.activation_checkpoint=none: says only if checkpointed layers keep the output of "
+         "attention; allowed: selective, full"),
         (lambda _: made("vertical_slash", "sparsity.dense_steps=3"),
          "sparsity.dense_steps=3: only `mtrain train` counts steps; begin with another "
          "context_parallel of sparsity=dense"),
