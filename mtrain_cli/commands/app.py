@@ -142,10 +142,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
 
 
 def _print_problems(problems: Iterable[str]) -> None:
-    """Print each problem on a line of stderr.
-
-    In a torchrun or srun job all ranks find the same problems, so one rank per machine prints them.
-    """
+    """Print each problem on stderr, by one rank per machine: all ranks of a job find the same."""
     rank = job_rank()
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
         return
@@ -280,10 +277,7 @@ _take_each_value_once(app)
 
 
 def _add(place: str, command: Any) -> None:
-    """Add a command of another package: a group, or a function with Typer's annotations.
-
-    place: name of the command, such as ``eval.mine`` in the group ``eval``.
-    """
+    """Add another package's command or group at ``place``, such as ``eval.mine``."""
     group, _, name = place.rpartition(".")
     owner = next((of.typer_instance for of in app.registered_groups if of.name == group), None)
     owner = owner if group else app

@@ -37,7 +37,10 @@ _SECONDS_PER_LINE = 10.0
 def describe_store(console: Console, store: TokenStore, *, lengths: bool = False) -> None:
     """Print the contents of a store. lengths: also print the lengths of its documents."""
     meta = store.meta
-    _print_size(console, store)
+    console.print(
+        f"  {with_count(meta.num_documents, 'document')}, {meta.num_tokens:,} tokens, "
+        f"{store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}, from {meta.source}"
+    )
     ending = "documents have no end token"
     if meta.eos is not None:
         ending = f"each document ends with id {meta.eos}"
@@ -73,14 +76,6 @@ def _require_document(document: int, count: int) -> None:
     if document >= count:
         held = with_count(count, "document")
         raise ConfigError(f"--document {document}: PATH has {held}, numbered from 0")
-
-
-def _print_size(console: Console, store: TokenStore) -> None:
-    meta = store.meta
-    console.print(
-        f"  {with_count(meta.num_documents, 'document')}, {meta.num_tokens:,} tokens, "
-        f"{store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}, from {meta.source}"
-    )
 
 
 def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:

@@ -282,10 +282,7 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
 
 
 def _weights(sources: Sequence[ModelSource], checkpoints: str) -> tuple[Weights, ...]:
-    """Return the weights by their steps.
-
-    ``all`` leaves out damaged ones, and those whose index has not learned, with a warning.
-    """
+    """Return the weights by step; ``all`` leaves damaged and unlearned ones out, and warns."""
     from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.launch.run_dir import checkpoints_of

@@ -39,11 +39,7 @@ def load(path: Path) -> Config:
 
 
 def _without_absent_plugins(path: Path, flat: dict[str, Any]) -> dict[str, Any]:
-    """Leave out null keys of masks and patterns of packages that are no longer installed.
-
-    Raises:
-        ConfigError: the run has such a mask or pattern.
-    """
+    """Leave out null keys of absent packages' masks and patterns, and reject those in use."""
     for section, variants in keys.VARIANTS.items():
         selector = f"{section}.{variants.selector}"
         if (kind := flat.get(selector)) is not None and str(kind) not in variants.kinds:

@@ -266,10 +266,7 @@ def _fill(
 def _content(
     document: Document, tokenizer: Tokenizer, writer: StoreWriter
 ) -> Iterator[str | np.ndarray]:
-    """Yield the token ids of a document, or pieces of its text that can be encoded one by one.
-
-    Yield nothing if the filters leave the document out.
-    """
+    """Yield a document's token ids or pieces of its text; nothing if the filters leave it out."""
     if document.left_out:
         writer.reject(document.left_out)
     elif document.tokens is not None:

@@ -69,10 +69,7 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
 
 @contextmanager
 def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
-    """Lock an entry of the cache. Yield the entry's path, and whether the file system has locks.
-
-    The cache is ``$XDG_CACHE_HOME/mtrain/tokens``, by default ``~/.cache/mtrain/tokens``.
-    """
+    """Lock an entry of the cache. Yield its path, and whether the file system has locks."""
     # The XDG Base Directory Specification demands that a relative path is ignored.
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():

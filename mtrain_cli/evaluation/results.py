@@ -273,10 +273,7 @@ def kept_rows(
 def _read(
     file: Path, is_whole: Callable[[dict[str, Any]], bool]
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the whole rows of a file, and the numbers of damaged lines. A missing file has none.
-
-    A last line that a crash cut short is neither.
-    """
+    """Return a file's whole rows and its damaged lines' numbers, less a last line cut short."""
     rows, damaged = [], []
     # Only "\n" ends a line: with other ends, one damaged line would count as several.
     lines = file.read_bytes().split(b"\n") if file.is_file() else []

@@ -64,10 +64,7 @@ class _Row:
 
 
 def _estimate(name: str, group: str, key: str, field: str, digits: int) -> tuple[Column, Column]:
-    """Return the column of an estimate and, for the CSV file, of its standard deviation.
-
-    field: the field of an analysis, with dots.
-    """
+    """Return the column of a dotted ``field`` and, for the CSV file, of its standard deviation."""
     value, form = attrgetter(f"analysis.{field}"), partial(spread, digits=digits)
     return (
         Column(name, value, form, key, group=group),

@@ -398,10 +398,7 @@ def _scaled(
 def _source(
     gpu: str, calibration: Calibration | None, kernel: str | None = None
 ) -> tuple[Calibration, bool]:
-    """Return the calibration for a GPU, and whether it was measured on this model.
-
-    kernel: the kernel whose times a shipped calibration must have; None for any.
-    """
+    """Return the calibration for a GPU and kernel (None: any), and whether it is of this model."""
     if calibration is not None and calibration.curves:
         known: tuple[Calibration, ...] = (calibration,)
     else:

@@ -206,15 +206,12 @@ def _replicated(plan: RunPlan, cost: MethodCost) -> MethodCost:
 
 
 def _tensor_alone(plan: RunPlan, cost: MethodCost) -> MethodCost:
-    """Return the cost of tensor parallelism alone from that with sequence parallelism.
-
-    With activation checkpointing, a layer keeps its whole input and repeats an all-reduce.
-    """
+    """Return the cost of tensor parallelism alone from that with sequence parallelism."""
     config = plan.config
     message = message_bytes(config, plan.layout, plan.dtype_bytes)
     layers, recomputes = config.model.num_layers, config.train.activation_checkpoint != "none"
     # A worker also keeps the other workers' rows of the layer's input, and without checkpointing
-    # those of the MLP's.
+    # those of the MLP's. Checkpointing repeats an all-reduce.
     more = layers * message * (1 if recomputes else 2)
     messages = 2 * tensor_messages(config)[0] + 2 * recomputes * layers
     return replace(

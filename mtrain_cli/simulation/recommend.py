@@ -260,10 +260,7 @@ class _Search:
 def _outcomes(
     cluster: Cluster, scenario: Scenario, plans: Sequence[RunPlan]
 ) -> Iterator[PredictedScenario]:
-    """Predict plans that differ only in their memory settings, without bounds.
-
-    Plans that recompute the same part of attention share its prediction.
-    """
+    """Predict plans that differ only in their memory settings, without bounds."""
     parts = [plan.recompute for plan in plans]
     first = next((part for part in parts if part is not Recompute.NOTHING), Recompute.NOTHING)
     attention: dict[Recompute, Prediction] = {}
@@ -280,10 +277,7 @@ def _outcomes(
 def _distinct(
     layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
 ) -> list[tuple[str, str]]:
-    """Return (layout, exchange) pairs, and of equivalent ones only the first.
-
-    With ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
-    """
+    """Return the pairs, the first of equivalent ones: with ulysses alone, all layouts are."""
     if context == 1:
         return [(layouts[0], exchanges[0])]
     crosses = context > per_node

@@ -370,10 +370,7 @@ def _attention_of(
 def _predict_slowest(
     cluster: Cluster, scenario: Scenario, setup: ReplaySetup, degree: int, **details: Any
 ) -> Prediction:
-    """Predict the slowest context group, with the heads of the slowest tensor coordinate.
-
-    Workers of a tensor group wait for one another in every layer.
-    """
+    """Predict the slowest context group, with the heads of the slowest tensor coordinate."""
     of_groups, workload = cluster_of_groups(cluster, degree), scenario.problem
     # A drawn or recorded index has other pairs on each head.
     places = 1 if workload.first_index is None else degree
