@@ -221,7 +221,7 @@ class ContextParallel:
 
         Raises ConfigError if another library has registered the name.
         """
-        from mtrain_cli.library.transformers_models import register
+        from mtrain_cli.model.transformers_models import register
 
         register()
 
@@ -230,7 +230,7 @@ class ContextParallel:
 
         All processes that hold a part of the model call this together. It runs a few tokens.
         """
-        from mtrain_cli.library.transformers_models import problems
+        from mtrain_cli.model.transformers_models import problems
 
         if found := problems(model, self.config):
             raise ConfigError(*found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from mtrain_cli.config.sizes import with_count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from mtrain_cli.library.context_parallel import ContextBatch
-
 NAME = "mtrain"
 _KINDS = {"full_attention", "sliding_attention"}
 _PROBED = 24  # tokens
@@ -30,6 +28,15 @@ _OFF = {
 _BY_LENGTH = ("dynamic", "longrope")
 
 
+class AttentionBatch(Protocol):
+    """A batch that computes attention."""
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor: ...  # fmt: skip
+
+
 @torch.compiler.disable
 def attention(
     module: nn.Module,
@@ -38,7 +45,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    mtrain: ContextBatch | Probe | None = None,
+    mtrain: AttentionBatch | Probe | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
@@ -46,7 +53,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it: q, k, v are [batch, heads, tokens, head_dim].
 
-    mtrain: the keyword argument of the model that `ContextParallel.inputs` made.
+    mtrain: a keyword argument of the model, such as `ContextParallel.inputs` makes.
 
     Raises ConfigError for a call that the engine would compute wrongly.
     """
