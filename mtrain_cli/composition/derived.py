@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.problem import Problem
-from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.schema import TRANSFORMERS, ConfigError, ModelConfig
 
 AUTO = "auto"
 INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.tokenizer"
@@ -53,8 +54,9 @@ def fill(
             problems += _take_window(leaves, folder, mask_keys)
     elif isinstance(leaves.get(INIT_FROM), str):  # `validate` reports what is wrong with it
         _take(leaves, defaults, (name for name in of_model if name not in given))
-    elif leaves.get("model.family") == AUTO:
-        line = f"model=auto: needs {INIT_FROM}=FOLDER; set it, or choose another model"
+    elif (family := leaves.get("model.family")) in (AUTO, TRANSFORMERS):
+        choice = "model=auto" if family == AUTO else f"model.family={family}"
+        line = f"{choice}: needs {INIT_FROM}=FOLDER; set it, or choose another model"
         problems.append(Problem(line, "model."))
     if problems:
         _take(leaves, defaults, of_model)
@@ -98,10 +100,8 @@ def _from_folder(
     leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
 ) -> list[Problem]:
     """Copy the folder's model into ``leaves``, except keys in ``given``, which must fit it."""
-    from mtrain_cli.model.huggingface_config import read_config
-
     try:
-        theirs = keys.flatten({"model": dataclasses.asdict(read_config(folder)[0])})
+        theirs = keys.flatten({"model": dataclasses.asdict(_read(leaves, folder)[0])})
     except ConfigError as error:
         return [Problem(line, "model.") for line in error.problems]
     scaling = "model.rope.scaling"
@@ -109,7 +109,9 @@ def _from_folder(
         # The folder's factor belongs to the folder's scaling; YaRN needs another factor.
         theirs["model.rope.factor"] = AUTO
     _take(leaves, theirs, (name for name in theirs if name not in given))
-    shape = (f"model.{field}" for field in ModelConfig.SHAPE)
+    shape = [f"model.{field}" for field in ModelConfig.SHAPE]
+    if leaves["model.family"] == TRANSFORMERS:  # reads config.json, so other keys have no effect
+        shape = [name for name in theirs if name != "model.name"]
     other = [name for name in shape if name in given and _differs(leaves, theirs, name)]
     if not other:
         return []
@@ -123,9 +125,7 @@ def _from_folder(
 
 def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -> list[Problem]:
     """Set the mask to the window of the folder's layers, which keys in ``typed`` must equal."""
-    from mtrain_cli.model.huggingface_config import read_mask
-
-    if (mask := read_mask(folder)) is None:
+    if (mask := _read(leaves, folder)[1]) is None:
         return []
     theirs = keys.flatten({"mask": {"kind": mask.kind, **dataclasses.asdict(mask)}})
     other = {name: leaves[name] for name in typed if _differs(leaves, theirs, name)}
@@ -139,6 +139,17 @@ def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -
         "mask=sliding_window to train with another window"
     )
     return [Problem(line, "mask.")]
+
+
+def _read(leaves: Mapping[str, Any], folder: Path) -> tuple[ModelConfig, MaskSettings | None]:
+    """Return the model of a folder, and the mask of its windows."""
+    if leaves.get("model.family") == TRANSFORMERS:
+        from mtrain_cli.model.transformers_decoder import read_foreign
+
+        return read_foreign(folder)
+    from mtrain_cli.model.huggingface_config import read_config, read_mask
+
+    return read_config(folder)[0], read_mask(folder)
 
 
 def _differs(leaves: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> bool:

@@ -315,6 +315,9 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             job = current_job()
             facts = environment_facts() | {"job": job.name if job else None}
             run.environment.write_text(json.dumps(facts, indent=2) + "\n")
+            if config.model.is_foreign:  # to resume and export without the folder of the weights
+                given = Path(config.train.init_from or "", "config.json")
+                (path / given.name).write_bytes(given.read_bytes())
             # This is the last file, because a folder with this file is a run.
             name = path.name if config.run.dir == "auto" else name
             config = config.changed(run={"name": name, "dir": str(run.path)})

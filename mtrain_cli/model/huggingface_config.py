@@ -82,7 +82,7 @@ RAMP = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
 }
 # Defaults of YaRN (section 3.2) and of Llama 3.1.
-_RAMP_DEFAULTS = {
+RAMP_DEFAULTS = {
     "beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 
@@ -253,7 +253,7 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
     if scaling != "none":
         original = inner.number("original_max_position_embeddings", int, max_position)
         factor = inner.number("factor", float, max_position / original)
-    ramp = {name: inner.number(name, float, usual) for name, usual in _RAMP_DEFAULTS.items()}
+    ramp = {name: inner.number(name, float, usual) for name, usual in RAMP_DEFAULTS.items()}
     rope = RopeConfig(
         theta=inner.number("rope_theta", float, theta), scaling=scaling, factor=factor,
         original_max_position=original, **ramp,
@@ -296,10 +296,13 @@ def _rope_object(outer: ConfigFields, key: str) -> dict[str, Any]:
     return settings
 
 
-def read_mask(folder: Path) -> MaskSettings | None:
-    """Return the mask of a model whose layers have a sliding window; None without one."""
+def read_mask(folder: Path, completed: dict[str, Any] | None = None) -> MaskSettings | None:
+    """Return the mask of a model whose layers have a sliding window; None without one.
+
+    completed: config.json with all defaults, of any architecture.
+    """
     path = folder / "config.json"
-    fields = ConfigFields(path, read_json(path))
+    fields = ConfigFields(path, completed or read_json(path))
     mask = _window(fields, str(fields.raw.get("model_type")))
     if fields.problems:
         raise ConfigError(*fields.problems)
@@ -344,6 +347,9 @@ def _window(fields: ConfigFields, family: str) -> MaskSettings | None:
 
 def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
     """Return the window without regard to layer_types, and which layers have it."""
+    if family not in _FAMILIES:
+        window = fields.raw.get("sliding_window")
+        return window, [window is not None] * layers
     if family in ("mistral", "mixtral"):
         is_null = fields.raw.get("sliding_window", 0 if family == "mistral" else None) is None
         window = None if is_null else fields.number("sliding_window", int, _WINDOW)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,13 @@ if TYPE_CHECKING:
 
 NAME = "mtrain"
 _KINDS = {"full_attention", "sliding_attention"}
-_PROBED = 24  # tokens
+PROBED = 24  # tokens
 # A balance loss of routers (output_router_logits) would balance the tokens of one process.
 _OFF = {
     "attention_dropout": 0, "attn_pdrop": 0, "attn_logit_softcapping": None,
     "output_router_logits": False,
 }  # fmt: skip
 _BY_LENGTH = ("dynamic", "longrope")
-
-
-class AttentionBatch(Protocol):
-    """A batch that computes attention."""
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor: ...  # fmt: skip
 
 
 @torch.compiler.disable
@@ -45,7 +36,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    mtrain: AttentionBatch | Probe | None = None,
+    mtrain: Any = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
@@ -53,13 +44,14 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it: q, k, v are [batch, heads, tokens, head_dim].
 
-    mtrain: a keyword argument of the model, such as `ContextParallel.inputs` makes.
+    mtrain: a `Probe`, or an object with the method `ContextBatch.attention`.
 
     Raises ConfigError for a call that the engine would compute wrongly.
     """
     layer: Any = getattr(module, "layer_idx", None)
     if isinstance(mtrain, Probe):
-        mtrain.calls.add(layer)
+        heads = query.shape[1], key.shape[1], query.shape[-1]
+        mtrain.calls[layer] = ProbedCall(heads, sliding_window, s_aux is not None)
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
     if mtrain is None:
         raise ConfigError(
@@ -80,7 +72,7 @@ def attention(
         q = q * (scaling * dim**0.5)  # the engine divides by the square root
     if width < dim:  # latent attention, whose values are narrower
         v = nn.functional.pad(v, (0, dim - width))
-    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux)
+    out: Tensor = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux)
     return out[..., :width], None
 
 
@@ -110,11 +102,19 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
+class ProbedCall(NamedTuple):
+    """What a layer asked of attention. heads: of queries, of keys, and their width."""
+
+    heads: tuple[int, int, int]
+    window: int | None
+    has_sinks: bool
+
+
 @dataclass(frozen=True)
 class Probe:
-    """Stands for a batch in a forward pass without attention. calls: layers that called it."""
+    """Stands for a batch in a forward pass without attention. calls: by number of the layer."""
 
-    calls: set[int] = field(default_factory=set)
+    calls: dict[int, ProbedCall] = field(default_factory=dict)
 
 
 def problems(model: PreTrainedModel, settings: Config) -> list[str]:
@@ -167,10 +167,10 @@ def _probe(model: PreTrainedModel, config: Any) -> Iterator[str]:
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return
-    ids = torch.arange(1, 1 + _PROBED, device=model.device)[None] % config.vocab_size
+    ids = torch.arange(1, 1 + PROBED, device=model.device)[None] % config.vocab_size
     other = ids.clone()
     other[0, 5] = (ids[0, 5] + 1) % config.vocab_size
-    positions = torch.arange(_PROBED, device=model.device)[None]
+    positions = torch.arange(PROBED, device=model.device)[None]
     probe, in_training = Probe(), [module for module in model.modules() if module.training]
     model.eval()
     try:

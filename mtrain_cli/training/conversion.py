@@ -31,6 +31,7 @@ from mtrain_cli.model.huggingface_config import config_json, read_mask, require_
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
+from mtrain_cli.model.transformers_decoder import export_foreign
 from mtrain_cli.training import checkpointer
 from mtrain_cli.training.checkpoint_files import CheckpointReader, tensors_of
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
@@ -55,7 +56,7 @@ def import_folder(source: Path, run: Path) -> Config:
     Raises ConfigError for a wrong folder, and CheckpointError if the weights cannot be written.
     """
     folder = huggingface.HuggingFaceFolder(source)
-    folder.verify()
+    huggingface.verify_sums(source)
     named = {"name": run.resolve().name, "dir": str(run)}
     base = compose.compose().changed(optim={"lr": GIVEN_WEIGHTS_LR}, run=named)
     config = dataclasses.replace(base, seq=folder.max_position, model=folder.model)
@@ -114,11 +115,15 @@ def export_checkpoint(
     remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
     # Before reading weights, refuse shapes that the model family does not support.
     mask, model, seq = config.mask, config.model, config.seq
-    config_json(model, rope_factor=1.0, seq=seq, dtype="float32", mask=mask)
+    if not model.is_foreign:
+        config_json(model, rope_factor=1.0, seq=seq, dtype="float32", mask=mask)
     try:
         step, weights = checkpointer.load_model_state(source, report)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
+    if model.is_foreign:
+        export_foreign(target, run, weights, dtype, files)
+        return Exported(config, step, remark or (f"tokenizer: {files.name}" if files else ""))
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     check_tensors(shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]

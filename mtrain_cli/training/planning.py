@@ -73,7 +73,7 @@ def _refusal_here(config: Config) -> str | None:
         plan = RunPlan.on(Hardware.here(), config)
     except ConfigError as error:
         return f"this machine has no GPU, and its CPU refuses {error.problems[0]}"
-    if plan.fits:
+    if config.model.is_foreign or plan.fits:
         return None
     needs = f"{with_count(plan.dims.workers, 'CPU worker')} would need {size(plan.host_bytes)}"
     has = f"this machine has {host_memory() / 2**30:,.0f} GiB for this process"
@@ -95,7 +95,8 @@ def checked_plan(config: Config, environment: Environment, choices: ResolvedRun)
         plan = replace(plan, hardware=smallest, host_share=min(host for _, host in everyone))
     if config.train.memory == "auto":
         plan = with_auto_memory(plan)
-    require_fit(plan)
+    if not config.model.is_foreign:
+        require_fit(plan)
     return plan
 
 

@@ -1,0 +1,235 @@
+"""A decoder that transformers computes, with mtrain's attention: ``model.family=transformers``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mtrain_cli.config.keys import first_few
+from mtrain_cli.config.mask_settings import MaskSettings
+from mtrain_cli.config.schema import TRANSFORMERS, Config, ConfigError, ModelConfig, RopeConfig
+from mtrain_cli.launch.manifest import committed_steps
+from mtrain_cli.model import huggingface
+from mtrain_cli.model.decoder import Attend, Decoder
+from mtrain_cli.model.huggingface_config import RAMP_DEFAULTS, format_value, read_json, read_mask
+from mtrain_cli.model.routing import Routing
+from mtrain_cli.model.tokenizer_files import TokenizerFiles
+from mtrain_cli.model.transformers_models import NAME, PROBED, Probe, problems, register
+from mtrain_cli.model.verify import read_with_transformers, require_transformers
+from mtrain_cli.parallel.layer_groups import own_region
+
+_KEY = f"model.family={TRANSFORMERS}"
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
+
+
+def read_definition(folder: Path) -> Any:
+    """Return transformers' configuration of a folder. Raise ConfigError if it has no such model."""
+    version = f"transformers {require_transformers(_KEY)}"
+    from transformers.models.auto import modeling_auto
+
+    path = folder / "config.json"
+    kind = read_json(path).get("model_type")
+    if not isinstance(kind, str) or kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{path}: model_type={format_value(kind)}: no decoder of {version}")
+    definition = read_with_transformers(folder, "AutoConfig")
+    if definition.get_text_config() is not definition:
+        raise ConfigError(f"{path}: model_type={kind}: has more parts than a decoder of text")
+    if getattr(definition, "quantization_config", None) is not None:
+        raise ConfigError(f"{path}: quantization_config: quantized weights cannot be trained")
+    return definition
+
+
+def read_foreign(folder: Path) -> tuple[ModelConfig, MaskSettings | None]:
+    """Return the sizes that attention, loss and messages need, and the mask of the windows."""
+    definition = read_definition(folder)
+
+    def first(*names: str, usual: Any = None) -> Any:
+        return next((value for n in names if (value := getattr(definition, n, None))), usual)
+
+    hidden, heads = first("hidden_size"), first("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        raise ConfigError(f"{folder}/config.json: layers have no common width and number of heads")
+    positions = first("max_position_embeddings", usual=2**20)
+    model = ModelConfig(
+        name=folder.resolve().name,
+        family=TRANSFORMERS,
+        vocab_size=definition.vocab_size,
+        hidden_size=hidden,
+        num_layers=definition.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=first("num_key_value_heads", usual=heads),
+        head_dim=first("qk_head_dim", "head_dim", usual=hidden // heads),
+        intermediate_size=hidden,  # no setting of such a model reads it
+        qkv_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=bool(definition.tie_word_embeddings),
+        rms_norm_eps=first("rms_norm_eps", usual=1e-6),
+        init_std=first("initializer_range", usual=0.02),
+        rope=RopeConfig(
+            theta=1e4, scaling="none", factor=1.0, original_max_position=positions, **RAMP_DEFAULTS
+        ),
+    )
+    return model, read_mask(folder, definition.to_dict())
+
+
+def _whole(folder: Path, *, weights: bool = False, attention: str = NAME) -> Any:
+    """Build the model of a folder in float32, with the folder's weights or random ones."""
+    options = {"attn_implementation": attention, "dtype": torch.float32}
+    definition, kind = read_definition(folder), "AutoModelForCausalLM"
+    if weights:
+        safe = {"use_safetensors": True, "output_loading_info": True}  # no pickled weights
+        model, loaded = read_with_transformers(folder, kind, config=definition, **safe, **options)
+        for problem, names in loaded.items():
+            if names:
+                shown = first_few(sorted(map(str, names)))
+                raise ConfigError(f"{folder}: {problem.replace('_', ' ')} of the model: {shown}")
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(definition, **options)
+    head, layers = model.get_output_embeddings(), getattr(model.base_model, "layers", None)
+    named = model.base_model is getattr(model, "model", None) and head is model.lm_head
+    if not named or head is None or not isinstance(layers, nn.ModuleList):
+        name = type(model).__name__
+        raise ConfigError(f"{folder}: {name} has no parts named model.layers and lm_head")
+    return model
+
+
+class TransformersDecoder(Decoder):
+    """A decoder of transformers with the methods of `Decoder` that training calls.
+
+    Parameters have their names in transformers. A tied LM head is the embedding. Make one on the
+    meta device, allocate with ``to_empty(device=...)``, then `load` it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        nn.Module.__init__(self)
+        register()
+        self.model_config, self._config = config.model, config
+        whole, kind = _whole(self._folder), config.train.activation_checkpoint
+        self.model = whole.model.train()
+        if not config.model.tie_word_embeddings:
+            self.lm_head = whole.lm_head
+        # The names that `Decoder` reads, without a second entry in checkpoints.
+        self.__dict__["layers"] = whole.model.layers
+        self.__dict__["embed_tokens"] = whole.get_input_embeddings()
+        if kind != "none":
+            if not whole.supports_gradient_checkpointing:
+                raise ConfigError(
+                    f"train.activation_checkpoint={kind}: the model supports only none"
+                )
+            old = self.model.gradient_checkpointing_enable  # its name in transformers 5.0
+            enable = getattr(self.model, "activation_checkpointing_enable", old)
+            enable({"use_reentrant": False})
+
+    @property
+    def _folder(self) -> Path:
+        """The folder of config.json. A run keeps a copy, since that of its weights may go."""
+        run, given = self._config.run.dir, self._config.train.init_from
+        return Path(run if Path(run, "config.json").is_file() else given or "")
+
+    def hidden(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        attend: Attend,
+        routing: Routing | None = None,  # noqa: ARG002 - transformers routes by itself
+    ) -> Tensor:
+        def attention(*qkv_and_layer: Any, window: Any, sinks: Tensor | None) -> Tensor:  # noqa: ARG001 - the mask has it
+            return attend(*qkv_and_layer, *([] if sinks is None else [sinks]))
+
+        inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "use_cache": False}
+        batch = SimpleNamespace(attention=attention)
+        hidden_BNC: Tensor = self.model(**inputs, mtrain=batch).last_hidden_state
+        return hidden_BNC
+
+    @torch.no_grad()
+    def load(self, sharing_heads: int) -> None:
+        """Fill parameters and buffers from the whole model on the CPU, which is checked first.
+
+        Its weights are those of ``train.init_from``; random ones by seed if the folder has none, or
+        if a checkpoint will replace them. sharing_heads: workers that share heads.
+
+        Raises ConfigError for a model that would be wrong, or with other weights than it needs.
+        """
+        config, given = self._config, Path(self._config.train.init_from or "")
+        begins = not committed_steps(Path(config.run.dir) / "checkpoints")
+        weights = begins and check_weights(given)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            whole = _whole(given if weights else self._folder, weights=weights).eval()
+        if wrong := problems(whole, config) or list(_problems(whole, config, sharing_heads)):
+            raise ConfigError(*(f"{_KEY}: {line}" for line in wrong))
+        values = dict(whole.named_parameters()) | dict(whole.named_buffers())
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if isinstance(tensor, DTensor):
+                tensor.to_local().copy_(values[name][own_region(tensor)])
+            else:  # buffers that no checkpoint holds, too
+                tensor.copy_(values[name])
+
+
+def check_weights(folder: Path) -> bool:
+    """Return whether a folder has weights. Raise ConfigError for those that are not read."""
+    if not (has := huggingface.has_weights(folder)):
+        for file in (file for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)):
+            raise ConfigError(f"{file}: not read; give {huggingface.SINGLE}, or no weights at all")
+    huggingface.verify_sums(folder)
+    return has
+
+
+def _problems(whole: Any, config: Config, sharing_heads: int) -> Iterator[str]:
+    """Yield what the trainer would compute otherwise than transformers."""
+    model, mask, probe = config.model, config.mask, Probe()
+    ids, positions = torch.arange(PROBED)[None] % model.vocab_size, torch.arange(PROBED)[None]
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False, "mtrain": probe}
+    logits_BNV = whole.lm_head(whole.model(**inputs).last_hidden_state)
+    if whole.lm_head.bias is not None or not torch.equal(whole(**inputs).logits, logits_BNV):
+        yield "a bias, scale or cap of the logits is not supported"
+    expected = model.num_heads, model.num_kv_heads, model.head_dim
+    for layer, call in probe.calls.items():
+        if call.heads != expected:
+            heads = "heads of queries and keys, and their width,"
+            yield f"layer {layer}: {heads} are {call.heads}, in config.json {expected}"
+        own = None if mask.is_full(layer) else mask.plain_window
+        theirs, ours = (None if w is None or w >= config.seq else w for w in (call.window, own))
+        if theirs != ours:
+            yield f"mask.kind={mask.kind}: layer {layer} has the window {theirs}; leave mask out"
+    if any(call.has_sinks for call in probe.calls.values()):
+        if "selective" in (kind := config.train.activation_checkpoint):
+            yield f"train.activation_checkpoint={kind}: learnable sinks need full or none"
+        if sharing_heads > 1:
+            exchange = f"topology.exchange={config.topology.exchange}"
+            yield f"{exchange}: workers share heads, but learnable sinks need another than ulysses"
+
+
+def export_foreign(
+    target: Path, run: Path, weights: Mapping[str, Tensor], dtype: torch.dtype,
+    tokenizer: TokenizerFiles | None,
+) -> None:  # fmt: skip
+    """Write a Hugging Face folder as transformers does. run: a folder with config.json.
+
+    Raises ConfigError if the weights are not those of config.json, and as `writing`.
+    """
+    whole = _whole(run, attention="eager")
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
+    if whole.config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    huggingface.check_tensors(stored, shapes, run, run / "config.json")
+    whole.load_state_dict(weights, strict=False)
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for key, value in ({} if tokenizer is None else tokenizer.ids).items():
+        setattr(whole.config, key, value)
+    with huggingface.writing(target) as folder:
+        whole.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):  # which only their owner may read
+            file.chmod((folder / "config.json").stat().st_mode)
+        if tokenizer is not None:
+            tokenizer.write(folder)
