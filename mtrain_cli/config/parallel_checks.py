@@ -97,7 +97,7 @@ def _experts(config: Config) -> Iterator[str]:
     if not moe.experts:
         given = [key for key, value in DENSE_KEYS.items() if attrgetter(key)(config) != value]
         given += [key for key, off in _OF_ROUTERS.items() if attrgetter(key)(config) not in off]
-        if degree not in ("auto", 1) and not config.model.is_foreign:
+        if degree not in ("auto", 1):
             given.append("topology.expert_parallel")
         if given:
             shown = ", ".join(f"{{{key}}}" for key in given)

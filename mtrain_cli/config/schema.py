@@ -185,8 +185,8 @@ class ModelConfig:
     def require_own(self) -> None:
         """Raise ConfigError for a model of transformers."""
         if self.is_foreign:
-            only = "only `mtrain train` and `mtrain checkpoint export` take it"
-            raise ConfigError(f"model.family={TRANSFORMERS}: {only}")
+            known = "`mtrain train` and `mtrain checkpoint export`"
+            raise ConfigError(f"model.family={TRANSFORMERS}: works with {known} only")
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts instead of one MLP. layer: number of the layer."""

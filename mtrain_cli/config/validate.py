@@ -42,13 +42,8 @@ _INPUTS = {
 # {data.kind: file that the folder must hold}
 _MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}
 # Settings that a model of transformers does not support, and the value that turns each off.
-_FOREIGN = {
-    "topology.tensor_parallel": 1,
-    **NEED_WHOLE_MODEL,
-    "topology.pipeline_parallel": 1,
-    "train.memory": "manual",
-    "train.keep_mlp": False,
-}
+_FOREIGN = NEED_WHOLE_MODEL | {"train.memory": "manual", "train.keep_mlp": False}
+_FOREIGN |= dict.fromkeys(("topology.tensor_parallel", "topology.pipeline_parallel"), 1)
 # If the user sets one of these keys, the resumed run gets a new schedule.
 _SCHEDULE_KEYS = ("optim.schedule", "optim.decay_steps", "optim.schedule_steps", "optim.rewarm")
 
@@ -385,10 +380,7 @@ def _run(config: Config) -> Iterator[str]:
 
 def _foreign(config: Config) -> Iterator[str]:
     """Yield the settings that a model of transformers does not support."""
-    if config.model.is_foreign:
-        yield from unsupported(config, "model.family", _FOREIGN)
-        if config.topology.expert_parallel not in ("auto", 1):
-            yield "{topology.expert_parallel}: a model of transformers has whole experts; give 1"
+    yield from unsupported(config, "model.family", _FOREIGN if config.model.is_foreign else {})
 
 
 _CHECKS = (

@@ -82,7 +82,7 @@ RAMP = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
 }
 # Defaults of YaRN (section 3.2) and of Llama 3.1.
-RAMP_DEFAULTS = {
+_RAMP_DEFAULTS = {
     "beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 
@@ -253,7 +253,7 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
     if scaling != "none":
         original = inner.number("original_max_position_embeddings", int, max_position)
         factor = inner.number("factor", float, max_position / original)
-    ramp = {name: inner.number(name, float, usual) for name, usual in RAMP_DEFAULTS.items()}
+    ramp = {name: inner.number(name, float, usual) for name, usual in _RAMP_DEFAULTS.items()}
     rope = RopeConfig(
         theta=inner.number("rope_theta", float, theta), scaling=scaling, factor=factor,
         original_max_position=original, **ramp,
@@ -297,10 +297,7 @@ def _rope_object(outer: ConfigFields, key: str) -> dict[str, Any]:
 
 
 def read_mask(folder: Path, completed: dict[str, Any] | None = None) -> MaskSettings | None:
-    """Return the mask of a model whose layers have a sliding window; None without one.
-
-    completed: config.json with all defaults, of any architecture.
-    """
+    """Return the mask of layers with a window, or None. completed: config.json with defaults."""
     path = folder / "config.json"
     fields = ConfigFields(path, completed or read_json(path))
     mask = _window(fields, str(fields.raw.get("model_type")))

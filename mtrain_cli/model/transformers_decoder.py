@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.keys import first_few
 from mtrain_cli.config.mask_settings import MaskSettings
-from mtrain_cli.config.schema import TRANSFORMERS, Config, ConfigError, ModelConfig, RopeConfig
-from mtrain_cli.launch.manifest import committed_steps
+from mtrain_cli.config.schema import TRANSFORMERS, Config, ConfigError
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.decoder import Attend, Decoder
-from mtrain_cli.model.huggingface_config import RAMP_DEFAULTS, format_value, read_json, read_mask
+from mtrain_cli.model.huggingface_config import format_value, read_json, read_mask
 from mtrain_cli.model.routing import Routing
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 from mtrain_cli.model.transformers_models import NAME, PROBED, Probe, problems, register
@@ -45,8 +46,8 @@ def read_definition(folder: Path) -> Any:
     return definition
 
 
-def read_foreign(folder: Path) -> tuple[ModelConfig, MaskSettings | None]:
-    """Return the sizes that attention, loss and messages need, and the mask of the windows."""
+def read_foreign(folder: Path) -> tuple[dict[str, Any], MaskSettings | None]:
+    """Return the keys of ``model`` that attention, loss and messages need, and the mask."""
     definition = read_definition(folder)
 
     def first(*names: str, usual: Any = None) -> Any:
@@ -55,27 +56,19 @@ def read_foreign(folder: Path) -> tuple[ModelConfig, MaskSettings | None]:
     hidden, heads = first("hidden_size"), first("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         raise ConfigError(f"{folder}/config.json: layers have no common width and number of heads")
-    positions = first("max_position_embeddings", usual=2**20)
-    model = ModelConfig(
-        name=folder.resolve().name,
-        family=TRANSFORMERS,
-        vocab_size=definition.vocab_size,
-        hidden_size=hidden,
-        num_layers=definition.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=first("num_key_value_heads", usual=heads),
-        head_dim=first("qk_head_dim", "head_dim", usual=hidden // heads),
-        intermediate_size=hidden,  # no setting of such a model reads it
-        qkv_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=bool(definition.tie_word_embeddings),
-        rms_norm_eps=first("rms_norm_eps", usual=1e-6),
-        init_std=first("initializer_range", usual=0.02),
-        rope=RopeConfig(
-            theta=1e4, scaling="none", factor=1.0, original_max_position=positions, **RAMP_DEFAULTS
-        ),
-    )
-    return model, read_mask(folder, definition.to_dict())
+    model = {
+        "name": folder.resolve().name,
+        "family": TRANSFORMERS,
+        "vocab_size": definition.vocab_size,
+        "hidden_size": hidden,
+        "num_layers": definition.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": first("num_key_value_heads", usual=heads),
+        "head_dim": first("qk_head_dim", "head_dim", usual=hidden // heads),
+        "tie_word_embeddings": bool(definition.tie_word_embeddings),
+        "rope.original_max_position": first("max_position_embeddings", usual=2**20),
+    }
+    return {f"model.{n}": v for n, v in model.items()}, read_mask(folder, definition.to_dict())
 
 
 def _whole(folder: Path, *, weights: bool = False, attention: str = NAME) -> Any:
@@ -85,33 +78,33 @@ def _whole(folder: Path, *, weights: bool = False, attention: str = NAME) -> Any
     if weights:
         safe = {"use_safetensors": True, "output_loading_info": True}  # no pickled weights
         model, loaded = read_with_transformers(folder, kind, config=definition, **safe, **options)
-        for problem, names in loaded.items():
-            if names:
-                shown = first_few(sorted(map(str, names)))
-                raise ConfigError(f"{folder}: {problem.replace('_', ' ')} of the model: {shown}")
+        for problem, names in filter(itemgetter(1), loaded.items()):
+            shown = first_few(sorted(map(str, names)))
+            raise ConfigError(f"{folder}: {problem.replace('_', ' ')} of the model: {shown}")
     else:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_config(definition, **options)
-    head, layers = model.get_output_embeddings(), getattr(model.base_model, "layers", None)
-    named = model.base_model is getattr(model, "model", None) and head is model.lm_head
-    if not named or head is None or not isinstance(layers, nn.ModuleList):
-        name = type(model).__name__
-        raise ConfigError(f"{folder}: {name} has no parts named model.layers and lm_head")
+    head = getattr(model, "lm_head", None)
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(head, nn.Linear) or not isinstance(layers, nn.ModuleList):
+        raise ConfigError(f"{folder}: {type(model).__name__} has no model.layers or lm_head")
     return model
 
 
 class TransformersDecoder(Decoder):
     """A decoder of transformers with the methods of `Decoder` that training calls.
 
-    Parameters have their names in transformers. A tied LM head is the embedding. Make one on the
-    meta device, allocate with ``to_empty(device=...)``, then `load` it.
+    Make one on the meta device, allocate it by ``to_empty(device=...)``, then `load` it.
     """
 
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)
         register()
         self.model_config, self._config = config.model, config
+        # A run keeps a copy of config.json, since the folder of its weights may go.
+        kept, given = RunDir(Path(config.run.dir)).definition, Path(config.train.init_from or "")
+        self._folder = kept if kept.is_dir() else given
         whole, kind = _whole(self._folder), config.train.activation_checkpoint
         self.model = whole.model.train()
         if not config.model.tie_word_embeddings:
@@ -121,46 +114,33 @@ class TransformersDecoder(Decoder):
         self.__dict__["embed_tokens"] = whole.get_input_embeddings()
         if kind != "none":
             if not whole.supports_gradient_checkpointing:
-                raise ConfigError(
-                    f"train.activation_checkpoint={kind}: the model supports only none"
-                )
+                raise ConfigError(f"train.activation_checkpoint={kind}: {_KEY} needs none")
             old = self.model.gradient_checkpointing_enable  # its name in transformers 5.0
             enable = getattr(self.model, "activation_checkpointing_enable", old)
             enable({"use_reentrant": False})
 
-    @property
-    def _folder(self) -> Path:
-        """The folder of config.json. A run keeps a copy, since that of its weights may go."""
-        run, given = self._config.run.dir, self._config.train.init_from
-        return Path(run if Path(run, "config.json").is_file() else given or "")
-
     def hidden(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        attend: Attend,
+        self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend,
         routing: Routing | None = None,  # noqa: ARG002 - transformers routes by itself
-    ) -> Tensor:
-        def attention(*qkv_and_layer: Any, window: Any, sinks: Tensor | None) -> Tensor:  # noqa: ARG001 - the mask has it
-            return attend(*qkv_and_layer, *([] if sinks is None else [sinks]))
+    ) -> Tensor:  # fmt: skip
+        def attention(*inputs: Any, sinks: Tensor | None, **_window: Any) -> Tensor:
+            return attend(*inputs) if sinks is None else attend(*inputs, sinks)
 
         inputs = {"input_ids": tokens_BN, "position_ids": positions_BN, "use_cache": False}
-        batch = SimpleNamespace(attention=attention)
-        hidden_BNC: Tensor = self.model(**inputs, mtrain=batch).last_hidden_state
-        return hidden_BNC
+        hidden = self.model(**inputs, mtrain=SimpleNamespace(attention=attention))
+        return cast(Tensor, hidden.last_hidden_state)
 
     @torch.no_grad()
     def load(self, sharing_heads: int) -> None:
         """Fill parameters and buffers from the whole model on the CPU, which is checked first.
 
-        Its weights are those of ``train.init_from``; random ones by seed if the folder has none, or
-        if a checkpoint will replace them. sharing_heads: workers that share heads.
-
-        Raises ConfigError for a model that would be wrong, or with other weights than it needs.
+        Without weights in ``train.init_from``, and if a checkpoint will replace them, they are
+        random. sharing_heads: workers that share heads. Raises ConfigError for a model or weights
+        that would be wrong.
         """
         config, given = self._config, Path(self._config.train.init_from or "")
-        begins = not committed_steps(Path(config.run.dir) / "checkpoints")
-        weights = begins and check_weights(given)
+        resumes = RunDir(Path(config.run.dir)).last_step() is not None
+        weights = not resumes and check_weights(given)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             whole = _whole(given if weights else self._folder, weights=weights).eval()
@@ -188,40 +168,36 @@ def _problems(whole: Any, config: Config, sharing_heads: int) -> Iterator[str]:
     model, mask, probe = config.model, config.mask, Probe()
     ids, positions = torch.arange(PROBED)[None] % model.vocab_size, torch.arange(PROBED)[None]
     inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False, "mtrain": probe}
-    logits_BNV = whole.lm_head(whole.model(**inputs).last_hidden_state)
+    head = whole.get_input_embeddings() if model.tie_word_embeddings else whole.lm_head
+    logits_BNV = nn.functional.linear(whole.model(**inputs).last_hidden_state, head.weight)
     if whole.lm_head.bias is not None or not torch.equal(whole(**inputs).logits, logits_BNV):
         yield "a bias, scale or cap of the logits is not supported"
     expected = model.num_heads, model.num_kv_heads, model.head_dim
-    for layer, call in probe.calls.items():
-        if call.heads != expected:
-            heads = "heads of queries and keys, and their width,"
-            yield f"layer {layer}: {heads} are {call.heads}, in config.json {expected}"
+    for layer, (heads, window, _) in probe.calls.items():
+        if heads != expected:
+            yield f"layer {layer}: (heads, key heads, width) {heads}, in config.json {expected}"
         own = None if mask.is_full(layer) else mask.plain_window
-        theirs, ours = (None if w is None or w >= config.seq else w for w in (call.window, own))
+        theirs, ours = (None if w is None or w >= config.seq else w for w in (window, own))
         if theirs != ours:
             yield f"mask.kind={mask.kind}: layer {layer} has the window {theirs}; leave mask out"
-    if any(call.has_sinks for call in probe.calls.values()):
+    if any(has_sinks for *_, has_sinks in probe.calls.values()):
         if "selective" in (kind := config.train.activation_checkpoint):
             yield f"train.activation_checkpoint={kind}: learnable sinks need full or none"
         if sharing_heads > 1:
-            exchange = f"topology.exchange={config.topology.exchange}"
-            yield f"{exchange}: workers share heads, but learnable sinks need another than ulysses"
+            yield "topology.exchange: learnable sinks need another exchange than ulysses"
 
 
 def export_foreign(
-    target: Path, run: Path, weights: Mapping[str, Tensor], dtype: torch.dtype,
+    target: Path, definition: Path, weights: Mapping[str, Tensor], dtype: torch.dtype,
     tokenizer: TokenizerFiles | None,
 ) -> None:  # fmt: skip
-    """Write a Hugging Face folder as transformers does. run: a folder with config.json.
-
-    Raises ConfigError if the weights are not those of config.json, and as `writing`.
-    """
-    whole = _whole(run, attention="eager")
+    """Write a Hugging Face folder as transformers does. definition: a folder with config.json."""
+    whole = _whole(definition, attention="eager")
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
     if whole.config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    huggingface.check_tensors(stored, shapes, run, run / "config.json")
+    huggingface.check_tensors(stored, shapes, "checkpoint", definition / "config.json")
     whole.load_state_dict(weights, strict=False)
     for parameter in whole.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -229,7 +205,7 @@ def export_foreign(
         setattr(whole.config, key, value)
     with huggingface.writing(target) as folder:
         whole.save_pretrained(folder)
-        for file in folder.glob("*.safetensors"):  # which only their owner may read
+        for file in folder.glob("*.safetensors"):  # only their owner may read them
             file.chmod((folder / "config.json").stat().st_mode)
         if tokenizer is not None:
             tokenizer.write(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def attention(
     layer: Any = getattr(module, "layer_idx", None)
     if isinstance(mtrain, Probe):
         heads = query.shape[1], key.shape[1], query.shape[-1]
-        mtrain.calls[layer] = ProbedCall(heads, sliding_window, s_aux is not None)
+        mtrain.calls[layer] = heads, sliding_window, s_aux is not None
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
     if mtrain is None:
         raise ConfigError(
@@ -102,19 +102,14 @@ def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
 
-class ProbedCall(NamedTuple):
-    """What a layer asked of attention. heads: of queries, of keys, and their width."""
-
-    heads: tuple[int, int, int]
-    window: int | None
-    has_sinks: bool
-
-
 @dataclass(frozen=True)
 class Probe:
-    """Stands for a batch in a forward pass without attention. calls: by number of the layer."""
+    """Stands for a batch in a forward pass without attention.
 
-    calls: dict[int, ProbedCall] = field(default_factory=dict)
+    calls: (heads of queries, heads of keys, head_dim), window and whether it has sinks, by layer.
+    """
+
+    calls: dict[int, tuple[tuple[int, int, int], int | None, bool]] = field(default_factory=dict)
 
 
 def problems(model: PreTrainedModel, settings: Config) -> list[str]:

@@ -23,7 +23,7 @@ from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import NO_BEGIN, Begin, ByteTokenizer, choose_begin, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
-from mtrain_cli.launch.run_dir import RESOLVED, checkpoints_of, find_source, run_of
+from mtrain_cli.launch.run_dir import RESOLVED, RunDir, checkpoints_of, find_source, run_of
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface import check_tensors
@@ -121,9 +121,10 @@ def export_checkpoint(
         step, weights = checkpointer.load_model_state(source, report)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
+    remark = remark or f"tokenizer: {files.name}" if files else remark
     if model.is_foreign:
-        export_foreign(target, run, weights, dtype, files)
-        return Exported(config, step, remark or (f"tokenizer: {files.name}" if files else ""))
+        export_foreign(target, RunDir(run).definition, weights, dtype, files)
+        return Exported(config, step, remark)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     check_tensors(shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
@@ -141,7 +142,6 @@ def export_checkpoint(
     huggingface.write_folder(
         target, model, read, rope_factor=factor, seq=seq, dtype=dtype, mask=mask, tokenizer=files
     )
-    remark = remark or f"tokenizer: {files.name}" if files else remark
     if mask.plain_window is None and mask.kind != "causal":
         line = f"config.json cannot say that the run trained with mask.kind={mask.kind}"
         remark = f"{remark}; {line}" if remark else line

@@ -66,17 +66,17 @@ def render(
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
     tied = " (and LM head, tied)" if model.tie_word_embeddings else ""
-    embedding = "" if model.is_foreign else count(plan.parameters.embedding)
-    kept = f"{config.train.keep_checkpoints} kept"
+    own, kept = not model.is_foreign, config.train.keep_checkpoints
     read = plan.data_masks
     documents = DOCUMENTS[config.data.document_mask]
+    documents = documents if own else documents.partition("; FLOP")[0]
     if read is not None and read.masks:
         documents = "a sequence may hold several, each with its own mask"
     rows = [
         ("machine", plan.machine),
         ("model", describe_model(plan)),
         ("", f"{shape}, vocabulary {model.vocab_size:,}"),
-        *([] if model.is_foreign else [("", f"{embedding} in the embedding{tied}")]),
+        *([("", f"{count(plan.parameters.embedding)} in the embedding{tied}")] if own else []),
         ("positions", describe_rope(plan)),
         *position_rows(config),
         *weights_rows(config),
@@ -89,7 +89,7 @@ def render(
         *sparsity_rows(plan),
         ("dtype", describe_dtype(plan)),
         ("traffic", describe_traffic(plan)),
-        *([] if model.is_foreign else [("checkpoint", f"{size(plan.checkpoint)} on disk, {kept}")]),
+        ("checkpoint", f"{size(plan.checkpoint)} on disk, {kept} kept" if own else UNESTIMATED),
     ]
     title = f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained"
     if model.is_foreign:
@@ -190,9 +190,7 @@ def describe_choice(plan: RunPlan) -> list[str]:
 
 def fits(plan: RunPlan) -> bool:
     """Return whether the plan fits the memory of its machine, or of the GPUs in the plan."""
-    if plan.config.model.is_foreign:
-        return True  # as far as is known
-    return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
+    return plan.fits if plan.search is None else plan.search.chosen is not None
 
 
 def verdict(plan: RunPlan) -> list[RenderableType]:
@@ -215,8 +213,7 @@ def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
     """Return rows on the FLOP of a token and of a step, dense and at the estimate's density."""
     config, tokens, read = plan.config, plan.tokens_per_step, plan.data_masks
     if config.model.is_foreign:
-        recomputation = f"recomputation: {describe_activations(config)}"
-        return [("FLOP", UNESTIMATED), ("step", f"{describe_step(plan)}; {recomputation}")]
+        return [("FLOP", UNESTIMATED), ("step", describe_step(plan))]
     flops = plan.flops
     own = read is not None and read.masks
     pairs = "masks of the data" if own else f"{config.mask.kind}, whole sequence"
@@ -439,10 +436,8 @@ def weights_rows(config: Config) -> Rows:
     rows, data = [("weights", f"from {config.train.init_from}")], config.data
     if (folder := folder_of(config.train.init_from)) is None:
         return rows
-    file, as_bytes = (
-        folder / TOKENIZER,
-        data.kind in ("text", "stdlib") and data.tokenizer == "bytes",
-    )
+    file = folder / TOKENIZER
+    as_bytes = data.kind in ("text", "stdlib") and data.tokenizer == "bytes"
     if as_bytes and (folder / "config.json").is_file() and not encodes_bytes(file):
         has = "" if file.is_file() else ", since it has no tokenizer.json"
         text = f"text is encoded as bytes{has}, but the weights expect the ids of their own"

@@ -73,7 +73,7 @@ def _refusal_here(config: Config) -> str | None:
         plan = RunPlan.on(Hardware.here(), config)
     except ConfigError as error:
         return f"this machine has no GPU, and its CPU refuses {error.problems[0]}"
-    if config.model.is_foreign or plan.fits:
+    if plan.fits:
         return None
     needs = f"{with_count(plan.dims.workers, 'CPU worker')} would need {size(plan.host_bytes)}"
     has = f"this machine has {host_memory() / 2**30:,.0f} GiB for this process"
@@ -95,8 +95,7 @@ def checked_plan(config: Config, environment: Environment, choices: ResolvedRun)
         plan = replace(plan, hardware=smallest, host_share=min(host for _, host in everyone))
     if config.train.memory == "auto":
         plan = with_auto_memory(plan)
-    if not config.model.is_foreign:
-        require_fit(plan)
+    require_fit(plan)
     return plan
 
 
@@ -378,7 +377,7 @@ def require_fit(plan: RunPlan) -> None:
     """
     if plan.search is not None and plan.search.chosen is None:
         raise ConfigError(refusal(plan, plan.search))
-    if not plan.has_room_for(plan.memory, CERTAIN):
+    if not (plan.config.model.is_foreign or plan.has_room_for(plan.memory, CERTAIN)):
         raise ConfigError(refusal(plan, search(plan)))
 
 
