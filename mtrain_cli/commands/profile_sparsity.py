@@ -88,6 +88,7 @@ def sparsity(
         if key.removeprefix("topology.") in degrees and value not in ("1", "auto"):
             raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
     config, patterns = _patterns(words, pattern)
+    config.model.require_own()
     if request is not None:
         request.require_fit(config)
     console = Console(highlight=False, soft_wrap=True)

@@ -89,11 +89,13 @@ def train(
         return
     if dry_run:
         if run_path is None and config.train.init_from is not None:
-            from mtrain_cli.model.huggingface import HuggingFaceFolder, has_weights
+            from mtrain_cli.model import huggingface, transformers_decoder
 
             folder = Path(config.train.init_from)
-            if has_weights(folder):  # its config.json is enough to plan a run
-                HuggingFaceFolder(folder).verify()
+            if config.model.is_foreign:
+                transformers_decoder.check_weights(folder)
+            elif huggingface.has_weights(folder):  # its config.json is enough to plan a run
+                huggingface.verify_sums(huggingface.HuggingFaceFolder(folder).path)
         _print_plan(config, words, config_dir, [] if no_data else _data_rows(config))
         return
     raise typer.Exit(_launch(config, words, run_path, config_dir))

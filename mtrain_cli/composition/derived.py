@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.problem import Problem
-from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.schema import TRANSFORMERS, ConfigError, ModelConfig
 
 AUTO = "auto"
 INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.tokenizer"
@@ -48,13 +49,19 @@ def fill(
     given = {name for name in given if not (name == VOCABULARY and leaves.get(name) == AUTO)}
     folder = folder_of(leaves.get(INIT_FROM))
     if folder is not None:
-        problems += _from_folder(leaves, given, model, folder)
-        if not problems and not chose_mask:
-            problems += _take_window(leaves, folder, mask_keys)
+        try:
+            theirs, mask = _read(leaves.get("model.family"), folder, defaults)
+        except ConfigError as error:
+            problems += [Problem(line, "model.") for line in error.problems]
+        else:
+            problems += _take_model(leaves, given, model, theirs)
+            if not problems and not chose_mask and mask is not None:
+                problems += _take_window(leaves, mask, mask_keys)
     elif isinstance(leaves.get(INIT_FROM), str):  # `validate` reports what is wrong with it
         _take(leaves, defaults, (name for name in of_model if name not in given))
-    elif leaves.get("model.family") == AUTO:
-        line = f"model=auto: needs {INIT_FROM}=FOLDER; set it, or choose another model"
+    elif (family := leaves.get("model.family")) in (AUTO, TRANSFORMERS):
+        choice = "model=auto" if family == AUTO else f"model.family={family}"
+        line = f"{choice}: needs {INIT_FROM}=FOLDER; set it, or choose another model"
         problems.append(Problem(line, "model."))
     if problems:
         _take(leaves, defaults, of_model)
@@ -94,22 +101,33 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
     leaves.update({name: source[name] for name in list(names) if name in source})
 
 
-def _from_folder(
-    leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
+def _read(
+    family: object, folder: Path, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], MaskSettings | None]:
+    """Return the keys under ``model`` of a folder, and the mask of its windows."""
+    if family == TRANSFORMERS:
+        from mtrain_cli.model.transformers_decoder import read_foreign
+
+        theirs, mask = read_foreign(folder)
+        return {name: v for name, v in defaults.items() if name.startswith("model.")} | theirs, mask
+    from mtrain_cli.model.huggingface_config import read_config, read_mask
+
+    model = dataclasses.asdict(read_config(folder)[0])
+    return keys.flatten({"model": model}), read_mask(folder)
+
+
+def _take_model(
+    leaves: dict[str, Any], given: Collection[str], model: str, theirs: dict[str, Any]
 ) -> list[Problem]:
     """Copy the folder's model into ``leaves``, except keys in ``given``, which must fit it."""
-    from mtrain_cli.model.huggingface_config import read_config
-
-    try:
-        theirs = keys.flatten({"model": dataclasses.asdict(read_config(folder)[0])})
-    except ConfigError as error:
-        return [Problem(line, "model.") for line in error.problems]
     scaling = "model.rope.scaling"
     if scaling in given and leaves[scaling] == "yarn" != theirs[scaling]:
         # The folder's factor belongs to the folder's scaling; YaRN needs another factor.
         theirs["model.rope.factor"] = AUTO
     _take(leaves, theirs, (name for name in theirs if name not in given))
-    shape = (f"model.{field}" for field in ModelConfig.SHAPE)
+    shape = [f"model.{field}" for field in ModelConfig.SHAPE]
+    if leaves["model.family"] == TRANSFORMERS:  # other keys would have no effect
+        shape = [name for name in theirs if name != "model.name"]
     other = [name for name in shape if name in given and _differs(leaves, theirs, name)]
     if not other:
         return []
@@ -121,12 +139,10 @@ def _from_folder(
     return [Problem(line, "model.")]
 
 
-def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -> list[Problem]:
+def _take_window(
+    leaves: dict[str, Any], mask: MaskSettings, typed: Collection[str]
+) -> list[Problem]:
     """Set the mask to the window of the folder's layers, which keys in ``typed`` must equal."""
-    from mtrain_cli.model.huggingface_config import read_mask
-
-    if (mask := read_mask(folder)) is None:
-        return []
     theirs = keys.flatten({"mask": {"kind": mask.kind, **dataclasses.asdict(mask)}})
     other = {name: leaves[name] for name in typed if _differs(leaves, theirs, name)}
     leaves.update({name: value for name, value in theirs.items() if name not in typed})

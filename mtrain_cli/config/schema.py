@@ -59,6 +59,7 @@ CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
+TRANSFORMERS = "transformers"
 ROPE_SCALINGS = ("none", "yarn", "llama3")
 _RATIO = ABOVE_ZERO.up_to(10**6, "float32 would round the smaller terms away")
 
@@ -134,7 +135,8 @@ class ModelConfig:
     """Shape of a decoder.
 
     name: name of the model in banners and run names
-    family: Hugging Face architecture for import and export
+    family: Hugging Face architecture for import and export; transformers = the model of
+        train.init_from=FOLDER in the code of transformers (docs/library.md)
     vocab_size: rows of the embedding; auto = from train.init_from, else of the data's tokenizer,
         rounded up to a multiple of 8
     hidden_size: width of the residual stream
@@ -159,7 +161,7 @@ class ModelConfig:
     )  # fmt: skip
 
     name: str = option()
-    family: str = option(FAMILIES)
+    family: str = option((*FAMILIES, TRANSFORMERS))
     vocab_size: int = option(at_least(2).up_to(2**31 - 1, "token ids are 32-bit numbers"))
     hidden_size: int = option(POSITIVE.up_to(2**20, "ten times the widest model known"))
     num_layers: int = option(POSITIVE.up_to(10_000, "ten times the deepest model known"))
@@ -174,6 +176,17 @@ class ModelConfig:
     init_std: float = option(ABOVE_ZERO.up_to(*_OVERFLOW))
     rope: RopeConfig
     moe: MoeConfig = DENSE
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether transformers computes the model. The keys then give only what attention needs."""
+        return self.family == TRANSFORMERS
+
+    def require_own(self) -> None:
+        """Raise ConfigError for a model of transformers."""
+        if self.is_foreign:
+            known = "`mtrain train` and `mtrain checkpoint export`"
+            raise ConfigError(f"model.family={TRANSFORMERS}: works with {known} only")
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts instead of one MLP. layer: number of the layer."""

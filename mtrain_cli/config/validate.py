@@ -17,6 +17,7 @@ from mtrain_cli.config import keys, parallel_checks
 from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS, Variant
+from mtrain_cli.config.parallel_checks import NEED_WHOLE_MODEL, unsupported
 from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings
 from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import Problem
@@ -40,6 +41,9 @@ _INPUTS = {
 }
 # {data.kind: file that the folder must hold}
 _MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}
+# Settings that a model of transformers does not support, and the value that turns each off.
+_FOREIGN = NEED_WHOLE_MODEL | {"train.memory": "manual", "train.keep_mlp": False}
+_FOREIGN |= dict.fromkeys(("topology.tensor_parallel", "topology.pipeline_parallel"), 1)
 # If the user sets one of these keys, the resumed run gets a new schedule.
 _SCHEDULE_KEYS = ("optim.schedule", "optim.decay_steps", "optim.schedule_steps", "optim.rewarm")
 
@@ -374,8 +378,14 @@ def _run(config: Config) -> Iterator[str]:
         yield "{run.dir}: give a folder without spaces around it, or auto for runs/<name>"
 
 
+def _foreign(config: Config) -> Iterator[str]:
+    """Yield the settings that a model of transformers does not support."""
+    yield from unsupported(config, "model.family", _FOREIGN if config.model.is_foreign else {})
+
+
 _CHECKS = (
     _model,
+    _foreign,
     parallel_checks.problems,
     _sparsity,
     _data,

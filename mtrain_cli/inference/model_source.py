@@ -111,6 +111,7 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
         path = _find_run(path)
         with _GIVEN_BY_MODEL.in_errors():
             config = _config_of_run(run_of(path), compose.compose(defaults), overrides)
+    config.model.require_own()
     require_degree_1(config, "pipeline_parallel", "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
         raise ConfigError(

@@ -106,6 +106,7 @@ class RunDir:
     log = _Inside("log.txt")  # what the run printed to the terminal
     logs = _Inside("logs")  # output of the workers, ``rank-N.log``
     checkpoints = _Inside("checkpoints")  # folders ``step-N``
+    definition = _Inside("transformers")  # config.json of a model of transformers
     stop_request = _Inside("stop_request")  # if it exists, save and stop after the current step
     save_requests = _Inside("save_requests")  # save and go on for each byte that this file grows
     state = _Inside("state.json")  # see `run_status`
@@ -315,6 +316,9 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             job = current_job()
             facts = environment_facts() | {"job": job.name if job else None}
             run.environment.write_text(json.dumps(facts, indent=2) + "\n")
+            if config.model.is_foreign:  # to resume and export without the folder of the weights
+                run.definition.mkdir()
+                shutil.copy(Path(config.train.init_from or "", "config.json"), run.definition)
             # This is the last file, because a folder with this file is a run.
             name = path.name if config.run.dir == "auto" else name
             config = config.changed(run={"name": name, "dir": str(run.path)})

@@ -274,7 +274,7 @@ class ContextParallel:
 
         Raises ConfigError if another library has registered the name.
         """
-        from mtrain_cli.library.transformers_models import register
+        from mtrain_cli.model.transformers_models import register
 
         register()
 
@@ -283,7 +283,7 @@ class ContextParallel:
 
         All processes that hold a part of the model call this together. It runs a few tokens.
         """
-        from mtrain_cli.library.transformers_models import problems
+        from mtrain_cli.model.transformers_models import problems
 
         later = self.config.mask.shows_later_keys
         later |= self._current is not None and self._current.shows_later_keys

@@ -22,8 +22,8 @@ from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencie
 from mtrain_cli.model.routing import Routing
 
 # attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD. The inputs are contiguous. The function divides
-# the scores q.k by sqrt(D).
-Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# the scores q.k by sqrt(D). Models of transformers with learnable sinks give them, [H], as a fifth.
+Attend = Callable[..., Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -192,6 +192,7 @@ class Decoder(nn.Module):
         stages: Sequence[VirtualStage] = (),
     ) -> None:
         super().__init__()
+        model.require_own()
         self.model_config = model
         self.loss = loss or LossOptions()
         self.inverse_frequencies_F = inverse_frequencies(model.rope, model.head_dim, rope_factor)

@@ -191,26 +191,6 @@ class HuggingFaceFolder:
                 tensor = self._slice(stored)[rows]
             yield place, tensor
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compare every ``parts``-th file from ``part`` with the checksums of mtrain's exports."""
-        sums = self.path / SUMS
-        if not sums.is_file():
-            return
-        try:
-            lines = sums.read_text(encoding="utf-8").splitlines()
-            found = [_SUM.fullmatch(line) for line in lines]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{sums}: cannot be read ({reason(error)})") from None
-        expected = {match[2]: match[1] for match in found if match and plain_name(match[2])}
-        if len(expected) < len(lines):
-            raise ConfigError(f"{sums}: has a line that is not a checksum and a file of the folder")
-        for name, digest in _digests(self.path, sorted(expected)[part::parts]):
-            if digest != expected[name]:
-                raise ConfigError(
-                    f"{self.path / name}: has changed since the export, as its sha256 in {SUMS} "
-                    f"shows. Copy it again. If you changed it yourself, delete its line in {SUMS}."
-                )
-
     def unmap(self) -> None:
         """Let go of the weight files. Pages that were read no longer count as this process's."""
         self._files.clear()
@@ -278,15 +258,36 @@ class HuggingFaceFolder:
         return True
 
 
+def verify_sums(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Compare every ``parts``-th file from ``part`` with the checksums of mtrain's exports."""
+    sums = folder / SUMS
+    if not sums.is_file():
+        return
+    try:
+        lines = sums.read_text(encoding="utf-8").splitlines()
+        found = [_SUM.fullmatch(line) for line in lines]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{sums}: cannot be read ({reason(error)})") from None
+    expected = {match[2]: match[1] for match in found if match and plain_name(match[2])}
+    if len(expected) < len(lines):
+        raise ConfigError(f"{sums}: has a line that is not a checksum and a file of the folder")
+    for name, digest in _digests(folder, sorted(expected)[part::parts]):
+        if digest != expected[name]:
+            raise ConfigError(
+                f"{folder / name}: has changed since the export, as its sha256 in {SUMS} "
+                f"shows. Copy it again. If you changed it yourself, delete its line in {SUMS}."
+            )
+
+
 def load_into(decoder: Decoder, folder: Path | str, part: int = 0, parts: int = 1) -> None:
     """Verify a Hugging Face folder, and load its weights into a decoder, sharded or not.
 
     Each worker reads only the rows of its shards. Rotary settings may differ, which extends a model
-    to a longer context. part, parts: as in `HuggingFaceFolder.verify`. ConfigError leaves the
+    to a longer context. part, parts: as in `verify_sums`. ConfigError leaves the
     decoder as it was.
     """
     source = HuggingFaceFolder(folder)
-    source.verify(part, parts)
+    verify_sums(source.path, part, parts)
     if differences := decoder.model_config.shape_differences(source.model):
         config = source.path / "config.json"
         raise ConfigError(
@@ -336,15 +337,20 @@ def write_folder(
     # If the ids of special tokens are missing, transformers assumes ids for some architectures,
     # such as 1 and 2. So write them, even those that are null.
     config |= (tokenizer or TokenizerFiles("none")).ids
+    with writing(path) as folder:
+        if tokenizer is not None:
+            tokenizer.for_family(model.family).write(folder)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write_weights(folder, model, read, dtype, max_file_bytes)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Yield a new folder that gets checksums and the name ``path`` when it is complete."""
     partial_folder = path.parent / f".{path.name}.partial-{os.getpid()}"
     try:
         partial_folder.mkdir(parents=True)
-        if tokenizer is not None:
-            tokenizer.for_family(model.family).write(partial_folder)
-        (partial_folder / "config.json").write_text(
-            json.dumps(config, indent=2) + "\n", encoding="utf-8"
-        )
-        _write_weights(partial_folder, model, read, dtype, max_file_bytes)
+        yield partial_folder
         names = sorted(file.name for file in partial_folder.iterdir())
         lines = [f"{digest}  {name}\n" for name, digest in _digests(partial_folder, names)]
         (partial_folder / SUMS).write_text("".join(lines), encoding="utf-8")

@@ -296,10 +296,10 @@ def _rope_object(outer: ConfigFields, key: str) -> dict[str, Any]:
     return settings
 
 
-def read_mask(folder: Path) -> MaskSettings | None:
-    """Return the mask of a model whose layers have a sliding window; None without one."""
+def read_mask(folder: Path, completed: dict[str, Any] | None = None) -> MaskSettings | None:
+    """Return the mask of layers with a window, or None. completed: config.json with defaults."""
     path = folder / "config.json"
-    fields = ConfigFields(path, read_json(path))
+    fields = ConfigFields(path, completed or read_json(path))
     mask = _window(fields, str(fields.raw.get("model_type")))
     if fields.problems:
         raise ConfigError(*fields.problems)
@@ -344,6 +344,9 @@ def _window(fields: ConfigFields, family: str) -> MaskSettings | None:
 
 def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
     """Return the window without regard to layer_types, and which layers have it."""
+    if family not in _FAMILIES:
+        window = fields.raw.get("sliding_window")
+        return window, [window is not None] * layers
     if family in ("mistral", "mixtral"):
         is_null = fields.raw.get("sliding_window", 0 if family == "mistral" else None) is None
         window = None if is_null else fields.number("sliding_window", int, _WINDOW)

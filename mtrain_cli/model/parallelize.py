@@ -275,7 +275,8 @@ def set_execution(
         tensor_chunks=config.topology.tensor_chunks,
         expert_chunks=config.topology.expert_chunks,
     )
-    execute_layers(decoder, execution, keep_mlp=train.keep_mlp)
+    if not config.model.is_foreign:
+        execute_layers(decoder, execution, keep_mlp=train.keep_mlp)
     decoder.loss = LossOptions(
         chunk_bytes=train.loss_chunk_mib << 20,
         z_loss=train.z_loss,

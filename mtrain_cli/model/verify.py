@@ -33,15 +33,15 @@ class LogitAgreement:
     mean_kl: float
 
 
-def require_transformers() -> str:
-    """Return the installed version of transformers, or raise ConfigError."""
+def require_transformers(what: str = "verify") -> str:
+    """Return the installed version of transformers, or raise ConfigError. what: what needs it."""
     try:
         import transformers
     except ImportError as error:  # missing, or refuses the version of a package that it needs
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
         reason = "is not installed" if is_missing else f"cannot be imported ({error})"
         raise ConfigError(
-            f"verify needs transformers, which {reason}. Run {install_command('hf')}"
+            f"{what} needs transformers, which {reason}. Run {install_command('hf')}"
         ) from None
     return transformers.__version__
 
@@ -54,8 +54,6 @@ def verify(
     Raises ConfigError if transformers is missing, or if it or mtrain cannot read the folder.
     """
     require_transformers()
-    import transformers
-
     source = HuggingFaceFolder(folder)
     model, mask = source.model, read_mask(source.path)
     tokens_BN = torch.randint(
@@ -65,8 +63,6 @@ def verify(
         decoder = Decoder(model, rope_factor(model.rope, source.max_position))
     decoder.to_empty(device="cpu")
     load_into(decoder, folder)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     with torch.inference_mode():
         work = (
             f"logits of {tokens:,} tokens through {model.num_layers} layers, in float32 on the CPU"
@@ -75,28 +71,27 @@ def verify(
         attend = window_attend(tokens, mask) if mask else causal_attend
         ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], attend)
         del decoder
-        reference = _load_with_transformers(folder)
+        safe = {"use_safetensors": True, "dtype": torch.float32}  # no pickled weights
+        reference = read_with_transformers(folder, "AutoModelForCausalLM", **safe).eval()
         report(f"2 of 2: transformers' {work}")
         theirs_BNV = reference(input_ids=tokens_BN, use_cache=False).logits
     return compare(ours_BNV, theirs_BNV)
 
 
-def _load_with_transformers(folder: Path | str) -> Any:
-    """Load the model of a folder with transformers."""
+def read_with_transformers(folder: Path | str, kind: str, **options: Any) -> Any:
+    """Read a folder with a class of transformers such as AutoConfig, running no code from it."""
     import transformers
 
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
-        # Run no code from the folder, and load no pickled weights.
-        safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, **safe
-        ).eval()
+        safe = {"local_files_only": True, "trust_remote_code": False}
+        return getattr(transformers, kind).from_pretrained(folder, **safe, **options)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{folder}: mtrain reads this folder, but transformers {transformers.__version__} "
-            f"rejects it: {reason}. Correct the folder's config.json, or install the release of "
-            "transformers that wrote it."
+            f"{folder}: transformers {transformers.__version__} rejects this folder: {reason}. "
+            "Correct its config.json, or install the release of transformers that wrote it."
         ) from error
 
 

@@ -198,18 +198,18 @@ class Measurement(Callback):
             return attend
 
         def measure_and_attend(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, *sinks: torch.Tensor
         ) -> torch.Tensor:
             if layer in self._measured:  # another micro-batch, or recomputation
-                return attend(q, k, v, layer)
+                return attend(q, k, v, layer, *sinks)
             self._measured.add(layer)
             first = q.detach()[:1], k.detach()[:1]
             if self._step is None:
                 for pattern in self._learners:
                     self._estimate(pattern, *first, batch, layer)
-                return attend(q, k, v, layer)
+                return attend(q, k, v, layer, *sinks)
             self._measure(*first, batch, layer)
-            out = attend(q, k, v, layer)
+            out = attend(q, k, v, layer, *sinks)
             if self._analyzer is not None and out.requires_grad:
                 masked = self._masked_of(self._patterns[0], batch, q.device)
                 self._analyzer.on_output(q, k, v, out, masked, self._place(layer))

@@ -517,6 +517,8 @@ def train_line(
 def estimate_step(plan: RunPlan) -> StepEstimate:
     """Estimate a step as `mtrain simulate` predicts it; on a CPU without a time."""
     config, on_cpu = plan.config, plan.environment.device == "cpu"
+    if config.model.is_foreign:
+        return StepEstimate(None)
     try:
         pairs = PairSource.of(config)
         workload = pairs.problem(config)

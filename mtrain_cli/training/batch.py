@@ -114,10 +114,10 @@ class MixedAttention:
     layers: int
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, *sinks: torch.Tensor
     ) -> torch.Tensor:
         attend = self.full if layer in self.full_layers else self.window
-        return attend(q, k, v, layer)
+        return attend(q, k, v, layer, *sinks)
 
     def for_next_batch(self) -> MixedAttention:
         return replace(self, window=self.window.for_next_batch(), full=self.full.for_next_batch())

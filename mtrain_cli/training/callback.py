@@ -288,8 +288,8 @@ class ComputeTimer(Callback):
     def wrap_attention(self, _batch: Batch, attend: Attend) -> Attend:
         """Return a function that calls `attend` and marks the end of a timed layer's attention."""
 
-        def timed(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-            out = attend(q, k, v, layer)
+        def timed(q: Tensor, k: Tensor, v: Tensor, layer: int, *sinks: Tensor) -> Tensor:
+            out = attend(q, k, v, layer, *sinks)
             # Later micro-batches and recomputation call attention again. Time only the first call.
             if layer not in self._began and layer in self._chosen:
                 self._began[layer], self._running = self._now(), True

@@ -23,7 +23,7 @@ from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import NO_BEGIN, Begin, ByteTokenizer, choose_begin, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
-from mtrain_cli.launch.run_dir import RESOLVED, checkpoints_of, find_source, run_of
+from mtrain_cli.launch.run_dir import RESOLVED, RunDir, checkpoints_of, find_source, run_of
 from mtrain_cli.model import huggingface
 from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface import check_tensors
@@ -31,6 +31,7 @@ from mtrain_cli.model.huggingface_config import config_json, read_mask, require_
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
+from mtrain_cli.model.transformers_decoder import export_foreign
 from mtrain_cli.training import checkpointer
 from mtrain_cli.training.checkpoint_files import CheckpointReader, tensors_of
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
@@ -55,7 +56,7 @@ def import_folder(source: Path, run: Path) -> Config:
     Raises ConfigError for a wrong folder, and CheckpointError if the weights cannot be written.
     """
     folder = huggingface.HuggingFaceFolder(source)
-    folder.verify()
+    huggingface.verify_sums(source)
     named = {"name": run.resolve().name, "dir": str(run)}
     base = compose.compose().changed(optim={"lr": GIVEN_WEIGHTS_LR}, run=named)
     config = dataclasses.replace(base, seq=folder.max_position, model=folder.model)
@@ -114,11 +115,16 @@ def export_checkpoint(
     remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
     # Before reading weights, refuse shapes that the model family does not support.
     mask, model, seq = config.mask, config.model, config.seq
-    config_json(model, rope_factor=1.0, seq=seq, dtype="float32", mask=mask)
+    if not model.is_foreign:
+        config_json(model, rope_factor=1.0, seq=seq, dtype="float32", mask=mask)
     try:
         step, weights = checkpointer.load_model_state(source, report)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
+    remark = remark or f"tokenizer: {files.name}" if files else remark
+    if model.is_foreign:
+        export_foreign(target, RunDir(run).definition, weights, dtype, files)
+        return Exported(config, step, remark)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     check_tensors(shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
@@ -136,7 +142,6 @@ def export_checkpoint(
     huggingface.write_folder(
         target, model, read, rope_factor=factor, seq=seq, dtype=dtype, mask=mask, tokenizer=files
     )
-    remark = remark or f"tokenizer: {files.name}" if files else remark
     if mask.plain_window is None and mask.kind != "causal":
         line = f"config.json cannot say that the run trained with mask.kind={mask.kind}"
         remark = f"{remark}; {line}" if remark else line

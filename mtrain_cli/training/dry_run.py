@@ -38,6 +38,8 @@ from mtrain_cli.training.run_plan import FITS, FirstMasks, RunPlan
 
 Rows = list[tuple[str, str]]  # (topic or "", text)
 
+UNESTIMATED = "not estimated: transformers computes the model"
+
 _PACKED = (
     "data.document_mask=true packs documents, but this mask counts positions from the start of the "
     "sequence, not of a document; give data.document_mask=false"
@@ -64,15 +66,17 @@ def render(
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
     tied = " (and LM head, tied)" if model.tie_word_embeddings else ""
+    own, kept = not model.is_foreign, config.train.keep_checkpoints
     read = plan.data_masks
     documents = DOCUMENTS[config.data.document_mask]
+    documents = documents if own else documents.partition("; FLOP")[0]
     if read is not None and read.masks:
         documents = "a sequence may hold several, each with its own mask"
     rows = [
         ("machine", plan.machine),
         ("model", describe_model(plan)),
         ("", f"{shape}, vocabulary {model.vocab_size:,}"),
-        ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
+        *([("", f"{count(plan.parameters.embedding)} in the embedding{tied}")] if own else []),
         ("positions", describe_rope(plan)),
         *position_rows(config),
         *weights_rows(config),
@@ -85,9 +89,11 @@ def render(
         *sparsity_rows(plan),
         ("dtype", describe_dtype(plan)),
         ("traffic", describe_traffic(plan)),
-        ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
+        ("checkpoint", f"{size(plan.checkpoint)} on disk, {kept} kept" if own else UNESTIMATED),
     ]
     title = f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained"
+    if model.is_foreign:
+        return Group(Text(title, "bold"), grid([*rows, ("memory", _memory(plan))]))
     choice = [Text(f"{line}.") for line in describe_choice(plan)]
     return Group(
         Text(title, "bold"), grid(rows), Text(""), memory_table(plan), *choice, *verdict(plan)
@@ -136,6 +142,8 @@ def banner(
 
 
 def _memory(plan: RunPlan) -> str:
+    if plan.config.model.is_foreign:
+        return UNESTIMATED
     total, capacity = plan.memory.total, plan.hardware.memory
     share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
     text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
@@ -182,7 +190,7 @@ def describe_choice(plan: RunPlan) -> list[str]:
 
 def fits(plan: RunPlan) -> bool:
     """Return whether the plan fits the memory of its machine, or of the GPUs in the plan."""
-    return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
+    return plan.fits if plan.search is None else plan.search.chosen is not None
 
 
 def verdict(plan: RunPlan) -> list[RenderableType]:
@@ -203,7 +211,10 @@ def verdict(plan: RunPlan) -> list[RenderableType]:
 
 def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> Rows:
     """Return rows on the FLOP of a token and of a step, dense and at the estimate's density."""
-    config, flops, tokens, read = plan.config, plan.flops, plan.tokens_per_step, plan.data_masks
+    config, tokens, read = plan.config, plan.tokens_per_step, plan.data_masks
+    if config.model.is_foreign:
+        return [("FLOP", UNESTIMATED), ("step", describe_step(plan))]
+    flops = plan.flops
     own = read is not None and read.masks
     pairs = "masks of the data" if own else f"{config.mask.kind}, whole sequence"
     attention = 1 - 6 * plan.parameters.matmul / flops.model
@@ -397,11 +408,14 @@ def describe_fit(plan: RunPlan) -> Text:
 
 def describe_model(plan: RunPlan) -> str:
     model = plan.config.model
-    return f"{model.name} ({model.family}), {plan.parameters.described}"
+    text = f"{model.name} ({model.family})"
+    return text if model.is_foreign else f"{text}, {plan.parameters.described}"
 
 
 def describe_rope(plan: RunPlan) -> str:
     rope = plan.config.model.rope
+    if plan.config.model.is_foreign:
+        return "positions of config.json"
     if rope.scaling == "none":
         return f"rotary, theta {rope.theta:,.0f}, no scaling"
     reach = f"from {format_size(rope.original_max_position)} tokens"
@@ -422,16 +436,16 @@ def weights_rows(config: Config) -> Rows:
     rows, data = [("weights", f"from {config.train.init_from}")], config.data
     if (folder := folder_of(config.train.init_from)) is None:
         return rows
-    file, as_bytes = (
-        folder / TOKENIZER,
-        data.kind in ("text", "stdlib") and data.tokenizer == "bytes",
-    )
+    file = folder / TOKENIZER
+    as_bytes = data.kind in ("text", "stdlib") and data.tokenizer == "bytes"
     if as_bytes and (folder / "config.json").is_file() and not encodes_bytes(file):
         has = "" if file.is_file() else ", since it has no tokenizer.json"
         text = f"text is encoded as bytes{has}, but the weights expect the ids of their own"
         rows.append(("", f"{text} tokenizer. Set data.tokenizer=FILE."))
     if not has_weights(folder):
-        rows.append(("", f"the folder has no {SINGLE} yet, which the run needs"))
+        random = f"so they are random, seed {config.seed}"
+        then = random if config.model.is_foreign else "which the run needs"
+        rows.append(("", f"the folder has no {SINGLE} yet, {then}"))
     return rows
 
 
@@ -513,6 +527,8 @@ def describe_dtype(plan: RunPlan) -> str:
 
 def describe_traffic(plan: RunPlan) -> str:
     """Describe how much data reaches a worker: KV, weights, gradients and host transfers."""
+    if plan.config.model.is_foreign:
+        return UNESTIMATED
     received, n, shard = plan.received, plan.micro_batches, plan.config.train.shard
     on_gpu = plan.environment.device == "cuda"
     link = f"{size(received.host)} between GPU and host per step"
@@ -550,6 +566,9 @@ def beyond_reach(config: Config) -> str:
     """Return a line if the sequence is longer than the rotary positions cover, else ""."""
     rope, model = config.model.rope, config.model.name
     trained = rope.original_max_position
+    if config.model.is_foreign:
+        most = f"max_position_embeddings={format_size(trained)} of the model"
+        return f"seq={format_size(config.seq)} exceeds {most}" if config.seq > trained else ""
     if rope.scaling == "llama3":
         trained *= _LLAMA3
     if (folder := folder_of(config.train.init_from)) is not None:

@@ -34,6 +34,7 @@ def layer_shapes(model: ModelConfig, *, experts: bool | None = None) -> dict[str
 
     FSDP shards dimension 0. Matrices are [out, in], and those of experts [experts, out, in].
     """
+    model.require_own()
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shapes: dict[str, Shape] = {
         "attention norm": (model.hidden_size,),

@@ -55,6 +55,7 @@ def train(
     checkpoint. estimate: estimates a step, for banner and status.
     """
     first = environment.rank == 0
+    config = config.changed(run={"dir": str(run_dir.path)})  # the folder may have moved
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
         config = trainer.config

@@ -104,7 +104,7 @@ def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
     lines = [first, _describe_room(counted, cuda)]
     report: dict[str, Any] = {"error": str(error).splitlines()[0], "where": where}
     report |= {"allocated": counted, "estimate": None}
-    if context.trainer is not None:
+    if context.trainer is not None and not context.config.model.is_foreign:
         memory = context.trainer.plan.memory
         largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
         parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
@@ -116,7 +116,8 @@ def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
     if others := groups[SHOWN:]:
         rest = size(sum(group.bytes for group in others))
         lines.append(f"{rest:>12}  in {len(others)} more groups of tensors")
-    auto = "train.memory=auto, " * (context.config.train.memory == "manual")
+    tries_auto = context.config.train.memory == "manual" and not context.config.model.is_foreign
+    auto = "train.memory=auto, " * tries_auto
     more = f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {context.config.seq:,})"
     lines.append(f"To fit, try {auto}{more}")
     file = run.path / f"oom-rank-{rank}.json"

@@ -377,7 +377,7 @@ def require_fit(plan: RunPlan) -> None:
     """
     if plan.search is not None and plan.search.chosen is None:
         raise ConfigError(refusal(plan, plan.search))
-    if not plan.has_room_for(plan.memory, CERTAIN):
+    if not (plan.config.model.is_foreign or plan.has_room_for(plan.memory, CERTAIN)):
         raise ConfigError(refusal(plan, search(plan)))
 
 

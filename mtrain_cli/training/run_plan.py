@@ -396,4 +396,4 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        return self.has_room_for(self.memory)
+        return self.config.model.is_foreign or self.has_room_for(self.memory)

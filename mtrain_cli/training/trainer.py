@@ -158,14 +158,14 @@ class Trainer:
         """Return the line of metrics.jsonl for a finished step that took `seconds`."""
         config, index, peak = self.config, result.index, self._peak_flops
         pairs, all_pairs = result.pairs / config.train.global_batch, causal_pairs(config.seq)
-        flops = training_flops(
-            config,
-            self.choices.layout,
-            sharing=self.choices.exchange.heads,
-            dtype_bytes=self.choices.dtype.itemsize,
-            pairs=pairs,
-        )
         rate = result.tokens / seconds / self.environment.dims.workers
+        mfu_model = mfu_executed = None
+        if peak and not config.model.is_foreign:
+            sharing, e = self.choices.exchange.heads, self.choices.dtype.itemsize
+            options: Any = {"sharing": sharing, "dtype_bytes": e, "pairs": pairs}
+            flops = training_flops(config, self.choices.layout, **options)
+            mfu_model = rate * flops.model / peak if index is None else None
+            mfu_executed = rate * flops.executed / peak
         on_gpu = self.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
         return StepMetrics(
@@ -175,8 +175,8 @@ class Trainer:
             lr=result.lr,
             tokens=self.train_state.tokens,
             tokens_per_second_per_gpu=rate,
-            mfu_model=rate * flops.model / peak if peak and index is None else None,
-            mfu_executed=rate * flops.executed / peak if peak else None,
+            mfu_model=mfu_model,
+            mfu_executed=mfu_executed,
             density=pairs / all_pairs,
             targets=result.targets,
             targets_per_second_per_gpu=result.targets / seconds / self.environment.dims.workers,

@@ -18,6 +18,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.parallelize import initialize, parallelize
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.transformers_decoder import TransformersDecoder
 from mtrain_cli.parallel import layer_groups
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import average
@@ -136,7 +137,9 @@ class TrainState:
             if config.optim.offload
             else DeviceOptimizer(self.decoder, config.optim, copies)
         )
-        if config.train.init_from:
+        if isinstance(self.decoder, TransformersDecoder):
+            self.decoder.load(worker.choices.exchange.heads)
+        elif config.train.init_from:
             local = environment.local_rank, environment.local_workers
             load_into(self.states.masters, config.train.init_from, *local)
         else:
@@ -158,6 +161,8 @@ class TrainState:
         config, stage = self._worker.config, self._worker.stage
         factor = rope_factor(config.model.rope, config.seq)
         with torch.device("meta"):
+            if config.model.is_foreign:
+                return TransformersDecoder(config)
             return Decoder(config.model, factor, stages=() if stage is None else stage.stages)
 
     def set_rate(self) -> float:

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 transformers = pytest.importorskip("transformers")
 
 from mtrain_cli import api  # noqa: E402
-from mtrain_cli.library import transformers_models  # noqa: E402
 from mtrain_cli.library.context_parallel import ContextParallel  # noqa: E402
 from mtrain_cli.library.settings import Processes, compose_settings  # noqa: E402
+from mtrain_cli.model import transformers_models  # noqa: E402
 
 SEQ, WINDOW = 200, 30
 COMMON = {

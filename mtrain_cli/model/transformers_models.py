@@ -17,11 +17,9 @@ from mtrain_cli.config.sizes import with_count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from mtrain_cli.library.context_parallel import ContextBatch
-
 NAME = "mtrain"
 _KINDS = {"full_attention", "sliding_attention"}
-_PROBED = 24  # tokens
+PROBED = 24  # tokens
 # A balance loss of routers (output_router_logits) would balance the tokens of one process.
 _OFF = {"attention_dropout": 0, "attn_pdrop": 0, "output_router_logits": False}
 _LATER = (
@@ -39,7 +37,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    mtrain: ContextBatch | Probe | None = None,
+    mtrain: Any = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
@@ -48,13 +46,14 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it: q, k, v are [batch, heads, tokens, head_dim].
 
-    mtrain: the keyword argument of the model that `ContextParallel.inputs` made.
+    mtrain: a `Probe`, or an object with the method `ContextBatch.attention`.
 
     Raises ConfigError for a call that the engine would compute wrongly.
     """
     layer: Any = getattr(module, "layer_idx", None)
     if isinstance(mtrain, Probe):
-        mtrain.calls.add(layer)
+        heads = query.shape[1], key.shape[1], query.shape[-1]
+        mtrain.calls[layer] = heads, sliding_window, s_aux is not None
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
     if mtrain is None:
         raise ConfigError(
@@ -73,7 +72,9 @@ def attention(
     dim = q.shape[-1]
     if scaling is not None and scaling != dim**-0.5:
         q = q * (scaling * dim**0.5)  # the engine divides by the square root
-    out = mtrain.attention(q, k, v, layer, window=sliding_window, sinks=s_aux, softcap=softcap)
+    out: Tensor = mtrain.attention(
+        q, k, v, layer, window=sliding_window, sinks=s_aux, softcap=softcap
+    )
     return out, None
 
 
@@ -104,9 +105,12 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 @dataclass(frozen=True)
 class Probe:
-    """Stands for a batch in a forward pass without attention. calls: layers that called it."""
+    """Stands for a batch in a forward pass without attention.
 
-    calls: set[int] = field(default_factory=set)
+    calls: (heads of queries, heads of keys, head_dim), window and whether it has sinks, by layer.
+    """
+
+    calls: dict[int, tuple[tuple[int, int, int], int | None, bool]] = field(default_factory=dict)
 
 
 def problems(model: PreTrainedModel, settings: Config, *, shows_later: bool) -> list[str]:
@@ -162,10 +166,10 @@ def _probe(model: PreTrainedModel, config: Any) -> Iterator[str]:
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return
-    ids = torch.arange(1, 1 + _PROBED, device=model.device)[None] % config.vocab_size
+    ids = torch.arange(1, 1 + PROBED, device=model.device)[None] % config.vocab_size
     other = ids.clone()
     other[0, 5] = (ids[0, 5] + 1) % config.vocab_size
-    positions = torch.arange(_PROBED, device=model.device)[None]
+    positions = torch.arange(PROBED, device=model.device)[None]
     probe, in_training = Probe(), [module for module in model.modules() if module.training]
     model.eval()
     try:
