@@ -75,13 +75,14 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Pair:
     sinks: [heads].
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    share = (lse - total).exp().transpose(1, 2)[..., None]
+    # A row without keys has the share 0, for a sink of -inf, too.
+    share = torch.where(lse.isneginf(), 0.0, (lse - total).exp()).transpose(1, 2)[..., None]
     return (out * share).to(out.dtype), total
 
 
 def sink_gradient(out: Tensor, lse: Tensor, dout: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient of sinks, [heads], from what `add_sinks` returned."""
-    shares = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    shares = torch.where(lse.isneginf(), 0.0, (sinks.to(lse.dtype)[:, None] - lse).exp())
     return -(shares * row_delta(out, dout)).sum((0, 2)).to(sinks.dtype)
 
 

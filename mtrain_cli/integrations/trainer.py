@@ -62,6 +62,11 @@ class ContextParallelMixin:
             )
         if arguments.train_sampling_strategy == "batch_rebalance":
             yield "train_sampling_strategy=batch_rebalance: deals rows by process; give random"
+        if self.cp.config.sparsity.has_learned_state:
+            yield (
+                "sparsity.score=learned: a Trainer does not save what the index learns; give "
+                "sparsity.score=exact"
+            )
         for name in ("compute_metrics", "compute_loss_func"):
             if getattr(trainer, name, None) is not None:
                 yield f"{name}: would see the logits of one process's tokens; give None"
@@ -83,6 +88,8 @@ class ContextParallelMixin:
                     "accelerator_config.dispatch_batches: deals rows by process; give False"
                 )
             shard.num_processes, shard.process_index = self.cp.replicas, self.cp.replica
+            # One replica fills no batch with the first rows, as one process does not.
+            shard.even_batches = self.cp.replicas > 1
             # Else the last batch would count only for the first processes.
             loader._drop_last = True
         return loader

@@ -97,6 +97,7 @@ class ContextParallel:
 
     def __init__(self, config: Config, processes: Processes) -> None:
         self.config, self.processes = config, processes
+        processes.require_same("settings", np.frombuffer(repr(config).encode(), np.uint8))
         self.environment = processes.environment(config)
         self._rule = MaskRule.of(config)
         per_node = self.environment.context_per_node
@@ -107,6 +108,7 @@ class ContextParallel:
         self._compared: set[str] = set()
         self.pattern = make_pattern(config.sparsity, config.seed)
         self._told = False
+        self._taught: set[int] = set()  # layers that have learned
         self.kinds: dict[_Kind, None] = {}  # of the layers so far, which later batches have, too
         self.profiling: Profile | None = None
         self.model = "a model of another loop"  # for reports
@@ -249,6 +251,8 @@ class ContextParallel:
             documents, cu_seqlens=cu_seqlens, position_ids=None if known else position_ids,
             slices=slices, sequences=len(input_ids),
         )  # fmt: skip
+        if slices is not None and position_ids is not None:  # labels end with their document
+            batch.documents = _documents("position_ids", position_ids, self.seq)
         batch.measures = max_logits
         if position_ids is None:
             position_ids = torch.arange(self.seq, device=input_ids.device).expand(
@@ -257,6 +261,7 @@ class ContextParallel:
         ids, positions = batch.shard(input_ids, position_ids)
         made = {"input_ids": ids, "position_ids": positions, "use_cache": False, "mtrain": batch}
         if labels is not None:
+            self._compare("labels", lambda: labels.cpu().numpy())
             targets = batch.targets(labels)
             if batch.shows_later_keys and bool((targets == IGNORED).all()):
                 raise ConfigError(
@@ -323,6 +328,7 @@ class ContextParallel:
         """
         if isinstance(self.pattern, LearningPattern) and self.config.sparsity.has_learned_state:
             self.pattern.load(state)
+            self._taught.clear()
         elif state:
             raise ConfigError(
                 f"load_state_dict: has {first_few(list(state))}, and this index learns nothing; "
@@ -333,15 +339,19 @@ class ContextParallel:
         """Return whether the index of a layer must learn first, and say once how long it takes."""
         if not self.config.sparsity.has_learned_state:
             return False
-        begins = not self.state_dict().get(f"{layer}.updates", 0)
-        if begins and torch.is_grad_enabled() and not self._told and self.processes.rank == 0:
+        if layer in self._taught:
+            return False
+        if self.state_dict().get(f"{layer}.updates", 0):
+            self._taught.add(layer)
+            return False
+        if torch.is_grad_enabled() and not self._told and self.processes.rank == 0:
             warnings.warn(
                 f"sparsity.score=learned: the first batch makes {FIRST_UPDATES} updates of each "
                 "layer's scores, so it takes longer than others",
                 stacklevel=2,
             )
             self._told = True
-        return begins
+        return True
 
     def average_learned(self) -> None:
         """Average what the index has learned over replicas. All processes call it after a step."""
@@ -518,7 +528,7 @@ class ContextBatch:
         documents: Sequence[NDArray[np.int64] | None],
         last: ContextBatch | None,
     ) -> None:
-        self._owner, self.by_name, self._documents = owner, by_name, documents
+        self._owner, self.by_name, self.documents = owner, by_name, documents
         self.masks = next(iter(by_name.values()))
         self._attention: dict[_Kind, ContextAttention] = {}
         self.max_logits: dict[int, Tensor] = {}
@@ -593,7 +603,7 @@ class ContextBatch:
             )
         rows = []
         by_sequence = zip(*self.by_name.values(), strict=True)
-        known = zip(labels.cpu().numpy(), self._documents, by_sequence, strict=True)
+        known = zip(labels.cpu().numpy(), self.documents, by_sequence, strict=True)
         for row, documents, masks in known:
             shifted = np.append(row[ahead:], np.full(ahead, IGNORED, row.dtype))
             if documents is not None:
@@ -767,6 +777,7 @@ def _documents(name: str, value: Integers, seq: int) -> list[NDArray[np.int64]]:
     table = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
     if table.dtype.kind not in "iu":
         raise ConfigError(f"{name}: must be whole numbers, not {table.dtype}")
+    table = table.astype(np.int64)  # differences of unsigned integers wrap
     if name == "cu_seqlens":
         if table.ndim != 1 or (np.diff(table) < 0).any() or table[[0, -1]].tolist() != [0, seq]:
             raise ConfigError(
@@ -783,4 +794,4 @@ def _documents(name: str, value: Integers, seq: int) -> list[NDArray[np.int64]]:
         return list(np.cumsum(begins, axis=1))
     if (np.diff(table, axis=1) < 0).any():
         raise ConfigError("documents: decrease along a sequence; give ids that never decrease")
-    return list(table.astype(np.int64))
+    return list(table)

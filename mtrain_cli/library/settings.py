@@ -95,7 +95,7 @@ class Processes:
         if self.group is not None and len(set(_gather([own], len(self.ranks), self.group))) > 1:
             raise ConfigError(
                 f"{what}: differ between the processes {list(self.ranks)}, which share sequences; "
-                "give the same whole sequences to all of them"
+                "give the same to all of them"
             )
 
     def environment(self, config: Config) -> Environment:

@@ -71,6 +71,7 @@ def _of_file(name: str, path: Path) -> list[IntArray]:
             arrays = {"": content} if isinstance(content, np.ndarray) else dict(content)
     except (OSError, EOFError, ValueError, SyntaxError, KeyError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        reason = "no array of numbers" if "pickle" in reason else reason
         raise ConfigError(
             f"{label}: cannot be read ({reason}); give a .npy file of an int array [slices, 5], or "
             "an .npz file with one per sequence"

@@ -99,8 +99,11 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ConfigError(
+            "attention_mask: has zeros; padding belongs at the end, in labels of -100 and documents"
+        )
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,13 @@ def _probe(model: PreTrainedModel, config: Any) -> Iterator[str]:
             f"{type(model).__name__}: without attention, a token changes the outputs of "
             f"{with_count(others, 'other token')}; there, a process would see only its own tokens"
         )
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for layer, (_, given, _) in probe.calls.items():
+        if window and given is None and (kinds is None or kinds[layer] == "sliding_attention"):
+            yield (
+                f"layer {layer}: has sliding_window={window} in its mask, and does not pass it to "
+                "its attention"
+            )
     if len(probe.calls) < config.num_hidden_layers:
         yield (
             f"{type(model).__name__}: {len(probe.calls)} of its {config.num_hidden_layers} layers "

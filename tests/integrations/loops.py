@@ -163,6 +163,14 @@ def hf_trainer(folder: Path, reference: bool, *arguments: Any, **settings: Any) 
     return log_of(trainer)
 
 
+def of_three_rows(folder: Path, reference: bool) -> Steps:
+    """Batches of three of ten rows, so that the last one of the epoch is smaller."""
+    return hf_trainer(
+        folder, reference, max_steps=-1, num_train_epochs=1, per_device_train_batch_size=3,
+        gradient_accumulation_steps=1,
+    )  # fmt: skip
+
+
 def resumed(folder: Path, reference: bool) -> Steps:
     """A run whose last two steps begin at a checkpoint."""
     if reference:

@@ -26,6 +26,7 @@ LOOPS = {
     "accelerate": loops.accelerated,
     "Trainer": loops.hf_trainer,
     "Trainer, rows that are padded": loops.unpacked,
+    "Trainer, rows that do not divide": loops.of_three_rows,
     "Trainer fsdp": loops.fsdp,
     "Trainer resumed": loops.resumed,
     "SFTTrainer": loops.sft,
@@ -101,6 +102,16 @@ def test_functions_that_would_see_a_part_of_the_logits_are_refused(tmp_path):
         "compute_loss_func: would see the logits of one process's tokens; give None",
         "LlamaForCausalLM: does not take num_items_in_batch",
         "parallelism_config.cp_size=2: does not work with mtrain; give 1",
+    ]
+
+
+def test_scores_that_a_trainer_does_not_save_are_refused(tmp_path):
+    loops.start(0, 1)
+    trainer = loops.trainer_of(tmp_path, False)
+    trainer.cp = api.context_parallel(seq="4k", sparsity="block_topk")
+    assert [*trainer._problems()] == [
+        "sparsity.score=learned: a Trainer does not save what the index learns; give "
+        "sparsity.score=exact"
     ]
 
 

@@ -268,9 +268,39 @@ def other_documents(rank: int, _world: int) -> str:
 
 def test_processes_compare_the_masks_of_the_first_batch():
     assert gloo.run(2, other_documents) == 2 * [
-        "masks: differ between the processes [0, 1], which share sequences; give the same whole "
-        "sequences to all of them"
+        "masks: differ between the processes [0, 1], which share sequences; give the same to "
+        "all of them"
     ]
+
+
+def other_settings(rank: int, _world: int) -> str:
+    with pytest.raises(api.ConfigError) as raised:
+        made(layout=("zigzag", "striped")[rank])
+    return str(raised.value)
+
+
+def test_processes_compare_their_settings():
+    for message in gloo.run(2, other_settings):
+        assert message.startswith("settings: differ between the processes [0, 1]")
+
+
+@pytest.mark.parametrize("name", ["documents", "cu_seqlens"])
+def test_unsigned_integers_are_read_as_integers(name):
+    table = np.array([0, 70, 40, SEQ] if name == "cu_seqlens" else [5] * 100 + [3] * 150, np.uint8)
+    problem = "must rise" if name == "cu_seqlens" else "decrease along a sequence"
+    with pytest.raises(api.ConfigError, match=problem):
+        made().batch(**{name: table})
+
+
+def test_a_sink_that_takes_nothing_leaves_rows_without_keys_empty():
+    batch = made().batch(slices=np.array([(0, 100, 0, 100, 1)]))
+    q, k, v, dout = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    sinks = torch.full((HEADS,), -torch.inf).requires_grad_()
+    out = batch.attention(q.requires_grad_(), k, v, 0, sinks=sinks)
+    out.backward(dout)
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(q.grad).all()
+    assert (sinks.grad == 0).all()
 
 
 def test_documents_in_three_ways_give_the_same_masks():
@@ -350,22 +380,27 @@ def layers_of(batch: ContextBatch, x: torch.Tensor, *, reentrant: bool = False) 
     return x
 
 
-def in_flight(_rank: int, _world: int, sparsity: str) -> list[torch.Tensor]:
-    """Gradients of two batches with other documents; the first is computed again last."""
+def in_flight(_rank: int, _world: int, sparsity: str, same: bool) -> list[torch.Tensor]:
+    """Gradients of two batches, of the same documents or not; the first is computed again last."""
     cp, (x, *_) = made(sparsity), whole_tensors()
-    batches = [cp.batch(ids) for ids in (DOCUMENTS, np.zeros_like(DOCUMENTS))]
-    tokens = [batch.shard(x.float()).requires_grad_() for batch in batches]
+    batches = [cp.batch(ids) for ids in (DOCUMENTS, DOCUMENTS if same else 0 * DOCUMENTS)]
+    signs = (1, 0.5) if same else (1, 1)
+    tokens = [
+        batch.shard(sign * x.float()).requires_grad_()
+        for batch, sign in zip(batches, signs, strict=True)
+    ]
     outs = [layers_of(batch, own) for batch, own in zip(batches, tokens, strict=True)]
     for out in reversed(outs):
         out.square().sum().backward()
     return [b.gather(own.grad) for b, own in zip(batches, tokens, strict=True)]
 
 
+@pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
-def test_recomputation_uses_the_plan_and_index_of_its_own_batch(sparsity):
-    alone = in_flight(0, 1, sparsity)
+def test_recomputation_uses_the_plan_and_index_of_its_own_batch(sparsity, same):
+    alone = in_flight(0, 1, sparsity, same)
     assert (alone[0] - alone[1]).abs().max() > 0.1
-    for found in gloo.run(2, in_flight, sparsity):
+    for found in gloo.run(2, in_flight, sparsity, same):
         assert_close(found, [tensor.double() for tensor in alone])
 
 

@@ -35,8 +35,8 @@ SPARSE = {
 DOCUMENTS = np.repeat([0, 1], [100, 156]), np.repeat([0, 1, 2], [30, 200, 26])
 
 
-def made(sparsity: str = "dense", group=None, **arguments: str) -> ContextParallel:
-    words = ("topology.block_size=16", *SPARSE[sparsity])
+def made(sparsity: str = "dense", *more: str, group=None, **arguments: str) -> ContextParallel:
+    words = ("topology.block_size=16", *SPARSE[sparsity], *more)
     arguments = {"layout": "striped", "exchange": "ring"} | arguments
     return api.context_parallel(group, *words, seq=SEQ, sparsity=sparsity, **arguments)
 
@@ -147,7 +147,7 @@ def test_a_simulation_predicts_another_layout_for_the_loop(profiled):
 
 def sparse_loop(_rank: int, _world: int, folder: str) -> list[int]:
     transformers = pytest.importorskip("transformers")
-    cp = made("vertical_slash")
+    cp = made("vertical_slash", "train.activation_checkpoint=full")
     cp.register()
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(

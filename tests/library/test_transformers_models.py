@@ -234,6 +234,18 @@ REFUSED = (
         "stablelm", {},
         "StableLmForCausalLM: does not pass keyword arguments on to its attention",
     ),
+    (
+        "qwen2_moe",
+        {
+            **EXPERTS, "use_sliding_window": True, "sliding_window": 30,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "layer 0: has sliding_window=30 in its mask, and does not pass it to its attention",
+    ),
+    (
+        "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 30},
+        "layer 0: has sliding_window=30 in its mask, and does not pass it to its attention",
+    ),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1: not supported; set it to 0"),
     (
         "qwen3_moe", {"output_router_logits": True},
@@ -333,6 +345,36 @@ def other_tokens(rank: int, _world: int) -> str:
     with pytest.raises(api.ConfigError) as raised:
         library().inputs(torch.full((1, SEQ), rank))
     return str(raised.value)
+
+
+def other_labels(rank: int, _world: int) -> str:
+    ids = torch.zeros(1, SEQ, dtype=torch.int64)
+    with pytest.raises(api.ConfigError) as raised:
+        library().inputs(ids, labels=ids + rank)
+    return str(raised.value)
+
+
+def test_processes_compare_their_first_labels():
+    for message in gloo.run(2, other_labels):
+        assert message.startswith("labels: differ between the processes [0, 1]")
+
+
+def test_a_mask_that_hides_tokens_is_refused():
+    cp, model = library(), model_of("llama")
+    made = cp.inputs(batches()[0]["input_ids"])
+    mask = torch.ones_like(made["input_ids"])
+    model(**made, attention_mask=mask)
+    mask[0, :5] = 0
+    with pytest.raises(api.ConfigError, match="attention_mask: has zeros; padding belongs at the"):
+        model(**cp.inputs(batches()[0]["input_ids"]), attention_mask=mask)
+
+
+def test_labels_end_with_a_document_of_slices():
+    ids = torch.arange(SEQ)[None]
+    positions = torch.cat([torch.arange(100), torch.arange(SEQ - 100)])[None]
+    slices = np.array([(0, 100, 0, 100, 1), (100, SEQ, 100, SEQ, 1)])
+    made = library().inputs(ids, ids, position_ids=positions, slices=slices)
+    assert made["num_items_in_batch"] == SEQ - 2
 
 
 def test_processes_compare_their_first_tokens():
