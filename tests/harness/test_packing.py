@@ -16,12 +16,11 @@ def test_packs_hold_each_text_once_and_no_more_than_fits():
     alone = [[4], [0], [1], [3], [2], [5]]
     for words in (
         ["sparsity=vertical_slash"],
-        ["mask=chunked"],
         ["mask=sliding_window", "mask.window=64", "mask.global_tokens=4"],
     ):
         assert packs(compose(words), "cuda", lengths) == alone
-    windowed = compose(["mask=sliding_window", "mask.window=64"])
-    assert packs(windowed, "cuda", lengths) == [[4, 0, 1, 3, 2, 5]]
+    for words in (["mask=sliding_window", "mask.window=64"], ["mask=chunked"]):
+        assert packs(compose(words), "cuda", lengths) == [[4, 0, 1, 3, 2, 5]]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -41,8 +40,10 @@ def test_packed_texts_get_the_scores_of_single_ones(tmp_path, family):
     assert not found[1][1]
 
 
-def test_texts_under_a_window_do_not_see_each_other(tmp_path):
-    write_run(tmp_path / "run", "mask=sliding_window", "mask.window=16")
+@pytest.mark.parametrize("words", [("sliding_window", "window"), ("chunked", "chunk")])
+def test_texts_under_a_mask_do_not_see_each_other(tmp_path, words):
+    kind, size = words
+    write_run(tmp_path / "run", f"mask={kind}", f"mask.{size}=16")
     model = engine(tmp_path / "run")
     first, second = tokens(40, 1), tokens(50, 2)
     together = score_together(model, [(first[:30], first[30:]), (second[:9], second[9:])])

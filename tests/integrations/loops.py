@@ -55,7 +55,8 @@ def start(rank: int, world: int) -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
+    for name in ("accelerate", "trl"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     ContextParallel.register()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
