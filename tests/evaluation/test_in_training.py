@@ -105,10 +105,15 @@ def require_equal(run: Path, kind: str, step: int, out: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "words", "degrees"),
     [
-        pytest.param(1, SPARSE, {}, marks=pytest.mark.slow),
+        (1, SPARSE, {}),
         pytest.param(2, [], {}, marks=pytest.mark.slow),
         pytest.param(1, LEARNED, {}, marks=pytest.mark.slow),
-        (2, [*SPARSE, "topology.layout=zigzag", "topology.exchange=ring"], {}),
+        pytest.param(
+            2,
+            [*SPARSE, "topology.layout=zigzag", "topology.exchange=ring"],
+            {},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, ["train.global_batch=2"], {"cp": 1}, marks=pytest.mark.slow),
         pytest.param(2, ["topology.tensor_parallel=2"], {"cp": 1, "tp": 2}, marks=pytest.mark.slow),
     ],

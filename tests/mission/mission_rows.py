@@ -125,7 +125,6 @@ CARD = (
             r"^dense zigzag ring: work 1\.00 of workers, 1\.00 of steps, 2 steps$",
             r"^vertical_slash zigzag ring: work 1\.\d\d of workers, 1\.[2-9]\d of steps, 2 steps$",
         ),
-        fast=True,
     ),
     Row(
         "C2b",
@@ -162,7 +161,6 @@ CARD = (
         "mtrain simulate; mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5% "
         "--no-files",
         (lines(r"(?m)^ *(zigzag|striped|balanced) ", 4), lines(r"^best ", 2), lines("^memory ", 2)),
-        fast=True,
     ),
     Row(
         "C4",
@@ -220,7 +218,6 @@ MTRAINING = (
         "checks sparsity/test_probe.py -k 'slash_at_any_offset or first_rows_of_a_block'; "
         "mtrain train sparsity=vertical_slash sparsity.block=16 seq=512 train.steps=2",
         (PASSED, every(r"^step +\d/2 .*density +([\d.]+) ?%", lambda share: 0 < share < 100, 2)),
-        fast=True,
     ),
     Row(
         "M1b",
@@ -515,7 +512,6 @@ OWN = (
         "topology.workers=3 run.name=p >log; mtrain simulate validate measurements/p --no-files "
         "| tail -30",
         (r"\b(?P<all>[1-9]\d*) of (?P=all) counts equal",),
-        fast=True,
     ),
     Row(
         "X2",

@@ -41,6 +41,7 @@ def test_auto_may_change_only_keys_with_their_default():
     }
 
 
+@pytest.mark.slow
 def test_auto_chooses_the_fastest_setting_that_fits_each_gpu():
     chosen = []
     for gib in (24, 40, 64, 80, 141, 280):
