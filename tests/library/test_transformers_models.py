@@ -264,6 +264,37 @@ def test_check_refuses_what_would_be_wrong(family, changed, problem):
     assert "\n" not in raised.value.problems[0]
 
 
+class Changed(torch.nn.Module):
+    """A feed-forward part with a change of its output."""
+
+    def __init__(self, mlp, change):
+        super().__init__()
+        self.mlp, self.change = mlp, change
+
+    def forward(self, x_BNC):
+        return self.change(x_BNC, self.mlp(x_BNC))
+
+
+def mixing(x_BNC: torch.Tensor, out_BNC: torch.Tensor) -> torch.Tensor:
+    return out_BNC + 1e-6 * torch.nn.functional.pad(x_BNC, (0, 0, 1, 0))[:, :-1]
+
+
+def rounding(x_BNC: torch.Tensor, out_BNC: torch.Tensor) -> torch.Tensor:
+    """Round otherwise with another token 5, as experts do when one of them gets one token more."""
+    other = (1e4 * x_BNC[:, 5, 0].nan_to_num()).sin()
+    return out_BNC * (1 + 1e-6 * other)
+
+
+def test_check_finds_what_mixes_tokens_and_no_rounding():
+    cp, model = library(), model_of("llama")
+    mlp = model.model.layers[1].mlp
+    model.model.layers[1].mlp = Changed(mlp, rounding)
+    cp.check(model)
+    model.model.layers[1].mlp = Changed(mlp, mixing)
+    with pytest.raises(api.ConfigError, match="a token changes the outputs of 1 other token; ther"):
+        cp.check(model)
+
+
 def test_check_refuses_frequencies_that_depend_on_the_largest_position():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = model_of("llama", rope_parameters=rope, max_position_embeddings=1024)
