@@ -321,7 +321,10 @@ def _weights(sources: Sequence[ModelSource], checkpoints: str) -> tuple[Weights,
                 raise
             warn([f"{error.problems[0]}; it is left out"])
     if not intact:
-        raise ConfigError(f"--checkpoints {checkpoints}: {source.path} has no intact checkpoint")
+        learned = " whose index has learned" if dense else ""
+        raise ConfigError(
+            f"--checkpoints {checkpoints}: {source.path} has no intact checkpoint{learned}"
+        )
     return tuple(intact)
 
 

@@ -136,12 +136,11 @@ class TransformersDecoder(Decoder):
         return cast(Tensor, hidden.last_hidden_state)
 
     @torch.no_grad()
-    def load(self, sharing_heads: int) -> None:
+    def load(self) -> None:
         """Fill parameters and buffers from the whole model on the CPU, which is checked first.
 
         Without weights in ``train.init_from``, and if a checkpoint will replace them, they are
-        random. sharing_heads: workers that share heads. Raises ConfigError for a model or weights
-        that would be wrong.
+        random. Raises ConfigError for a model or weights that would be wrong.
         """
         config, given = self._config, Path(self._config.train.init_from or "")
         resumes = RunDir(Path(config.run.dir)).last_step() is not None
@@ -149,9 +148,7 @@ class TransformersDecoder(Decoder):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             whole = _whole(given if weights else self._folder, weights=weights).eval()
-        if wrong := problems(whole, config, shows_later=False) or list(
-            _problems(whole, config, sharing_heads)
-        ):
+        if wrong := problems(whole, config, shows_later=False) or list(_problems(whole, config)):
             raise ConfigError(*(f"{_KEY}: {line}" for line in wrong))
         values = dict(whole.named_parameters()) | dict(whole.named_buffers())
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
@@ -170,7 +167,7 @@ def check_weights(folder: Path) -> bool:
     return has
 
 
-def _problems(whole: Any, config: Config, sharing_heads: int) -> Iterator[str]:
+def _problems(whole: Any, config: Config) -> Iterator[str]:
     """Yield what the trainer would compute otherwise than transformers."""
     model, mask, probe = config.model, config.mask, Probe()
     ids, positions = torch.arange(PROBED)[None] % model.vocab_size, torch.arange(PROBED)[None]
@@ -189,11 +186,9 @@ def _problems(whole: Any, config: Config, sharing_heads: int) -> Iterator[str]:
         theirs, ours = (None if w is None or w >= config.seq else w for w in (window, own))
         if theirs != ours:
             yield f"mask.kind={mask.kind}: layer {layer} has the window {theirs}; leave mask out"
-    if any(has_sinks for *_, has_sinks in probe.calls.values()):
-        if "selective" in (kind := config.train.activation_checkpoint):
-            yield f"train.activation_checkpoint={kind}: learnable sinks need full or none"
-        if sharing_heads > 1:
-            yield "topology.exchange: learnable sinks need another exchange than ulysses"
+    has_sinks = any(sinks for *_, sinks in probe.calls.values())
+    if has_sinks and (kind := config.train.activation_checkpoint) == "sequence_selective":
+        yield f"train.activation_checkpoint={kind}: learnable sinks need selective, full or none"
 
 
 def export_foreign(

@@ -138,7 +138,7 @@ class TrainState:
             else DeviceOptimizer(self.decoder, config.optim, copies)
         )
         if isinstance(self.decoder, TransformersDecoder):
-            self.decoder.load(worker.choices.exchange.heads)
+            self.decoder.load()
         elif config.train.init_from:
             local = environment.local_rank, environment.local_workers
             load_into(self.states.masters, config.train.init_from, *local)
