@@ -105,8 +105,9 @@ def context_parallel(
 
     Args:
         group: a process group, or one dimension of a mesh; None for all processes.
-        overrides: settings under ``sparsity``, ``mask`` and ``topology``, and model.num_layers if
-            ``sparsity.dense_layers`` is not 0.
+        overrides: settings under ``sparsity``, ``mask`` and ``topology``, model.num_layers if
+            ``sparsity.dense_layers`` is not 0, and train.activation_checkpoint=full so that
+            checkpointed layers do not keep the output of attention.
         seq: tokens of each sequence, such as 131072 or ``"128k"``.
         layout, exchange, kernel: values of topology.layout, topology.exchange and train.kernel.
         sparsity, mask: names of a pattern and of a mask.
