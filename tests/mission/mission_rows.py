@@ -135,7 +135,6 @@ CARD = (
             r"^dense zigzag ring: .* 2 steps$",
             r"^vertical_slash zigzag ring: work 1\.\d\d of workers, 1\.[2-9]\d of steps, 2 steps$",
         ),
-        fast=True,
     ),
     Row(
         "C2c",

@@ -271,8 +271,12 @@ def options(way: Way, layout: Layout) -> Schedule:
 
 
 @pytest.mark.parametrize(
-    "kind", ["vertical_slash", "bitmap", "starts", pytest.param("gated", marks=pytest.mark.slow)]
-)
+    "kind",
+    [
+        "vertical_slash", "bitmap",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("starts", "gated")),
+    ],
+)  # fmt: skip
 def test_totals_equal_those_of_the_index_in_every_layout(kind):
     """All are padded to one length, so that they share one index."""
     seq, heads, block = 24 * 16 * 4, 4, 16
