@@ -100,7 +100,7 @@ def test_scripts_are_short_and_say_how_to_start_them(path):
         assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
         assert "set -euo pipefail" in text
     assert f"examples/{path.name}" in text
-    assert len(text.splitlines()) <= (120 if path.suffix == ".py" else 45)
+    assert len(text.splitlines()) <= (150 if path.suffix == ".py" else 45)
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -202,6 +202,16 @@ def test_a_diffusion_transformer_trains_alike_on_any_number_of_processes(folder)
     ]  # fmt: skip
     assert [text.count("loss") for text in found] == [6, 6, 6]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_dense_attention_gives_the_loss_of_the_peer_beside_it(folder):
+    pytest.importorskip("transformers")
+    options = ("--nproc-per-node", "2", "--master-port", free_port())
+    lines = run(folder, "compare_attention.py", options=options, CUDA_VISIBLE_DEVICES="")
+    losses = dict(re.findall(r"^(.+): [\d.]+ s/step, .* loss ([\d.]+)$", lines, re.M))
+    assert list(losses) == ["peer: Ulysses", "dense", "fixed, 15 %"]
+    assert losses["dense"] == losses["peer: Ulysses"] != losses["fixed, 15 %"]
 
 
 @pytest.mark.slow
