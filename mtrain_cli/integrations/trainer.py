@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -19,6 +22,7 @@ _REDUNDANT = {
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     "num_items_in_batch",
 }  # fmt: skip
+INDEX = "mtrain_index.safetensors"  # in the folder of a model, what its index has learned
 
 
 class ContextParallelMixin:
@@ -44,6 +48,54 @@ class ContextParallelMixin:
         if found := list(self._problems()):
             raise ConfigError(*found)
         cp.check(self.model)  # type: ignore[arg-type]
+        if cp.config.sparsity.has_learned_state:
+            self._average_after_steps()
+
+    def _average_after_steps(self) -> None:
+        from transformers import TrainerCallback
+
+        cp, trainer = self.cp, cast(Any, self)
+
+        class AverageLearned(TrainerCallback):
+            def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+                cp.average_learned()
+
+        trainer.add_callback(AverageLearned())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, and beside it what the index has learned."""
+        learned = self.cp.state_dict()
+        if learned and self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in learned.items()}
+            save_file(tensors, folder / INDEX)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what a checkpoint has besides the model."""
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            self._load_learned(checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        self._load_learned(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+
+    def _load_learned(self, checkpoint: str) -> None:
+        """Raise ConfigError if a checkpoint does not have what the index needs."""
+        if not self.cp.config.sparsity.has_learned_state:
+            return
+        file = Path(checkpoint, INDEX)
+        try:
+            state = load_file(file)
+        except (OSError, SafetensorError) as error:
+            reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+            raise ConfigError(
+                f"{file}: {reason}; resume from a checkpoint that a Trainer saved with "
+                "sparsity.score=learned, or give sparsity.score=exact"
+            ) from None
+        self.cp.load_state_dict(state)
 
     def _problems(self) -> Iterator[str]:
         trainer: Any = self
@@ -62,11 +114,6 @@ class ContextParallelMixin:
             )
         if arguments.train_sampling_strategy == "batch_rebalance":
             yield "train_sampling_strategy=batch_rebalance: deals rows by process; give random"
-        if self.cp.config.sparsity.has_learned_state:
-            yield (
-                "sparsity.score=learned: a Trainer does not save what the index learns; give "
-                "sparsity.score=exact"
-            )
         for name in ("compute_metrics", "compute_loss_func"):
             if getattr(trainer, name, None) is not None:
                 yield f"{name}: would see the logits of one process's tokens; give None"

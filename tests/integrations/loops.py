@@ -35,6 +35,8 @@ from mtrain_cli.library.context_parallel import ContextParallel
 SEQ, STEPS = 128, 4
 SPARSE = ("sparsity.block=16", "sparsity.min_columns=4", "sparsity.max_columns=8",
           "sparsity.p_s=0.3")  # fmt: skip
+LEARNED = ("sparsity.block=16", "sparsity.score=learned", "sparsity.rank=4",
+           "sparsity.density=0.7")  # fmt: skip
 SHARDED = {
     "fsdp": "full_shard",
     "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
@@ -128,9 +130,9 @@ def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def trainer_of(
     folder: Path, reference: bool, cp_size: int | None = None, *, shorter: bool = False,
-    replicas: int = 1, **settings: Any,
+    replicas: int = 1, learned: bool = False, **settings: Any,
 ) -> Trainer:  # fmt: skip
-    """transformers' Trainer, with evaluation."""
+    """transformers' Trainer, with evaluation. learned: block_topk with learned scores."""
     arguments = transformers.TrainingArguments(**{
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4 // replicas,
@@ -142,7 +144,7 @@ def trainer_of(
     model = model_of("llama", reference)
     if reference:
         return Trainer(model, arguments, data_collator=collate, **data)
-    cp = library(cp_size)
+    cp = library(cp_size, *LEARNED, sparsity="block_topk") if learned else library(cp_size)
     return ContextParallelTrainer(model, arguments, data_collator=collate, cp=cp, **data)
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from mtrain_cli import api
+from mtrain_cli.integrations.trainer import INDEX
 from mtrain_cli.library.context_parallel import ContextParallel
 from mtrain_cli.library.settings import Processes, compose_settings
 
@@ -105,14 +108,74 @@ def test_functions_that_would_see_a_part_of_the_logits_are_refused(tmp_path):
     ]
 
 
-def test_scores_that_a_trainer_does_not_save_are_refused(tmp_path):
-    loops.start(0, 1)
-    trainer = loops.trainer_of(tmp_path, False)
-    trainer.cp = api.context_parallel(seq="4k", sparsity="block_topk")
-    assert [*trainer._problems()] == [
-        "sparsity.score=learned: a Trainer does not save what the index learns; give "
-        "sparsity.score=exact"
-    ]
+Learned = tuple[loops.Steps, dict[str, torch.Tensor]]
+
+
+def learned_and_resumed(rank: int, world: int, folder: str) -> tuple[Learned, Learned, str]:
+    """Four steps, the last two of them again from a checkpoint, and the error without its index."""
+
+    def made(**changed: Any) -> Any:
+        loops.start(rank, world)
+        settings = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, **changed}
+        return loops.trainer_of(Path(folder), False, learned=True, **settings)
+
+    def result(trainer: Any) -> Learned:
+        learned = {name: tensor.clone() for name, tensor in trainer.cp.state_dict().items()}
+        return loops.log_of(trainer), learned
+
+    trainer = made()
+    trainer.train()
+    whole, middle = result(trainer), Path(folder, "checkpoint-2")
+    trainer = made(save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(middle))
+    trainer.save_model(str(Path(folder, "model")))
+    resumed = result(trainer)
+    dist.barrier()
+    if rank == 0:
+        (middle / INDEX).unlink()
+    dist.barrier()
+    with pytest.raises(api.ConfigError) as raised:
+        made().train(resume_from_checkpoint=str(middle))
+    return whole, resumed, str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:sparsity.score=learned")
+def test_learned_scores_are_saved_and_continued(tmp_path):
+    found = gloo.run(2, learned_and_resumed, str(tmp_path))
+    saved = [load_file(tmp_path / name / INDEX) for name in ("checkpoint-4", "model")]
+    for (steps, state), (resumed, continued), problem in found:
+        assert_equal(resumed, steps)
+        assert int(state["1.updates"]) == 128 + 13 * 8  # an epoch has 4, 4 and 2 rows
+        for other in (continued, *saved):
+            assert other.keys() == state.keys()
+            for name, tensor in state.items():
+                assert torch.equal(other[name], tensor)
+        assert problem == (
+            f"{tmp_path}/checkpoint-2/mtrain_index.safetensors: no such file; resume from a "
+            "checkpoint that a Trainer saved with sparsity.score=learned, or give "
+            "sparsity.score=exact"
+        )
+
+
+def learned_in_replicas(rank: int, world: int, folder: str) -> tuple[dict[str, torch.Tensor], str]:
+    loops.start(rank, world)
+    trainer = loops.trainer_of(
+        Path(folder), False, 1, replicas=2, learned=True, max_steps=2, load_best_model_at_end=True,
+        greater_is_better=True, save_strategy="steps", save_steps=1, eval_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.cp.state_dict(), trainer.state.best_model_checkpoint
+
+
+@pytest.mark.filterwarnings("ignore:sparsity.score=learned")
+def test_replicas_learn_the_same_scores(tmp_path):
+    (state, best), (other, _) = gloo.run(2, learned_in_replicas, str(tmp_path))
+    assert best.endswith("checkpoint-1")  # the larger loss, so that loading it again shows
+    expected = load_file(Path(best) / INDEX)
+    assert {"0.query", "1.key"} < state.keys() == other.keys() == expected.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, other[name])
+        assert torch.equal(tensor, expected[name])
 
 
 def test_the_model_is_checked(tmp_path, monkeypatch):
