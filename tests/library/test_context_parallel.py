@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli import api
 from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel
+from mtrain_cli.library.max_logits import max_logits as largest_logits
 from mtrain_cli.library.settings import Processes, compose_settings
 from mtrain_cli.parallel.exchange import Exchange
 
@@ -586,6 +587,34 @@ def test_the_largest_logits_are_exact_over_all_processes(monkeypatch, sparsity, 
     monkeypatch.setattr("mtrain_cli.library.max_logits._SCORE_BYTES", 7 * 16 * SEQ)
     for of_heads in largest(0, 1, sparsity, window):
         torch.testing.assert_close(of_heads, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
+@pytest.mark.parametrize("kept", ["selective", "full"])
+def test_recomputation_measures_no_logits_again(monkeypatch, sparsity, kept):
+    measured = []
+
+    def counted(*args):
+        measured.append(1)
+        return largest_logits(*args)
+
+    monkeypatch.setattr("mtrain_cli.library.context_parallel.largest_logits", counted)
+    batch = made(sparsity, f"train.activation_checkpoint={kept}").batch(DOCUMENTS)
+    batch.measures = True
+    x = batch.shard(whole_tensors()[0].float()).requires_grad_()
+    keys = x[:, :, :KV_HEADS]
+
+    def squared(x: torch.Tensor, number: int) -> torch.Tensor:
+        # The square needs the output of attention, so recomputation does not stop before it ends.
+        return batch.attention(x, keys, keys, number).square()
+
+    out = x
+    for number in range(2):
+        out = checkpoint(squared, out, number, use_reentrant=False)
+    before = dict(batch.max_logits)
+    out.sum().backward()
+    assert len(measured) == 2
+    assert batch.max_logits == before  # the same tensors
 
 
 def test_labels_some_tokens_ahead_stay_in_their_document():
