@@ -163,7 +163,10 @@ class ContextParallelMixin:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             count = self._count([dealt])
             loss = trainer.compute_loss(model, dealt, num_items_in_batch=count).detach()
-        processes = self.cp.processes
+        processes, rows = self.cp.processes, len(inputs["input_ids"])
+        if self.cp.replicas == 1:
+            # All processes have this loss. The Trainer repeats it for the rows of a full batch.
+            trainer.gather_function = lambda losses: losses[:rows]
         if len(processes.ranks) > 1:
             dist.all_reduce(loss, group=processes.group)
         return loss / len(processes.ranks), None, None

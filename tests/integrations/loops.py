@@ -167,10 +167,10 @@ def hf_trainer(folder: Path, reference: bool, *arguments: Any, **settings: Any) 
 
 
 def of_three_rows(folder: Path, reference: bool) -> Steps:
-    """Batches of three of ten rows, so that the last one of the epoch is smaller."""
+    """Batches of three of ten rows, and of two of three, so that the last ones are smaller."""
     return hf_trainer(
         folder, reference, max_steps=-1, num_train_epochs=1, per_device_train_batch_size=3,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=1, per_device_eval_batch_size=2,
     )  # fmt: skip
 
 
