@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from mtrain_cli.attention.device_copy import map_tensors, to_device
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.library.context_parallel import ContextParallel
@@ -127,6 +128,7 @@ class ContextParallelMixin:
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """Give the processes of a context group the same rows."""
         loader = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        loader.device = None  # `_dealt` looks at the batches, and moves what it deals
         if self.args.world_size > 1:
             iterated = isinstance(loader.dataset, IterableDataset)
             shard = loader.dataset if iterated else loader.batch_sampler
@@ -207,4 +209,4 @@ class ContextParallelMixin:
             positions = torch.where(padding, at - ends, nn.functional.pad(positions, (0, missing)))
         made = self.cp.inputs(ids, labels, position_ids=positions)
         del made["num_items_in_batch"]  # which the trainer counts over all processes
-        return made
+        return map_tensors(made, lambda tensor: to_device(tensor, self.args.device))

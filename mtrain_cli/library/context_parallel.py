@@ -24,6 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
@@ -268,13 +269,13 @@ class ContextParallel:
         made = {"input_ids": ids, "position_ids": positions, "use_cache": False, "mtrain": batch}
         if labels is not None:
             self._compare("labels", lambda: labels.cpu().numpy())
-            targets = batch.targets(labels)
+            targets = batch.targets(labels.cpu())  # it looks at them there
             if batch.shows_later_keys and bool((targets == IGNORED).all()):
                 raise ConfigError(
                     "labels: none counts, since the mask shows each token its next one; leave them "
                     "out, and compute a loss of your own from the model's logits"
                 )
-            own = batch.shard(targets, padding=IGNORED)
+            own = to_device(batch.shard(targets, padding=IGNORED), labels.device)
             count = max(1, int((targets != IGNORED).sum()))
             made |= {"labels": own, "shift_labels": own, "num_items_in_batch": count}
         return made

@@ -216,6 +216,19 @@ def test_the_numbers_that_packers_give_documents_are_no_lengths(tmp_path):
     assert trainer.cp.gather(dealt["position_ids"])[0, :5].tolist() == [0, 1, 2, 0, 1]
 
 
+def test_batches_are_dealt_on_the_cpu_where_nothing_waits(tmp_path, monkeypatch):
+    loops.start(0, 1)
+    trainer, device = loops.trainer_of(tmp_path, False), torch.device("meta")
+    monkeypatch.setattr(trainer.accelerator.state, "device", device)
+    monkeypatch.setattr(type(trainer.args), "device", device)
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        batch = next(iter(loader))
+        assert {tensor.device.type for tensor in batch.values()} == {"cpu"}
+        dealt = trainer._dealt(batch)
+        for name in ("input_ids", "position_ids", "labels", "shift_labels"):
+            assert dealt[name].device == device
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(loops.rows(8))
