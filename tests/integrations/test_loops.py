@@ -292,3 +292,17 @@ def test_two_replicas_of_two_processes_train_what_one_process_does(tmp_path):
         for steps in found:
             # Trainer's evaluation is a mean over batches, which depends on their size.
             assert_equal(steps[: loops.STEPS], expected[: loops.STEPS])
+
+
+def quantized(rank: int, world: int, folder: str) -> loops.Steps:
+    loops.start(rank, world)
+    return loops.qlora(Path(folder), False)
+
+
+@pytest.mark.slow
+def test_two_processes_train_lora_on_4_bits_as_one_does(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    loops.start(0, 1)
+    expected = loops.qlora(tmp_path, True)
+    for found in gloo.run(2, quantized, str(tmp_path)):
+        assert_equal(found, expected)
