@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from mtrain_cli.attention.device_copy import map_tensors, to_device
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.library.context_parallel import ContextParallel
@@ -19,6 +23,7 @@ _REDUNDANT = {
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     "num_items_in_batch",
 }  # fmt: skip
+INDEX = "mtrain_index.safetensors"  # in the folder of a model, what its index has learned
 
 
 class ContextParallelMixin:
@@ -44,6 +49,54 @@ class ContextParallelMixin:
         if found := list(self._problems()):
             raise ConfigError(*found)
         cp.check(self.model)  # type: ignore[arg-type]
+        if cp.config.sparsity.has_learned_state:
+            self._average_after_steps()
+
+    def _average_after_steps(self) -> None:
+        from transformers import TrainerCallback
+
+        cp, trainer = self.cp, cast(Any, self)
+
+        class AverageLearned(TrainerCallback):
+            def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+                cp.average_learned()
+
+        trainer.add_callback(AverageLearned())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, and beside it what the index has learned."""
+        learned = self.cp.state_dict()
+        if learned and self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in learned.items()}
+            save_file(tensors, folder / INDEX)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what a checkpoint has besides the model."""
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            self._load_learned(checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        self._load_learned(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+
+    def _load_learned(self, checkpoint: str) -> None:
+        """Raise ConfigError if a checkpoint does not have what the index needs."""
+        if not self.cp.config.sparsity.has_learned_state:
+            return
+        file = Path(checkpoint, INDEX)
+        try:
+            state = load_file(file)
+        except (OSError, SafetensorError) as error:
+            reason = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+            raise ConfigError(
+                f"{file}: {reason}; resume from a checkpoint that a Trainer saved with "
+                "sparsity.score=learned, or give sparsity.score=exact"
+            ) from None
+        self.cp.load_state_dict(state)
 
     def _problems(self) -> Iterator[str]:
         trainer: Any = self
@@ -62,11 +115,6 @@ class ContextParallelMixin:
             )
         if arguments.train_sampling_strategy == "batch_rebalance":
             yield "train_sampling_strategy=batch_rebalance: deals rows by process; give random"
-        if self.cp.config.sparsity.has_learned_state:
-            yield (
-                "sparsity.score=learned: a Trainer does not save what the index learns; give "
-                "sparsity.score=exact"
-            )
         for name in ("compute_metrics", "compute_loss_func"):
             if getattr(trainer, name, None) is not None:
                 yield f"{name}: would see the logits of one process's tokens; give None"
@@ -80,6 +128,7 @@ class ContextParallelMixin:
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """Give the processes of a context group the same rows."""
         loader = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        loader.device = None  # `_dealt` looks at the batches, and moves what it deals
         if self.args.world_size > 1:
             iterated = isinstance(loader.dataset, IterableDataset)
             shard = loader.dataset if iterated else loader.batch_sampler
@@ -116,7 +165,10 @@ class ContextParallelMixin:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             count = self._count([dealt])
             loss = trainer.compute_loss(model, dealt, num_items_in_batch=count).detach()
-        processes = self.cp.processes
+        processes, rows = self.cp.processes, len(inputs["input_ids"])
+        if self.cp.replicas == 1:
+            # All processes have this loss. The Trainer repeats it for the rows of a full batch.
+            trainer.gather_function = lambda losses: losses[:rows]
         if len(processes.ranks) > 1:
             dist.all_reduce(loss, group=processes.group)
         return loss / len(processes.ranks), None, None
@@ -157,4 +209,4 @@ class ContextParallelMixin:
             positions = torch.where(padding, at - ends, nn.functional.pad(positions, (0, missing)))
         made = self.cp.inputs(ids, labels, position_ids=positions)
         del made["num_items_in_batch"]  # which the trainer counts over all processes
-        return made
+        return map_tensors(made, lambda tensor: to_device(tensor, self.args.device))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 Integers = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
 _MOST_WIDE = 256  # intervals of keys that a query may see under kernels without a list of them
 _WIDE_KERNELS = ("auto", "sdpa", "reference")
+_WHOLE = torch.int16, torch.int32, torch.int64  # which hold IGNORED
 Masks = tuple[SequenceMask, ...]  # one per sequence
 
 
@@ -240,6 +242,11 @@ class ContextParallel:
             documents, cu_seqlens, slices: see `batch`.
             max_logits: fill `ContextBatch.max_logits` of the batch, which is under "mtrain".
         """
+        _require_tensor("input_ids", input_ids, ("sequences", "seq"), whole=True)
+        if labels is not None:
+            _require_tensor("labels", labels, ("sequences", "seq"), whole=True)
+        if attention_mask is not None:
+            _require_tensor("attention_mask", attention_mask, ("sequences", "seq"))
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ConfigError(
                 "attention_mask: hides tokens; leave it out, give padding its own documents, and "
@@ -258,17 +265,17 @@ class ContextParallel:
             position_ids = torch.arange(self.seq, device=input_ids.device).expand(
                 len(input_ids), -1
             )
-        ids, positions = batch.shard(input_ids, position_ids)
+        ids, positions = batch.own(input_ids=input_ids, position_ids=position_ids)
         made = {"input_ids": ids, "position_ids": positions, "use_cache": False, "mtrain": batch}
         if labels is not None:
             self._compare("labels", lambda: labels.cpu().numpy())
-            targets = batch.targets(labels)
+            targets = batch.targets(labels.cpu())  # it looks at them there
             if batch.shows_later_keys and bool((targets == IGNORED).all()):
                 raise ConfigError(
                     "labels: none counts, since the mask shows each token its next one; leave them "
                     "out, and compute a loss of your own from the model's logits"
                 )
-            own = batch.shard(targets, padding=IGNORED)
+            own = to_device(batch.shard(targets, padding=IGNORED), labels.device)
             count = max(1, int((targets != IGNORED).sum()))
             made |= {"labels": own, "shift_labels": own, "num_items_in_batch": count}
         return made
@@ -561,16 +568,22 @@ class ContextBatch:
             Their gradients hold those of this process's tokens.
         padding: value of the tokens beyond the sequence, if it does not divide.
         """
+        names = [f"tensors[{n}]" if len(tensors) > 1 else "tensor" for n in range(len(tensors))]
+        dealt = self.own(padding, **dict(zip(names, tensors, strict=True)))
+        return dealt[0] if len(dealt) == 1 else tuple(dealt)
+
+    def own(self, padding: float = 0, **tensors: Tensor) -> list[Tensor]:
+        """Return the tokens of tensors whose names messages show."""
         dealt = []
-        for tensor in tensors:
-            self._require(tensor, self.layout.seq, "whole sequences")
+        for name, tensor in tensors.items():
+            self._require(name, tensor, self.layout.seq, "whole sequences")
             slots = torch.from_numpy(self.positions).to(tensor.device)
             missing = self.layout.padded_seq - self.layout.seq
             if missing:
                 last = tensor.new_full((len(tensor), missing, *tensor.shape[2:]), padding)
                 tensor = torch.cat([tensor, last], 1)
             dealt.append(tensor.index_select(1, slots))
-        return dealt[0] if len(dealt) == 1 else tuple(dealt)
+        return dealt
 
     @torch.no_grad()
     def gather(self, tensor: Tensor) -> Tensor:
@@ -578,7 +591,7 @@ class ContextBatch:
 
         tensor: this process's tokens, [sequences, tokens, ...].
         """
-        self._require(tensor, self.layout.tokens_per_worker, "this process's tokens")
+        self._require("tensor", tensor, self.layout.tokens_per_worker, "this process's tokens")
         shards, processes = tensor.contiguous()[None], self._owner.processes
         if self.layout.workers > 1:
             shards = all_gather(shards[0], self.layout.workers, processes.group)
@@ -595,7 +608,8 @@ class ContextBatch:
 
         labels: whole sequences, not shifted. shift: minus the tokens ahead, as in `torch.roll`.
         """
-        self._require(labels, self.layout.seq, "whole sequences")
+        _require_tensor("labels", labels, ("sequences", "seq"), whole=True)
+        self._require("labels", labels, self.layout.seq, "whole sequences")
         ahead = -shift
         if not 0 < ahead < self.layout.seq:
             raise ConfigError(
@@ -643,16 +657,25 @@ class ContextBatch:
 
         Raises ConfigError for other shapes, and for a layer that is computed twice.
         """
-        if k.ndim > 1 and k.shape[1] != q.shape[1]:
+        named = {"q": q, "k": k, "v": v}
+        for name, tensor in named.items():
+            _require_tensor(name, tensor, ("sequences", "tokens", "heads", "head_dim"), whole=False)
+            if (tensor.dtype, tensor.device) != (q.dtype, q.device):
+                raise ConfigError(
+                    f"{name}: is {_kind_of(tensor)}, and q is {_kind_of(q)}; give q, k and v the "
+                    "same type, on the same device"
+                )
+        if k.shape[1] != q.shape[1]:
             raise ConfigError(
                 f"k, v: have {k.shape[1]} tokens, q has {q.shape[1]}; put keys from elsewhere into "
                 "the sequence and say by slices who sees them (docs/library.md)"
             )
-        for tensor in (q, k, v):
-            self._require(tensor, self.layout.tokens_per_worker, "this process's tokens")
+        for name, tensor in named.items():
+            self._require(name, tensor, self.layout.tokens_per_worker, "this process's tokens")
         dim, width = k.shape[3], v.shape[3]
         if (
-            q.shape[2] % k.shape[2]
+            not k.shape[2]
+            or q.shape[2] % k.shape[2]
             or k.shape[:3] != v.shape[:3]
             or q.shape[3] != dim
             or width > dim
@@ -665,6 +688,8 @@ class ContextBatch:
             v = torch.nn.functional.pad(v, (0, dim - width))
         if softcap is not None and not 0 < softcap < math.inf:
             raise ConfigError(f"softcap={softcap}: must be a positive number, or None for no cap")
+        if sinks is not None:
+            _require_tensor("sinks", sinks, ("heads",), whole=False)
         attend = self._attend(q, k, layer, mask, window, softcap or 0.0)
         if attend.index is not None:
             self._require_once(layer, known=layer in attend.index.kept)
@@ -739,10 +764,11 @@ class ContextBatch:
         kernel = engine.dense_kernel if dense else engine.kernel
         self._attention[kind] = ContextAttention.of(engine.exchange, kernel, plan, pattern)
 
-    def _require(self, tensor: Tensor, tokens: int, what: str) -> None:
+    def _require(self, name: str, tensor: Tensor, tokens: int, what: str) -> None:
+        _require_tensor(name, tensor, ("sequences", "tokens", "..."))
         if tensor.ndim < 2 or tensor.shape[:2] != (len(self.masks), tokens):
             raise ConfigError(
-                f"a tensor of shape {list(tensor.shape)}: {what} have the shape "
+                f"{name}: has the shape {list(tensor.shape)}; {what} have the shape "
                 f"[{len(self.masks)}, {tokens}, ...] (seq={self.layout.seq})"
             )
 
@@ -766,6 +792,28 @@ def _same(some: dict[str | None, Masks], others: dict[str | None, Masks]) -> boo
         and all(mask.same_as(other) for mask, other in zip(masks, others[name], strict=True))
         for name, masks in some.items()
     )
+
+
+def _require_tensor(
+    name: str, given: Any, dims: tuple[str, ...], *, whole: bool | None = None
+) -> None:
+    """Raise ConfigError unless an argument is a tensor of these dimensions.
+
+    whole: whether of signed integers; False for floating-point numbers, None for any.
+    """
+    kinds = {True: " of int16, int32 or int64", False: " of floating-point numbers", None: ""}
+    form = f"a tensor{kinds[whole]}, [{', '.join(dims)}]"
+    if not isinstance(given, Tensor):
+        raise ConfigError(f"{name}: is of the type {type(given).__name__}; give {form}")
+    fits = {True: given.dtype in _WHOLE, False: given.is_floating_point(), None: True}
+    if not fits[whole] or (dims[-1] != "..." and given.ndim != len(dims)):
+        raise ConfigError(
+            f"{name}: has the shape {list(given.shape)} and is {_kind_of(given)}; give {form}"
+        )
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 def _in_backward() -> bool:

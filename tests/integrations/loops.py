@@ -35,6 +35,8 @@ from mtrain_cli.library.context_parallel import ContextParallel
 SEQ, STEPS = 128, 4
 SPARSE = ("sparsity.block=16", "sparsity.min_columns=4", "sparsity.max_columns=8",
           "sparsity.p_s=0.3")  # fmt: skip
+LEARNED = ("sparsity.block=16", "sparsity.score=learned", "sparsity.rank=4",
+           "sparsity.density=0.7")  # fmt: skip
 SHARDED = {
     "fsdp": "full_shard",
     "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
@@ -83,6 +85,23 @@ def model_of(family: str, reference: bool, vocabulary: int = 64) -> Any:
     )
 
 
+def quantized(model: Any, folder: Path, reference: bool) -> Any:
+    """The model with weights of 4 bits, from a folder that one process, the reference, writes."""
+    if reference:
+        model.save_pretrained(folder)
+    made = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=model.config._attn_implementation, dtype=torch.float32,
+        device_map={"": "cpu"}, quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        ),
+    )  # fmt: skip
+    for module in made.modules():
+        # Evaluation packs weights for such CPUs, and fails at those of fewer than 64 inputs.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return made
+
+
 def library(size: int | None = None, *words: str, **arguments: str) -> ContextParallel:
     """size: processes of a context group; None for all."""
     group = None
@@ -128,9 +147,9 @@ def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def trainer_of(
     folder: Path, reference: bool, cp_size: int | None = None, *, shorter: bool = False,
-    replicas: int = 1, **settings: Any,
+    replicas: int = 1, learned: bool = False, **settings: Any,
 ) -> Trainer:  # fmt: skip
-    """transformers' Trainer, with evaluation."""
+    """transformers' Trainer, with evaluation. learned: block_topk with learned scores."""
     arguments = transformers.TrainingArguments(**{
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4 // replicas,
@@ -142,7 +161,7 @@ def trainer_of(
     model = model_of("llama", reference)
     if reference:
         return Trainer(model, arguments, data_collator=collate, **data)
-    cp = library(cp_size)
+    cp = library(cp_size, *LEARNED, sparsity="block_topk") if learned else library(cp_size)
     return ContextParallelTrainer(model, arguments, data_collator=collate, cp=cp, **data)
 
 
@@ -165,10 +184,10 @@ def hf_trainer(folder: Path, reference: bool, *arguments: Any, **settings: Any) 
 
 
 def of_three_rows(folder: Path, reference: bool) -> Steps:
-    """Batches of three of ten rows, so that the last one of the epoch is smaller."""
+    """Batches of three of ten rows, and of two of three, so that the last ones are smaller."""
     return hf_trainer(
         folder, reference, max_steps=-1, num_train_epochs=1, per_device_train_batch_size=3,
-        gradient_accumulation_steps=1,
+        gradient_accumulation_steps=1, per_device_eval_batch_size=2,
     )  # fmt: skip
 
 
@@ -278,9 +297,13 @@ def sft(
     reference: bool,
     *words: str,
     lora: bool = False,
+    bits4: bool = False,
     **library_of: str,
 ) -> Steps:
-    """TRL: packed conversations, loss on the assistant's turns; lora: with checkpointing."""
+    """TRL: packed conversations, loss on the assistant's turns; lora: with checkpointing.
+
+    bits4: with quantized weights.
+    """
     text = tokenizer()
     arguments = trl.SFTConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=1,
@@ -295,6 +318,7 @@ def sft(
         LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]) if lora else None
     )
     model = model_of("qwen2", reference, len(text))
+    model = quantized(model, folder / "base", reference) if bits4 else model
     given: dict[str, Any] = {
         "model": model, "args": arguments, "train_dataset": conversations(),
         "processing_class": text, "peft_config": peft,
@@ -303,6 +327,9 @@ def sft(
         trainer = trl.SFTTrainer(**given)
     else:
         trainer = ContextParallelSFTTrainer(cp=library(None, *words, **library_of), **given)
+    if bits4:  # TRL makes them bfloat16, which would round losses to 1e-5
+        for parameter in filter(lambda p: p.requires_grad, trainer.model.parameters()):
+            parameter.data = parameter.data.float()
     torch.manual_seed(5)
     trainer.train()
     return log_of(trainer)
@@ -310,6 +337,10 @@ def sft(
 
 def lora(folder: Path, reference: bool) -> Steps:
     return sft(folder, reference, lora=True)
+
+
+def qlora(folder: Path, reference: bool) -> Steps:
+    return sft(folder, reference, lora=True, bits4=True)
 
 
 def unpacked(folder: Path, reference: bool) -> Steps:

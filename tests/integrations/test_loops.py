@@ -10,8 +10,11 @@ from typing import Any
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from mtrain_cli import api
+from mtrain_cli.integrations.trainer import INDEX
 from mtrain_cli.library.context_parallel import ContextParallel
 from mtrain_cli.library.settings import Processes, compose_settings
 
@@ -105,14 +108,74 @@ def test_functions_that_would_see_a_part_of_the_logits_are_refused(tmp_path):
     ]
 
 
-def test_scores_that_a_trainer_does_not_save_are_refused(tmp_path):
-    loops.start(0, 1)
-    trainer = loops.trainer_of(tmp_path, False)
-    trainer.cp = api.context_parallel(seq="4k", sparsity="block_topk")
-    assert [*trainer._problems()] == [
-        "sparsity.score=learned: a Trainer does not save what the index learns; give "
-        "sparsity.score=exact"
-    ]
+Learned = tuple[loops.Steps, dict[str, torch.Tensor]]
+
+
+def learned_and_resumed(rank: int, world: int, folder: str) -> tuple[Learned, Learned, str]:
+    """Four steps, the last two of them again from a checkpoint, and the error without its index."""
+
+    def made(**changed: Any) -> Any:
+        loops.start(rank, world)
+        settings = {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, **changed}
+        return loops.trainer_of(Path(folder), False, learned=True, **settings)
+
+    def result(trainer: Any) -> Learned:
+        learned = {name: tensor.clone() for name, tensor in trainer.cp.state_dict().items()}
+        return loops.log_of(trainer), learned
+
+    trainer = made()
+    trainer.train()
+    whole, middle = result(trainer), Path(folder, "checkpoint-2")
+    trainer = made(save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(middle))
+    trainer.save_model(str(Path(folder, "model")))
+    resumed = result(trainer)
+    dist.barrier()
+    if rank == 0:
+        (middle / INDEX).unlink()
+    dist.barrier()
+    with pytest.raises(api.ConfigError) as raised:
+        made().train(resume_from_checkpoint=str(middle))
+    return whole, resumed, str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:sparsity.score=learned")
+def test_learned_scores_are_saved_and_continued(tmp_path):
+    found = gloo.run(2, learned_and_resumed, str(tmp_path))
+    saved = [load_file(tmp_path / name / INDEX) for name in ("checkpoint-4", "model")]
+    for (steps, state), (resumed, continued), problem in found:
+        assert_equal(resumed, steps)
+        assert int(state["1.updates"]) == 128 + 13 * 8  # an epoch has 4, 4 and 2 rows
+        for other in (continued, *saved):
+            assert other.keys() == state.keys()
+            for name, tensor in state.items():
+                assert torch.equal(other[name], tensor)
+        assert problem == (
+            f"{tmp_path}/checkpoint-2/mtrain_index.safetensors: no such file; resume from a "
+            "checkpoint that a Trainer saved with sparsity.score=learned, or give "
+            "sparsity.score=exact"
+        )
+
+
+def learned_in_replicas(rank: int, world: int, folder: str) -> tuple[dict[str, torch.Tensor], str]:
+    loops.start(rank, world)
+    trainer = loops.trainer_of(
+        Path(folder), False, 1, replicas=2, learned=True, max_steps=2, load_best_model_at_end=True,
+        greater_is_better=True, save_strategy="steps", save_steps=1, eval_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.cp.state_dict(), trainer.state.best_model_checkpoint
+
+
+@pytest.mark.filterwarnings("ignore:sparsity.score=learned")
+def test_replicas_learn_the_same_scores(tmp_path):
+    (state, best), (other, _) = gloo.run(2, learned_in_replicas, str(tmp_path))
+    assert best.endswith("checkpoint-1")  # the larger loss, so that loading it again shows
+    expected = load_file(Path(best) / INDEX)
+    assert {"0.query", "1.key"} < state.keys() == other.keys() == expected.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, other[name])
+        assert torch.equal(tensor, expected[name])
 
 
 def test_the_model_is_checked(tmp_path, monkeypatch):
@@ -153,6 +216,19 @@ def test_the_numbers_that_packers_give_documents_are_no_lengths(tmp_path):
     assert trainer.cp.gather(dealt["position_ids"])[0, :5].tolist() == [0, 1, 2, 0, 1]
 
 
+def test_batches_are_dealt_on_the_cpu_where_nothing_waits(tmp_path, monkeypatch):
+    loops.start(0, 1)
+    trainer, device = loops.trainer_of(tmp_path, False), torch.device("meta")
+    monkeypatch.setattr(trainer.accelerator.state, "device", device)
+    monkeypatch.setattr(type(trainer.args), "device", device)
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        batch = next(iter(loader))
+        assert {tensor.device.type for tensor in batch.values()} == {"cpu"}
+        dealt = trainer._dealt(batch)
+        for name in ("input_ids", "position_ids", "labels", "shift_labels"):
+            assert dealt[name].device == device
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(loops.rows(8))
@@ -160,11 +236,16 @@ class Stream(torch.utils.data.IterableDataset):
 
 def streamed(rank: int, world: int, folder: str) -> Any:
     loops.start(rank, world)
-    trainer = loops.trainer_of(Path(folder), False, accelerator_config={"dispatch_batches": False})
-    evaluated = [
-        trainer.accelerator.gradient_state.remainder for _ in trainer.get_eval_dataloader()
+    trainer = loops.trainer_of(
+        Path(folder), False, accelerator_config={"dispatch_batches": False},
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    # As TRL counts tokens: of both batches of three rows, the parts of both processes.
+    own = torch.tensor([rank])
+    gathered = [
+        trainer.accelerator.gather_for_metrics(own).tolist() for _ in trainer.get_eval_dataloader()
     ]
-    assert evaluated == [-1, -1, -1]  # no process's part of the last batch is left out
+    assert gathered == [[0, 1], [0, 1]]
     trainer.train_dataset = Stream()
     dealt = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
     loops.start(rank, world)
@@ -211,3 +292,17 @@ def test_two_replicas_of_two_processes_train_what_one_process_does(tmp_path):
         for steps in found:
             # Trainer's evaluation is a mean over batches, which depends on their size.
             assert_equal(steps[: loops.STEPS], expected[: loops.STEPS])
+
+
+def quantized(rank: int, world: int, folder: str) -> loops.Steps:
+    loops.start(rank, world)
+    return loops.qlora(Path(folder), False)
+
+
+@pytest.mark.slow
+def test_two_processes_train_lora_on_4_bits_as_one_does(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    loops.start(0, 1)
+    expected = loops.qlora(tmp_path, True)
+    for found in gloo.run(2, quantized, str(tmp_path)):
+        assert_equal(found, expected)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli import api
 from mtrain_cli.library.context_parallel import ContextBatch, ContextParallel
+from mtrain_cli.library.max_logits import max_logits as largest_logits
 from mtrain_cli.library.settings import Processes, compose_settings
 from mtrain_cli.parallel.exchange import Exchange
 
@@ -588,6 +589,34 @@ def test_the_largest_logits_are_exact_over_all_processes(monkeypatch, sparsity, 
         torch.testing.assert_close(of_heads, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
+@pytest.mark.parametrize("kept", ["selective", "full"])
+def test_recomputation_measures_no_logits_again(monkeypatch, sparsity, kept):
+    measured = []
+
+    def counted(*args):
+        measured.append(1)
+        return largest_logits(*args)
+
+    monkeypatch.setattr("mtrain_cli.library.context_parallel.largest_logits", counted)
+    batch = made(sparsity, f"train.activation_checkpoint={kept}").batch(DOCUMENTS)
+    batch.measures = True
+    x = batch.shard(whole_tensors()[0].float()).requires_grad_()
+    keys = x[:, :, :KV_HEADS]
+
+    def squared(x: torch.Tensor, number: int) -> torch.Tensor:
+        # The square needs the output of attention, so recomputation does not stop before it ends.
+        return batch.attention(x, keys, keys, number).square()
+
+    out = x
+    for number in range(2):
+        out = checkpoint(squared, out, number, use_reentrant=False)
+    before = dict(batch.max_logits)
+    out.sum().backward()
+    assert len(measured) == 2
+    assert batch.max_logits == before  # the same tensors
+
+
 def test_labels_some_tokens_ahead_stay_in_their_document():
     cp = made()
     cp.batch(DOCUMENTS)
@@ -608,29 +637,79 @@ def test_labels_some_tokens_ahead_stay_in_their_document():
 
 
 X = torch.zeros(1, SEQ, 2, DIM)
+IDS = torch.ones(1, SEQ, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
         (lambda cp: cp.shard(X), "shard: no batch has begun; call batch(...) before"),
-        (lambda cp: cp.roll(X[..., 0, 0], -1), "roll: no batch has begun; call batch(...) before"),
-        (lambda cp: cp.batch().roll(X[..., 0, 0].long(), 2),
+        (lambda cp: cp.roll(IDS, -1), "roll: no batch has begun; call batch(...) before"),
+        (lambda cp: cp.batch().roll(IDS, 2),
          "shift=2: -1 gives the next token; allowed: -249 to -1"),
         (lambda cp: cp.gather(X), "gather: no batch has begun; call batch(...) before"),
         (lambda cp: cp.attention(X, X, X, 0),
          "attention: no batch has begun; call batch(...) before"),
         (lambda cp: cp.batch().shard(X[:, 1:]),
-         "a tensor of shape [1, 249, 2, 8]: whole sequences have the shape [1, 250, ...] "
+         "tensor: has the shape [1, 249, 2, 8]; whole sequences have the shape [1, 250, ...] "
          "(seq=250)"),
         (lambda cp: cp.batch(sequences=2).attention(X, X, X, 0),
-         "a tensor of shape [1, 250, 2, 8]: this process's tokens have the shape [2, 250, ...] "
+         "q: has the shape [1, 250, 2, 8]; this process's tokens have the shape [2, 250, ...] "
          "(seq=250)"),
         (lambda cp: cp.batch().attention(X, X[:, :, :1], X, 0),
          "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 1, 8], [1, 250, 2, 8]; give k and v "
          "the same heads, which divide those of q, k as wide as q, and v no wider"),
         (lambda cp: cp.batch().attention(X, X, torch.zeros(1, SEQ, 2, 9), 0),
          "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 2, 8], [1, 250, 2, 9]; give k and v "),
+        (lambda cp: cp.batch().attention(X, X[:, :, :0], X[:, :, :0], 0),
+         "q, k, v: have the shapes [1, 250, 2, 8], [1, 250, 0, 8], [1, 250, 0, 8]; give k and v "),
+        (lambda cp: cp.batch().attention(torch.cat([X, X], 2)[:, :, :3], X, X, 0),
+         "q, k, v: have the shapes [1, 250, 3, 8], [1, 250, 2, 8], [1, 250, 2, 8]; give k and v "),
+        (lambda cp: cp.batch().attention(X.tolist(), X, X, 0),
+         "q: is of the type list; give a tensor of floating-point numbers, [sequences, tokens, "
+         "heads, head_dim]"),
+        (lambda cp: cp.batch().attention(X, X.numpy(), X, 0),
+         "k: is of the type ndarray; give a tensor of floating-point numbers, ["),
+        (lambda cp: cp.batch().attention(X, X, X.long(), 0),
+         "v: has the shape [1, 250, 2, 8] and is int64 on cpu; give a tensor of floating-point "),
+        (lambda cp: cp.batch().attention(X, X.bfloat16(), X.bfloat16(), 0),
+         "k: is bfloat16 on cpu, and q is float32 on cpu; give q, k and v the same type, on the "
+         "same device"),
+        (lambda cp: cp.batch().attention(X, X, X.to("meta"), 0),
+         "v: is float32 on meta, and q is float32 on cpu; give q, k and v the same type, on"),
+        (lambda cp: cp.batch().attention(X[0], X[0], X[0], 0),
+         "q: has the shape [250, 2, 8] and is float32 on cpu; give a tensor of floating-point "),
+        (lambda cp: cp.batch().attention(X[:, 1:], X[:, 1:], X[:, 1:], 0),
+         "q: has the shape [1, 249, 2, 8]; this process's tokens have the shape [1, 250, ...] "),
+        (lambda cp: cp.batch().attention(X, X, X[:, 1:], 0),
+         "v: has the shape [1, 249, 2, 8]; this process's tokens have the shape [1, 250, ...] "),
+        (lambda cp: cp.batch().attention(X, X, X, 0, sinks=[0.0, 0.0]),
+         "sinks: is of the type list; give a tensor of floating-point numbers, [heads]"),
+        (lambda cp: cp.batch().shard(X, X.numpy()),
+         "tensors[1]: is of the type ndarray; give a tensor, [sequences, tokens, ...]"),
+        (lambda cp: cp.batch().gather(X.tolist()),
+         "tensor: is of the type list; give a tensor, [sequences, tokens, ...]"),
+        (lambda cp: cp.batch().gather(X[0]),
+         "tensor: has the shape [250, 2, 8]; this process's tokens have the shape [1, 250, ...]"),
+        (lambda cp: cp.batch().roll(DOCUMENTS[None], -1),
+         "labels: is of the type ndarray; give a tensor of int16, int32 or int64, [sequences, seq"),
+        (lambda cp: cp.batch().roll(IDS.byte(), -1),
+         "labels: has the shape [1, 250] and is uint8 on cpu; give a tensor of int16, int32 or "),
+        (lambda cp: cp.batch().roll(IDS[:, 1:], -1),
+         "labels: has the shape [1, 249]; whole sequences have the shape [1, 250, ...] (seq=250)"),
+        (lambda cp: cp.inputs(IDS.tolist()), "input_ids: is of the type list; give a tensor of i"),
+        (lambda cp: cp.inputs(X[..., 0, 0]),
+         "input_ids: has the shape [1, 250] and is float32 on cpu; give a tensor of int16, int32 "),
+        (lambda cp: cp.inputs(IDS[0]),
+         "input_ids: has the shape [250] and is int64 on cpu; give a tensor of int16, int32 or"),
+        (lambda cp: cp.inputs(IDS[:, 1:]),
+         "input_ids: has the shape [1, 249]; whole sequences have the shape [1, 250, ...]"),
+        (lambda cp: cp.inputs(IDS, IDS[:, 1:]), "labels: has the shape [1, 249]; whole sequences"),
+        (lambda cp: cp.inputs(IDS, IDS.float()), "labels: has the shape [1, 250] and is float32"),
+        (lambda cp: cp.inputs(IDS, attention_mask=[1] * SEQ),
+         "attention_mask: is of the type list; give a tensor, [sequences, seq]"),
+        (lambda cp: cp.inputs(IDS, position_ids=IDS.tolist()),
+         "position_ids: is of the type list; give a tensor, [sequences, tokens, ...]"),
         (lambda cp: cp.batch(DOCUMENTS[1:]),
          "documents: has the shape [1, 249]; give [sequences, 250] for seq=250"),
         (lambda cp: cp.batch(DOCUMENTS[::-1].copy()),

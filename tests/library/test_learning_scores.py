@@ -128,6 +128,16 @@ def test_a_state_is_saved_and_continued():
     assert all(torch.equal(again.state_dict()[name], t) for name, t in whole.state_dict().items())
 
 
+def test_learning_leaves_the_loaded_tensors_as_they_are():
+    state = a_state(query=torch.randn(KV_HEADS, 2 * DIM, RANK))
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    cp = made()
+    cp.load_state_dict(state)
+    taught(cp, batches(1), layers=1)
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    assert all(not torch.equal(cp.state_dict()[name], t) for name, t in before.items())
+
+
 @pytest.mark.filterwarnings("ignore:sparsity.score=learned")
 def test_evaluation_teaches_nothing_and_is_dense_before_the_first_step():
     cp, dense = made(), api.context_parallel(seq=SEQ, layout="contiguous")
