@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import ConfigDir, Overrides, flag, option, warn_of_unused_settings
 from mtrain_cli.config import plugins
 from mtrain_cli.config.keys import show
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import LOGGERS, ConfigError
 from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
@@ -244,6 +245,10 @@ def require_runnable(config: Config, *, data: bool = True) -> None:
     if data:
         require_data(config)  # before anything heavy is imported
     require_labels(config)
+    for name in config.run.loggers:
+        if importlib.util.find_spec(name) is None:
+            given = f"run.loggers={show(config.run.loggers)}"
+            raise ConfigError(f"{given}: {name} is not installed; pip install {LOGGERS[name]}")
     if config.train.eval_tasks:
         from mtrain_cli.evaluation.in_training import require_tasks
 

@@ -24,6 +24,7 @@ from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
     EVAL_TASKS,
+    LOGGERS,
     PERPLEXITY,
     Config,
     ConfigError,
@@ -372,6 +373,12 @@ def _run(config: Config) -> Iterator[str]:
             "{train.eval_every}: has nothing to evaluate; set {data.eval_sequences!s} (such as 4) "
             "or {train.eval_tasks!s} (such as [niah])"
         )
+    for name in run.loggers:
+        if name not in LOGGERS:
+            why = no_such("tracker", name, LOGGERS)
+            yield conflict(config, "{run.loggers}: {name}: {why}", name=name, why=why)
+    if not run.project.strip():
+        yield "{run.project}: give a name"
     if not re.fullmatch(r"[\w.+=-]+", run.name) or run.name in (".", ".."):
         yield "{run.name}: may only contain letters, digits and . _ - + =, since it names a folder"
     if run.dir == "" or run.dir != run.dir.strip():

@@ -33,6 +33,7 @@ from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import StepEstimate, TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.step import NonFiniteError
+from mtrain_cli.training.trackers import TrackedRun, Trackers
 from mtrain_cli.training.trainer import Trainer
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
@@ -75,6 +76,7 @@ def train(
             steps, trainer.step, first, log=run_dir.log, log_every=every, reporter=reporter
         )
         metrics = MetricsLog(trainer, run_dir, progress)
+        trackers: Trackers | None = None
         with progress:
             _announce(trainer, run_dir, progress, resume, reports, estimated)
             nothing_left = trainer.step >= steps
@@ -89,6 +91,11 @@ def train(
                 for make in more_callbacks:
                     trainer.callbacks.append(make(trainer, run_dir, progress.message))
                 trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
+                if first:
+                    # The files of the run are open by now, so they have no rows of later steps.
+                    run = TrackedRun(config, run_dir.path, trainer.step)
+                    trackers = Trackers(run, partial(progress.message, warning=True))
+                    trainer.callbacks.append(trackers)
                 ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir))
             except Exception as error:
                 for callback in trainer.callbacks:
@@ -100,6 +107,8 @@ def train(
             finally:
                 trainer.close()
                 metrics.release()
+                if trackers is not None:
+                    trackers.release()
             if nothing_left:
                 ended = (
                     f"nothing left to train: step {trainer.step} has reached train.steps={steps}. "
@@ -220,8 +229,7 @@ class MetricsLog(Callback):
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._trainer, self._progress, self._writer = trainer, progress, None
         if trainer.environment.rank == 0:
-            tensorboard, step = trainer.config.run.tensorboard, trainer.step
-            self._writer = MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=step)
+            self._writer = MetricsWriter(run_dir.path, start_step=trainer.step)
 
     def before_step(self) -> None:
         step, dense = self._trainer.step, self._trainer.config.sparsity.dense_steps
