@@ -516,11 +516,6 @@ class ProfileConfig:
     every: int = option(_STEPS_OR_0)
 
 
-LOGGERS = {  # name: the package that must be installed
-    "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio",
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where a run writes its files, what it prints, and what it does when a worker fails.
@@ -528,7 +523,7 @@ class RunConfig:
     name: name of the run; auto = model, seq and time
     dir: folder of the run; auto = runs/<name>
     log_every: number of steps between progress lines
-    loggers: trackers that follow the run: tensorboard, wandb, mlflow, trackio
+    loggers: trackers that follow the run: tensorboard, wandb, mlflow, trackio, or another package's
     project: name of the project, or MLflow's experiment, in these trackers
     restarts: most automatic restarts after the loss of a worker; auto = while each finds a newer
         checkpoint than the one before; 0 = never restart

@@ -19,12 +19,11 @@ from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS, Variant
 from mtrain_cli.config.parallel_checks import NEED_WHOLE_MODEL, unsupported
 from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings
-from mtrain_cli.config.plugins import callback_names
+from mtrain_cli.config.plugins import TRACKERS, callback_names, installed
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
     EVAL_TASKS,
-    LOGGERS,
     PERPLEXITY,
     Config,
     ConfigError,
@@ -373,9 +372,10 @@ def _run(config: Config) -> Iterator[str]:
             "{train.eval_every}: has nothing to evaluate; set {data.eval_sequences!s} (such as 4) "
             "or {train.eval_tasks!s} (such as [niah])"
         )
+    trackers = [entry.name for entry in installed(TRACKERS)] if run.loggers else []
     for name in run.loggers:
-        if name not in LOGGERS:
-            why = no_such("tracker", name, LOGGERS)
+        if name not in trackers:
+            why = no_such("tracker", name, trackers)
             yield conflict(config, "{run.loggers}: {name}: {why}", name=name, why=why)
     if not run.project.strip():
         yield "{run.project}: give a name"

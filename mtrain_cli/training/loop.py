@@ -33,7 +33,6 @@ from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import StepEstimate, TrainingProgress
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.step import NonFiniteError
-from mtrain_cli.training.trackers import TrackedRun, Trackers
 from mtrain_cli.training.trainer import Trainer
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
@@ -76,7 +75,6 @@ def train(
             steps, trainer.step, first, log=run_dir.log, log_every=every, reporter=reporter
         )
         metrics = MetricsLog(trainer, run_dir, progress)
-        trackers: Trackers | None = None
         with progress:
             _announce(trainer, run_dir, progress, resume, reports, estimated)
             nothing_left = trainer.step >= steps
@@ -91,11 +89,6 @@ def train(
                 for make in more_callbacks:
                     trainer.callbacks.append(make(trainer, run_dir, progress.message))
                 trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
-                if first:
-                    # The files of the run are open by now, so they have no rows of later steps.
-                    run = TrackedRun(config, run_dir.path, trainer.step)
-                    trackers = Trackers(run, partial(progress.message, warning=True))
-                    trainer.callbacks.append(trackers)
                 ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir))
             except Exception as error:
                 for callback in trainer.callbacks:
@@ -107,8 +100,6 @@ def train(
             finally:
                 trainer.close()
                 metrics.release()
-                if trackers is not None:
-                    trackers.release()
             if nothing_left:
                 ended = (
                     f"nothing left to train: step {trainer.step} has reached train.steps={steps}. "

@@ -5,26 +5,44 @@ import struct
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from reporting.training_runs import step as metrics_of
 
+from mtrain_cli.commands.train import load_named
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.plugins import TRACKERS
 from mtrain_cli.records.metrics import MetricsWriter
 from mtrain_cli.training import trackers
-from mtrain_cli.training.trackers import TrackedRun, Trackers
+from mtrain_cli.training.trackers import Trackers
 
 
-def attempt(folder, name, first, last, start=0, warn=pytest.fail):
-    """Follow an attempt of a run that writes the steps ``first`` to ``last``."""
+def fail(line, **_):
+    pytest.fail(line)
+
+
+def followed_by(name, make, folder, start=0, message=fail):
+    """Return trackers that have begun to follow a run's folder."""
     config = compose([f"run.loggers=[{name}]", "run.project=books"])
+    environment = SimpleNamespace(rank=0)
+    trainer = SimpleNamespace(environment=environment, config=config, step=start)
+    made = Trackers({name: make}, trainer, SimpleNamespace(path=folder), message)
+    made.before_training()
+    return made
+
+
+def attempt(folder, name, first, last, start=0, make=None, message=fail):
+    """Follow an attempt of a run that writes the steps ``first`` to ``last``."""
+    if make is None:
+        make = load_named(TRACKERS, "run.loggers", [name])[name]
     with MetricsWriter(folder, start_step=start) as writer:
-        followed = Trackers(TrackedRun(config, folder, start), warn)
+        followed = followed_by(name, make, folder, start, message)
         for step in range(first, last + 1):
             writer.write(replace(metrics_of(step), loss=10.0 * first + step))
     with (folder / "evaluations.jsonl").open("a") as file:
         file.write(json.dumps({"step": last, "loss": float(last), "buckets": []}) + "\n")
-    followed.release()
+    followed.close()
 
 
 def tensorboard_rows(folder, _):
@@ -102,9 +120,10 @@ def test_a_resumed_run_continues_its_curve(tmp_path, monkeypatch, name, package,
     if name == "trackio":  # it reads TRACKIO_DIR when it is imported
         monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
     attempt(tmp_path, name, 1, 2)
+    time.sleep(1.1 if name == "wandb" else 0)  # the name of its folder has the second
     attempt(tmp_path, name, 3, 4, start=2)
-    known = tmp_path / trackers.IDS
-    own = json.loads(known.read_text())[name] if known.exists() else None
+    known = tmp_path / f"{name}.id"
+    own = known.read_text().strip() if known.exists() else None
     assert read(tmp_path, own) == {
         "train/loss": [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0)],
         "held_out/loss": [(2, 2.0), (4, 4.0)],
@@ -132,10 +151,14 @@ class Hanging:
     ("kind", "why"), [(Failing, "OSError: no room"), (Hanging, "did not answer for 0.2 seconds")]
 )
 def test_a_tracker_that_fails_or_hangs_is_left_with_one_warning(tmp_path, monkeypatch, kind, why):
-    monkeypatch.setitem(trackers._TRACKERS, "wandb", kind)
     monkeypatch.setattr(trackers, "_PATIENCE", 0.2)
     warnings, begin = [], time.monotonic()
-    attempt(tmp_path, "wandb", 1, 3, warn=warnings.append)
+
+    def message(line, warning):
+        assert warning
+        warnings.append(line)
+
+    attempt(tmp_path, "wandb", 1, 3, make=kind, message=message)
     assert warnings == [
         f"run.loggers: wandb is left ({why}); training goes on, and metrics.jsonl has all steps"
     ]
@@ -155,18 +178,16 @@ def test_half_a_line_waits_for_its_end(tmp_path, monkeypatch):
         def close(self):
             seen.append("closed")
 
-    monkeypatch.setitem(trackers._TRACKERS, "wandb", Listing)
     monkeypatch.setattr(trackers, "_POLL", 0.01)
-    config = compose(["run.loggers=[wandb]"])
     file = (tmp_path / "metrics.jsonl").open("a", buffering=1)
     file.write('{"step": 1, "loss": 2.5, "skipped": null, "ok": true}\n{"step": 2, "lo')
     file.flush()
-    followed = Trackers(TrackedRun(config, tmp_path, 0), pytest.fail)
+    followed = followed_by("wandb", Listing, tmp_path)
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.01)
     assert seen == [(1, {"train/loss": 2.5})]
     file.write('ss": 2.25}\n')
     file.close()
-    followed.release()
+    followed.close()
     assert seen[1:] == [(2, {"train/loss": 2.25}), "closed"]
