@@ -121,18 +121,13 @@ class Trackers(Callback):
         # By now, the files of the run have no rows of later steps any more.
         self._followers = [_Follower(*item, self._run) for item in self._trackers.items()]
 
-    def after_step(self, step: FinishedStep) -> None:  # noqa: ARG002 - a hook
-        self._tell()
-
-    def _tell(self) -> None:
+    def after_step(self, step: FinishedStep | None = None) -> None:  # noqa: ARG002 - a hook
         for follower in self._followers:
             if follower.problem and follower.tracker not in self._told:
                 self._told.add(follower.tracker)
-                line = (
-                    f"run.loggers: {follower.tracker} is left ({follower.problem}); training goes "
-                    f"on, and {METRICS_FILE} has all steps"
-                )
-                self._message(line, warning=True)
+                name, why = follower.tracker, follower.problem
+                line = f"run.loggers: {name} is left ({why}); training goes on, and {METRICS_FILE} "
+                self._message(f"{line}has all steps", warning=True)
 
     def on_error(self, error: Exception) -> None:  # noqa: ARG002 - a hook
         self.close()
@@ -140,4 +135,4 @@ class Trackers(Callback):
     def close(self) -> None:
         for follower in self._followers:
             follower.end()
-        self._tell()
+        self.after_step()
