@@ -28,6 +28,9 @@ IMPORTED = {
         inference.engine inference.limits inference.model_source inference.sampling
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
+    "mtrain_trackers": """
+        training.trackers
+    """,
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
         config.documents config.schema config.sizes console evaluation.cost

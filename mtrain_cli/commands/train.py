@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -248,21 +250,21 @@ def require_runnable(config: Config, *, data: bool = True) -> None:
         from mtrain_cli.evaluation.in_training import require_tasks
 
         require_tasks(config)
-    load_callbacks(config)
+    load_named(plugins.CALLBACKS, "train.callbacks", config.train.callbacks)
+    load_named(plugins.TRACKERS, "run.loggers", config.run.loggers)
 
 
-def load_callbacks(config: Config) -> list[MakeCallback]:
-    """Load the entry points in `train.callbacks`. Raise ConfigError if one cannot be loaded."""
-    callbacks: list[MakeCallback] = []
-    for entry in plugins.installed(plugins.CALLBACKS) if config.train.callbacks else ():
-        if entry.name in config.train.callbacks:
+def load_named(group: str, key: str, names: Sequence[str]) -> dict[str, Any]:
+    """Load the entry points that a key names. Raise ConfigError if one cannot be loaded."""
+    loaded = {}
+    for entry in plugins.installed(group) if names else ():
+        if entry.name in names:
             try:
-                callbacks.append(entry.load())
+                loaded[entry.name] = entry.load()
             except Exception as error:
-                given = f"train.callbacks={show(config.train.callbacks)}"
                 why = f"{plugins.what(entry)} cannot be loaded ({plugins.reason(error)})"
-                raise ConfigError(f"{given}: {why}") from error
-    return callbacks
+                raise ConfigError(f"{key}={show(names)}: {why}") from error
+    return loaded
 
 
 def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
@@ -279,7 +281,12 @@ def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume
         from mtrain_cli.evaluation.in_training import TaskEvaluations
 
         callbacks.append(TaskEvaluations)
-    callbacks += load_callbacks(config)
+    callbacks += load_named(plugins.CALLBACKS, "train.callbacks", config.train.callbacks).values()
+    if config.run.loggers:
+        from mtrain_cli.training.trackers import Trackers
+
+        trackers = load_named(plugins.TRACKERS, "run.loggers", config.run.loggers)
+        callbacks.append(partial(Trackers, trackers))
     estimates = estimate if environment.device == "cuda" else None
     return loop.train(config, run_dir, environment, resume, callbacks, estimates)
 

@@ -33,6 +33,7 @@ LATER: dict[str, Any] = {
     ), 1),
     "train.eval_tasks": [],
     "train.callbacks": [],
+    "run.project": "mtrain",
     "eval.samples": 10,
     "train.memory": "manual",
     "train.shard": "full",
@@ -52,7 +53,7 @@ RENAMED = {
 # Keys of earlier versions that have no effect any more.
 REMOVED = (
     "eval.form", "eval.haystack", "eval.needles", "eval.chains", "eval.seed",
-    "train.expert_capacity",
+    "train.expert_capacity", "run.tensorboard",
 )  # fmt: skip
 # {old name: current name} in metrics.jsonl.
 RENAMED_METRICS = {"bars": "columns"}
@@ -79,8 +80,9 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     either = flat.get("data.kind") in ("tokens", "mds") or flat.get("data.tokenizer") == "bytes"
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
+    loggers = {"run.loggers": ["tensorboard"] if flat.get("run.tensorboard") else []}
     kept = {name: value for name, value in renamed(flat).items() if name not in REMOVED}
-    found = {**LATER, **gate, **budgets, **mask, **bos, **dense, **kept}
+    found = {**LATER, **loggers, **gate, **budgets, **mask, **bos, **dense, **kept}
     if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}

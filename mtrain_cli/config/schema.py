@@ -523,7 +523,8 @@ class RunConfig:
     name: name of the run; auto = model, seq and time
     dir: folder of the run; auto = runs/<name>
     log_every: number of steps between progress lines
-    tensorboard: also write TensorBoard events
+    loggers: trackers that follow the run: tensorboard, wandb, mlflow, trackio, or another package's
+    project: name of the project, or MLflow's experiment, in these trackers
     restarts: most automatic restarts after the loss of a worker; auto = while each finds a newer
         checkpoint than the one before; 0 = never restart
     spike_sigma: warn of a loss or gradient norm this many robust standard deviations above the
@@ -535,7 +536,8 @@ class RunConfig:
     name: str = option()
     dir: str = option()
     log_every: int = option(POSITIVE.up_to(*STEPS))
-    tensorboard: bool = option()
+    loggers: tuple[str, ...] = option(expected="a list of trackers such as [wandb,tensorboard]")
+    project: str = option()
     restarts: int | str = option(at_least(0, "must be auto or a whole number, 0 or more"))
     spike_sigma: float = option(
         Range(

@@ -19,7 +19,7 @@ from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS, Variant
 from mtrain_cli.config.parallel_checks import NEED_WHOLE_MODEL, unsupported
 from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings
-from mtrain_cli.config.plugins import callback_names
+from mtrain_cli.config.plugins import TRACKERS, callback_names, installed
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
@@ -372,6 +372,13 @@ def _run(config: Config) -> Iterator[str]:
             "{train.eval_every}: has nothing to evaluate; set {data.eval_sequences!s} (such as 4) "
             "or {train.eval_tasks!s} (such as [niah])"
         )
+    trackers = [entry.name for entry in installed(TRACKERS)] if run.loggers else []
+    for name in run.loggers:
+        if name not in trackers:
+            why = no_such("tracker", name, trackers)
+            yield conflict(config, "{run.loggers}: {name}: {why}", name=name, why=why)
+    if not run.project.strip():
+        yield "{run.project}: give a name"
     if not re.fullmatch(r"[\w.+=-]+", run.name) or run.name in (".", ".."):
         yield "{run.name}: may only contain letters, digits and . _ - + =, since it names a folder"
     if run.dir == "" or run.dir != run.dir.strip():

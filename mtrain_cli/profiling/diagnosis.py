@@ -29,7 +29,7 @@ _PACKAGES: tuple[tuple[str, tuple[str, ...], str | None, str], ...] = (
     ("tokenizers", ("tokenizers",), "data", "tokenizer.json files, mtrain data prepare"),
     ("pyarrow", ("pyarrow",), "data", "parquet corpora"),
     ("transformers", ("transformers",), "hf", "mtrain checkpoint verify"),
-    ("tensorboard", ("tensorboard",), "tensorboard", "run.tensorboard=true"),
+    ("tensorboard", ("tensorboard",), "tensorboard", "run.loggers=[tensorboard]"),
 )
 
 

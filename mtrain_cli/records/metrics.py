@@ -12,12 +12,11 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtrain_cli import install_command
 from mtrain_cli.config import documents
 from mtrain_cli.config.documents import replacing
 from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
@@ -126,17 +125,13 @@ def rate_unit(steps: Sequence[StepMetrics]) -> str:
 
 
 class MetricsWriter:
-    """Appends steps to `metrics.jsonl` of a run, and to TensorBoard if requested.
+    """Appends steps to `metrics.jsonl` of a run.
 
     start_step: the step from which the run resumes, or 0. Opening the file removes later steps.
-
-    Raises:
-        ConfigError: TensorBoard is requested but not installed.
     """
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool, start_step: int) -> None:
+    def __init__(self, run_dir: Path, *, start_step: int) -> None:
         self.path = Path(run_dir) / METRICS_FILE
-        self._events = _summary_writer(Path(run_dir), start_step) if tensorboard else None
         if self.path.exists():
             drop_later_steps(self.path, start_step)
         self._file = self.path.open("ab", buffering=0)
@@ -161,18 +156,10 @@ class MetricsWriter:
                     f"{self.path}: metrics of step {metrics.step} were not written "
                     f"({error.strerror}); training goes on"
                 )
-        if self._events is not None:
-            for field in fields(metrics):
-                value = getattr(metrics, field.name)
-                if isinstance(value, int | float) and field.name != "step":
-                    self._events.add_scalar(f"train/{field.name}", value, metrics.step)
-            self._events.flush()
         return problem
 
     def close(self) -> None:
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -222,17 +209,6 @@ def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
     Earlier versions wrote an MFU above HFU, because they counted pairs that a sparse step skips.
     """
     return None if mfu is not None and hfu is not None and mfu > hfu else mfu
-
-
-def _summary_writer(run_dir: Path, start_step: int) -> Any:
-    """Open TensorBoard's files, which hide later steps of an earlier attempt."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            f"run.tensorboard=true: tensorboard is not installed; {install_command('tensorboard')}"
-        ) from error
-    return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1)
 
 
 # --- files of steps -----

@@ -220,8 +220,7 @@ class MetricsLog(Callback):
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._trainer, self._progress, self._writer = trainer, progress, None
         if trainer.environment.rank == 0:
-            tensorboard, step = trainer.config.run.tensorboard, trainer.step
-            self._writer = MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=step)
+            self._writer = MetricsWriter(run_dir.path, start_step=trainer.step)
 
     def before_step(self) -> None:
         step, dense = self._trainer.step, self._trainer.config.sparsity.dense_steps

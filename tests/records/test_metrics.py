@@ -29,7 +29,7 @@ STEP = metrics_of(1)
 
 
 def write(folder, steps, start_step=0):
-    with MetricsWriter(folder, tensorboard=False, start_step=start_step) as writer:
+    with MetricsWriter(folder, start_step=start_step) as writer:
         for step in steps:
             writer.write(replace(STEP, step=step, loss=float(step)))
 
@@ -39,7 +39,7 @@ def steps(folder):
 
 
 def test_steps_are_read_back_as_written(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False, start_step=0) as writer:
+    with MetricsWriter(tmp_path, start_step=0) as writer:
         writer.write(STEP)
         writer.write(replace(STEP, step=2, mfu_model=0.4))
     assert read_metrics(tmp_path) == [STEP, replace(STEP, step=2, mfu_model=0.4)]
@@ -122,7 +122,7 @@ def test_a_step_outlives_a_killed_process(tmp_path):
     code = (
         "import os, sys\nsys.path.insert(0, sys.argv[2])\nfrom pathlib import Path\n"
         "from records.test_metrics import STEP, MetricsWriter\n"
-        "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False, start_step=0)\n"
+        "writer = MetricsWriter(Path(sys.argv[1]), start_step=0)\n"
         "writer.write(STEP)\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -153,33 +153,8 @@ def test_a_missing_file_is_reported(tmp_path):
         read_metrics(tmp_path / "nowhere")
 
 
-def test_tensorboard_receives_the_loss(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for start, last in [(0, 3), (1, 2)]:
-        with MetricsWriter(tmp_path, tensorboard=True, start_step=start) as writer:
-            for step in range(start + 1, last + 1):
-                writer.write(replace(STEP, step=step, loss=10.0 * (start + 1) + step))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
-        (1, 11.0),
-        (2, 22.0),
-    ]
-
-
-def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ConfigError,
-        match=r"run\.tensorboard=true: tensorboard is not installed; pip install .*\[tensorboard\]",
-    ):
-        MetricsWriter(tmp_path, tensorboard=True, start_step=0)
-
-
 def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, monkeypatch):
-    writer = MetricsWriter(tmp_path, tensorboard=False, start_step=0)
+    writer = MetricsWriter(tmp_path, start_step=0)
     assert writer.write(replace(STEP, step=1)) is None
     real = writer._file
 

@@ -1,0 +1,35 @@
+"""Log a run to MLflow, as a run of the experiment `run.project`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from mtrain_cli.training.trackers import TrackedRun
+
+
+class Mlflow:
+    def __init__(self, run: TrackedRun) -> None:
+        self._client, project = MlflowClient(), run.config.run.project
+        known = self._client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else self._client.create_experiment(project)
+
+        def make() -> str:
+            made = self._client.create_run(experiment, run_name=run.folder.name)
+            return str(made.info.run_id)
+
+        self._id, is_new = run.id_of("mlflow", make)
+        params = [Param(name, str(value)) for name, value in run.settings.items() if is_new]
+        for begin in range(0, len(params), 100):  # MLflow's most in one call
+            self._client.log_batch(self._id, params=params[begin : begin + 100])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        rows = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=rows)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)

@@ -1,0 +1,27 @@
+"""Log a run to Weights & Biases."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import wandb
+
+from mtrain_cli.training.trackers import TrackedRun
+
+
+class Wandb:
+    def __init__(self, run: TrackedRun) -> None:
+        own, _ = run.id_of("wandb", lambda: secrets.token_hex(8))
+        self._run = wandb.init(
+            project=run.config.run.project, name=run.folder.name, id=own, resume="allow",
+            config=run.settings, dir=str(run.folder), settings=wandb.Settings(console="off"),
+        )  # fmt: skip
+        # Steps that are trained again after a crash would go back in wandb's own step.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,193 @@
+"""Trackers receive the rows of a run's files, by the real packages without a network."""
+
+import json
+import struct
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from reporting.training_runs import step as metrics_of
+
+from mtrain_cli.commands.train import load_named
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.plugins import TRACKERS
+from mtrain_cli.records.metrics import MetricsWriter
+from mtrain_cli.training import trackers
+from mtrain_cli.training.trackers import Trackers
+
+
+def fail(line, **_):
+    pytest.fail(line)
+
+
+def followed_by(name, make, folder, start=0, message=fail):
+    """Return trackers that have begun to follow a run's folder."""
+    config = compose([f"run.loggers=[{name}]", "run.project=books"])
+    environment = SimpleNamespace(rank=0)
+    trainer = SimpleNamespace(environment=environment, config=config, step=start)
+    made = Trackers({name: make}, trainer, SimpleNamespace(path=folder), message)
+    made.before_training()
+    return made
+
+
+def attempt(folder, name, first, last, start=0, make=None, message=fail):
+    """Follow an attempt of a run that writes the steps ``first`` to ``last``."""
+    if make is None:
+        make = load_named(TRACKERS, "run.loggers", [name])[name]
+    with MetricsWriter(folder, start_step=start) as writer:
+        followed = followed_by(name, make, folder, start, message)
+        for step in range(first, last + 1):
+            writer.write(replace(metrics_of(step), loss=10.0 * first + step))
+    with (folder / "evaluations.jsonl").open("a") as file:
+        file.write(json.dumps({"step": last, "loss": float(last), "buckets": []}) + "\n")
+    followed.close()
+
+
+def tensorboard_rows(folder, _):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in ("train/loss", "held_out/loss")
+    }
+
+
+def mlflow_rows(_, own):
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    assert client.get_run(own).data.params["run.project"] == "books"
+    assert client.get_run(own).info.status == "FINISHED"
+    history = {tag: client.get_metric_history(own, tag) for tag in ("train/loss", "held_out/loss")}
+    return {tag: [(row.step, row.value) for row in rows] for tag, rows in history.items()}
+
+
+def trackio_rows(folder, own):
+    import sqlite3
+
+    with sqlite3.connect(folder / "trackio" / "books.db") as base:
+        rows = base.execute("select step, metrics from metrics where run_name = ?", (own,))
+        return by_tag([(step, json.loads(text)) for step, text in rows])
+
+
+def wandb_rows(folder, own):
+    """Read the log of an offline run: blocks of 32 KiB of records in parts, as LevelDB's."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows = []
+    for path in sorted(folder.glob(f"wandb/offline-run-*/run-{own}.wandb")):
+        data, place, record = path.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            if 32768 - place % 32768 < 7:
+                place += 32768 - place % 32768
+                continue
+            length, kind = struct.unpack_from("<HB", data, place + 4)
+            record, place = record + data[place + 7 : place + 7 + length], place + 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                item = Record.FromString(record).history.item
+                found = {"/".join(x.nested_key) or x.key: json.loads(x.value_json) for x in item}
+                rows += [(found["step"], found)] if "step" in found else []
+                record = b""
+    return by_tag(rows)
+
+
+def by_tag(rows):
+    return {
+        tag: [(step, values[tag]) for step, values in rows if tag in values]
+        for tag in ("train/loss", "held_out/loss")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "read"),
+    [
+        ("tensorboard", "tensorboard", tensorboard_rows),
+        ("mlflow", "mlflow", mlflow_rows),
+        ("trackio", "trackio", trackio_rows),
+        ("wandb", "wandb", wandb_rows),
+    ],
+)
+def test_a_resumed_run_continues_its_curve(tmp_path, monkeypatch, name, package, read):
+    pytest.importorskip(package)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    if name == "trackio":  # it reads TRACKIO_DIR when it is imported
+        monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+    attempt(tmp_path, name, 1, 2)
+    time.sleep(1.1 if name == "wandb" else 0)  # the name of its folder has the second
+    attempt(tmp_path, name, 3, 4, start=2)
+    known = tmp_path / f"{name}.id"
+    own = known.read_text().strip() if known.exists() else None
+    assert read(tmp_path, own) == {
+        "train/loss": [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0)],
+        "held_out/loss": [(2, 2.0), (4, 4.0)],
+    }
+
+
+class Failing:
+    def __init__(self, _):
+        self.rows = 0
+
+    def log(self, step, _):
+        if step == 2:
+            raise OSError("no room")
+
+    def close(self):
+        raise AssertionError("it was left before")
+
+
+class Hanging:
+    def __init__(self, _):
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Failing, "OSError: no room"), (Hanging, "did not answer for 0.2 seconds")]
+)
+def test_a_tracker_that_fails_or_hangs_is_left_with_one_warning(tmp_path, monkeypatch, kind, why):
+    monkeypatch.setattr(trackers, "_PATIENCE", 0.2)
+    warnings, begin = [], time.monotonic()
+
+    def message(line, warning):
+        assert warning
+        warnings.append(line)
+
+    attempt(tmp_path, "wandb", 1, 3, make=kind, message=message)
+    assert warnings == [
+        f"run.loggers: wandb is left ({why}); training goes on, and metrics.jsonl has all steps"
+    ]
+    assert time.monotonic() - begin < 20
+
+
+def test_half_a_line_waits_for_its_end(tmp_path, monkeypatch):
+    seen = []
+
+    class Listing:
+        def __init__(self, _):
+            pass
+
+        def log(self, step, values):
+            seen.append((step, values))
+
+        def close(self):
+            seen.append("closed")
+
+    monkeypatch.setattr(trackers, "_POLL", 0.01)
+    file = (tmp_path / "metrics.jsonl").open("a", buffering=1)
+    file.write('{"step": 1, "loss": 2.5, "skipped": null, "ok": true}\n{"step": 2, "lo')
+    file.flush()
+    followed = followed_by("wandb", Listing, tmp_path)
+    deadline = time.monotonic() + 20
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert seen == [(1, {"train/loss": 2.5})]
+    file.write('ss": 2.25}\n')
+    file.close()
+    followed.close()
+    assert seen[1:] == [(2, {"train/loss": 2.25}), "closed"]
