@@ -156,6 +156,7 @@ def test_a_resumed_run_scores_no_step_twice(run):
     assert len(rows(run / "evaluation")) == 4 * 4
 
 
+@pytest.mark.slow
 def test_steps_that_are_trained_again_are_measured_again(run, tmp_path):
     (run / "checkpoints" / "step-4").rename(tmp_path / "gone")
     trained(1, run, "optim.lr=0.001", resume=True)

@@ -105,6 +105,7 @@ def test_a_checkpoint_holds_the_biases(tmp_path):
     same(first + second, expected)
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_keeps_the_biases(tmp_path):
     words = (*BIASED, "optim.offload=true")
     expected = gloo.run(1, steps, 1, 1, BIASED, 4, "")[0]
