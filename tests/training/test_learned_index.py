@@ -135,7 +135,7 @@ def test_imported_weights_hold_no_learned_index(tmp_path):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learned") / "run"
     words = ["seq=160", "train.steps=2", "topology.workers=1", f"run.dir={folder}", *LEARNED_INDEX]
-    words.append("model.num_layers=2")
+    words += [word for word in SMALL if word.startswith("model.")]
     with pytest.raises(typer.Exit) as end:
         train(words)
     assert end.value.exit_code == 0
@@ -168,7 +168,8 @@ def test_an_index_that_has_not_learned_chooses_nothing(tmp_path):
         train([
             "seq=160", "train.steps=3", "topology.workers=1", f"run.dir={folder}", *LEARNED_INDEX,
             "sparsity.dense_steps=2", "data.eval_sequences=1", "train.eval_every=1",
-            "train.checkpoint_every=1", "train.keep_checkpoints=3", "model.num_layers=1",
+            "train.checkpoint_every=1", "train.keep_checkpoints=3",
+            *(word for word in SMALL if word.startswith("model.")), "model.num_layers=1",
         ])  # fmt: skip
     attention = {row.step: row.attention for row in read_evaluations(folder)[0]}
     # After the second step, the next one is sparse, but nothing has learned yet.

@@ -255,6 +255,7 @@ def test_both_ends_keep_the_same_tied_embedding(tmp_path):
     np.testing.assert_array_equal(first, last)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_goes_in_and_out(tmp_path):
     """Steps from a folder's weights equal those of one worker, and so does the saved model."""
     words = ("model.tie_word_embeddings=false", "optim.lr=0.01")

@@ -227,8 +227,8 @@ def test_ten_clipped_steps_equal_those_of_one_worker(curve):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((2, 2, 1), (1, 1, 1), marks=pytest.mark.slow),
-        ((3, 1, 3), (4, 2, 1)),
+        ((2, 2, 1), (1, 1, 1)),
+        pytest.param((3, 1, 3), (4, 2, 1), marks=pytest.mark.slow),
         pytest.param((4, 4, 1), (4, 2, 2), marks=pytest.mark.slow),
         pytest.param((2, 1, 2), (2, 2, 1), marks=pytest.mark.slow),
     ],
@@ -286,6 +286,7 @@ def held_out(rank: int, world: int, tp: int, cp: int) -> list[tuple[int, float |
     return [(bucket.tokens, bucket.loss) for bucket in found.buckets]
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_by_context_equals_that_of_one_worker():
     expected = gloo.run(1, held_out, 1, 1)[0]
     assert sum(tokens > 0 for tokens, _ in expected) > 1
