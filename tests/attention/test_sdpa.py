@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention.dense_problems import SCALE, make_dense_problem
 from attention.mask_definitions import cells
+from slow_cases import mostly_slow
 
 import mtrain_cli.attention.sdpa as sdpa
 from mtrain_cli.attention.kernel import Saved
@@ -61,7 +62,7 @@ def test_rows_after_many_rows_without_keys_are_computed(monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "documents"), [(4, 4, 1), (4, 1, 1), (4, 2, 4)])
+@mostly_slow(("heads", "kv_heads", "documents"), [(4, 4, 1), (4, 1, 1), (4, 2, 4)], keep=(1,))
 def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_heads, documents):
     """Rounding a normal number to bfloat16 costs 1.7e-3 on average.
 

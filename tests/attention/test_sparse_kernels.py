@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from attention.sparse_problems import Problem, as_view_among_nan, make_problem
+from slow_cases import mostly_slow
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.index import BlockBitmap, StartBitmap
@@ -74,13 +75,13 @@ def test_triton_equals_the_oracle(kind, where, documents):
     check(TritonKernel(), make_problem(1, kind, documents=documents, where=where), 1e-5)
 
 
-@pytest.mark.parametrize("softcap", [0.7, 30.0])
-@pytest.mark.parametrize(
+@mostly_slow("softcap", [0.7, 30.0], keep=(0,))
+@mostly_slow(
     ("kind", "where"),
     [
         ("both", "striped"), ("both", "whole"), ("bitmap", "whole"), ("local bitmap", "striped"),
         ("gated", "whole"), ("starts", "whole"),
-    ],
+    ], keep=(0,2,5),
 )  # fmt: skip
 def test_capped_scores_equal_the_oracle(kind, where, softcap):
     p = make_problem(1, kind, documents=kind != "starts", where=where)
@@ -115,7 +116,7 @@ def test_triton_serves_sliding_windows(kind, where, documents, window):
     check(TritonKernel(), p, 1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 40])
+@mostly_slow("window", [0, 40], keep=(1,))
 def test_triton_serves_columns_and_diagonals_at_every_distance(window):
     """Columns fill several words of covered bits; a window cuts diagonals behind full blocks."""
     p = make_problem(1, "both", heads=2, kv_heads=1, documents=False, window=window)
@@ -168,7 +169,7 @@ def test_triton_computes_delta_if_none_is_given():
         torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "given"), [("both", True), ("bitmap", False)])
+@mostly_slow(("kind", "given"), [("both", True), ("bitmap", False)], keep=(1,))
 def test_triton_accepts_strided_heads(kind, given):
     p = make_problem(4, kind, seq=37)
     kernel = TritonKernel()
@@ -217,7 +218,7 @@ def test_the_blocks_result_reaches_the_columns_unrounded():
 
 
 @pytest.mark.parametrize("kind", ["both", "slashes", "bitmap"])
-@pytest.mark.parametrize("where", ["whole", "striped"])
+@mostly_slow("where", ["whole", "striped"], keep=(1,))
 def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, where):
     """The oracle stands in for FlashAttention-4 and computes only the listed blocks."""
     p = make_problem(5, kind, seq=61, documents=where == "striped", where=where)

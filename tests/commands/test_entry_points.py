@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
@@ -99,6 +100,7 @@ def test_a_package_that_fails_in_use_costs_a_line(tmp_path):
         assert line.endswith(problem)
 
 
+@pytest.mark.slow
 def test_the_first_package_keeps_a_name(tmp_path):
     install(
         tmp_path, "others", "1.0", **{"entry-points": {"mtrain.evaluations": {"lm-eval": "os:sep"}}}

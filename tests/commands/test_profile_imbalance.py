@@ -339,6 +339,7 @@ def test_attention_alone_needs_whole_layers(tmp_path):
     assert "topology.tensor_parallel=2" in result.stderr
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_are_profiled_and_replayed(tmp_path):
     """Four ranks: two stages of two. The replay counts the pairs of each stage's layers."""
     words = ["topology.workers=4 topology.pipeline_parallel=2 topology.exchange=ring --steps 1"]

@@ -12,6 +12,7 @@ from command import mtrain
 from commands.replay import replayed
 from commands.typed_line import split
 from masked_documents import masked_store
+from slow_cases import mostly_slow
 
 from mtrain_cli.records.index_file import load_indices
 from mtrain_cli.records.record_files import open_records
@@ -125,7 +126,7 @@ def test_a_dense_first_layer_is_recorded_and_predicted(tmp_path):
     assert json.loads(predicted.stdout)["cases"][0]["layer_kinds"] == facts["layer_kinds"]
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@mostly_slow("alone", [False, True], keep=(1,))
 def test_sparse_and_dense_layers_are_recorded_and_replayed(tmp_path, alone):
     words = ["--attention-only"] if alone else ["data.document_mask=false"]
     result = run(tmp_path, *SPARSE_KINDS, *words, "--steps 1 run.name=one")

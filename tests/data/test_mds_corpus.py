@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import mostly_slow
 from test_mds import PACKED, RAW, write_mds
 
 from mtrain_cli.config.schema import ConfigError
@@ -105,7 +106,7 @@ def test_filters_select_documents_and_count_the_rejected_ones(
     store.verify()
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@mostly_slow("tokenizer", ["bytes", "bpe"], keep=(0,))
 def test_an_interrupted_call_resumes_with_the_same_result(
     shards: Path, tmp_path: Path, bpe_file: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from slow_cases import mostly_slow
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import prepare
@@ -95,7 +96,7 @@ def test_documents_and_boundaries_match_the_source(source: Path, tmp_path: Path)
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
+@mostly_slow("tokenizer", ["bytes", "bpe", "file"], keep=(0,))
 @pytest.mark.usefixtures("small_batches")
 def test_the_result_does_not_depend_on_where_it_was_interrupted(
     source: Path, tmp_path: Path, bpe_file: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch

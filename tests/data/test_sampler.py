@@ -23,6 +23,7 @@ def test_epochs_and_seeds_give_different_orders() -> None:
     assert first != [other.sequence(number) for number in range(50)]
 
 
+@settings(deadline=None)  # other processes share the cores
 @given(size=st.integers(1, 60), numbers=st.lists(st.integers(0, 500), max_size=30))
 def test_a_sequence_depends_on_its_number_only(size: int, numbers: list[int]) -> None:
     """Neither earlier calls nor the progress of the run matter."""

@@ -122,9 +122,8 @@ def require_equal(run: Path, kind: str, step: int, out: Path) -> None:
 def test_samples_score_as_in_an_evaluation_of_the_checkpoint(tmp_path, world, words, degrees):
     run = tmp_path / "run"
     trained(world, run, *BOTH, *words, **degrees)
-    for kind in ("niah", "perplexity"):
-        for step in (2, 4):
-            require_equal(run, kind, step, tmp_path / f"{kind}-{step}")
+    for kind, step in (("niah", 2), ("perplexity", 4)):
+        require_equal(run, kind, step, tmp_path / f"{kind}-{step}")
     # Before the first step, learned scores have not learned yet.
     assert {r.step for r in read_results(run)} == ({2, 4} if words is LEARNED else {0, 2, 4})
     # Weights of other steps score otherwise, so the steps are not mixed up.
@@ -132,9 +131,10 @@ def test_samples_score_as_in_an_evaluation_of_the_checkpoint(tmp_path, world, wo
     assert first[2] != pytest.approx(first[4], rel=2e-4)
 
 
-def test_evaluating_does_not_change_the_training(tmp_path):
-    trained(2, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
-    trained(2, tmp_path / "tasks")
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_evaluating_does_not_change_the_training(tmp_path, world):
+    trained(world, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
+    trained(world, tmp_path / "tasks")
     plain, tasks = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("plain", "tasks")
@@ -156,6 +156,7 @@ def test_a_resumed_run_scores_no_step_twice(run):
     assert len(rows(run / "evaluation")) == 4 * 4
 
 
+@pytest.mark.slow
 def test_steps_that_are_trained_again_are_measured_again(run, tmp_path):
     (run / "checkpoints" / "step-4").rename(tmp_path / "gone")
     trained(1, run, "optim.lr=0.001", resume=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import gloo
 import pytest
 from inference.small_models import engine, tokens, write_run
+from slow_cases import mostly_slow
 from training.allocations import LiveBytes
 
 from mtrain_cli.inference.limits import AttentionNeed, MemoryNeed
@@ -38,7 +39,7 @@ def expected_and_needed(
     return need.bytes(prompt, NEW, together), live.peak
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("words", "prompt", "together", "most"),
     [
         ((), 1024, 1, 1.3),
@@ -54,6 +55,7 @@ def expected_and_needed(
             ("sparsity=moba", "sparsity.gate=block"), 4096, 1, 2.5, marks=pytest.mark.slow
         ),
     ],
+    keep=(0,),
 )
 def test_the_estimate_covers_the_tensors_of_generation(run, words, prompt, together, most):
     expected, needed = expected_and_needed(0, 1, str(run), words, prompt, together)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from inference.small_models import engine, source, tokens, write_hf, write_run
+from slow_cases import mostly_slow
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import Sample
@@ -120,7 +121,7 @@ def test_a_prefix_lm_reads_the_prompt_as_its_prefix(tmp_path, length):
     assert generate(found, [ids], Sampling(), NEW - 1) == [whole[length:]]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "words",
     [
         ("topology.layout=zigzag", "topology.exchange=ring"),
@@ -128,6 +129,7 @@ def test_a_prefix_lm_reads_the_prompt_as_its_prefix(tmp_path, length):
         (),
     ],
     ids=" ".join,
+    keep=(1,),
 )
 def test_workers_share_the_prompts_of_a_prefix_lm(tmp_path, words):
     write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=300")
@@ -186,7 +188,7 @@ def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layo
     assert (held[:, 0] == 0).sum() == world - 1
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "words",
     [
         ("topology.exchange=ring", "topology.layout=striped"),
@@ -199,6 +201,7 @@ def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layo
         ),
     ],
     ids=" ".join,
+    keep=(1, 2, 3),
 )
 def test_exchanges_and_patterns_on_two_workers(folder, words):
     pattern = tuple(word for word in words if word.startswith("sparsity"))
@@ -209,7 +212,7 @@ def test_exchanges_and_patterns_on_two_workers(folder, words):
         np.testing.assert_allclose(result["losses"], expected["losses"], atol=2e-5)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "words"),
     [
         (2, ()),
@@ -217,6 +220,7 @@ def test_exchanges_and_patterns_on_two_workers(folder, words):
         (4, ("topology.layout=zigzag", "topology.exchange=ring")),
         pytest.param(4, SPARSE, marks=pytest.mark.slow),
     ],
+    keep=(0, 2),
 )
 def test_tensor_groups_do_not_change_the_tokens(folder, alone, world, words):
     """Two workers share each layer. With four, two such groups share the prompts."""

@@ -8,6 +8,7 @@ import torch
 from attention.dense_problems import SCALE, make_dense_problem
 from attention.sparse_problems import as_view_among_nan
 from mtrain_cli.kernels.triton import spans
+from slow_cases import mostly_slow
 
 import mtrain_cli.attention.triton_kernel as triton_kernel
 from mtrain_cli.attention.kernel import Saved
@@ -87,14 +88,14 @@ def test_named_masks_equal_the_oracle(kind, documents, striped):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("slices", [0, 8])
-@pytest.mark.parametrize("seed", range(3))
+@mostly_slow("seed", range(3), keep=(0,))
 def test_sequences_with_different_masks_equal_the_oracle(heads, kv_heads, slices, seed):
     spans_, *tensors = make_dense_problem(seed, heads, kv_heads, torch.float32, slices=slices)
     check(Tiles.make(spans_), *tensors)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("softcap", [0.7, 50.0])
+@mostly_slow(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)], keep=(1,))
+@mostly_slow("softcap", [0.7, 50.0], keep=(0,))
 def test_capped_scores_equal_the_oracle(heads, kv_heads, softcap):
     spans_, *tensors = make_dense_problem(0, heads, kv_heads, torch.float32, slices=8)
     check(Tiles.make(spans_), *tensors, softcap)

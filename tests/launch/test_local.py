@@ -19,6 +19,7 @@ import pytest
 import torch
 import warm
 from rich.console import Console
+from slow_cases import mostly_slow
 
 import mtrain_cli
 from mtrain_cli.composition import compose
@@ -367,7 +368,7 @@ def test_a_request_that_comes_during_the_last_step_is_a_success(run):
     assert launched(run, "finishes_when_asked") == 0
 
 
-@pytest.mark.parametrize("lost", ["terminal", "reader"])
+@mostly_slow("lost", ["terminal", "reader"], keep=(0,))
 def test_a_run_saves_even_if_its_terminal_or_reader_is_gone(run, lost):
     ours, theirs = os.openpty() if lost == "terminal" else os.pipe()
     command = [

@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from library.test_transformers_models import COMMON, SEQ, assert_equal, gradients  # noqa: E402
+from slow_cases import mostly_slow  # noqa: E402
 
 from mtrain_cli import api  # noqa: E402
 
@@ -77,8 +78,8 @@ def without_key_bias(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     return {name: of for name, of in gradients.items() if not name.endswith("key.bias")}
 
 
-@pytest.mark.parametrize(
-    ("family", "given"), [("llama", "full"), ("llama", "slices"), ("bert", "slices")]
+@mostly_slow(
+    ("family", "given"), [("llama", "full"), ("llama", "slices"), ("bert", "slices")], keep=(0,)
 )
 def test_a_model_without_causality_trains_under_a_mask_that_shows_later_tokens(family, given):
     model, (ids, labels) = bidirectional(family, "eager"), tokens()

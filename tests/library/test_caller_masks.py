@@ -21,6 +21,7 @@ from library.test_context_parallel import (
     seen_by_documents,
     whole_tensors,
 )
+from slow_cases import mostly_slow
 
 from mtrain_cli import api
 from mtrain_cli.attention.mask import IntArray, SequenceMask
@@ -93,7 +94,7 @@ def several_masks(_rank: int, world: int) -> list[dict[str, Results]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@mostly_slow("world", [1, 2, 3], keep=(1,))
 def test_layers_of_a_batch_have_masks_by_name(world):
     causal = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()[None, None]
     seen = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from slow_cases import mostly_slow
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -125,12 +126,12 @@ def in_all_ways(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "sparsity", "mask"),
     [
         *((world, sparsity, "causal") for world in (2, 3) for sparsity in SETTINGS),
         (2, "vertical_slash", "chunked"), (3, "block_topk", "chunked"),
-    ],
+    ], keep=(0,1,5,6),
 )  # fmt: skip
 def test_processes_compute_what_one_does_and_the_definition_says(world, sparsity, mask):
     expected = results(made(sparsity, *MASKS[mask], mask=mask).batch(DOCUMENTS))
@@ -213,7 +214,7 @@ def with_sinks(_rank: int, world: int, sparsity: str) -> list[list[torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@mostly_slow("world", [3, 4], keep=(0,))
 @pytest.mark.parametrize("sparsity", list(SETTINGS))
 def test_sinks_take_a_share_of_the_softmax(world, sparsity):
     softcap = 2.0 if world == 3 else None
@@ -435,7 +436,7 @@ def checkpointed(
     return calls, [batch.gather(x.grad), sinks.grad]
 
 
-@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
+@mostly_slow("sparsity", ["dense", "vertical_slash"], keep=(1,))
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "ulysses"])
 def test_checkpointing_keeps_the_output_of_attention(exchange, sparsity):
     results = {

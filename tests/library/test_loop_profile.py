@@ -14,6 +14,7 @@ import pytest
 import torch
 from command import mtrain
 from commands.replay import replayed
+from slow_cases import mostly_slow
 from torch.distributed.device_mesh import init_device_mesh
 
 from mtrain_cli import api
@@ -211,13 +212,14 @@ def two_sequences(_rank: int, _world: int, folder: str, sparsity: str, way: dict
         batch.attention(batch.attention(x, x, x, 0), x, x, 1).sum().backward()
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("sparsity", "layout", "exchange"),
     [
         ("vertical_slash", "contiguous", "ulysses"),
         ("vertical_slash", "balanced", "ring"),
         ("block_topk", "zigzag", "all_gather"),
     ],
+    keep=(0,),
 )
 def test_a_prediction_counts_the_same_work(tmp_path, sparsity, layout, exchange):
     folder = tmp_path / "measurements/one"

@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
 
+from slow_cases import mostly_slow  # noqa: E402
+
 from mtrain_cli import api  # noqa: E402
 from mtrain_cli.library.context_parallel import ContextParallel  # noqa: E402
 from mtrain_cli.library.settings import Processes, compose_settings  # noqa: E402
@@ -145,7 +147,7 @@ def assert_equal(found, expected, tolerance: float = 3e-6) -> None:
         assert error <= tolerance * other[name].abs().max(), name
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@mostly_slow("family", list(FAMILIES), keep=(0, 1, 2))
 def test_two_processes_train_what_one_does_with_eager_attention(family):
     expected = expected_of(family)
     for found in gloo.run(2, trained, family, (), {"layout": "balanced", "exchange": "group_cast"}):

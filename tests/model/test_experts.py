@@ -97,6 +97,10 @@ def test_the_bias_follows_the_loads():
     torch.testing.assert_close(module.selection_bias, torch.tensor([-0.01, 0.01, 0, 0, 0.01, 0.01]))
 
 
+# Clocks of the cores of a virtual machine differ by microseconds; a pass takes ten milliseconds.
+CLOCK = 1e-3
+
+
 class _Slow(torch.autograd.Function):
     """Doubles its argument, and notes when each pass begins and ends."""
 
@@ -141,11 +145,11 @@ def test_spans_cover_each_pass_and_not_the_second_forward_pass(again):
     assert {(span.kind, span.layer, span.step) for span in spans.values()} == {("experts", 3, -1)}
     for direction, (begin, end) in zip(spans, _Slow.passes, strict=True):
         span = spans[direction]
-        assert span.start <= begin
-        assert end <= span.start + span.seconds
+        assert span.start <= begin + CLOCK
+        assert end <= span.start + span.seconds + CLOCK
     ordered = list(spans.values())
     for span, following in pairwise(ordered):
-        assert span.start + span.seconds <= following.start, "spans of passes are apart"
+        assert span.start + span.seconds <= following.start + CLOCK, "spans of passes are apart"
 
 
 def test_nothing_is_recorded_without_a_recorder_or_while_it_is_stopped():

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from slow_cases import mostly_slow
 from torch import Tensor
 from torch.nn import functional
 
@@ -62,7 +63,7 @@ def test_loss_and_both_gradients_equal_plain_cross_entropy_for_any_chunk(chunk_r
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@mostly_slow("recompute", [False, True], keep=(0,))
 @pytest.mark.parametrize("z_loss", [pytest.param(0.0, marks=pytest.mark.slow), 0.07])
 def test_gradcheck_in_float64(recompute, z_loss):
     x, weight, labels = problem(torch.float64)

@@ -226,6 +226,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "fused"), KINDS)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_in_lower_precision_only_ties_differ(world, dtype, fused):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import mtrain
 from commands.replay import replayed
+from slow_cases import mostly_slow
 
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import load_indices
@@ -138,7 +139,7 @@ def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
     assert recorded.summary["cases"][1]["density"] > 1.5 * recorded.summary["cases"][0]["density"]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@mostly_slow("stages", [1, 2], keep=(1,))
 def test_dense_layers_of_a_sparse_model_are_recorded_by_kind(tmp_path, stages):
     """With two stages, one has the sparse layer and the other the dense one."""
     words = ["sparsity.dense_layers=1", "data.document_mask=false", "train.steps=2"]

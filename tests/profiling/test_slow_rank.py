@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel.ways import make_attention
+from slow_cases import mostly_slow
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -75,7 +76,7 @@ def analysed(folder, slow: int | None, exchange: str = "ring") -> CaseAnalysis:
     return case
 
 
-@pytest.mark.parametrize("exchange", ["ring", "hierarchical_ring"])
+@mostly_slow("exchange", ["ring", "hierarchical_ring"], keep=(0,))
 def test_a_straggler_is_the_first_cause(tmp_path, exchange):
     case = analysed(tmp_path, SLOW, exchange)
     first = case.causes[0]

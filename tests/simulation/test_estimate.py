@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from slow_cases import mostly_slow
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import train
@@ -40,7 +41,7 @@ def simulated(*words: str) -> dict:
     return json.loads(mtrain("simulate", *words, "--no-files", "--json"))
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "more",
     [
         [],
@@ -57,6 +58,7 @@ def simulated(*words: str) -> dict:
         ["model=qwen3_30b_a3b", "seq=32k", "topology.expert_parallel=auto", SPARSE],
     ],
     ids=" ".join,
+    keep=(0, 1, 2, 3, 5, 6),
 )
 def test_a_plan_shows_the_time_and_the_density_that_simulate_predicts(more):
     words = [*ON_H200, *more]

@@ -12,6 +12,7 @@ from attention.dense_problems import random_slices
 from attention.sparse_problems import gated_index, start_index
 from parallel.ways import Way
 from simulation.counting import count_work
+from slow_cases import mostly_slow
 
 from mtrain_cli.attention.index import BlockBitmap, Index, StartBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
@@ -270,12 +271,12 @@ def options(way: Way, layout: Layout) -> Schedule:
     return exchange_of(way, layout, 0).schedule
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "kind",
     [
         "vertical_slash", "bitmap",
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("starts", "gated")),
-    ],
+    ], keep=(0,),
 )  # fmt: skip
 def test_totals_equal_those_of_the_index_in_every_layout(kind):
     """All are padded to one length, so that they share one index."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from mission.planted import DIM, Head, make_head
+from slow_cases import mostly_slow
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.block_topk import BlockTopkPattern
@@ -52,8 +52,8 @@ def kept(head: Head, pairs: torch.Tensor, block: int, **settings: float) -> tupl
     return float(torch.cat(hits).float().mean()), density
 
 
-@pytest.mark.parametrize(("needles", "length", "asked"), [(96, 1, 3), (28, 6, 4), (60, 16, 3)])
-@pytest.mark.parametrize("block", [32, 64])
+@mostly_slow(("needles", "length", "asked"), [(96, 1, 3), (28, 6, 4), (60, 16, 3)], keep=(0, 1))
+@mostly_slow("block", [32, 64], keep=(1,))
 def test_exact_scores_keep_what_planted_queries_look_for(needles, length, asked, block):
     head = planted(needles, length, asked, seed=needles)
     pairs = pairs_above_half(head)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import gloo
 import pytest
 import torch
+from slow_cases import mostly_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain_cli.composition.compose import compose
@@ -69,7 +70,7 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
     return received, plan.micro_batches * (forward + backward) * message, calls
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "cp", "overrides", "messages"),
     [
         (2, 1, ("train.activation_checkpoint=none",), 10),
@@ -81,6 +82,7 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
         (2, 1, (*EXPERTS, "train.activation_checkpoint=none"), 4),
         (2, 1, (*EXPERTS, "train.activation_checkpoint=full", DENSE_FIRST), (6 + 6 + 11) / 3),
     ],
+    keep=(0, 3),
 )
 def test_a_worker_receives_the_bytes_of_the_formula(world, cp, overrides, messages):
     """messages: number of messages of a layer in one tile; None with several tiles."""

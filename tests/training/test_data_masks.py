@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from masked_documents import prepared, question_record, write_jsonl
+from slow_cases import mostly_slow
 from training.masked_runs import SMALL, Trained, changes_of_losses, trained
 
 from mtrain_cli.composition.compose import compose
@@ -56,7 +57,7 @@ def alone(store) -> Trained:
     return run
 
 
-@pytest.mark.parametrize("way", WAYS)
+@mostly_slow("way", WAYS, keep=(0, 1))
 def test_two_workers_train_like_one(way, store, alone):
     for run in gloo.run(2, trained, [*MASKED, f"data.path={store}", *WAYS[way]], STEPS):
         assert run.losses == pytest.approx(alone.losses, abs=2e-5)

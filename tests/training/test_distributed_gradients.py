@@ -8,6 +8,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from slow_cases import mostly_slow
 from torch import nn
 
 from mtrain_cli.attention.mask import SequenceMask
@@ -160,7 +161,7 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
     return result
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@mostly_slow("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)], keep=(1,))
 def test_loss_and_gradients_equal_those_of_one_process(world):
     for rank, differences in enumerate(gloo.run(world, cells, HEADS)):
         assert len(differences) == len(HEADS) * 2 * len(LAYOUTS) * len(EXCHANGES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from slow_cases import mostly_slow
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import test_pipeline as pipelines
 from training.test_router_batches import BIASED, MOE, SHARED, SIGMOID, exchange, same
@@ -38,7 +39,7 @@ def dealt(degree: int, *more: str) -> tuple[str, ...]:
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("tp", "cp", "dp", "model", "run"),
     [
         (1, 2, 1, MOE, dealt(2, exchange("ring"), NONE)),
@@ -55,6 +56,7 @@ slow = pytest.mark.slow
         pytest.param(2, 2, 2, (*MOE, "train.global_batch=4"), dealt(8), marks=slow),
         pytest.param(1, 8, 1, (*SHARED, "topology.block_size=16"), dealt(4), marks=slow),
     ],
+    keep=(0, 2, 3, 4, 6),
 )
 def test_loss_and_gradients_equal_those_of_one_worker(tp, cp, dp, model, run):
     found = differences(tp * cp * dp, tp, cp, model, run)
@@ -137,13 +139,14 @@ def received(rank: int, world: int, words: tuple[str, ...]) -> tuple[list[int], 
     return [counted.rows, counted.weights], expected
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "run"),
     [
         (2, (NONE,)),
         (4, (FULL, "topology.expert_chunks=3")),
         (4, ("train.shard=optimizer", "train.micro_batch=1")),
     ],
+    keep=(0,),
 )
 def test_a_step_receives_the_bytes_of_the_formula(world, run):
     """The formula assumes balance, so each token chooses all experts."""
@@ -247,6 +250,7 @@ def test_a_hugging_face_folder_goes_in_and_out(tmp_path):
         assert not torch.equal(saved[0][name], weight), f"{name} did not change"
 
 
+@pytest.mark.slow
 def test_resuming_on_the_same_mesh_is_bitwise_the_uninterrupted_run(tmp_path):
     words = (*MOE, *dealt(2))
     whole = gloo.run(2, trained, 2, 1, words, 3, None)

@@ -2,10 +2,11 @@
 
 import allocations
 import pytest
+from slow_cases import mostly_slow
 from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_checkpointing
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "words",
     [
         ["none"],
@@ -25,6 +26,7 @@ from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_
         ["none", "train.keep_mlp=true"],
         ["full", OFFLOADED, "train.keep_mlp=true"],
     ],
+    keep=(2, 3, 6, 8, 10, 12, 13),
 )
 def test_a_layer_keeps_exactly_the_estimated_bytes(words):
     overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *words[1:])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from data.test_mds import write_mds
 from masked_documents import prepared, without_checksums, write_jsonl
+from slow_cases import mostly_slow
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
@@ -256,13 +257,14 @@ def test_a_worker_without_data_ends_all_workers_after_the_save_in_progress(tmp_p
     assert others == [(PeerLostError.__name__, "rank 1 has no data for step 3", True)] * 2
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("words", "counted"),
     [
         (["mask=block_causal", "mask.block=32"], 2 * 3),
         (["mask=prefix_lm", "mask.prefix=65"], 2 * 32),
         ([], 2 * 96),
     ],
+    keep=(0, 1),
 )
 def test_targets_are_counted_apart_from_tokens(tmp_path, words, counted):
     one = ["data.document_mask=false", "train.global_batch=2", "train.steps=1"]

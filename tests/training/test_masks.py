@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gloo
 import pytest
+from slow_cases import mostly_slow
 from training.masked_runs import SMALL, changes_of_losses, trained
 
 from mtrain_cli.composition.compose import compose
@@ -56,7 +57,7 @@ def causal() -> list[float]:
     return run.losses
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "name",
     [
         "window",
@@ -70,6 +71,7 @@ def causal() -> list[float]:
         "dilated",
         "chunks",
     ],
+    keep=(0, 1),
 )
 def test_two_workers_train_like_one(name, causal):
     (alone,) = gloo.run(1, trained, words(name), STEPS)
@@ -80,7 +82,9 @@ def test_two_workers_train_like_one(name, causal):
     assert abs(causal[0] - alone.losses[0]) > 1e-6, "the mask has an effect"
 
 
-@pytest.mark.parametrize("name", ["prefix", "blocks", "block window", "chunks", "video", "dilated"])
+@mostly_slow(
+    "name", ["prefix", "blocks", "block window", "chunks", "video", "dilated"], keep=(0, 1, 3)
+)
 def test_no_loss_depends_on_its_label_in_the_input(name):
     ((counted, shown),) = gloo.run(1, changes_of_losses, words(name))
     assert len(counted) > 1

@@ -8,6 +8,7 @@ import allocations
 import gloo
 import pytest
 import torch
+from slow_cases import mostly_slow
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
@@ -157,7 +158,7 @@ def ratios(world, cases, peaks=allocations.step_peaks):
     return [estimate / peak for peak, (_, estimate) in zip(largest, by_rank[0], strict=True)]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "cases", "error"),
     [
         pytest.param(2, [*TWO_WORKERS[::4], *MIXED_LAYERS[::3]], 0.03, id="two workers"),
@@ -172,6 +173,7 @@ def ratios(world, cases, peaks=allocations.step_peaks):
         pytest.param(2, EXPERTS_OF_TWO, 0.05, marks=pytest.mark.slow, id="all dealt experts"),
         pytest.param(1, EXPERTS_ALONE, 0.05, marks=pytest.mark.slow, id="all experts alone"),
     ],
+    keep=(1, 3),
 )
 def test_the_estimate_equals_the_live_bytes_of_a_step(world, cases, error):
     result = ratios(world, cases)

@@ -26,6 +26,7 @@ def check(of_ranks: list[list[dict]]) -> None:
         assert kind != "sequence_selective" or 0.05 < expected < 0.9
 
 
+@pytest.mark.slow
 def test_one_worker():
     check(gloo.run(1, outcomes, list(OPTIONS), WAYS[1]))
 

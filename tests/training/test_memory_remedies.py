@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from slow_cases import mostly_slow
 from test_planning import planned
 
 from mtrain_cli.composition.compose import compose
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(("memory", "gib"), [("manual", 26), ("auto", 16)])
+@mostly_slow(("memory", "gib"), [("manual", 26), ("auto", 16)], keep=(0,))
 def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, gib):
     words = [f"train.memory={memory}", f"topology.gpu_memory_gib={gib}"]
     chosen_plan = planned(*words)

@@ -7,6 +7,7 @@ import copy
 import gloo
 import pytest
 import torch
+from slow_cases import mostly_slow
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
@@ -60,7 +61,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@mostly_slow("offload", [False, True], keep=(1,))
 def test_weights_and_states_equal_pytorchs_bitwise(offload):
     for results in gloo.run(2, compare_with_pytorch, offload):
         assert all(results.values()), results

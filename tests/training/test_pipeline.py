@@ -9,6 +9,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from slow_cases import mostly_slow
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig
@@ -124,7 +125,7 @@ GPIPE, VIRTUAL = "topology.schedule=gpipe", "topology.virtual_stages=2"
 NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=full"
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "degrees", "model", "run"),
     [
         (2, (2, 1, 1), UNTIED, ()),
@@ -147,6 +148,7 @@ NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=fu
         pytest.param(2, (2, 1, 1), (), ("train.compile=true",), marks=pytest.mark.slow),
         (2, (2, 1, 1), (*UNTIED, "train.dtype=bfloat16"), (VIRTUAL,)),
     ],
+    keep=(1, 2, 3, 4, 5, 6, 10, 15, 16),
 )
 def test_loss_and_gradients_equal_those_of_one_worker(world, degrees, model, run):
     found = differences(world, degrees, model, run)
@@ -183,13 +185,14 @@ def curve() -> list[tuple[float, float]]:
     return gloo.run(1, steps, ALONE, CLIPPED, 10)[0]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "degrees", "run"),
     [
         (2, (2, 1, 1), ()),
         pytest.param(4, (2, 1, 2), (VIRTUAL, "train.shard=gradients"), marks=pytest.mark.slow),
         (4, (2, 2, 1), (GPIPE,)),
     ],
+    keep=(0,),
 )
 def test_ten_clipped_steps_equal_those_of_one_worker(curve, world, degrees, run):
     assert all(norm > 0.5 for _, norm in curve), "clipping must change every step"
@@ -214,6 +217,7 @@ def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path, curve, before, af
     np.testing.assert_allclose(found, curve, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_resuming_on_the_same_mesh_is_bitwise_the_uninterrupted_run(tmp_path):
     run: tuple[Any, ...] = ((2, 1, 1), (VIRTUAL,))
     whole_run = gloo.run(2, steps, *run, 4)
@@ -251,6 +255,7 @@ def test_both_ends_keep_the_same_tied_embedding(tmp_path):
     np.testing.assert_array_equal(first, last)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_goes_in_and_out(tmp_path):
     """Steps from a folder's weights equal those of one worker, and so does the saved model."""
     words = ("model.tie_word_embeddings=false", "optim.lr=0.01")
@@ -317,9 +322,10 @@ def test_metrics_of_a_sparse_step_equal_those_of_one_worker():
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("words", "dense", "stage_layers"),
     [(DENSE_END, (2, 3), "[2,2]"), (DENSE_LIST, (0, 3), "[1,3]")],
+    keep=(1,),
 )
 def test_a_stage_of_only_dense_layers_reports_the_metrics_of_all(words, dense, stage_layers):
     expected = gloo.run(1, sparse_metrics, ALONE, words)[0]

@@ -10,6 +10,7 @@ import gloo
 import pytest
 import torch
 from rich.console import Console
+from slow_cases import mostly_slow
 from test_trainer import make
 from training.test_run_plan import dry_run
 
@@ -154,6 +155,7 @@ def test_host_memory_may_be_set():
         require_fit(planned(*words, "topology.host_memory_gib=140"))
 
 
+@pytest.mark.slow
 def test_the_output_shows_the_choice_and_the_longest_sequence():
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(dry_run(compose([*RUN, "train.memory=auto", "topology.gpu_memory_gib=50"])))
@@ -187,9 +189,10 @@ def decided(rank: int, world: int, *words: str) -> tuple[dict[str, object], floa
     return keys.values(trainer.config), trainer.train_step(False).loss
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("words", "degree"),
     [((), 1), (("model=tiny_moe", "topology.expert_parallel=auto", "model.moe.experts=64"), 2)],
+    keep=(1,),
 )
 def test_all_ranks_of_a_run_decide_alike_and_train(words, degree):
     (first, loss), (second, same) = gloo.run(2, decided, *words)
@@ -342,7 +345,7 @@ def test_products_are_kept_if_that_saves_time_and_there_is_room(words, kept):
     assert (chosen_plan and chosen_plan.config.train.keep_mlp) is kept
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "words",
     [
         [],
@@ -352,6 +355,7 @@ def test_products_are_kept_if_that_saves_time_and_there_is_room(words, kept):
         ["train.activation_checkpoint=sequence_selective", "train.loss_chunk_mib=512"],
     ],
     ids=str,
+    keep=(3,),
 )
 def test_a_least_variant_needs_no_more_memory_than_the_others(words):
     """So a search for anything that fits may leave the others out."""
@@ -420,7 +424,7 @@ def setting_of(*words: str) -> planning.MemorySetting:
     return found.chosen
 
 
-@pytest.mark.parametrize(("seq", "degree"), [("8k", 8), ("1m", 1)])
+@mostly_slow(("seq", "degree"), [("8k", 8), ("1m", 1)], keep=(0,))
 def test_degree_and_memory_setting_are_chosen_together(seq, degree):
     plan = make_plan(compose([*EXPERTS, f"seq={seq}", DEALT]))
     assert plan.search is not None

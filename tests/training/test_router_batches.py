@@ -9,6 +9,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from slow_cases import mostly_slow
 from training.test_tensor_parallel_training import differences, make
 
 from mtrain_cli.training.checkpointer import Checkpointer
@@ -32,7 +33,7 @@ def exchange(name: str) -> str:
     return f"topology.exchange={name}"
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("tp", "cp", "dp", "model", "run"),
     [
         (1, 2, 1, MOE, (exchange("ring"), "train.activation_checkpoint=none")),
@@ -51,6 +52,7 @@ def exchange(name: str) -> str:
         (1, 2, 1, SLASHES, (exchange("ring"), "train.activation_checkpoint=sequence_selective")),
         (1, 2, 1, SHARED, (exchange("ring"), "train.offload_activations=true")),
     ],
+    keep=(0, 1, 2, 3, 5, 7),
 )
 def test_loss_and_gradients_equal_those_of_one_worker(tp, cp, dp, model, run):
     found = differences(tp * cp * dp, tp, cp, model, run)
@@ -105,6 +107,7 @@ def test_a_checkpoint_holds_the_biases(tmp_path):
     same(first + second, expected)
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_keeps_the_biases(tmp_path):
     words = (*BIASED, "optim.offload=true")
     expected = gloo.run(1, steps, 1, 1, BIASED, 4, "")[0]

@@ -6,6 +6,7 @@ from functools import cache
 
 import gloo
 import pytest
+from slow_cases import mostly_slow
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
@@ -81,7 +82,7 @@ def test_metrics_show_the_density_of_the_index():
         assert step["index_cut"] is None
 
 
-@pytest.mark.parametrize("row_cap", [1, 100])
+@mostly_slow("row_cap", [1, 100], keep=(0,))
 def test_metrics_show_what_a_cap_cuts_whatever_the_number_of_workers(row_cap):
     words = [
         "sparsity=block_topk", "sparsity.score=exact", "sparsity.block=16", "sparsity.density=0.7",
@@ -93,7 +94,7 @@ def test_metrics_show_what_a_cap_cuts_whatever_the_number_of_workers(row_cap):
     assert [results[0]["index_cut"] for results in shared[0]] == [cut] * 2
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2])
+@mostly_slow("micro_batch", [1, 2], keep=(1,))
 def test_metrics_count_slashes_and_columns_per_head(micro_batch):
     lines = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=8", "sparsity.density=0"]
     (results,) = gloo.run(1, steps, [*lines, "seq=208", f"train.micro_batch={micro_batch}"], 2)
@@ -166,6 +167,7 @@ def test_the_first_steps_may_be_dense():
     assert results[0]["density"] > 0.9 > results[1]["density"]
 
 
+@pytest.mark.slow
 def test_the_last_layers_may_be_dense():
     words = [*VERTICAL_SLASH, "sparsity.dense_layers=1"]
     (alone,) = gloo.run(1, steps, words, 2)
@@ -182,7 +184,7 @@ def test_the_last_layers_may_be_dense():
                 assert a[name] == pytest.approx(b[name], rel=1e-5), name
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@mostly_slow("checkpoint", ["none", "full"], keep=(1,))
 def test_recomputation_does_not_change_the_losses(checkpoint):
     (results,) = gloo.run(
         1, steps, [*VERTICAL_SLASH, f"train.activation_checkpoint={checkpoint}"], 2
@@ -193,6 +195,7 @@ def test_recomputation_does_not_change_the_losses(checkpoint):
         assert a["density_by_layer"] == b["density_by_layer"]
 
 
+@pytest.mark.slow
 def test_replicas_report_the_mean_of_all_sequences():
     (alone,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
     for results in gloo.run(2, steps, VERTICAL_SLASH, 2):
@@ -201,13 +204,14 @@ def test_replicas_report_the_mean_of_all_sequences():
                 assert a[name] == pytest.approx(b[name], rel=1e-5), name
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "pattern",
     [
         ["sparsity=moba", "sparsity.chunk=32", "sparsity.top_k=2"],
         ["sparsity=xattention", "sparsity.stride=4", "sparsity.threshold=0.5"],
         ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=8", "sparsity.density=0"],
     ],
+    keep=(0, 1),
 )
 def test_every_pattern_trains(pattern):
     (results,) = gloo.run(
@@ -250,7 +254,7 @@ def alone(pattern: str) -> list[dict]:
     return results
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "pattern", "way"),
     [
         (2, "vertical_slash", "ring"),
@@ -265,6 +269,7 @@ def alone(pattern: str) -> list[dict]:
         pytest.param(2, "moba", "ring", marks=pytest.mark.slow),
         pytest.param(4, "xattention", "nodes", marks=pytest.mark.slow),
     ],
+    keep=(1,),
 )
 def test_workers_that_share_a_sequence_train_like_one(world, pattern, way):
     expected = alone(pattern)
@@ -282,7 +287,7 @@ def test_workers_that_share_a_sequence_train_like_one(world, pattern, way):
 FIXED = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=12"]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "cp", "words"),
     [
         (1, 1, ["train.micro_batch=2"]),
@@ -292,6 +297,7 @@ FIXED = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=12"]
         pytest.param(3, 3, ["topology.layout=contiguous"], marks=pytest.mark.slow),
         pytest.param(2, 2, ["topology.layout=striped"], marks=pytest.mark.slow),
     ],
+    keep=(0, 2),
 )
 def test_a_fixed_index_does_not_depend_on_workers_layout_or_micro_batches(world, cp, words):
     """Each of them pads 200 tokens to a different length."""

@@ -13,6 +13,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from slow_cases import mostly_slow
 from torch.distributed.tensor import DTensor
 
 from mtrain_cli.attention.index import VerticalSlash
@@ -88,7 +89,7 @@ def test_the_loss_falls_and_the_gradient_is_not_zero(alone):
     assert all(norm > 0.1 for _, norm in alone)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("world", "cp", "overrides"),
     [
         (1, 1, ("train.micro_batch=4",)),
@@ -105,6 +106,7 @@ def test_the_loss_falls_and_the_gradient_is_not_zero(alone):
         ),
         (3, 3, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
     ],
+    keep=(1, 4),
 )
 def test_a_step_does_not_depend_on_how_it_is_split(alone, world, cp, overrides):
     for rank, got in enumerate(gloo.run(world, steps, cp, overrides, 4)):
@@ -360,7 +362,7 @@ def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
     return trainer.train_step(False).grad_norm, given[0]
 
 
-@pytest.mark.parametrize("clip", [0.01, 1e6])
+@mostly_slow("clip", [0.01, 1e6], keep=(0,))
 def test_gradients_are_clipped_by_their_norm_over_all_workers(clip):
     results = gloo.run(2, clipped, clip)
     (norm,) = {norm for norm, _ in results}

@@ -16,6 +16,8 @@ from torch.nn import functional
 
 transformers = pytest.importorskip("transformers")
 
+from slow_cases import mostly_slow  # noqa: E402
+
 from mtrain_cli.composition.compose import compose  # noqa: E402
 from mtrain_cli.config import resolved_file  # noqa: E402
 from mtrain_cli.config.schema import Config, ConfigError  # noqa: E402
@@ -93,7 +95,7 @@ def created(*words: str) -> Config:
     return resolved_file.load(run.resolved)
 
 
-@pytest.mark.parametrize("words", [[], SPARSE, ["train.shard=gradients", "data.bos=true"]])
+@mostly_slow("words", [[], SPARSE, ["train.shard=gradients", "data.bos=true"]], keep=(1,))
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_trains_as_in_the_own_decoder(tmp_path, words, tied):
     folder = folder_of(tmp_path / "hf", tie_word_embeddings=tied)
@@ -113,7 +115,7 @@ def token_losses(rank: int, world: int, config: Config) -> tuple[torch.Tensor, t
     return batch.tokens, losses
 
 
-@pytest.mark.parametrize("words", [[], ["topology.exchange=ulysses", "topology.layout=contiguous"]])
+@mostly_slow("words", [[], ["topology.exchange=ulysses", "topology.layout=contiguous"]], keep=(1,))
 def test_sinks_train_with_kept_outputs_and_shared_heads(tmp_path, words):
     folder = folder_of(tmp_path / "hf", "gpt_oss")
     alone = gloo.run(1, steps, compose(words_of(folder, FULL, "topology.workers=1")), 3)[0]
@@ -121,7 +123,7 @@ def test_sinks_train_with_kept_outputs_and_shared_heads(tmp_path, words):
     torch.testing.assert_close(shared, alone, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+@mostly_slow("family", ["gpt_oss", "gemma3_text"], keep=(0,))
 def test_a_run_resumes_exports_and_equals_transformers(tmp_path, family):
     folder = folder_of(tmp_path / "hf", family)
     common = FULL, "data.document_mask=false"
@@ -214,7 +216,7 @@ def refusal(rank: int, world: int, config: Config) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("family", "words", "line"),
     [
         (
@@ -225,6 +227,7 @@ def refusal(rank: int, world: int, config: Config) -> tuple[str, ...]:
         ("gemma3_text", ["mask=causal"], "mask.kind=causal: layer 0 has the window 30"),
         ("granite", [], "a bias, scale or cap of the logits is not supported"),
     ],
+    keep=(0,),
 )
 def test_a_model_that_would_be_wrong_is_refused_before_the_first_step(
     tmp_path, family, words, line
