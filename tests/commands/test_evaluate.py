@@ -104,6 +104,7 @@ def test_perplexity_and_needles_share_a_folder_that_report_shows():
     assert "perplexity" in Path("page/tables/evaluations.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_evaluation_with_a_short_context_has_nothing_to_compute():
     words = ("perplexity", "run", "--text", "text.txt", "--length", "256", "--short", "64")
     both = ("--samples", "1", "--attention", "dense,vertical_slash", "sparsity.block=16")

@@ -14,6 +14,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_blocks_run_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     # Otherwise `auto` takes Triton's interpreter for a kernel.

@@ -105,7 +105,7 @@ def require_equal(run: Path, kind: str, step: int, out: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "words", "degrees"),
     [
-        (1, SPARSE, {}),
+        pytest.param(1, SPARSE, {}, marks=pytest.mark.slow),
         pytest.param(2, [], {}, marks=pytest.mark.slow),
         pytest.param(1, LEARNED, {}, marks=pytest.mark.slow),
         pytest.param(

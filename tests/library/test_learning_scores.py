@@ -96,7 +96,7 @@ def test_steps_teach_what_they_teach_in_training():
 @pytest.mark.parametrize(
     ("world", "exchange"),
     [
-        (2, "ring"),
+        pytest.param(2, "ring", marks=pytest.mark.slow),
         pytest.param(2, "ulysses", marks=pytest.mark.slow),
         pytest.param(3, "all_gather", marks=pytest.mark.slow),
     ],

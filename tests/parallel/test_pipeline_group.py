@@ -143,6 +143,7 @@ def lost(rank: int, world: int, dies: bool) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_is_named_with_stage_and_micro_batch():
     began = time.monotonic()
     text = gloo.run(2, lost, False)[1]

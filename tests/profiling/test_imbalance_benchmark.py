@@ -121,6 +121,7 @@ def work_of(rows: Any) -> set[tuple[Any, ...]]:
     return set(attention[["direction", "rank", "step", "pairs", "blocks"]].itertuples(index=False))
 
 
+@pytest.mark.slow
 def test_the_work_of_block_lists_is_predicted_exactly_from_a_record_of_any_workers(tmp_path):
     for workers in (1, 2, 3):
         (tmp_path / str(workers)).mkdir()

@@ -108,6 +108,7 @@ def counted(rank: int, world: int) -> dict[str, tuple[int, MethodCost]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_real_step_of_each_method_receives_the_bytes_of_its_row():
     """Two workers. The stages of a pipeline hold different weights, and each end one message."""
     ranks = gloo.run(2, counted)

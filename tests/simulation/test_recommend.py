@@ -273,6 +273,7 @@ def test_mlp_products_are_kept_if_memory_allows():
         assert kept == {asked.config.train.keep_mlp}
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_the_exchange_with_the_least_memory_is_reported():
     cluster = small_memory(load_cluster("h100_4x8", nodes=1), 20)
     one = scenario("model=qwen3b", "seq=2m", pairs=PairSource("clustered", 0.01, 256))

@@ -282,6 +282,7 @@ def stepped(
     return lines, skipped, weights, float(trainer.decoder.norm.weight.full_tensor().sum())
 
 
+@pytest.mark.slow
 def test_workers_report_the_straggler_and_skip_the_update_of_a_spike_together():
     spike = 20
     results = gloo.run(3, stepped, 1, spike)

@@ -129,6 +129,7 @@ def skipped(rank: int, world: int, overrides: tuple[str, ...]) -> float:
     return float(torch.stack(biases).abs().max())
 
 
+@pytest.mark.slow
 def test_the_balance_loss_spreads_tokens_over_experts():
     model = (*MOE[:2], "model.init_std=0.3", "train.steps=30", "optim.warmup_steps=2")
     loads = {}

@@ -72,7 +72,9 @@ def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str)
         # Three workers: rows do not divide, so shards and packed gradients are padded. Clipped.
         pytest.param(3, 3, (*BATCHES, "optim.clip_norm=0.5"), marks=pytest.mark.slow),
         pytest.param(1, 1, BATCHES, marks=pytest.mark.slow),
-        (2, 2, (*BATCHES, "train.global_batch=1", "optim.clip_norm=0.5")),
+        pytest.param(
+            2, 2, (*BATCHES, "train.global_batch=1", "optim.clip_norm=0.5"), marks=pytest.mark.slow
+        ),
         pytest.param(4, 2, (*BATCHES, "model.tie_word_embeddings=false"), marks=pytest.mark.slow),
         pytest.param(2, 1, (*BATCHES, "train.dtype=bfloat16"), marks=pytest.mark.slow),
     ],
