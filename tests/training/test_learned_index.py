@@ -162,6 +162,7 @@ def test_an_evaluation_uses_what_the_run_has_learned(run):
     assert torch.isfinite(engine(run, "sparsity=dense").token_losses(ids)).all()
 
 
+@pytest.mark.slow
 def test_an_index_that_has_not_learned_chooses_nothing(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(typer.Exit):
