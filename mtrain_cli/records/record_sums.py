@@ -202,6 +202,8 @@ def _shape(
     workers = min(int(facts.get("cp") or total), total)
     tensor = int(facts.get("tp") or 1)
     total = -(-total // (workers * tensor)) * workers * tensor
+    if total > 1 << 20:  # before arrays of this length fill the memory
+        raise ValueError(f"workers={known}: more than {1 << 20:,}")
     present = np.zeros(total, bool)
     present[places_of(total, workers, tensor)[sorted(seen["rank"])]] = True
     declared = facts.get("steps") or {}

@@ -225,6 +225,7 @@ def test_other_schemas_are_refused_in_one_line():
         ("summary.json", {"environment": [1]}),
         ("cases", {"cp": -2}),
         ("cases", {"steps": {"forward": "x"}}),
+        ("cases", {"workers": 10**7}),
         ("cases", {"workers": 10**13}),
         ("cases", {"padded_seq": [4096]}),
         ("cases", {"iteration_ms": 3}),
