@@ -1,1 +1,1 @@
-"""Trackers of `run.loggers`, by entry points: each is called with a `TrackedRun`."""
+"""Trackers of `run.loggers`, by entry points: callbacks that follow the files of a run."""

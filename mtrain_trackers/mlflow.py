@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from mtrain_cli.training.trackers import TrackedRun
+from mtrain_trackers.follower import TrackedRun, follower
 
 
 class Mlflow:
@@ -22,6 +22,7 @@ class Mlflow:
             return str(made.info.run_id)
 
         self._id, is_new = run.id_of("mlflow", make)
+        self._client.update_run(self._id, status="RUNNING")
         params = [Param(name, str(value)) for name, value in run.settings.items() if is_new]
         for begin in range(0, len(params), 100):  # MLflow's most in one call
             self._client.log_batch(self._id, params=params[begin : begin + 100])
@@ -31,5 +32,8 @@ class Mlflow:
         rows = [Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=rows)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+follow = follower("mlflow", Mlflow)

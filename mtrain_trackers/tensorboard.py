@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.utils.tensorboard import SummaryWriter
 
-from mtrain_cli.training.trackers import TrackedRun
+from mtrain_trackers.follower import TrackedRun, follower
 
 
 class TensorBoard:
@@ -20,5 +20,8 @@ class TensorBoard:
             self._events.add_scalar(name, value, step)
         self._events.flush()
 
-    def close(self) -> None:
+    def close(self, _: bool) -> None:
         self._events.close()
+
+
+follow = follower("tensorboard", TensorBoard)

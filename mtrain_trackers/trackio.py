@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import trackio
 
-from mtrain_cli.training.trackers import TrackedRun
+from mtrain_trackers.follower import TrackedRun, follower
 
 
 class Trackio:
@@ -21,5 +21,8 @@ class Trackio:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
+    def close(self, _: bool) -> None:
         self._run.finish()
+
+
+follow = follower("trackio", Trackio)

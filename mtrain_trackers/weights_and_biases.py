@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import wandb
 
-from mtrain_cli.training.trackers import TrackedRun
+from mtrain_trackers.follower import TrackedRun, follower
 
 
 class Wandb:
@@ -23,5 +23,8 @@ class Wandb:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+follow = follower("wandb", Wandb)

@@ -29,7 +29,8 @@ IMPORTED = {
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
     "mtrain_trackers": """
-        training.trackers
+        config config.schema launch.run_dir records.metrics training.callback
+        training.evaluation training.trainer
     """,
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config

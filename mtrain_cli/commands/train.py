@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtrain_cli import install_command
 from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import ConfigDir, Overrides, flag, option, warn_of_unused_settings
 from mtrain_cli.config import plugins
@@ -250,21 +249,29 @@ def require_runnable(config: Config, *, data: bool = True) -> None:
         from mtrain_cli.evaluation.in_training import require_tasks
 
         require_tasks(config)
-    load_named(plugins.CALLBACKS, "train.callbacks", config.train.callbacks)
-    load_named(plugins.TRACKERS, "run.loggers", config.run.loggers)
+    load_callbacks(config)
 
 
-def load_named(group: str, key: str, names: Sequence[str]) -> dict[str, Any]:
-    """Load the entry points that a key names. Raise ConfigError if one cannot be loaded."""
-    loaded = {}
-    for entry in plugins.installed(group) if names else ():
-        if entry.name in names:
-            try:
-                loaded[entry.name] = entry.load()
-            except Exception as error:
-                why = f"{plugins.what(entry)} cannot be loaded ({plugins.reason(error)})"
-                raise ConfigError(f"{key}={show(names)}: {why}") from error
-    return loaded
+def load_callbacks(config: Config) -> list[MakeCallback]:
+    """Load the entry points in `train.callbacks` and `run.loggers`.
+
+    Raises ConfigError if one cannot be loaded.
+    """
+    callbacks: list[MakeCallback] = []
+    train, loggers = config.train.callbacks, config.run.loggers
+    for group, key, names in (
+        (plugins.CALLBACKS, "train.callbacks", train), (plugins.TRACKERS, "run.loggers", loggers),
+    ):  # fmt: skip
+        for entry in plugins.installed(group) if names else ():
+            if entry.name in names:
+                try:
+                    callbacks.append(entry.load())
+                except Exception as error:
+                    why = f"{plugins.what(entry)} cannot be loaded ({plugins.reason(error)})"
+                    own = plugins.distribution(entry) == plugins.OWN_DISTRIBUTION
+                    why += f"; {install_command('trackers')}" if own else ""
+                    raise ConfigError(f"{key}={show(names)}: {why}") from error
+    return callbacks
 
 
 def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
@@ -281,12 +288,9 @@ def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume
         from mtrain_cli.evaluation.in_training import TaskEvaluations
 
         callbacks.append(TaskEvaluations)
-    callbacks += load_named(plugins.CALLBACKS, "train.callbacks", config.train.callbacks).values()
-    if config.run.loggers:
-        from mtrain_cli.training.trackers import Trackers
-
-        trackers = load_named(plugins.TRACKERS, "run.loggers", config.run.loggers)
-        callbacks.append(partial(Trackers, trackers))
+    # Only the first worker follows the run, so other nodes need no trackers.
+    followed = config if environment.rank == 0 else config.changed(run={"loggers": ()})
+    callbacks += load_callbacks(followed)
     estimates = estimate if environment.device == "cuda" else None
     return loop.train(config, run_dir, environment, resume, callbacks, estimates)
 

@@ -65,8 +65,8 @@ class ContextParallelMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, and beside it what the index has learned."""
-        learned = self.cp.state_dict()
-        if learned and self.args.should_save:
+        if self.cp.config.sparsity.has_learned_state and self.args.should_save:
+            learned = self.cp.state_dict()
             folder = Path(output_dir or self.args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.cpu().contiguous() for name, tensor in learned.items()}

@@ -148,7 +148,8 @@ class ContextParallel:
         Args:
             documents: document of each token, [sequences, seq] or [seq], never decreasing.
             cu_seqlens: where the documents of a single sequence begin, and its end.
-            position_ids: positions that restart in each document, like documents.
+            position_ids: positions that restart in each document, like documents. Wherever they do
+                not rise by 1, a document begins.
             slices: whole masks instead of documents, for one sequence or a list with one each: int
                 [slices, 5] of query start and stop, key start and stop, and `SliceKind`; a .npy
                 file of it, or an .npz file with one per sequence; or a dict of MagiAttention's
@@ -160,6 +161,7 @@ class ContextParallel:
         Raises ConfigError for another length, for numbers that describe no documents, and for masks
         that a pattern cannot use.
         """
+        _require(f"sequences={sequences!r}", _is_whole(sequences, 1), "a whole number, 1 or more")
         ways = {"documents": documents, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
         given = {name: value for name, value in ways.items() if value is not None}
         names = [*given, *(["slices"] if slices is not None else [])]
@@ -655,11 +657,14 @@ class ContextBatch:
                 estimated from scores without the cap.
             max_logits: fill ``max_logits[layer]`` by a second pass over the pairs of the mask.
 
-        Raises ConfigError for other shapes, and for a layer that is computed twice.
+        Raises ConfigError for other shapes and types, and for a layer that is computed twice.
         """
+        for name, tensor in {"q": q, "k": k, "v": v}.items():
+            _require_tensor(name, tensor, ("sequences", "tokens", "heads", "head_dim"), whole=False)
+        if torch.is_autocast_enabled(q.device.type):  # rotary embeddings may be wider than values
+            q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
         named = {"q": q, "k": k, "v": v}
         for name, tensor in named.items():
-            _require_tensor(name, tensor, ("sequences", "tokens", "heads", "head_dim"), whole=False)
             if (tensor.dtype, tensor.device) != (q.dtype, q.device):
                 raise ConfigError(
                     f"{name}: is {_kind_of(tensor)}, and q is {_kind_of(q)}; give q, k and v the "
@@ -686,8 +691,12 @@ class ContextBatch:
             )
         if width < dim:  # latent attention
             v = torch.nn.functional.pad(v, (0, dim - width))
-        if softcap is not None and not 0 < softcap < math.inf:
-            raise ConfigError(f"softcap={softcap}: must be a positive number, or None for no cap")
+        if softcap is not None:
+            known = isinstance(softcap, int | float) and 0 < softcap < math.inf
+            _require(f"softcap={softcap}", known, "a positive number, or None for no cap")
+        _require(f"layer={layer!r}", _is_whole(layer, 0), "a whole number, 0 or more")
+        if window is not None:
+            _require(f"window={window!r}", isinstance(window, int), "a whole number, or None")
         if sinks is not None:
             _require_tensor("sinks", sinks, ("heads",), whole=False)
         attend = self._attend(q, k, layer, mask, window, softcap or 0.0)
@@ -820,9 +829,21 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(given: str, known: bool, allowed: str) -> None:
+    if not known:
+        raise ConfigError(f"{given}: must be {allowed}")
+
+
 def _documents(name: str, value: Integers, seq: int) -> list[NDArray[np.int64]]:
     """Return the document of each token, for each sequence."""
-    table = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+    try:
+        table = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+    except ValueError:
+        raise ConfigError(f"{name}: its rows differ in length; give [sequences, {seq}]") from None
     if table.dtype.kind not in "iu":
         raise ConfigError(f"{name}: must be whole numbers, not {table.dtype}")
     table = table.astype(np.int64)  # differences of unsigned integers wrap

@@ -731,6 +731,17 @@ IDS = torch.ones(1, SEQ, dtype=torch.int64)
          "kernel=sdpa: does not cap scores (softcap=2); usable here: "),
         (lambda _: results(made().batch(), sinks=torch.zeros(2)),
          "sinks: have the shape [2]; give one of each head, [4]"),
+        (lambda _: results(made().batch(), window=1.5),
+         "window=1.5: must be a whole number, or None"),
+        (lambda _: results(made().batch(), softcap="5"),
+         "softcap=5: must be a positive number, or None for no cap"),
+        (lambda _: results(made().batch(), layer=-1),
+         "layer=-1: must be a whole number, 0 or more"),
+        (lambda _: results(made().batch(), layer="0"),
+         "layer='0': must be a whole number, 0 or more"),
+        (lambda _: made().batch(sequences=0), "sequences=0: must be a whole number, 1 or more"),
+        (lambda _: made().batch(documents=[[0] * SEQ, [0]]),
+         f"documents: its rows differ in length; give [sequences, {SEQ}]"),
         (lambda _: results(made().batch(), window=0),
          "window=0: must be at least 1 token, under a mask without later keys"),
         (lambda _: results(made(mask="full").batch(), window=9),
@@ -765,3 +776,14 @@ def test_a_mistake_is_one_line(call, problem):
         call(made(layout="contiguous"))
     assert str(raised.value).startswith(problem)
     assert "\n" not in str(raised.value)
+
+
+def test_autocast_computes_attention_in_its_type():
+    """Rotary embeddings leave q and k in float32, and v has the type of autocast."""
+    batch = made().batch(DOCUMENTS)
+    q, k, v, _ = batch.shard(*(tensor.float() for tensor in whole_tensors()))
+    wide = batch.attention(q, k, v, layer=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = batch.attention(q, k, v.bfloat16(), layer=1)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), wide, atol=0.05, rtol=0)

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 from reporting.training_runs import step as metrics_of
 
-from mtrain_cli.commands.train import load_named
+from mtrain_cli.commands.train import load_callbacks
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.plugins import TRACKERS
 from mtrain_cli.records.metrics import MetricsWriter
-from mtrain_cli.training import trackers
-from mtrain_cli.training.trackers import Trackers
+from mtrain_trackers import follower as module
+from mtrain_trackers.follower import follower
 
 
 def fail(line, **_):
@@ -27,7 +26,7 @@ def followed_by(name, make, folder, start=0, message=fail):
     config = compose([f"run.loggers=[{name}]", "run.project=books"])
     environment = SimpleNamespace(rank=0)
     trainer = SimpleNamespace(environment=environment, config=config, step=start)
-    made = Trackers({name: make}, trainer, SimpleNamespace(path=folder), message)
+    made = make(trainer, SimpleNamespace(path=folder), message)
     made.before_training()
     return made
 
@@ -35,7 +34,7 @@ def followed_by(name, make, folder, start=0, message=fail):
 def attempt(folder, name, first, last, start=0, make=None, message=fail):
     """Follow an attempt of a run that writes the steps ``first`` to ``last``."""
     if make is None:
-        make = load_named(TRACKERS, "run.loggers", [name])[name]
+        (make,) = load_callbacks(compose([f"run.loggers=[{name}]"]))
     with MetricsWriter(folder, start_step=start) as writer:
         followed = followed_by(name, make, folder, start, message)
         for step in range(first, last + 1):
@@ -124,10 +123,14 @@ def test_a_resumed_run_continues_its_curve(tmp_path, monkeypatch, name, package,
     attempt(tmp_path, name, 3, 4, start=2)
     known = tmp_path / f"{name}.id"
     own = known.read_text().strip() if known.exists() else None
-    assert read(tmp_path, own) == {
+    expected = {
         "train/loss": [(1, 11.0), (2, 12.0), (3, 33.0), (4, 34.0)],
         "held_out/loss": [(2, 2.0), (4, 4.0)],
     }
+    deadline = time.monotonic() + 20  # a package may write after it has ended
+    while (found := read(tmp_path, own)) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found == expected
 
 
 class Failing:
@@ -138,7 +141,7 @@ class Failing:
         if step == 2:
             raise OSError("no room")
 
-    def close(self):
+    def close(self, _):
         raise AssertionError("it was left before")
 
 
@@ -151,14 +154,14 @@ class Hanging:
     ("kind", "why"), [(Failing, "OSError: no room"), (Hanging, "did not answer for 0.2 seconds")]
 )
 def test_a_tracker_that_fails_or_hangs_is_left_with_one_warning(tmp_path, monkeypatch, kind, why):
-    monkeypatch.setattr(trackers, "_PATIENCE", 0.2)
+    monkeypatch.setattr(module, "_PATIENCE", 0.2)
     warnings, begin = [], time.monotonic()
 
     def message(line, warning):
         assert warning
         warnings.append(line)
 
-    attempt(tmp_path, "wandb", 1, 3, make=kind, message=message)
+    attempt(tmp_path, "wandb", 1, 3, make=follower("wandb", kind), message=message)
     assert warnings == [
         f"run.loggers: wandb is left ({why}); training goes on, and metrics.jsonl has all steps"
     ]
@@ -175,14 +178,14 @@ def test_half_a_line_waits_for_its_end(tmp_path, monkeypatch):
         def log(self, step, values):
             seen.append((step, values))
 
-        def close(self):
+        def close(self, _):
             seen.append("closed")
 
-    monkeypatch.setattr(trackers, "_POLL", 0.01)
+    monkeypatch.setattr(module, "_POLL", 0.01)
     file = (tmp_path / "metrics.jsonl").open("a", buffering=1)
     file.write('{"step": 1, "loss": 2.5, "skipped": null, "ok": true}\n{"step": 2, "lo')
     file.flush()
-    followed = followed_by("wandb", Listing, tmp_path)
+    followed = followed_by("wandb", follower("wandb", Listing), tmp_path)
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -191,3 +194,43 @@ def test_half_a_line_waits_for_its_end(tmp_path, monkeypatch):
     file.close()
     followed.close()
     assert seen[1:] == [(2, {"train/loss": 2.25}), "closed"]
+
+
+class Rows:
+    def __init__(self, run):
+        self.seen = run.folder / "seen"
+        self.fails_at = int((run.folder / "fails_at").read_text())
+
+    def log(self, step, values):
+        if step == self.fails_at:
+            raise OSError("no network")
+        with self.seen.open("a") as file:
+            file.writelines(f"{name} {step}\n" for name in values)
+
+    def close(self, failed):
+        with self.seen.open("a") as file:
+            file.write(f"failed {failed}\n")
+
+
+def test_a_resumed_run_sends_what_the_tracker_lacks_and_skips_damaged_lines(tmp_path):
+    fails_at = tmp_path / "fails_at"
+    fails_at.write_text("2")
+    warnings, make = [], follower("rows", Rows)
+    attempt(tmp_path, "wandb", 1, 3, make=make, message=lambda line, **_: warnings.append(line))
+    assert len(warnings) == 1
+    fails_at.write_text("9")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": \n[1]\n{"loss": 1.0}\n')
+    (tmp_path / "seen").rename(tmp_path / "before")
+    attempt(tmp_path, "wandb", 4, 4, start=3, make=make)
+    losses = [f"train/loss {step}" for step in (2, 3, 4)]
+    rest = ["held_out/loss 3", "held_out/loss 4", "failed False"]
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert [line for line in seen if "loss" in line or "failed" in line] == losses + rest
+
+
+def test_a_tracker_learns_that_a_run_failed(tmp_path):
+    (tmp_path / "fails_at").write_text("9")
+    followed = followed_by("wandb", follower("rows", Rows), tmp_path)
+    followed.on_error(ValueError("loss is not finite"))
+    assert (tmp_path / "seen").read_text() == "failed True\n"
