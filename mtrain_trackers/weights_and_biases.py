@@ -15,7 +15,8 @@ class Wandb:
         own, _ = run.id_of("wandb", lambda: secrets.token_hex(8))
         self._run = wandb.init(
             project=run.config.run.project, name=run.folder.name, id=own, resume="allow",
-            config=run.settings, dir=str(run.folder), settings=wandb.Settings(console="off", quiet=True, login_timeout=5),
+            config=run.settings, dir=str(run.folder),
+            settings=wandb.Settings(console="off", quiet=True, login_timeout=5),
         )  # fmt: skip
         # Steps that are trained again after a crash would go back in wandb's own step.
         self._run.define_metric("*", step_metric="step")
