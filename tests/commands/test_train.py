@@ -358,6 +358,6 @@ def test_callbacks_follow_the_settings(monkeypatch, words, callbacks):
     seen = []
     monkeypatch.setattr(loop, "train", lambda *given: seen.append(given) or True)
     config = compose(words)
-    environment = SimpleNamespace(device="cpu")
+    environment = SimpleNamespace(device="cpu", rank=0)
     assert train.run_worker(config, "run", environment, resume=False)
     assert seen == [(config, "run", environment, False, callbacks, None)]

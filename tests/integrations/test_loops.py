@@ -167,6 +167,7 @@ def learned_in_replicas(rank: int, world: int, folder: str) -> tuple[dict[str, t
     return trainer.cp.state_dict(), trainer.state.best_model_checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sparsity.score=learned")
 def test_replicas_learn_the_same_scores(tmp_path):
     (state, best), (other, _) = gloo.run(2, learned_in_replicas, str(tmp_path))

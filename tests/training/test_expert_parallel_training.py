@@ -212,6 +212,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_dealt_experts_loads_bitwise_on_other_meshes(tmp_path):
     saved = joined(gloo.run(2, stored, 1, 2, (*SHARED, *dealt(2)), str(tmp_path)))
     assert saved["step"] == 1

@@ -31,6 +31,7 @@ def test_one_worker():
     check(gloo.run(1, outcomes, list(OPTIONS), WAYS[1]))
 
 
+@pytest.mark.slow
 def test_two_workers_that_exchange_keys_or_heads():
     check(gloo.run(2, outcomes, QUICK, (Way("ring"), Way("all_gather", heads=2)), "zigzag"))
 

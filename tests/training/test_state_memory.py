@@ -144,6 +144,7 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
     return results
 
 
+@pytest.mark.slow
 def test_traffic_of_weights_and_gradients_equals_the_closed_form():
     results = gloo.run(2, sent)[0]
     for words, counted, form, _ in results:

@@ -525,6 +525,7 @@ def layouts_differ(rank: int, world: int, differing: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_only_ranks_that_share_a_sequence_must_find_the_same_layout():
     assert gloo.run(4, layouts_differ, "groups") == [""] * 4
     for rank, error in enumerate(gloo.run(4, layouts_differ, "ranks")):
