@@ -35,6 +35,14 @@ from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.library.arguments import (
+    Integers,
+    documents_of,
+    is_whole,
+    kind_of,
+    require,
+    require_tensor,
+)
 from mtrain_cli.library.max_logits import max_logits as largest_logits
 from mtrain_cli.library.settings import Processes, named_as_arguments
 from mtrain_cli.library.slices import Slices, read_slices
@@ -56,10 +64,8 @@ if TYPE_CHECKING:
 
     from mtrain_cli.library.profile import Profile
 
-Integers = Tensor | NDArray[np.integer] | Sequence[int] | Sequence[Sequence[int]]
 _MOST_WIDE = 256  # intervals of keys that a query may see under kernels without a list of them
 _WIDE_KERNELS = ("auto", "sdpa", "reference")
-_WHOLE = torch.int16, torch.int32, torch.int64  # which hold IGNORED
 Masks = tuple[SequenceMask, ...]  # one per sequence
 
 
@@ -161,7 +167,7 @@ class ContextParallel:
         Raises ConfigError for another length, for numbers that describe no documents, and for masks
         that a pattern cannot use.
         """
-        _require(f"sequences={sequences!r}", _is_whole(sequences, 1), "a whole number, 1 or more")
+        require(f"sequences={sequences!r}", is_whole(sequences, 1), "a whole number, 1 or more")
         ways = {"documents": documents, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
         given = {name: value for name, value in ways.items() if value is not None}
         names = [*given, *(["slices"] if slices is not None else [])]
@@ -170,7 +176,7 @@ class ContextParallel:
             raise ConfigError(f"{', '.join(names)}: each describes the masks; give one of them")
         rows: Sequence[NDArray[np.int64] | None] = [None] * sequences
         for name, value in given.items():
-            rows = _documents(name, value, self.seq)
+            rows = documents_of(name, value, self.seq)
         by_name = self._masks(slices, masks, rows, counted=bool(given))
         each = [mask for of_name in by_name.values() for mask in of_name]
         self._compare("masks", lambda: np.concatenate([m.high - 2 * m.low for m in each]))
@@ -244,11 +250,11 @@ class ContextParallel:
             documents, cu_seqlens, slices: see `batch`.
             max_logits: fill `ContextBatch.max_logits` of the batch, which is under "mtrain".
         """
-        _require_tensor("input_ids", input_ids, ("sequences", "seq"), whole=True)
+        require_tensor("input_ids", input_ids, ("sequences", "seq"), whole=True)
         if labels is not None:
-            _require_tensor("labels", labels, ("sequences", "seq"), whole=True)
+            require_tensor("labels", labels, ("sequences", "seq"), whole=True)
         if attention_mask is not None:
-            _require_tensor("attention_mask", attention_mask, ("sequences", "seq"))
+            require_tensor("attention_mask", attention_mask, ("sequences", "seq"))
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ConfigError(
                 "attention_mask: hides tokens; leave it out, give padding its own documents, and "
@@ -261,7 +267,7 @@ class ContextParallel:
             slices=slices, sequences=len(input_ids),
         )  # fmt: skip
         if slices is not None and position_ids is not None:  # labels end with their document
-            batch.documents = _documents("position_ids", position_ids, self.seq)
+            batch.documents = documents_of("position_ids", position_ids, self.seq)
         batch.measures = max_logits
         if position_ids is None:
             position_ids = torch.arange(self.seq, device=input_ids.device).expand(
@@ -610,7 +616,7 @@ class ContextBatch:
 
         labels: whole sequences, not shifted. shift: minus the tokens ahead, as in `torch.roll`.
         """
-        _require_tensor("labels", labels, ("sequences", "seq"), whole=True)
+        require_tensor("labels", labels, ("sequences", "seq"), whole=True)
         self._require("labels", labels, self.layout.seq, "whole sequences")
         ahead = -shift
         if not 0 < ahead < self.layout.seq:
@@ -660,14 +666,14 @@ class ContextBatch:
         Raises ConfigError for other shapes and types, and for a layer that is computed twice.
         """
         for name, tensor in {"q": q, "k": k, "v": v}.items():
-            _require_tensor(name, tensor, ("sequences", "tokens", "heads", "head_dim"), whole=False)
+            require_tensor(name, tensor, ("sequences", "tokens", "heads", "head_dim"), whole=False)
         if torch.is_autocast_enabled(q.device.type):  # rotary embeddings may be wider than values
             q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
         named = {"q": q, "k": k, "v": v}
         for name, tensor in named.items():
             if (tensor.dtype, tensor.device) != (q.dtype, q.device):
                 raise ConfigError(
-                    f"{name}: is {_kind_of(tensor)}, and q is {_kind_of(q)}; give q, k and v the "
+                    f"{name}: is {kind_of(tensor)}, and q is {kind_of(q)}; give q, k and v the "
                     "same type, on the same device"
                 )
         if k.shape[1] != q.shape[1]:
@@ -693,12 +699,12 @@ class ContextBatch:
             v = torch.nn.functional.pad(v, (0, dim - width))
         if softcap is not None:
             known = isinstance(softcap, int | float) and 0 < softcap < math.inf
-            _require(f"softcap={softcap}", known, "a positive number, or None for no cap")
-        _require(f"layer={layer!r}", _is_whole(layer, 0), "a whole number, 0 or more")
+            require(f"softcap={softcap}", known, "a positive number, or None for no cap")
+        require(f"layer={layer!r}", is_whole(layer, 0), "a whole number, 0 or more")
         if window is not None:
-            _require(f"window={window!r}", isinstance(window, int), "a whole number, or None")
+            require(f"window={window!r}", isinstance(window, int), "a whole number, or None")
         if sinks is not None:
-            _require_tensor("sinks", sinks, ("heads",), whole=False)
+            require_tensor("sinks", sinks, ("heads",), whole=False)
         attend = self._attend(q, k, layer, mask, window, softcap or 0.0)
         if attend.index is not None:
             self._require_once(layer, known=layer in attend.index.kept)
@@ -774,7 +780,7 @@ class ContextBatch:
         self._attention[kind] = ContextAttention.of(engine.exchange, kernel, plan, pattern)
 
     def _require(self, name: str, tensor: Tensor, tokens: int, what: str) -> None:
-        _require_tensor(name, tensor, ("sequences", "tokens", "..."))
+        require_tensor(name, tensor, ("sequences", "tokens", "..."))
         if tensor.ndim < 2 or tensor.shape[:2] != (len(self.masks), tokens):
             raise ConfigError(
                 f"{name}: has the shape {list(tensor.shape)}; {what} have the shape "
@@ -803,64 +809,5 @@ def _same(some: dict[str | None, Masks], others: dict[str | None, Masks]) -> boo
     )
 
 
-def _require_tensor(
-    name: str, given: Any, dims: tuple[str, ...], *, whole: bool | None = None
-) -> None:
-    """Raise ConfigError unless an argument is a tensor of these dimensions.
-
-    whole: whether of signed integers; False for floating-point numbers, None for any.
-    """
-    kinds = {True: " of int16, int32 or int64", False: " of floating-point numbers", None: ""}
-    form = f"a tensor{kinds[whole]}, [{', '.join(dims)}]"
-    if not isinstance(given, Tensor):
-        raise ConfigError(f"{name}: is of the type {type(given).__name__}; give {form}")
-    fits = {True: given.dtype in _WHOLE, False: given.is_floating_point(), None: True}
-    if not fits[whole] or (dims[-1] != "..." and given.ndim != len(dims)):
-        raise ConfigError(
-            f"{name}: has the shape {list(given.shape)} and is {_kind_of(given)}; give {form}"
-        )
-
-
-def _kind_of(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _require(given: str, known: bool, allowed: str) -> None:
-    if not known:
-        raise ConfigError(f"{given}: must be {allowed}")
-
-
-def _documents(name: str, value: Integers, seq: int) -> list[NDArray[np.int64]]:
-    """Return the document of each token, for each sequence."""
-    try:
-        table = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
-    except ValueError:
-        raise ConfigError(f"{name}: its rows differ in length; give [sequences, {seq}]") from None
-    if table.dtype.kind not in "iu":
-        raise ConfigError(f"{name}: must be whole numbers, not {table.dtype}")
-    table = table.astype(np.int64)  # differences of unsigned integers wrap
-    if name == "cu_seqlens":
-        if table.ndim != 1 or (np.diff(table) < 0).any() or table[[0, -1]].tolist() != [0, seq]:
-            raise ConfigError(
-                f"cu_seqlens={np.array2string(table, threshold=8)}: must rise from 0 to seq={seq}"
-            )
-        return [np.repeat(np.arange(len(table) - 1), np.diff(table))]
-    table = np.atleast_2d(table)
-    if table.ndim != 2 or table.shape[1] != seq:
-        raise ConfigError(
-            f"{name}: has the shape {list(table.shape)}; give [sequences, {seq}] for seq={seq}"
-        )
-    if name == "position_ids":
-        begins = np.diff(table, axis=1, prepend=table[:, :1] - 1) != 1
-        return list(np.cumsum(begins, axis=1))
-    if (np.diff(table, axis=1) < 0).any():
-        raise ConfigError("documents: decrease along a sequence; give ids that never decrease")
-    return list(table)

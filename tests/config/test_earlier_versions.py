@@ -31,6 +31,12 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
         assert completed({"mask.kind": kind}).get("mask.full_first") == full_first
 
 
+def test_events_of_tensorboard_are_a_tracker():
+    assert completed({"run.tensorboard": True})["run.loggers"] == ["tensorboard"]
+    assert completed({"run.tensorboard": False})["run.loggers"] == []
+    assert completed({"run.loggers": ["wandb"]})["run.loggers"] == ["wandb"]
+
+
 def test_keys_without_effect_are_left_out():
     assert REMOVED[0] not in completed({REMOVED[0]: "python"})
 

@@ -132,7 +132,7 @@ def test_samples_score_as_in_an_evaluation_of_the_checkpoint(tmp_path, world, wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2])
 def test_evaluating_does_not_change_the_training(tmp_path, world):
     trained(world, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
     trained(world, tmp_path / "tasks")

@@ -62,7 +62,7 @@ def learn(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cp", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cp", [2, 1])
 def test_training_resumes_bitwise_with_what_it_has_learned(tmp_path, cp):
     whole = gloo.run(2, learn, cp, 4, str(tmp_path / "whole"))
     first = gloo.run(2, learn, cp, 2, str(tmp_path / "parts"))

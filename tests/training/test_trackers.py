@@ -133,6 +133,18 @@ def test_a_resumed_run_continues_its_curve(tmp_path, monkeypatch, name, package,
     assert found == expected
 
 
+def test_tensorboard_hides_the_steps_of_a_lost_attempt(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "loss": 9.0}\n')
+    attempt(tmp_path, "tensorboard", 1, 3)
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "loss": 9.0}\n')  # as a resume does
+    attempt(tmp_path, "tensorboard", 2, 2, start=1)
+    assert tensorboard_rows(tmp_path, None) == {
+        "train/loss": [(1, 11.0), (2, 22.0)],
+        "held_out/loss": [(0, 9.0), (2, 2.0)],
+    }
+
+
 class Failing:
     def __init__(self, _):
         self.rows = 0
