@@ -32,6 +32,7 @@ IMPORTED = {
         config config.schema launch.run_dir records.metrics training.callback
         training.evaluation training.trainer
     """,
+    "mtrain_lora": "config.keys config.schema",
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
         config.documents config.schema config.sizes console evaluation.cost

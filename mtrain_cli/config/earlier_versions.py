@@ -22,6 +22,7 @@ LATER: dict[str, Any] = {
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
         "train.tile_mib", "run.spike_sigma", "run.straggler", "train.z_loss",
         "train.router_z_loss", "train.balance_bias",
+        "train.lora.rank", "train.lora.dropout",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
@@ -33,6 +34,8 @@ LATER: dict[str, Any] = {
     ), 1),
     "train.eval_tasks": [],
     "train.callbacks": [],
+    "train.lora.alpha": 32.0,
+    "train.lora.targets": "auto",
     "run.project": "mtrain",
     "eval.samples": 10,
     "train.memory": "manual",

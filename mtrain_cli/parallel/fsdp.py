@@ -41,6 +41,9 @@ def shard_parameters(
     Over micro-batches a worker accumulates gradients in the parameters' dtype, but in reduce_dtype
     under ``optimizer``.
     """
+    for parameter in decoder.parameters():
+        if not parameter.requires_grad:  # the computation needs no more precision than its own
+            parameter.data = parameter.data.to(compute_dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=reduce_dtype,
