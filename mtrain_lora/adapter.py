@@ -1,15 +1,18 @@
-"""LoRA (arXiv:2106.09685) on a model of transformers, with peft."""
+"""LoRA (arXiv:2106.09685) and QLoRA (arXiv:2305.14314) on a model of transformers, with peft."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import peft
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from mtrain_cli import install_command
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import ConfigError, LoraConfig
 
@@ -20,9 +23,34 @@ _PREFIX = "base_model.model."  # begins the names of tensors in a PEFT folder
 def add(model: nn.Module, settings: LoraConfig) -> None:
     """Put adapters into the linear layers of a model and freeze its other weights.
 
-    Raises ConfigError if no layer has a name of ``train.lora.targets``.
+    With ``train.lora.quantize``, linear layers other than the LM head get a weight of no elements,
+    which `quantize` replaces. Raises ConfigError if no layer has a name of ``train.lora.targets``.
     """
+    if settings.quantize != "none":
+        _empty_layers(model, settings)
     _inject(model, settings)
+
+
+def quantize(layer: nn.Module, settings: LoraConfig, weight: Tensor, device: torch.device) -> None:
+    """Give an emptied layer its weight, [out, in], in 4 bits on ``device``."""
+    import bitsandbytes
+
+    of_4_bits: Any = bitsandbytes.nn.Params4bit
+    kept = of_4_bits(weight, requires_grad=False, quant_type=settings.quantize, module=layer)
+    layer.weight = kept.to(device)
+
+
+def _empty_layers(model: nn.Module, settings: LoraConfig) -> None:
+    try:
+        from mtrain_lora.quantized import EmptyLinear
+    except ImportError as error:
+        given = f"train.lora.quantize={settings.quantize}"
+        raise ConfigError(f"{given}: needs bitsandbytes: {install_command('qlora')}") from error
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, EmptyLinear(module, settings.quantize))
 
 
 def merge(model: nn.Module, settings: LoraConfig, weights: Mapping[str, Tensor]) -> None:
@@ -58,7 +86,7 @@ def _config(settings: LoraConfig) -> peft.LoraConfig:
     targets = settings.targets
     return peft.LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
         target_modules="all-linear" if isinstance(targets, str) else list(targets),
     )

@@ -36,6 +36,7 @@ LATER: dict[str, Any] = {
     "train.callbacks": [],
     "train.lora.alpha": 32.0,
     "train.lora.targets": "auto",
+    "train.lora.quantize": "none",
     "run.project": "mtrain",
     "eval.samples": 10,
     "train.memory": "manual",

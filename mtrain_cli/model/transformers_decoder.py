@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,12 +156,15 @@ class TransformersDecoder(Decoder):
             whole = _whole(given if weights else self._folder, weights=weights).eval()
             wrong = problems(whole, config, shows_later=False) or list(_problems(whole, config))
             if adapted and not wrong:
-                adapters().add(whole, config.train.lora)
+                adapters().add(whole, replace(config.train.lora, quantize="none"))
         if wrong:
             raise ConfigError(*(f"{_KEY}: {line}" for line in wrong))
         values = dict(whole.named_parameters()) | dict(whole.named_buffers())
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if isinstance(tensor, DTensor):
+            if not tensor.numel() and values[name].numel():
+                layer = self.get_submodule(name.rpartition(".")[0])
+                adapters().quantize(layer, config.train.lora, values[name], tensor.device)
+            elif isinstance(tensor, DTensor):
                 tensor.to_local().copy_(values[name][own_region(tensor)])
             else:  # buffers that no checkpoint holds, too
                 tensor.copy_(values[name])

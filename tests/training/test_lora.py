@@ -184,6 +184,29 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path, folder, shar
     torch.testing.assert_close(losses, gloo.run(1, trained, alone, 4)[0][0], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
+def test_two_workers_train_on_weights_of_4_bits_like_one(tmp_path, folder):
+    pytest.importorskip("bitsandbytes")
+    quantized = "train.lora.quantize=nf4", "optim.lr=1e-3"
+    runs = {
+        name: created(*words(folder, f"run.dir={tmp_path / name}", *more, workers=workers))
+        for name, workers, more in (("1", 1, quantized), ("2", 2, quantized), ("plain", 1, ()))
+    }
+    alone, shared, plain = (
+        gloo.run(int(run.topology.workers), trained, run, 3)[0] for run in runs.values()
+    )
+    torch.testing.assert_close(shared[0], alone[0], rtol=2e-6, atol=2e-6)
+    assert abs(alone[0][0] - plain[0][0]) > 1e-4, "4 bits round"
+    name = "model.layers.1.mlp.up_proj.base_layer.weight"
+    assert shared[1][name].dtype == torch.uint8
+    assert shared[1][name].numel() == plain[1][name].numel() // 2, "two weights a byte"
+    again = created(*words(folder, f"run.dir={tmp_path / 'again'}", *quantized))
+    first = gloo.run(2, trained, again, 2)[0][0]
+    assert first + gloo.run(2, trained, again, 1)[0][0] == shared[0]
+    export_checkpoint(tmp_path / "again", tmp_path / "merged", dtype=torch.float32)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+
+
 @pytest.mark.parametrize(
     ("word", "problem"),
     [
@@ -191,6 +214,7 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path, folder, shar
         ("train.lora.dropout=1", "train.lora.dropout=1: must be at least 0 and below 1"),
         ("train.lora.rank=-1", "train.lora.rank=-1: must be"),
         ("train.lora.alpha=0", "train.lora.alpha=0: must be"),
+        ("train.lora.quantize=int8", "train.lora.quantize=int8: "),
         ("train.lora.targets=3", "train.lora.targets=3: expected auto, or a list such as"),
     ],
 )
