@@ -428,6 +428,7 @@ class TrainConfig:
     """Length, batch, arithmetic and memory of a run, and its checkpoints.
 
     steps: number of optimizer steps
+    epochs: passes over the data, which then give train.steps; null = train.steps counts
     global_batch: number of sequences per optimizer step, over all workers
     micro_batch: number of sequences per forward pass of one context group
     dtype: compute dtype, while parameters and optimizer states stay float32; auto = bfloat16 on
@@ -472,6 +473,7 @@ class TrainConfig:
     """
 
     steps: int = option(POSITIVE.up_to(*STEPS))
+    epochs: float | None = option(ABOVE_ZERO)
     global_batch: int = option(POSITIVE.up_to(*_SEQUENCES))
     micro_batch: int = option(_HEADS)
     dtype: str = option(DTYPES)
