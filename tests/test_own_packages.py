@@ -29,8 +29,8 @@ IMPORTED = {
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
     "mtrain_trackers": """
-        config config.schema launch.run_dir records.metrics training.callback
-        training.evaluation training.trainer
+        config config.schema evaluation.results launch.run_dir records.metrics reporting
+        training.callback training.evaluation training.trainer
     """,
     "mtrain_lora": "config.keys config.schema",
     "mtrain_studies/attention": """
