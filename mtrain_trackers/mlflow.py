@@ -24,11 +24,11 @@ class Mlflow:
 
         self._id, is_new = run.id_of("mlflow", make)
         self._client.update_run(self._id, status="RUNNING")
-        known = self._client.get_run(self._id).data.params
+        given = self._client.get_run(self._id).data.params
         settings = {name: str(value) for name, value in run.settings.items()}
         # MLflow's parameters cannot change. A tag tells what a resumed run changed, and when.
         for name, value in settings.items():
-            if not is_new and known.get(name) != value:
+            if not is_new and given.get(name) != value:
                 self._client.set_tag(self._id, f"{name} from step {run.start_step}", value)
         params = [Param(name, value) for name, value in settings.items() if is_new]
         for begin in range(0, len(params), 100):  # MLflow's most in one call
