@@ -159,21 +159,22 @@ def _corpus(
 
     fields: fields of documents of token ids; None for text.
     """
+    from mtrain_cli.config.data_kinds import KINDS
     from mtrain_cli.data.corpora import stdlib_corpus
-    from mtrain_cli.data.mds import mds_corpus, mds_folders
     from mtrain_cli.data.text_files import refuse_unread_key, text_corpus, token_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     path = Path(source).expanduser()
-    is_mds = source != "stdlib" and path.is_dir() and bool(mds_folders(path))
-    if fields is not None and (source == "stdlib" or is_mds or from_tokenizer is not None):
+    is_folder = source != "stdlib" and path.is_dir()
+    kind = next((k for k in KINDS.values() if is_folder and k.recognizes(path)), None)
+    if fields is not None and (source == "stdlib" or kind or from_tokenizer is not None):
         raise ConfigError(
             f"--tokens-key {fields.tokens.name}: reads .jsonl, .json and .parquet files, not MDS "
             "shards or stdlib. Leave it out, or write the documents as .jsonl."
         )
-    if is_mds and from_tokenizer is not None:
-        return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
-    if is_mds:
+    if kind is not None and from_tokenizer is not None:
+        return kind.decoded(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
+    if kind is not None:
         raise ConfigError(
             f"SOURCE={source}: holds token ids, not text; to decode them, give the tokenizer "
             "that made them: --from-tokenizer tokenizer.json, or --from-tokenizer bytes"
@@ -218,8 +219,8 @@ def show(
         tokenizer: Tokenizer that decodes the ids of MDS shards.
     """
     from mtrain_cli.commands import data_output
+    from mtrain_cli.config.data_kinds import KINDS
     from mtrain_cli.console import Console
-    from mtrain_cli.data.mds import mds_folders
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import open_tokenizer
 
@@ -229,8 +230,11 @@ def show(
     if (folder / "meta.json").is_file():
         store = TokenStore.open(path, origin)
         data_output.show_store(console, store, document, chosen, check=check)
-    elif folder.is_dir() and mds_folders(folder):
-        data_output.show_shards(console, path, document, chosen, check=check)
+        return
+    for kind in KINDS.values():
+        if folder.is_dir() and kind.recognizes(folder):
+            kind.show(console, path, document, chosen, check=check)
+            break
     else:
         problem = "holds no tokens" if folder.exists() else "no such folder"
         raise ConfigError(

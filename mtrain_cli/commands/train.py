@@ -198,14 +198,16 @@ def _print_plan(
 
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
+    from mtrain_cli.config.data_kinds import KINDS
     from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.data.open_dataset import require_columns
-    from mtrain_cli.data.text_files import open_corpus
+    from mtrain_cli.data.tokenizers import open_tokenizer
 
     require_manifest(config.data)
     require_columns(config)
-    if config.data.kind == "text" and config.data.mix is None:
-        open_corpus(config.data)
+    data = config.data
+    if KINDS[data.kind].tokenizes and data.path is not None and data.mix is None:
+        KINDS[data.kind].corpus(data, open_tokenizer(data.tokenizer))
 
 
 def require_resolvable(config: Config, environment: Environment) -> None:

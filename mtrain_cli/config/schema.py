@@ -28,7 +28,7 @@ from mtrain_cli.config.option import (
     option,
 )
 from mtrain_cli.config.pattern_settings import SPARSE_KINDS, PatternSettings
-from mtrain_cli.config.plugins import callbacks_expected
+from mtrain_cli.config.plugins import callbacks_expected, data_kinds, data_kinds_expected
 from mtrain_cli.config.problem import ConfigError as ConfigError
 
 # Ranges and upper limits that several keys share. Each limit has a reason, which messages show.
@@ -347,7 +347,7 @@ class DataConfig:
         corpus of data.mix holds out its share, at least one
     """
 
-    kind: str = option(("stdlib", "text", "tokens", "mds"))
+    kind: str = option(data_kinds, expected=data_kinds_expected)
     path: str | None = option()
     mix: dict[str, float] | str | None = option()
     tokenizer: str = option()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -16,20 +18,39 @@ from mtrain_cli.attention.mask import (
 )
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.data.checked_files import Report
 from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.mds import MdsSource
 from mtrain_cli.data.sampler import Sampler, shuffled_order
-from mtrain_cli.data.store import POSITIONS, SLICES, TokenStore
+from mtrain_cli.data.store import POSITIONS, SLICES, StoreMeta, Stretch, TokenStore
 
 # The tokens after the last whole sequence are padded to one more sequence. If they fill less than
 # this share of it, they are left out instead.
 _MIN_FILLED = 0.05
 
 
-# Tokens in units, documents or samples of several packed ones. Shuffling keeps them whole. Unit u
-# holds the tokens offsets[u] to offsets[u + 1] - 1.
-TokenSource = TokenStore | MdsSource
+class TokenSource(Protocol):
+    """Tokens in units: documents, or samples of several packed ones. Shuffling keeps them whole.
+
+    meta, samples: as in `TokenStore`.
+    offsets: unit u holds the tokens offsets[u] to offsets[u + 1] - 1, int64[units + 1].
+    folder: place of the data, for messages.
+    """
+
+    @property
+    def meta(self) -> StoreMeta: ...
+    @property
+    def offsets(self) -> np.ndarray: ...
+    @property
+    def folder(self) -> Path | None: ...
+    @property
+    def samples(self) -> Mapping[str, str]: ...
+
+    def read(self, unit: int, start: int, stop: int) -> Stretch:
+        """Return the tokens ``start`` to ``stop`` - 1 of a unit."""
+
+    def verify(self, part: int, parts: int, report: Report) -> None:
+        """Compare bytes with their checksums. This caller is ``part`` of ``parts``."""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,13 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.data.arrays import SUFFIXES, open_array
-from mtrain_cli.data.checked_files import require_folder
 from mtrain_cli.data.corpora import Corpus, describe_left_out
 from mtrain_cli.data.dataset import PackedDataset, Sample, TokenSource
-from mtrain_cli.data.mds import MdsSource
 from mtrain_cli.data.mixture import Dataset, MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
-from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
 from mtrain_cli.data.tokenizers import FileTokenizer, Tokenizer, choose_begin, open_tokenizer
 
@@ -98,7 +95,7 @@ def open_text(config: Config, data: DataConfig) -> tuple[Corpus, Tokenizer]:
     tokenizer = open_tokenizer(data.tokenizer)
     choose_begin(tokenizer, data.bos)
     _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
-    return open_corpus(data), tokenizer
+    return KINDS[data.kind].corpus(data, tokenizer), tokenizer
 
 
 def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
@@ -143,20 +140,14 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
     """Return the tokens of a corpus, and a phrase for messages that says where the tokens are."""
-    path, location = Path(data.path or "").expanduser(), f"mapped from {data.path}"
-    if data.kind == "mds":
-        return MdsSource(path, origin), location
-    if data.kind == "tokens":
-        if path.suffix in SUFFIXES and not path.is_dir():
-            return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
-        array = f"or a {' or '.join(SUFFIXES)} file of token ids"
-        require_folder(path, origin, f"written by `mtrain data prepare`, {array}")
-        store = TokenStore.open(path, origin)
-        if not store.meta.files:
-            location += ", prepared by an earlier mtrain without checksums"
-        owner = f"the token store {data.path} (tokenizer {store.meta.tokenizer})"
-        _check_vocabulary(config, store.meta.vocab_size, owner)
-        return store, location
+    if not KINDS[data.kind].tokenizes:
+        source, location = KINDS[data.kind].source(config, data, origin), f"mapped from {data.path}"
+        if isinstance(source, TokenStore) and (source.folder or Path()).is_dir():
+            if not source.meta.files:
+                location += ", prepared by an earlier mtrain without checksums"
+            owner = f"the token store {data.path} (tokenizer {source.meta.tokenizer})"
+            _check_vocabulary(config, source.meta.vocab_size, owner)
+        return source, location
     corpus, tokenizer = open_text(config, data)
     store, location = cached_store(corpus, tokenizer)
     if isinstance(tokenizer, FileTokenizer):
@@ -181,7 +172,7 @@ def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
     the run needs.
     """
     data = config.data
-    if data.kind in ("text", "stdlib"):
+    if KINDS[data.kind].tokenizes:
         require_columns(config)
         parts = [part for _, part in corpora_of(data)]
         return [_look_at_text(config, part) for part in parts], None
@@ -200,7 +191,7 @@ def _look_at_text(config: Config, data: DataConfig) -> str:
             break
     else:
         open_dataset(config)  # a corpus that may be too short is read whole
-    files = with_count(len(corpus.units), "file" if data.kind == "text" else "document")
+    files = with_count(len(corpus.units), "document" if data.kind == "stdlib" else "file")
     left_out = f"; {describe_left_out(corpus.left_out)}" if corpus.left_out else ""
     return (
         f"{corpus.description}: {files}, {corpus.size / 2**20:,.3g} MiB; the run tokenizes it at "

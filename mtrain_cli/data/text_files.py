@@ -26,7 +26,6 @@ from typing import IO, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
-from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import (
     EMPTY,
@@ -35,7 +34,6 @@ from mtrain_cli.data.corpora import (
     Unit,
     describe_left_out,
     split_text,
-    stdlib_corpus,
 )
 from mtrain_cli.data.token_documents import RecordKey, TokenDocument, TokenFields
 from mtrain_cli.launch.environment import host_memory
@@ -79,14 +77,6 @@ class TextField:
 
 
 Fields = TextField | TokenFields
-
-
-def open_corpus(data: DataConfig) -> Corpus:
-    """Open the corpus of ``data=stdlib`` or ``data=text``."""
-    if data.kind == "stdlib":
-        return stdlib_corpus()
-    assert data.path is not None
-    return text_corpus(data.path, data.text_key)
 
 
 def text_corpus(
