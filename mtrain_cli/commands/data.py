@@ -51,6 +51,7 @@ def prepare(
     tokens_key: Annotated[str | None, option("KEY")] = None,
     mask_key: Annotated[str | None, option("KEY")] = None,
     positions_key: Annotated[str | None, option("KEY")] = None,
+    targets_key: Annotated[str | None, option("KEY")] = None,
     from_tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
     domain: Annotated[str | None, option("A,B")] = None,
     min_tokens: Annotated[str, option("N")] = "0",
@@ -90,6 +91,8 @@ def prepare(
             inverse, bicausal or 0 to 3. null = causal. Only with --tokens-key.
         positions_key: Field that holds the rotary position of each token; null = the positions in
             the sequence. Only with --tokens-key.
+        targets_key: Field that holds true or 1 for each token that the loss may predict, and false
+            or 0 for the others; null = all. Only with --tokens-key.
         from_tokenizer: Tokenizer that made the token ids in SOURCE; only for MDS shards.
         domain: Keep only these domains. The domain of a document is its field 'domain', or else the
             first folder of its path below SOURCE.
@@ -115,7 +118,7 @@ def prepare(
     most = token_count("--max-tokens", max_tokens, 0, MOST_DOCUMENTS)
     filters = Filters(domains, least, most)
     console = Console(soft_wrap=True, highlight=False)
-    fields = _token_fields(tokens_key, mask_key, positions_key)
+    fields = _token_fields(tokens_key, mask_key, positions_key, targets_key)
     corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
@@ -135,14 +138,18 @@ def prepare(
 
 
 def _token_fields(
-    tokens_key: str | None, mask_key: str | None, positions_key: str | None
+    tokens_key: str | None,
+    mask_key: str | None,
+    positions_key: str | None,
+    targets_key: str | None,
 ) -> TokenFields | None:
     from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
-    given = {"--mask-key": mask_key, "--positions-key": positions_key}
+    given = {"--mask-key": mask_key, "--positions-key": positions_key, "--targets-key": targets_key}
     keys = [None if name is None else RecordKey(name, typed) for typed, name in given.items()]
     if tokens_key is not None:
-        return TokenFields(RecordKey(tokens_key, "--tokens-key"), *keys)
+        mask, positions, targets = keys
+        return TokenFields(RecordKey(tokens_key, "--tokens-key"), mask, positions, targets)
     for key in filter(None, keys):
         raise ConfigError(f"{key.option} {key.name}: only for token ids; add --tokens-key")
     return None

@@ -70,6 +70,8 @@ def require_document(document: int, count: int) -> None:
 
 def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
     columns, total = meta.columns, meta.num_documents
+    for line in meta.remarks:
+        console.print(f"  {line}")
     if meta.left_out:
         console.print(f"  {describe_left_out(meta.left_out)}")
     if meta.mask_key:

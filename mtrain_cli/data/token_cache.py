@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.prepare import tokenise
-from mtrain_cli.data.store import DOCUMENTS, TOKENS, VERSION, StoreWriter, TokenStore
+from mtrain_cli.data.store import DOMAINS, VERSION, StoreWriter, TokenStore, Written
 from mtrain_cli.data.tokenizers import Tokenizer, documents_identity
 from mtrain_cli.launch.temporary_folders import lies_at
 
@@ -43,7 +43,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
             meta = replace(store.meta, source=corpus.description, left_out=left_out)
             return replace(store, meta=meta), f"cached in {entry}"
     except OSError as error:
-        writer = StoreWriter.in_memory(tokenizer)
+        writer = StoreWriter.in_memory(tokenizer, corpus.fields)
         deque(tokenise(corpus, tokenizer, writer), maxlen=0)
         reason = f"the cache folder cannot be written ({error.strerror or error})"
         return writer.memory_store(corpus), f"in memory, since {reason}"
@@ -124,8 +124,10 @@ def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
 def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bool) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp", dir=entry.parent))
     try:
-        with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
-            writer = StoreWriter({TOKENS: tokens, DOCUMENTS: offsets}, tokenizer)
+        names = Written().file_sizes(tokenizer, corpus.fields).keys() - {DOMAINS}
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+            writer = StoreWriter(files, tokenizer)
             deque(tokenise(corpus, tokenizer, writer), maxlen=0)
             writer.require_documents(corpus)
             writer.finish(folder, replace(corpus, left_out={}), {})
