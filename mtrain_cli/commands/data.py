@@ -58,6 +58,8 @@ def prepare(
     max_tokens: Annotated[str, option("N")] = "0",
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
     bos: Annotated[str, option("auto|true|false")] = "auto",
+    kind: Annotated[str | None, option("KIND")] = None,
+    setting: Annotated[list[str] | None, option("KEY=VALUE")] = None,
 ) -> None:
     """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
@@ -101,6 +103,8 @@ def prepare(
         threads: CPU threads of the tokenizer; all cores by default.
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
+        kind: Read SOURCE as data=KIND does, such as chat.
+        setting: A key of data for --kind, such as train_on=last. You can repeat it.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_lines, rounded_vocabulary
     from mtrain_cli.commands.options import token_count
@@ -119,7 +123,10 @@ def prepare(
     filters = Filters(domains, least, most)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key, targets_key)
-    corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
+    if kind is not None:
+        corpus = _corpus_of_kind(kind, source, tokenizer, setting or [])
+    else:
+        corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         report = progress_lines()
@@ -153,6 +160,19 @@ def _token_fields(
     for key in filter(None, keys):
         raise ConfigError(f"{key.option} {key.name}: only for token ids; add --tokens-key")
     return None
+
+
+def _corpus_of_kind(kind: str, source: str, tokenizer: str, settings: list[str]) -> Corpus:
+    """Return the corpus that a run with ``data=KIND`` and other keys of data would read."""
+    from mtrain_cli.composition.compose import compose
+    from mtrain_cli.config.data_kinds import KINDS
+    from mtrain_cli.data.tokenizers import open_tokenizer
+
+    words = [f"data={kind}", f"data.path={source}", f"data.tokenizer={tokenizer}"]
+    data = compose([*words, *(f"data.{setting}" for setting in settings)]).data
+    if not KINDS[kind].tokenizes:
+        raise ConfigError(f"--kind {kind}: consists of token ids, which need no preparation")
+    return KINDS[kind].corpus(data, open_tokenizer(tokenizer, "--tokenizer"))
 
 
 def _corpus(
@@ -206,6 +226,7 @@ def show(
     document: Annotated[int, bounded(0, MOST_DOCUMENTS)] = 0,
     check: Annotated[bool, flag("--check")] = False,
     tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
+    targets: Annotated[bool, flag("--targets")] = False,
 ) -> None:
     """Show tokenized data: counts, document lengths, domains, and the start of a document.
 
@@ -224,6 +245,7 @@ def show(
         document: Number of the document to show as text, from 0.
         check: Read everything and verify the checksums.
         tokenizer: Tokenizer that decodes the ids of MDS shards.
+        targets: Show the whole document of a token store, and which tokens the loss counts.
     """
     from mtrain_cli.commands import data_output
     from mtrain_cli.config.data_kinds import KINDS
@@ -236,7 +258,7 @@ def show(
     chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
     if (folder / "meta.json").is_file():
         store = TokenStore.open(path, origin)
-        data_output.show_store(console, store, document, chosen, check=check)
+        data_output.show_store(console, store, document, chosen, check=check, targets=targets)
         return
     for kind in KINDS.values():
         if folder.is_dir() and kind.recognizes(folder):

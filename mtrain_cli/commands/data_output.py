@@ -17,6 +17,7 @@ from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_cli.printable import printable
 from mtrain_cli.reporting.table import Column, Table, count, percent
 from mtrain_cli.reporting.terminal import print_table
 
@@ -50,16 +51,30 @@ def rounded_vocabulary(meta: StoreMeta) -> int:
 
 
 def show_store(
-    console: Console, store: TokenStore, document: int, tokenizer: Tokenizer | None, *, check: bool
+    console: Console,
+    store: TokenStore,
+    document: int,
+    tokenizer: Tokenizer | None,
+    *,
+    check: bool,
+    targets: bool = False,
 ) -> None:
-    """Print counts and lengths of a token store, and the start of a document."""
+    """Print counts and lengths of a token store, and the start of a document.
+
+    targets: print the whole document instead, and which of its tokens the loss may predict.
+    """
     require_document(document, store.meta.num_documents)
     if check:
         warn = Console(stderr=True, soft_wrap=True, highlight=False).print
         store.verify(report=lines(warn, "the whole store"))
     describe_store(console, store, lengths=True)
     console.print(f"sha256 {store.meta.sha256}{' (checked)' if check else ''}")
-    print_snippet(console, store.document(document), document, tokenizer or store.open_tokenizer)
+    ids = store.document(document)
+    if targets:
+        own = store.read(document, 0, ids.size).targets
+        print_targets(console, ids, own, tokenizer or store.open_tokenizer())
+    else:
+        print_snippet(console, ids, document, tokenizer or store.open_tokenizer)
 
 
 def require_document(document: int, count: int) -> None:
@@ -141,6 +156,21 @@ def progress_lines() -> Callable[[PreparationProgress], None]:
             console.print(line, soft_wrap=True, highlight=False)
 
     return report
+
+
+def print_targets(
+    console: Console, ids: np.ndarray, targets: np.ndarray | None, tokenizer: Tokenizer
+) -> None:
+    """Print a document with what the loss may predict in colour, or in brackets without colour."""
+    on = np.ones(ids.size, bool) if targets is None else targets
+    changes = np.flatnonzero(on[1:] != on[:-1]) + 1
+    for part, start in zip(np.split(ids, changes), (0, *changes), strict=True):
+        text = printable(tokenizer.decode(part))
+        if on[start] and console.color_system is None:
+            text = f"[{text}]"
+        style = "bold green" if on[start] else "dim"
+        console.print(text, style=style, end="", markup=False, highlight=False)
+    console.print(f"\n({on[1:].sum():,} of {ids.size:,} tokens count toward the loss)")
 
 
 def print_snippet(

@@ -182,7 +182,9 @@ def _data_rows(config: Config) -> list[tuple[str, str]]:
 def _print_plan(
     config: Config, words: list[str], config_dir: Path | None, data: list[tuple[str, str]]
 ) -> None:
+    from mtrain_cli.commands.data_output import print_targets
     from mtrain_cli.console import Console
+    from mtrain_cli.data.open_dataset import first_conversation
     from mtrain_cli.simulation.scenario import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
@@ -192,6 +194,8 @@ def _print_plan(
     exchange, device = run_plan.exchange.name, run_plan.environment.device
     warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
     Console().print(render(run_plan, estimate_step(run_plan), data))
+    if (first := first_conversation(config)) is not None:
+        print_targets(Console(soft_wrap=True), first[0].ids, first[0].targets, first[1])
     if not fits(run_plan):
         raise typer.Exit(1)
 

@@ -23,17 +23,17 @@ class _Stdlib(DataKind):
 
 class _Text(DataKind):
     expected = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"
-    keys = ("text_key",)
+    keys = ("text_key", "on_error")
 
     def corpus(self, data: DataConfig, _tokenizer: Tokenizer) -> Corpus:
         assert data.path is not None
-        return text_corpus(data.path, data.text_key)
+        return text_corpus(data.path, data.text_key, skips=data.on_error == "skip")
 
 
 class _Tokens(DataKind):
     expected = "the output of `mtrain data prepare`, or a .npy or .bin of token ids"
     manifest = "meta.json"
-    keys = ("token_dtype",)
+    keys = ("token_dtype", "too_long")
     tokenizes = False
 
     def source(self, config: Config, data: DataConfig, origin: str) -> TokenStore:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
+
 from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.config.sizes import with_count
@@ -15,6 +17,7 @@ from mtrain_cli.data.dataset import PackedDataset, Sample, TokenSource
 from mtrain_cli.data.mixture import Dataset, MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.token_cache import cached_store
+from mtrain_cli.data.token_documents import TokenDocument
 from mtrain_cli.data.tokenizers import FileTokenizer, Tokenizer, choose_begin, open_tokenizer
 
 _PIECES = 16  # pieces of a document to encode at once
@@ -110,7 +113,9 @@ def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
 def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
     """Open one corpus, whose settings are ``data``, and hold sequences out of training."""
     store, location = _open_source(config, data, origin)
-    if store.meta.num_tokens < config.seq:
+    if store.meta.whole:
+        _require_short(config, data, store, origin)
+    elif store.meta.num_tokens < config.seq:
         raise ConfigError(
             f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than "
             f"one sequence of {config.seq:,}. Give a longer corpus or a smaller seq."
@@ -126,6 +131,7 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
         location=location,
         vocab_size=config.model.vocab_size,
         held_out=held_out,
+        too_long=data.too_long,
     )
     if dataset.sequences <= held_out:
         raise ConfigError(
@@ -136,6 +142,26 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     if not store.meta.vocab_size or data.mask_key is not None:
         dataset[0]  # fails before the run starts if an id is too large or a mask is damaged
     return dataset
+
+
+def _require_short(config: Config, data: DataConfig, store: TokenSource, origin: str) -> None:
+    """Raise ConfigError if a conversation exceeds ``seq``, unless `data.too_long` allows it."""
+    lengths = np.diff(store.offsets)
+    long = np.flatnonzero(lengths > config.seq)
+    allowed = {"error": 0, "skip": lengths.size - 1, "truncate_left": lengths.size}
+    if long.size <= allowed[data.too_long]:
+        return
+    place = f"{origin}: document {long[0]}"
+    if KINDS[data.kind].tokenizes:
+        units = open_text(config, data)[0].units
+        documents = chain.from_iterable(unit.documents(0) for unit in units)
+        kept = (one.name for one in documents if one.tokens is not None and not one.left_out)
+        place = next(islice(kept, int(long[0]), None), place)
+    raise ConfigError(
+        f"{place}: has {lengths[long[0]]:,} tokens, more than seq={config.seq} "
+        f"({with_count(len(long), 'document')} of {lengths.size:,}). Set data.too_long=skip or "
+        "truncate_left, or a larger seq."
+    )
 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
@@ -164,6 +190,17 @@ def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
         )
 
 
+def first_conversation(config: Config) -> tuple[TokenDocument, Tokenizer] | None:
+    """Return the first document of a corpus whose documents have targets; None without."""
+    data = corpora_of(config.data)[0][1]
+    if not KINDS[data.kind].tokenizes or data.path is None:
+        return None
+    corpus, tokenizer = open_text(config, data)
+    units = corpus.units if corpus.fields is not None else ()
+    first = next((d.tokens for unit in units for d in unit.documents(0) if d.tokens), None)
+    return None if first is None else (first, tokenizer)
+
+
 def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
     """Open the data of a run.
 
@@ -185,6 +222,7 @@ def _look_at_text(config: Config, data: DataConfig) -> str:
     needed, tokens = config.seq * (data.eval_sequences + 1), 0
     for document in chain.from_iterable(unit.documents(0) for unit in corpus.units):
         pieces = iter(document.pieces)
+        tokens += 0 if document.tokens is None else document.tokens.ids.size
         while tokens < needed and (some := list(islice(pieces, _PIECES))):
             tokens += sum(map(len, tokenizer.encode(some)))
         if tokens >= needed:

@@ -35,7 +35,7 @@ from mtrain_cli.data.corpora import (
     describe_left_out,
     split_text,
 )
-from mtrain_cli.data.token_documents import RecordKey, TokenDocument, TokenFields
+from mtrain_cli.data.token_documents import Fields, RecordKey, TokenDocument, TokenFields
 from mtrain_cli.launch.environment import host_memory
 
 _BLOCK = 1 << 22  # bytes of a plain file to read at once
@@ -50,10 +50,11 @@ _FEED = {"gz": 1 << 14, "zstd": 1 << 10}
 
 
 @dataclass(frozen=True)
-class TextField:
+class TextField(Fields):
     """Reads text from records, as `TokenFields` reads token ids. key: key of the text."""
 
     key: RecordKey
+    skips: bool = False
 
     @property
     def keys(self) -> tuple[RecordKey, ...]:
@@ -61,10 +62,9 @@ class TextField:
 
     @property
     def identity(self) -> str:
-        return self.key.name
+        return f"{self.key.name}{chr(0) * self.skips}"
 
     def read(self, record: Mapping[str, Any], location: str) -> Iterable[str]:
-        """Return the pieces of one record's text, none for None. location: file and record."""
         text = record[self.key.name]
         if text is None:
             return ()
@@ -76,11 +76,13 @@ class TextField:
         return split_text([text])
 
 
-Fields = TextField | TokenFields
-
-
 def text_corpus(
-    path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
+    path: str,
+    text_key: str,
+    path_option: str = "data.path",
+    key_option: str = "data.text_key",
+    *,
+    skips: bool = False,
 ) -> Corpus:
     """Open the corpus of text in a file, or in all readable files of a folder and its subfolders.
 
@@ -92,8 +94,9 @@ def text_corpus(
         text_key: name of the key or column that holds the text.
         path_option, key_option: names of the settings that gave ``path`` and ``text_key``, for
             messages.
+        skips: as in `Fields`.
     """
-    return _open(path, path_option, TextField(RecordKey(text_key, key_option)), READERS)
+    return _open(path, path_option, TextField(RecordKey(text_key, key_option), skips), READERS)
 
 
 def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
@@ -105,15 +108,20 @@ def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
 
 
 def token_corpus(path: str, fields: TokenFields) -> Corpus:
-    """Open the corpus of token ids in a .jsonl, .json or .parquet file, or in a folder of them."""
+    """Open the corpus of token ids in a file of records, or in a folder of them."""
+    return replace(record_corpus(path, "SOURCE", fields), fields=fields)
+
+
+def record_corpus(path: str, path_option: str, fields: Fields) -> Corpus:
+    """Open a file of records, or a folder of them, as `text_corpus` does."""
     readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
-    return replace(_open(path, "SOURCE", fields, readers), fields=fields)
+    return _open(path, path_option, fields, readers)
 
 
 def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:
     """Open a corpus as `text_corpus` does. readers: by suffix, the kinds of files to read."""
     origin, root = as_typed(path_option, path), Path(path).expanduser()
-    kinds, content = _listed(readers), "text" if readers is READERS else "token ids"
+    kinds, content = _listed(readers), "text" if readers is READERS else "records"
     left_out: dict[str, int] = {}
     if root.is_dir():
         with explain_read_errors(f"{origin}:"):
@@ -309,10 +317,24 @@ def _decode_blocks(path: Path, label: str) -> Iterator[str]:
 
 
 def _document(
-    fields: Fields, record: Mapping[str, Any], path: Path, number: int, end: int, kind: str
+    fields: Fields,
+    get: Callable[[], Mapping[str, Any]],
+    path: Path,
+    number: int,
+    end: int,
+    kind: str,
 ) -> Document:
-    """Return the document of record ``number`` of a file. kind: what the file calls a record."""
-    content, name = fields.read(record, f"{path} {kind} {number}"), f"{path.name}:{number}"
+    """Return the document of record ``number`` of a file. kind: what the file calls a record.
+
+    get: returns the record, or raises ConfigError if it cannot be read.
+    """
+    name = f"{path.name}:{number}"
+    try:
+        content = fields.read(record := get(), f"{path} {kind} {number}")
+    except ConfigError:
+        if not fields.skips:
+            raise
+        return Document(name, (), number, end, left_out="not readable (data.on_error=skip)")
     domain = value if isinstance(value := record.get(DOMAIN), str) else ""
     if content is None or isinstance(content, TokenDocument):
         return Document(name, (), number, end, domain, content)
@@ -326,9 +348,12 @@ def _read_jsonl(
         for number, line in enumerate(_read_lines(file, label), 1):
             if number <= skip or not line.strip():
                 continue
-            place = f"line {number}"
-            record = _record(_parse(line, f"{label} {place}"), label, path, place, fields)
-            yield _document(fields, record, path, number, tell(), "line")
+            get = partial(_parsed, line, label, path, f"line {number}", fields)
+            yield _document(fields, get, path, number, tell(), "line")
+
+
+def _parsed(line: bytes, label: str, path: Path, place: str, fields: Fields) -> dict[str, Any]:
+    return _record(_parse(line, f"{label} {place}"), label, path, place, fields)
 
 
 def _parse(line: bytes, location: str) -> Any:
@@ -347,9 +372,8 @@ def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> d
             f"{label} {place}: is {_json_kind(value)}, not a JSON object with the key "
             f"{fields.keys[0].name}"
         )
-    for key in fields.keys:
-        if key.name not in value:
-            raise key.missing_error(f"{path} {place}", value)
+    if key := fields.absent(value):
+        raise key.missing_error(f"{path} {place}", value)
     return value
 
 
@@ -373,17 +397,17 @@ def _read_json(
         values = [_parse(line.encode(), f"{label} line {n}") for n, line in lines if line.strip()]
     values = values if isinstance(values, list) else [values]
     for number, value in enumerate(values, 1):
-        try:
-            record = _record(value, label, path, f"record {number}", fields)
-        except ConfigError:
-            if alone or number > 1:
-                raise
-            if not skip:  # a resumed preparation counts it once
-                left_out = f".json (without the key {fields.keys[0].name})"
-                yield Document(path.name, (), 1, size, left_out=left_out)
-            return
+        get = partial(_record, value, label, path, f"record {number}", fields)
+        if number == 1 and not alone:
+            try:
+                get()
+            except ConfigError:
+                if not skip:  # a resumed preparation counts it once
+                    left_out = f".json (without the key {fields.keys[0].name})"
+                    yield Document(path.name, (), 1, size, left_out=left_out)
+                return
         if number > skip:
-            yield _document(fields, record, path, number, size * number // len(values), "record")
+            yield _document(fields, get, path, number, size * number // len(values), "record")
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
@@ -430,10 +454,10 @@ def _parquet_documents(
     file: Any, path: Path, label: str, fields: Fields, skip: int
 ) -> Iterator[Document]:
     names, size, rows = file.schema_arrow.names, path.stat().st_size, file.metadata.num_rows
-    for key in fields.keys:
-        if key.name not in names:
-            raise key.missing_error(str(path), names)
-    columns = list(dict.fromkeys([*(key.name for key in fields.keys), *({DOMAIN} & set(names))]))
+    if key := fields.absent(names):
+        raise key.missing_error(str(path), names)
+    wanted = dict.fromkeys([*(key.name for key in fields.keys), *fields.others, DOMAIN])
+    columns = [name for name in wanted if name in names]
     row = 0
     for number in range(file.num_row_groups):
         group = file.metadata.row_group(number)
@@ -453,8 +477,8 @@ def _parquet_documents(
             for cells in zip(*values, strict=True):
                 row += 1
                 if row > skip:
-                    record = dict(zip(columns, cells, strict=True))
-                    yield _document(fields, record, path, row, size * row // rows, "row")
+                    get = partial(dict, zip(columns, cells, strict=True))
+                    yield _document(fields, get, path, row, size * row // rows, "row")
 
 
 def _values(column: Any) -> Iterable[Any]:

@@ -8,12 +8,10 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus
@@ -33,7 +31,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     facts = f"{VERSION} 3 {documents_identity(tokenizer)} {corpus.signature}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:32]
     try:
-        with _locked_entry(key) as (entry, has_lock):
+        with locked_entry(key) as (entry, has_lock):
             store = _open_entry(entry, has_lock)
             if store is None:
                 _write_entry(corpus, tokenizer, entry, has_lock)
@@ -49,26 +47,8 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
         return writer.memory_store(corpus), f"in memory, since {reason}"
 
 
-def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array that ``key`` identifies from the cache folder, or else make and cache it."""
-    try:
-        with _locked_entry(f"{key}.npy") as (entry, _):
-            try:
-                return np.load(entry, allow_pickle=False)
-            except (FileNotFoundError, ValueError, EOFError):
-                array = make()
-                with tempfile.NamedTemporaryFile(
-                    dir=entry.parent, prefix=f"{key}.tmp", delete=False
-                ) as file:
-                    np.save(file, array)
-                os.replace(file.name, entry)
-                return array
-    except OSError:
-        return make()
-
-
 @contextmanager
-def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
+def locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
     """Lock an entry of the cache. Yield its path, and whether the file system has locks."""
     # The XDG Base Directory Specification demands that a relative path is ignored.
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))

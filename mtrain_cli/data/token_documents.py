@@ -6,6 +6,7 @@ count tokens from the start of the document. The kind is one of `KINDS` or its n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -48,6 +49,40 @@ class RecordKey:
         return ConfigError(f"{as_typed(self.option, self.name)}: {location} {problem}")
 
 
+class Fields(ABC):
+    """Reads documents from records.
+
+    keys: keys that a record must have. The first one has the content.
+    others: names of keys that are read if a record has them.
+    skips: whether a record that cannot be read is left out and counted; if false, it is an error.
+    """
+
+    others: tuple[str, ...] = ()
+    skips: bool = False
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[RecordKey, ...]: ...
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Text that differs between readers that may read other documents from the same file."""
+
+    @abstractmethod
+    def read(
+        self, record: Mapping[str, Any], location: str
+    ) -> Iterable[str] | TokenDocument | None:
+        """Return pieces of text or token ids; nothing for a record without content.
+
+        location: file and record, for messages.
+        """
+
+    def absent(self, present: Iterable[str]) -> RecordKey | None:
+        """Return a key that a record or file with the keys ``present`` lacks."""
+        return next((key for key in self.keys if key.name not in present), None)
+
+
 @dataclass(frozen=True)
 class TokenDocument:
     """The content of a document that comes as token ids.
@@ -69,7 +104,7 @@ class TokenDocument:
 
 
 @dataclass(frozen=True)
-class TokenFields:
+class TokenFields(Fields):
     """Reads documents of token ids from records: keys of ids, slices, positions and targets.
 
     whole: whether a sequence holds whole documents only, such as conversations.
@@ -88,14 +123,9 @@ class TokenFields:
 
     @property
     def identity(self) -> str:
-        """Text that differs between readers that may read other documents from the same file."""
         return "\0".join(["tokens", *(f"{key.option} {key.name}" for key in self.keys)])
 
     def read(self, record: Mapping[str, Any], location: str) -> TokenDocument | None:
-        """Return the document of a record; None if the record has no tokens.
-
-        location: file and record, for messages.
-        """
         if record[self.tokens.name] is None:
             return None
         ids = _integers(record[self.tokens.name], self.tokens, location)
