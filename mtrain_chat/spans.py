@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtrain_chat.messages import ASSISTANT, Conversation
 from mtrain_chat.template import Span, Template
 from mtrain_cli.config.schema import ConfigError
+
+_CHECKED = 32  # characters at the end of an answer that the text must have
 
 
 def render(
@@ -19,25 +21,67 @@ def render(
     generation prompt, and the text up to its end must begin the text of the whole conversation.
 
     Raises:
-        ConfigError: neither way works, or the template refuses the conversation.
+        ConfigError: neither way works, or the template refuses the conversation, or it leaves out
+            what an answer says.
     """
-    messages, trained = conversation.messages, conversation.trained
-    text, marks = template.render(messages, tools, location)
-    answers = [number for number, one in enumerate(messages) if one["role"] == ASSISTANT]
-    wanted = [number for number, one in enumerate(trained) if one]
-    if wanted == answers and template.has_marks(tools) and not conversation.whole:
-        return text, marks
+    text, marks = template.render(conversation.messages, tools, location)
+    spans = list(_spans(template, conversation, tools, text, marks, location))
+    wanted = [number for number, one in enumerate(conversation.trained) if one]
+    whole = [(0, len(text))] * len(wanted)
+    parts = whole if conversation.whole or len(spans) != len(wanted) else spans
+    for number, part in zip(wanted, parts, strict=True):
+        if lost := _left_out(conversation.messages[number], text[slice(*part)]):
+            raise ConfigError(
+                f"{location}: {template.name} leaves out {lost} of message {number + 1}. Give "
+                "data.chat_template=FILE with a template that writes it."
+            )
+    return text, spans
+
+
+def _spans(
+    template: Template,
+    conversation: Conversation,
+    tools: list[Any] | None,
+    text: str,
+    marks: list[Span],
+    location: str,
+) -> Iterator[Span]:
+    """Yield the parts that the loss counts. marks: what the template marks."""
+    answers = [n for n, one in enumerate(conversation.messages) if one["role"] == ASSISTANT]
+    flags = conversation.trained
     marked = dict(zip(answers, marks, strict=True)) if len(marks) == len(answers) else {}
+    if marks and not conversation.whole and [n for n, one in enumerate(flags) if one] == answers:
+        yield from marks
+        return
+    begin = 0
+    for number, flag in enumerate(flags):
+        if flag != conversation.whole:
+            first, last = marked.get(number) or _by_prefixes(
+                template, conversation, tools, number, text, location
+            )
+            if not conversation.whole:
+                yield first, last
+            elif first > begin:
+                yield begin, first
+            begin = last
+    if conversation.whole and begin < len(text):
+        yield begin, len(text)
 
-    def span(number: int) -> Span:
-        if number in marked:
-            return marked[number]
-        return _by_prefixes(template, conversation, tools, number, text, location)
 
-    if conversation.whole:
-        left_out = [span(number) for number, one in enumerate(trained) if not one]
-        return text, list(_between(left_out, len(text)))
-    return text, [span(number) for number in wanted]
+def _left_out(message: Mapping[str, Any], text: str) -> str:
+    """Return what a message has and the text of its conversation lacks; "" if nothing."""
+    content = message.get("content")
+    # A template may write reasoning elsewhere, or leave out that of earlier answers.
+    said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
+    if said[-_CHECKED:] not in text:
+        return "the text"
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str) and name not in text:
+            return "a tool call"
+    return ""
 
 
 def _by_prefixes(
@@ -59,12 +103,3 @@ def _by_prefixes(
             "{% generation %} around the answers."
         )
     return len(begin), max(len(begin), len(end.rstrip()))
-
-
-def _between(spans: list[Span], end: int) -> Iterator[Span]:
-    """Yield the parts of a text of ``end`` characters that are in no span."""
-    begin = 0
-    for first, last in (*spans, (end, end)):
-        if first > begin:
-            yield begin, first
-        begin = last

@@ -59,19 +59,22 @@ class Template:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        conversations: Any = [list(messages)]
+        variables: dict[str, Any] = dict(self.variables)
         try:
-            texts, marks = render_jinja_template(
-                conversations=[list(messages)],
+            rendered: Any = render_jinja_template(
+                conversations=conversations,
                 tools=None if tools is None else list(tools),
                 chat_template=self._of(tools),
                 return_assistant_tokens_mask=self.has_marks(tools),
                 add_generation_prompt=prompt,
-                **self.variables,
+                **variables,
             )
         except Exception as error:  # a template can fail in any way
             reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
             raise ConfigError(f"{location}: {self.name} refuses it: {reason}") from None
-        return texts[0], marks[0] if marks else []
+        (text,), marks = rendered
+        return text, marks[0] if marks else []
 
     def _of(self, tools: Sequence[Any] | None) -> str:
         return self.with_tools or self.text if tools else self.text

@@ -477,7 +477,7 @@ def _parquet_documents(
             for cells in zip(*values, strict=True):
                 row += 1
                 if row > skip:
-                    get = partial(dict, zip(columns, cells, strict=True))
+                    get = partial(dict[str, Any], zip(columns, cells, strict=True))
                     yield _document(fields, get, path, row, size * row // rows, "row")
 
 
