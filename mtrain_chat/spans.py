@@ -49,6 +49,8 @@ def _spans(
     """Yield the parts that the loss counts. marks: what the template marks."""
     answers = [n for n, one in enumerate(conversation.messages) if one["role"] == ASSISTANT]
     flags = conversation.trained
+    if len(marks) != len(answers):  # a template may mark an answer and its end one by one
+        marks = _joined(marks)
     marked = dict(zip(answers, marks, strict=True)) if len(marks) == len(answers) else {}
     if marks and not conversation.whole and [n for n, one in enumerate(flags) if one] == answers:
         yield from marks
@@ -66,6 +68,16 @@ def _spans(
             begin = last
     if conversation.whole and begin < len(text):
         yield begin, len(text)
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Join parts that touch."""
+    joined: list[Span] = []
+    for begin, end in spans:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return joined
 
 
 def _left_out(message: Mapping[str, Any], text: str) -> str:

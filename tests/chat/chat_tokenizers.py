@@ -11,7 +11,7 @@ import trl
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 _SPECIAL = re.compile(
-    r"<\|[^|<>{}%]{1,40}\|>|<｜[^｜{}]{1,40}｜>|<(?:bos|eos|start_of_turn|end_of_turn|end_of_utterance|turn\|)>|<\|(?:turn|tool_response)>|</?s>"
+    r"<\|[^|<>{}%]{1,40}\|>|<｜[^｜{}]{1,40}｜>|<(?:bos|eos|start_of_turn|end_of_turn|end_of_utterance|turn\|)>|<tool_call\|>|<\|(?:turn|tool_response|tool_call)>|</?s>"
 )
 
 
