@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mtrain_chat.arrow_files import read_arrow
 from mtrain_chat.encoder import Encoder, tokens_of
 from mtrain_chat.messages import SHAREGPT, read_conversation, read_tools
 from mtrain_chat.spans import render
@@ -90,7 +91,7 @@ class ChatFields(Fields):
 
 
 class _Chat(DataKind):
-    expected = "a .jsonl, .json or .parquet file of conversations, or a folder of them"
+    expected = "a .jsonl, .json, .parquet or .arrow file of conversations, or a folder of them"
     keys = (
         "messages_key", "tools_key", "chat_template", "train_on", "train_on_end", "too_long",
         "on_error",
@@ -108,7 +109,7 @@ class _Chat(DataKind):
         template = open_template(data.chat_template, data.tokenizer)
         tokenizer.eos, tokenizer.begin = None, NO_BEGIN  # the template writes both
         fields = ChatFields(data, template, Encoder(tokenizer), data.on_error == "skip")
-        corpus = record_corpus(data.path, "data.path", fields)
+        corpus = record_corpus(data.path, "data.path", fields, {".arrow": read_arrow})
         if not fields.skips:  # a wrong template or file ends the run before its workers start
             next(corpus.units[0].documents(0), None)
         key = fields.keys[0]

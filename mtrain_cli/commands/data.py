@@ -123,7 +123,12 @@ def prepare(
     filters = Filters(domains, least, most)
     console = Console(soft_wrap=True, highlight=False)
     fields = _token_fields(tokens_key, mask_key, positions_key, targets_key)
+    if kind is None and setting:
+        raise ConfigError(f"--setting {setting[0]}: only with --kind")
     if kind is not None:
+        for name, value in (("tokens-key", tokens_key), ("from-tokenizer", from_tokenizer)):
+            if value:
+                raise ConfigError(f"--{name} {value}: not with --kind {kind}; leave one out")
         corpus = _corpus_of_kind(kind, source, tokenizer, setting or [])
     else:
         corpus = _corpus(source, text_key, from_tokenizer, domains, fields)

@@ -17,7 +17,6 @@ from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
-from mtrain_cli.printable import printable
 from mtrain_cli.reporting.table import Column, Table, count, percent
 from mtrain_cli.reporting.terminal import print_table
 
@@ -165,7 +164,7 @@ def print_targets(
     on = np.ones(ids.size, bool) if targets is None else targets
     changes = np.flatnonzero(on[1:] != on[:-1]) + 1
     for part, start in zip(np.split(ids, changes), (0, *changes), strict=True):
-        text = printable(tokenizer.decode(part))
+        text = tokenizer.decode(part)
         if on[start] and console.color_system is None:
             text = f"[{text}]"
         style = "bold green" if on[start] else "dim"

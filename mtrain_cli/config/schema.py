@@ -346,7 +346,7 @@ class DataConfig:
         message with train: true or false decides for itself
     train_on_end: chat: require a special token at the end of each message that the loss counts
     too_long: a conversation of more than seq tokens: error, skip, or truncate_left = keep its end
-    on_error: text, chat: stop at a record that cannot be read, or skip and count it
+    on_error: chat: stop at a record that cannot be read, or skip and count it
     verify: bytes to compare with their checksums: sampled = some of each file; full = all; auto =
         all of less than 256m tokens and at a resume, else sampled
     document_mask: keep attention inside each packed document

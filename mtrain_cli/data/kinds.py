@@ -23,11 +23,11 @@ class _Stdlib(DataKind):
 
 class _Text(DataKind):
     expected = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"
-    keys = ("text_key", "on_error")
+    keys = ("text_key",)
 
     def corpus(self, data: DataConfig, _tokenizer: Tokenizer) -> Corpus:
         assert data.path is not None
-        return text_corpus(data.path, data.text_key, skips=data.on_error == "skip")
+        return text_corpus(data.path, data.text_key)
 
 
 class _Tokens(DataKind):

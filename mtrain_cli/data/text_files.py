@@ -54,7 +54,6 @@ class TextField(Fields):
     """Reads text from records, as `TokenFields` reads token ids. key: key of the text."""
 
     key: RecordKey
-    skips: bool = False
 
     @property
     def keys(self) -> tuple[RecordKey, ...]:
@@ -62,7 +61,7 @@ class TextField(Fields):
 
     @property
     def identity(self) -> str:
-        return f"{self.key.name}{chr(0) * self.skips}"
+        return self.key.name
 
     def read(self, record: Mapping[str, Any], location: str) -> Iterable[str]:
         text = record[self.key.name]
@@ -77,12 +76,7 @@ class TextField(Fields):
 
 
 def text_corpus(
-    path: str,
-    text_key: str,
-    path_option: str = "data.path",
-    key_option: str = "data.text_key",
-    *,
-    skips: bool = False,
+    path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
 ) -> Corpus:
     """Open the corpus of text in a file, or in all readable files of a folder and its subfolders.
 
@@ -94,9 +88,8 @@ def text_corpus(
         text_key: name of the key or column that holds the text.
         path_option, key_option: names of the settings that gave ``path`` and ``text_key``, for
             messages.
-        skips: as in `Fields`.
     """
-    return _open(path, path_option, TextField(RecordKey(text_key, key_option), skips), READERS)
+    return _open(path, path_option, TextField(RecordKey(text_key, key_option)), READERS)
 
 
 def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
@@ -112,9 +105,11 @@ def token_corpus(path: str, fields: TokenFields) -> Corpus:
     return replace(record_corpus(path, "SOURCE", fields), fields=fields)
 
 
-def record_corpus(path: str, path_option: str, fields: Fields) -> Corpus:
-    """Open a file of records, or a folder of them, as `text_corpus` does."""
-    readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
+def record_corpus(
+    path: str, path_option: str, fields: Fields, others: Mapping[str, Reader] | None = None
+) -> Corpus:
+    """Open a file of records, or a folder of them, as `text_corpus` does. others: more readers."""
+    readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS} | dict(others or {})
     return _open(path, path_option, fields, readers)
 
 
@@ -316,7 +311,7 @@ def _decode_blocks(path: Path, label: str) -> Iterator[str]:
         ) from None
 
 
-def _document(
+def document_of(
     fields: Fields,
     get: Callable[[], Mapping[str, Any]],
     path: Path,
@@ -349,7 +344,7 @@ def _read_jsonl(
             if number <= skip or not line.strip():
                 continue
             get = partial(_parsed, line, label, path, f"line {number}", fields)
-            yield _document(fields, get, path, number, tell(), "line")
+            yield document_of(fields, get, path, number, tell(), "line")
 
 
 def _parsed(line: bytes, label: str, path: Path, place: str, fields: Fields) -> dict[str, Any]:
@@ -407,7 +402,7 @@ def _read_json(
                     yield Document(path.name, (), 1, size, left_out=left_out)
                 return
         if number > skip:
-            yield _document(fields, get, path, number, size * number // len(values), "record")
+            yield document_of(fields, get, path, number, size * number // len(values), "record")
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
@@ -473,15 +468,15 @@ def _parquet_documents(
                 "than half of this machine's memory. Write smaller row groups."
             )
         for batch in file.iter_batches(_MAX_ROWS, row_groups=[number], columns=columns):
-            values = [_values(batch.column(name)) for name in columns]
+            values = [values_of(batch.column(name)) for name in columns]
             for cells in zip(*values, strict=True):
                 row += 1
                 if row > skip:
                     get = partial(dict[str, Any], zip(columns, cells, strict=True))
-                    yield _document(fields, get, path, row, size * row // rows, "row")
+                    yield document_of(fields, get, path, row, size * row // rows, "row")
 
 
-def _values(column: Any) -> Iterable[Any]:
+def values_of(column: Any) -> Iterable[Any]:
     """Return the values of a parquet column. Lists of integers become arrays, which are faster."""
     from pyarrow import types
 

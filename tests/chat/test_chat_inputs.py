@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from chat_tokenizers import template, write_tokenizer
@@ -192,7 +193,13 @@ def test_shapes_of_conversations_are_read_alike(tmp_path: Path, opened: Callable
     table = pyarrow.table(columns)
     assert "tool_calls" in str(table.schema)
     pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
-    for name in ("chat.json", "chat.parquet"):
+    for name, opened_by in (
+        ("stream.arrow", pyarrow.ipc.new_stream),
+        ("file.arrow", pyarrow.ipc.new_file),
+    ):
+        with opened_by(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    for name in ("chat.json", "chat.parquet", "stream.arrow", "file.arrow"):
         dataset = opened(tmp_path / name, seq=2048)
         assert dataset[0].tokens.tolist() == expected[0].tokens.tolist()
         assert dataset[0].labels.tolist() == expected[0].labels.tolist()
