@@ -194,7 +194,7 @@ def _print_plan(
     exchange, device = run_plan.exchange.name, run_plan.environment.device
     warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
     Console().print(render(run_plan, estimate_step(run_plan), data))
-    if (first := first_conversation(config)) is not None:
+    if data and (first := first_conversation(config)) is not None:
         print_targets(Console(soft_wrap=True), first[0].ids, first[0].targets, first[1])
     if not fits(run_plan):
         raise typer.Exit(1)
