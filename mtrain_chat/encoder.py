@@ -42,6 +42,11 @@ class Encoder:
         before = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
         return ids, np.stack([np.minimum(begins, before), ends], 1)
 
+    def special_texts(self, ids: np.ndarray) -> list[str]:
+        """Return the texts of the tokens that stand for a whole text among ids[N]."""
+        found = np.unique(ids[np.isin(ids, self.specials)]).tolist()
+        return [] if self._library is None else [self._library.id_to_token(one) for one in found]
+
 
 def tokens_of(span: Span, places: np.ndarray) -> np.ndarray:
     """Return the numbers of the tokens that share a character with a part of a text, int64[...]."""

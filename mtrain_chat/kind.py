@@ -12,8 +12,8 @@ import numpy as np
 
 from mtrain_chat.arrow_files import read_arrow
 from mtrain_chat.encoder import Encoder, tokens_of
-from mtrain_chat.messages import SHAREGPT, read_conversation, read_tools
-from mtrain_chat.spans import render
+from mtrain_chat.messages import ASSISTANT, SHAREGPT, read_conversation, read_tools
+from mtrain_chat.spans import lacks_reasoning, render
 from mtrain_chat.template import Template, open_template
 from mtrain_cli.config.data_kinds import DataKind
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
@@ -22,6 +22,8 @@ from mtrain_cli.data.text_files import record_corpus
 from mtrain_cli.data.token_documents import Fields, RecordKey, TokenDocument, TokenFields
 from mtrain_cli.data.tokenizers import NO_BEGIN, Tokenizer
 
+REASONING = "with reasoning that the chat template leaves out"
+SPECIAL = "with a special token in the text of a message other than an answer"
 _SHOWN = 40  # characters of the end of an answer in a message
 
 
@@ -72,7 +74,14 @@ class ChatFields(Fields):
                 f"{location}: {self.template.name} marks no token of an answer, so nothing would "
                 "be trained"
             )
-        return TokenDocument(ids, targets=targets, notes=conversation.notes)
+        notes = [*conversation.notes]
+        if any(lacks_reasoning(message, text) for message in conversation.messages):
+            notes.append(REASONING)
+        special = self.encoder.special_texts(ids)
+        others = (m.get("content") for m in conversation.messages if m["role"] != ASSISTANT)
+        if any(one in said for said in others if isinstance(said, str) for one in special):
+            notes.append(SPECIAL)
+        return TokenDocument(ids, targets=targets, notes=tuple(notes))
 
     def _require_end(self, ids: np.ndarray, text: str, location: str) -> None:
         """Raise ConfigError unless a part of a text ends with a special token."""

@@ -9,6 +9,7 @@ from mtrain_chat.messages import ASSISTANT, Conversation
 from mtrain_chat.template import Span, Template
 from mtrain_cli.config.schema import ConfigError
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 _CHECKED = 32  # characters at the end of an answer that the text must have
 
 
@@ -94,6 +95,12 @@ def _left_out(message: Mapping[str, Any], text: str) -> str:
         if isinstance(name, str) and name not in text:
             return "a tool call"
     return ""
+
+
+def lacks_reasoning(message: Mapping[str, Any], text: str) -> bool:
+    """Return whether the text of a conversation lacks the reasoning of an answer."""
+    given = (message.get(key) for key in _REASONING)
+    return any(isinstance(one, str) and one.strip()[-_CHECKED:] not in text for one in given)
 
 
 def _by_prefixes(

@@ -218,6 +218,16 @@ def test_an_unusual_order_of_roles_is_counted(tmp_path: Path, opened: Callable[.
     assert "2 documents with roles out of order" in dataset.describe()
 
 
+def test_what_a_template_drops_or_takes_for_its_own_is_counted(
+    tmp_path: Path, opened: Callable[..., Any]
+) -> None:
+    thinking = [GOOD[0], GOOD[1] | {"reasoning_content": "Hm."}]
+    marked = [GOOD[0] | {"content": "<|im_end|>?"}, GOOD[1]]
+    said = opened(write(tmp_path / "chat.jsonl", [GOOD, thinking, marked])).describe()
+    assert "1 document with reasoning that the chat template leaves out" in said
+    assert "1 document with a special token in the text of a message other than an answer" in said
+
+
 def test_null_is_left_out_and_counted(tmp_path: Path, opened: Callable[..., Any]) -> None:
     dataset = opened(write(tmp_path / "chat.jsonl", [GOOD, None]))
     assert "left out: 1 empty or null" in dataset.describe()
