@@ -18,6 +18,7 @@ import pytest
 from chat_tokenizers import template, write_tokenizer
 from conversations import CALL, TOOLS, turns, write
 
+from mtrain_chat.messages import read_conversation
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset
@@ -210,6 +211,16 @@ def test_shapes_of_conversations_are_read_alike(tmp_path: Path, opened: Callable
         == opened(write(tmp_path / "own.jsonl", [GOOD]))[0].tokens.tolist()
     )
     assert "1 document in ShareGPT's form (conversations with from and value)" in shared.describe()
+
+
+def test_a_key_that_is_null_is_no_key() -> None:
+    """A template asks whether a message has tool calls, and a table has the column everywhere."""
+    absent = dict.fromkeys(("tool_calls", "content"))
+    messages = [{**absent, **one} for one in CALL]
+    messages[1]["content"] = None
+    read = read_conversation(messages, "assistant", "chat.parquet row 1")
+    assert "tool_calls" not in read.messages[0]
+    assert "content" in read.messages[1]
 
 
 def test_an_unusual_order_of_roles_is_counted(tmp_path: Path, opened: Callable[..., Any]) -> None:

@@ -65,11 +65,11 @@ def test_the_seed_decides_who_shares_a_sequence() -> None:
 
 def test_shortest_documents_are_not_all_in_the_last_sequences() -> None:
     """The last sequences are held out, and must be like the others."""
-    sizes = np.arange(1, 201)
-    bins = bins_of(Bins(sizes, 200, 0, "skip"))
+    sizes = np.tile(np.arange(1, 21), 40)
+    bins = bins_of(Bins(sizes, 100, 0, "skip"))
     counts = [len(one) for one in bins]
     half = len(counts) // 2
-    assert abs(np.mean(counts[:half]) - np.mean(counts[half:])) < 0.5 * np.mean(counts)
+    assert abs(np.mean(counts[:half]) - np.mean(counts[half:])) < 0.3 * np.mean(counts)
 
 
 @given(lengths=LENGTHS, shuffle=st.booleans())
