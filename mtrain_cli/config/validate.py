@@ -165,7 +165,10 @@ def require_manifest(data: DataConfig) -> None:
 
 
 def _data(config: Config) -> Iterator[str]:
-    data, kind = config.data, KINDS[config.data.kind]
+    data, kind = config.data, KINDS.get(config.data.kind)
+    if kind is None:
+        yield "{data.kind}: its package cannot be loaded; a line above says why"
+        return
     expected = kind.expected
     if data.kind == "stdlib":
         for name in ("path", "mix"):
