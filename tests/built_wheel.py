@@ -16,6 +16,8 @@ PACKAGES = (
     "mtrain_ruler",
     "mtrain_trackers",
     "mtrain_lora",
+    "mtrain_mds",
+    "mtrain_chat",
 )
 
 

@@ -28,6 +28,14 @@ IMPORTED = {
         inference.engine inference.limits inference.model_source inference.sampling
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
+    "mtrain_chat": """
+        config.data_kinds config.schema data.checked_files data.corpora data.text_files
+        data.token_documents data.tokenizers
+    """,
+    "mtrain_mds": """
+        commands.data_output config config.data_kinds config.schema console data.checked_files
+        data.corpora data.store data.text_files data.token_cache data.tokenizers
+    """,
     "mtrain_trackers": """
         config config.schema evaluation.results launch.run_dir records.metrics reporting
         training.callback training.evaluation training.trainer

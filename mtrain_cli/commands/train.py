@@ -213,7 +213,9 @@ def _data_rows(config: Config) -> list[tuple[str, str]]:
 def _print_plan(
     config: Config, words: list[str], config_dir: Path | None, data: list[tuple[str, str]]
 ) -> None:
+    from mtrain_cli.commands.data_output import print_targets
     from mtrain_cli.console import Console
+    from mtrain_cli.data.open_dataset import first_conversation
     from mtrain_cli.simulation.scenario import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
@@ -223,20 +225,24 @@ def _print_plan(
     exchange, device = run_plan.exchange.name, run_plan.environment.device
     warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
     Console().print(render(run_plan, estimate_step(run_plan), data))
+    if data and (first := first_conversation(config)) is not None:
+        print_targets(Console(soft_wrap=True), first[0].ids, first[0].targets, first[1])
     if not fits(run_plan):
         raise typer.Exit(1)
 
 
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
+    from mtrain_cli.config.data_kinds import KINDS
     from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.data.open_dataset import require_columns
-    from mtrain_cli.data.text_files import open_corpus
+    from mtrain_cli.data.tokenizers import open_tokenizer
 
     require_manifest(config.data)
     require_columns(config)
-    if config.data.kind == "text" and config.data.mix is None:
-        open_corpus(config.data)
+    data = config.data
+    if KINDS[data.kind].tokenizes and data.path is not None and data.mix is None:
+        KINDS[data.kind].corpus(data, open_tokenizer(data.tokenizer))
 
 
 def require_resolvable(config: Config, environment: Environment) -> None:

@@ -16,7 +16,7 @@ LATER: dict[str, Any] = {
         "optim.schedule_steps", "topology.cluster", "topology.stages", "topology.tensor_chunks",
         "topology.expert_chunks", "topology.schedule", "topology.stage_layers",
         "topology.balanced_chunk", "topology.gpu_memory_gib", "topology.host_memory_gib",
-        "train.balance_loss",
+        "train.balance_loss", "data.chat_template",
     ), "auto"),
     **dict.fromkeys((
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
@@ -32,6 +32,8 @@ LATER: dict[str, Any] = {
         "topology.tensor_parallel", "topology.expert_parallel",
         "topology.pipeline_parallel", "topology.virtual_stages",
     ), 1),
+    "data.messages_key": "messages", "data.tools_key": "tools", "data.train_on": "assistant",
+    "data.train_on_end": True, "data.too_long": "error", "data.on_error": "stop",
     "train.eval_tasks": [],
     "train.callbacks": [],
     "train.lora.alpha": 32.0,

@@ -28,7 +28,7 @@ from mtrain_cli.config.option import (
     option,
 )
 from mtrain_cli.config.pattern_settings import SPARSE_KINDS, PatternSettings
-from mtrain_cli.config.plugins import callbacks_expected
+from mtrain_cli.config.plugins import callbacks_expected, data_kinds, data_kinds_expected
 from mtrain_cli.config.problem import ConfigError as ConfigError
 
 # Ranges and upper limits that several keys share. Each limit has a reason, which messages show.
@@ -339,6 +339,14 @@ class DataConfig:
     token_dtype: tokens: integers of a .bin file; auto = uint16 if the vocabulary fits
     mask_key: tokens: column with each document's mask, a list of slices; null = none
     positions_key: tokens: column with each token's rotary position; null = as in the sequence
+    messages_key: chat: key or column of the messages of a conversation
+    tools_key: chat: key or column of the tools that it may call
+    chat_template: chat: a Jinja file; auto = the template in the folder of data.tokenizer
+    train_on: chat: messages that the loss counts: assistant, last = the last of these, or all. A
+        message with train: true or false decides for itself
+    train_on_end: chat: require a special token at the end of each message that the loss counts
+    too_long: a conversation of more than seq tokens: error, skip, or truncate_left = keep its end
+    on_error: chat: stop at a record that cannot be read, or skip and count it
     verify: bytes to compare with their checksums: sampled = some of each file; full = all; auto =
         all of less than 256m tokens and at a resume, else sampled
     document_mask: keep attention inside each packed document
@@ -347,7 +355,7 @@ class DataConfig:
         corpus of data.mix holds out its share, at least one
     """
 
-    kind: str = option(("stdlib", "text", "tokens", "mds"))
+    kind: str = option(data_kinds, expected=data_kinds_expected)
     path: str | None = option()
     mix: dict[str, float] | str | None = option()
     tokenizer: str = option()
@@ -356,6 +364,13 @@ class DataConfig:
     token_dtype: str = option(("auto", "uint16", "uint32"))
     mask_key: str | None = option()
     positions_key: str | None = option()
+    messages_key: str = option()
+    tools_key: str = option()
+    chat_template: str = option()
+    train_on: str = option(("assistant", "last", "all"))
+    train_on_end: bool = option()
+    too_long: str = option(("error", "skip", "truncate_left"))
+    on_error: str = option(("stop", "skip"))
     verify: str = option(("auto", "sampled", "full"))
     document_mask: bool = option()
     shuffle: bool = option()

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtrain_cli.composition import compose
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
@@ -193,7 +194,7 @@ def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
     """Return the tokenizer of the data, or that of `train.init_from`, as `tokenizer_of_run`."""
     data, folder = config.data, folder_of(config.train.init_from)
     try:
-        if data.kind in ("text", "stdlib"):
+        if KINDS[data.kind].tokenizes:
             files: TokenizerFiles | None = _chosen_tokenizer(data.tokenizer)
         else:
             files = _tokenizer_of_stores(config, folder) if data.kind == "tokens" else None
@@ -228,7 +229,7 @@ def _recorded_begin(config: Config, run: Path) -> Begin | None:
 def _begin(config: Config) -> Begin | None:
     """Return what the documents of a run start with; None for what the tokenizer prescribes."""
     data = config.data
-    if data.kind in ("text", "stdlib") and data.bos is True:
+    if KINDS[data.kind].tokenizes and data.bos is True:
         tokenizer = open_tokenizer(data.tokenizer)
         choose_begin(tokenizer, data.bos)
         return tokenizer.begin
