@@ -1,4 +1,6 @@
 "use strict";
+const nonce = document.currentScript.nonce;
+const redraws = new Map();
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const narrow = () => window.innerWidth < 640;
 async function unpack(id) {
@@ -55,7 +57,9 @@ function merged(layout, entries) {
 }
 function draw(place, view) {
   const entries = view.data.filter((trace) => trace.showlegend !== false).length;
-  Plotly.react(place, themed(view.data), merged(view.layout, entries), {
+  // A zoom stays while the same view gets new points.
+  const layout = merged(Object.assign({uirevision: view.labels.join()}, view.layout), entries);
+  Plotly.react(place, themed(view.data), layout, {
     responsive: true, displaylogo: false, showTips: false, plotlyServerURL: "",
     modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
 }
@@ -77,7 +81,8 @@ function setUp(figure) {
     }
     return Array.from(seen);
   }
-  function refresh() {
+  function refresh(views = figure.views) {
+    figure.views = views;
     selects.forEach((select, at) => {
       const names = options(at);
       if (!names.includes(chosen[at])) chosen[at] = names[0];
@@ -98,12 +103,13 @@ function setUp(figure) {
 async function begin() {
   const [library, data] = await Promise.all(["plotly", "figures"].map(unpack));
   const script = document.createElement("script");
+  script.nonce = nonce;
   script.textContent = library;
   document.head.append(script);
-  const redraws = JSON.parse(data).map(setUp);
+  for (const figure of JSON.parse(data)) redraws.set(figure.name, setUp(figure));
   dark.addEventListener("change", () => redraws.forEach((redraw) => redraw()));
 }
-begin().catch((error) => {
+const begun = begin().catch((error) => {
   const line = document.createElement("p");
   line.className = "remark";
   line.textContent = "The figures could not be drawn (" + error + "). "
