@@ -25,8 +25,14 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_status import RunStatus
 from mtrain_cli.printable import one_line, same_width
 from mtrain_cli.reporting import elements
-from mtrain_cli.reporting.html import page_parts
-from mtrain_cli.reporting.report_source import open_source, read_run, with_choices
+from mtrain_cli.reporting.html import about
+from mtrain_cli.reporting.report_source import (
+    ReportSource,
+    open_source,
+    read_run,
+    with_choices,
+)
+from mtrain_cli.reporting.sections import figures, own_sections, shared_sections
 
 # A page of another site whose name points to this machine sends its own name.
 _HOSTS = ("127.0.0.1", "localhost")
@@ -46,7 +52,8 @@ class LivePage:
 
     def __init__(self, folder: Path) -> None:
         self._run, self._lock = RunDir(folder), threading.Lock()
-        self._seen: object = None  # names, times and sizes of the files
+        self._known = ""  # hash of the tables and figures
+        self._seen: object = None  # the files and their versions
         self._due = 0.0  # when the files may be read again
 
     def whole(self, nonce: str) -> str:
@@ -72,19 +79,28 @@ class LivePage:
 
     def _read(self) -> None:
         began, folder = time.monotonic(), self._run.path
-        found = [*folder.glob("*"), *folder.glob("profile/**/*"), *folder.glob("evaluation/*")]
-        seen = {str(file): os.stat(file)[6:] for file in found if file.is_file()}
-        if seen == self._seen or began < self._due:
+        patterns = "*", "profile/**/*", "evaluation/*"
+        seen = {file: _version(file) for pattern in patterns for file in folder.glob(pattern)}
+        if self._known and (seen == self._seen or began < self._due):
             return
         try:
-            source = open_source(folder)
-        except ConfigError:  # no step yet, or nothing that can be read
-            source = read_run(folder)
-            source = replace(source, settings=with_choices(source.settings, source.chosen))
-        parts = page_parts([source])
-        facts = f"<section><h2>Run</h2>{''.join(parts.facts)}</section>"
-        self._head, self._drawn = f"<header>{''.join(parts.heads)}</header>", parts.drawn
-        self._rest = [*parts.curves, *parts.tables, facts, parts.footer]
+            source = _open(folder)
+            log = self._run.log.read_bytes() if self._run.log.exists() else b""
+        except OSError:  # a file was replaced meanwhile
+            if not self._known:
+                raise
+            return
+        resumes = re.findall(rb"^resumed (from .*)", log, re.MULTILINE)[-1:]
+        self._resumed = [("resumed", line.decode(errors="replace")) for line in resumes]
+        source = replace(source, steps_wanted=None)  # the state says how far the run is
+        name, remarks = escape(source.name), elements.remarks(source.remarks)
+        self._head, self._drawn = f"<header><h1>{name}</h1>{remarks}</header>", figures([source])
+        sections = [*own_sections(source), *shared_sections([source])]
+        self._rest = [
+            *map(elements.figure, self._drawn),
+            *map(elements.report_section, sections),
+            elements.section("Run", about(source)),
+        ]
         shown = json_text([self._head, self._rest, elements.views_of(self._drawn)])
         self._known = hashlib.sha256(shown.encode()).hexdigest()[:16]
         self._seen, now = seen, time.monotonic()
@@ -96,12 +112,26 @@ class LivePage:
         with contextlib.suppress(OSError), self._run.log.open("rb") as file:
             file.seek(-min(_LOG_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
             log = file.read().decode(errors="replace")
-        resumed = re.findall("^resumed from .*", log, re.MULTILINE)[-1:]
-        rows = [("state", run.what + about_state(run)), *(("", line) for line in resumed)]
-        listed = elements.definition_list([*rows, *status_rows(run)])
+        rows = [("state", run.what + about_state(run)), *self._resumed, *status_rows(run)]
+        listed = elements.definition_list(rows)
         lines = "\n".join(log.splitlines()[-_LOG_LINES:])
         shown = f'<h3>Log</h3><div class="log"><pre>{escape(lines)}</pre></div>' if lines else ""
         return same_width(f'<section id="news"><h2>State</h2>{listed}{shown}</section>')
+
+
+def _version(file: Path) -> object:
+    with contextlib.suppress(OSError):
+        about_file = file.stat()
+        return about_file.st_mtime_ns, about_file.st_size
+    return None
+
+
+def _open(folder: Path) -> ReportSource:
+    try:
+        return open_source(folder)
+    except ConfigError:  # no step yet, or nothing that can be read
+        source = read_run(folder)
+        return replace(source, settings=with_choices(source.settings, source.chosen))
 
 
 class _Server(ThreadingHTTPServer):
@@ -149,21 +179,26 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def serve_run(name: str | None, port: int) -> None:
-    """Serve the page of a run until Ctrl-C, by default of the run that `mtrain status` shows."""
-    folder = find_run(name) if name is not None else run_status.find_latest_run().path
+def serving(folder: Path, port: int) -> _Server:
+    """Return a server of the page of a run, which listens. Raise ConfigError if it cannot."""
     try:
         server = _Server((_HOSTS[0], port), _Handler)
     except OSError as error:
         raise ConfigError(
             f"--port {port}: {error.strerror}; give another one, or 0 for any that is free"
         ) from error
-    with server:
-        server.page = LivePage(folder.resolve())
+    server.page = LivePage(folder.resolve())
+    return server
+
+
+def serve_run(name: str | None, port: int) -> None:
+    """Serve the page of a run until Ctrl-C, by default of the run that `mtrain status` shows."""
+    folder = find_run(name) if name is not None else run_status.find_latest_run().path
+    with serving(folder, port) as server:
         print(f"{folder}: http://{_HOSTS[0]}:{server.server_port}/ (Ctrl-C to end)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt as error:
             if not str(error):  # a signal has its own line
-                print("mtrain: the page has ended; the run goes on", file=sys.stderr)
+                print("mtrain: the page has ended; a run goes on without it", file=sys.stderr)
             raise

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtrain_cli import __version__
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.reporting import elements
-from mtrain_cli.reporting.plots import Figure
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.sections import (
     card,
@@ -25,50 +24,35 @@ from mtrain_cli.reporting.sections import (
 from mtrain_cli.reporting.tables import recording_cost
 
 
-class PageParts(NamedTuple):
-    """The elements of a page.
-
-    heads: name and remarks of each run. facts: where and how each was made, and its settings.
-    """
-
-    heads: list[str]
-    facts: list[str]
-    tables: list[str]
-    curves: list[str]
-    drawn: list[Figure]  # in curves
-    footer: str = f"<footer>written by mtrain {escape(__version__)}</footer>"
-
-
-def page_parts(sources: Sequence[ReportSource]) -> PageParts:
+def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
+    """Write the page atomically."""
+    drawn = figures(sources)
     several = len(sources) > 1
     sections = [
         replace(section, title=section.title + f": {source.name}" * several)
         for source in sources
         for section in own_sections(source)
     ]
-    tables = list(map(elements.report_section, [*sections, *shared_sections(sources)]))
-    heads, facts, drawn = list(map(_head, sources)), list(map(_facts, sources)), figures(sources)
-    return PageParts(heads, facts, tables, list(map(elements.figure, drawn)), drawn)
-
-
-def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
-    """Write the page atomically."""
-    parts = page_parts(sources)
-    headers = map("<header>{}{}</header>".format, parts.heads, parts.facts)
-    top = f'<div class="headers">{"".join(headers)}</div>'
-    body = [top, _differences(sources), *parts.tables, *parts.curves, parts.footer]
-    elements.write(path, ", ".join(source.name for source in sources), body, parts.drawn)
+    body = [
+        f'<div class="headers">{"".join(map(_header, sources))}</div>',
+        _differences(sources),
+        *map(elements.report_section, [*sections, *shared_sections(sources)]),
+        *map(elements.figure, drawn),
+        f"<footer>written by mtrain {escape(__version__)}</footer>",
+    ]
+    elements.write(path, ", ".join(source.name for source in sources), body, drawn)
     return path
 
 
-def _head(source: ReportSource) -> str:
+def _header(source: ReportSource) -> str:
     # The remarks say what an incomplete source lacks.
     kind = escape(source.kind) + (", complete" if source.complete else "")
     head = f"<h1>{escape(source.name)} <small>{kind}</small></h1>"
-    return f"{head}{elements.remarks(source.remarks)}"
+    return f"<header>{head}{elements.remarks(source.remarks)}{about(source)}</header>"
 
 
-def _facts(source: ReportSource) -> str:
+def about(source: ReportSource) -> str:
+    """Return where, when and how a source was made, and its settings."""
     facts, cases = source.facts, source.cases
     versions, command = facts.get("versions") or {}, facts.get("command") or []
     uncertainty = (source.summary.get("clock") or {}).get("uncertainty_us")
