@@ -33,6 +33,9 @@ IMPORTED = {
         inference.engine inference.limits inference.model_source inference.sampling
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
+    "mtrain_start": """
+        commands.options composition.compose config.schema config.suggest
+    """,
     "mtrain_trackers": """
         config config.schema launch.run_dir records.metrics training.callback
         training.evaluation training.trainer
