@@ -48,8 +48,8 @@ from mtrain_cli.launch.job import job_rank
 from mtrain_cli.printable import one_line, printable
 
 ORDER = (
-    "init", "train", "generate", "eval", "study", "status", "profile", "profile-balance",
-    "simulate", "report", "config", "mask", "data", "checkpoint", "doctor",
+    "train", "generate", "eval", "study", "status", "profile", "profile-balance", "simulate",
+    "report", "init", "config", "mask", "data", "checkpoint", "doctor",
 )  # fmt: skip
 FAILURE = 1
 USAGE_ERROR = 2
