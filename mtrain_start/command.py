@@ -124,7 +124,7 @@ def _recipe(folder: Path, job: str, data: str | None, model: str | None, gpus: i
     if job == "text":
         words["shape"] = _SMALL if on_gpus else "  # the shape of model=tiny"
     elif job == "profile":
-        words["shape"] = "qwen3b" if on_gpus else "tiny"
+        words |= {"shape": "qwen3b"} if on_gpus else {"shape": "tiny", "seq": "1k"}
     elif job == "extend":
         words |= {"seq": str(4 * reach), "shape": "" if scaled else _YARN}
     else:
