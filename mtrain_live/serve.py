@@ -71,7 +71,7 @@ class LivePage:
             run = run_status.read_status(self._run)
             place = f", step {run.step} of {run.steps}" * bool(run.steps)
             title, state = f"{run.what}{place}: {self._run.path.name}", self._state(run)
-            answer = {"title": title, "news": state, "known": self._known}
+            answer: dict[str, Any] = {"title": title, "news": state, "known": self._known}
             if known != self._known:
                 answer["body"] = same_width("\n".join([self._head, state, *self._rest]))
                 answer["figures"] = elements.views_of(self._drawn)

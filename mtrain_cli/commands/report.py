@@ -85,7 +85,7 @@ def report(
     if serve:
         if as_json or out is not None or not (html and csv) or len(runs or ()) > 1:
             raise ConfigError("--serve: takes one run and --port, and writes no files")
-        pages = plugins.load_by_name(plugins.PAGES)
+        pages: dict[str, Callable[..., None]] = plugins.load_by_name(plugins.PAGES)
         if "live" not in pages:
             raise ConfigError("--serve: no installed package serves a page; install mtrain again")
         pages["live"](runs[0] if runs else None, port)

@@ -86,8 +86,10 @@ function setUp(figure) {
     selects.forEach((select, at) => {
       const names = options(at);
       if (!names.includes(chosen[at])) chosen[at] = names[0];
-      const entries = names.map((name) => new Option(name, name, false, name === chosen[at]));
-      select.replaceChildren(...entries);
+      if (String(Array.from(select.options, (entry) => entry.value)) !== String(names)) {
+        select.replaceChildren(...names.map((name) => new Option(name)));
+      }
+      select.value = chosen[at];
       select.parentElement.hidden = names.length < 2;
       select.parentElement.style.display = names.length < 2 ? "none" : "";
     });
