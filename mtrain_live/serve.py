@@ -39,7 +39,7 @@ _HOSTS = ("127.0.0.1", "localhost")
 _SCRIPT = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
 _LOG_BYTES = 1 << 16
 _LOG_LINES = 200
-_SHARE = 20  # reading the files again takes at most 1 / 20 of a core
+_SHARE = 10  # reading the files again takes at most 1 / 10 of a core
 # plotly sets styles in elements.
 _ALLOWED = (
     "default-src 'none'; script-src 'nonce-{}'; style-src 'unsafe-inline'; img-src data: blob:; "

@@ -209,4 +209,8 @@ def _check(job: str, recipe: str) -> None:
         file = Path(place) / "recipe" / f"{job}.yaml"
         file.parent.mkdir()
         file.write_text(recipe, encoding="utf-8")
-        compose([f"recipe={job}"], Path(place))
+        try:
+            compose([f"recipe={job}"], Path(place))
+        except ConfigError as error:
+            lines = (line.replace(f"{file}: ", "") for line in error.problems)
+            raise ConfigError(*lines) from None

@@ -122,6 +122,14 @@ def test_an_extension_covers_four_times_the_models_length(here):
     assert "yarn" not in Path("extend/recipe/extend.yaml").read_text()
 
 
+def test_a_recipe_finds_oddly_named_data_from_any_folder(here, monkeypatch):
+    odd = here / """a: 'b' "c" #d"""
+    (here / "my books").rename(odd)
+    assert mtrain("init", "--job", "text", "--data", odd.name).exit_code == 0
+    monkeypatch.chdir("/")
+    assert compose(["recipe=text"], here / "text").data.path == str(odd)
+
+
 def test_data_are_read_as_what_they_are(here):
     (here / "store").mkdir()
     (here / "store" / "meta.json").write_text("{}")
