@@ -47,8 +47,8 @@ def init(
     """Write a recipe to start from, for one of five jobs.
 
     text trains on your own text, chat on conversations, extend makes a Hugging Face model read
-    longer sequences, lora adapts one, and profile measures a cluster. On a terminal, the command
-    asks for what you leave out. It checks the recipe before it writes it.
+    longer sequences, lora adapts one, and profile measures a cluster. Without --job, the command
+    asks on the terminal. It checks the recipe before it writes it.
 
     [bold]Examples[/bold]
 
