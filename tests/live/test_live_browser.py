@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(chromium.PROGRAM is None, reason="needs Chromium"),
 ]
 LAST_STEP = "Math.max(...document.querySelector('#figure-training .figure').data[0].x)"
+HEIGHTS = "Array.from(document.querySelectorAll('.svg-container'), (one) => one.clientHeight)"
 OVERFLOW = "document.documentElement.scrollWidth - window.innerWidth"
 
 
@@ -65,6 +66,10 @@ def test_new_steps_appear_without_a_reload(browser, tmp_path, width):
         assert browser.evaluate("window.same")
         assert browser.evaluate(OVERFLOW) <= 0
         keep(browser, f"live-{width}")
+        browser.resize(700, 900)
+        assert browser.wait_for(f"{figure}.querySelector('.svg-container').clientWidth < 660")
+        assert browser.evaluate(f"{HEIGHTS}.every((height) => height > 200)")
+        browser.resize(width, 900)
         run.end()
         assert browser.wait_for("document.title.startsWith('finished')")
         assert browser.complaints == []

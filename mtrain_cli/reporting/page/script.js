@@ -59,6 +59,8 @@ function draw(place, view) {
   const entries = view.data.filter((trace) => trace.showlegend !== false).length;
   // A zoom stays while the same view gets new points.
   const layout = merged(Object.assign({uirevision: view.labels.join()}, view.layout), entries);
+  // When the window changes, plotly takes the height of the element for that of the figure.
+  place.style.height = `${layout.height}px`;
   Plotly.react(place, themed(view.data), layout, {
     responsive: true, displaylogo: false, showTips: false, plotlyServerURL: "",
     modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
