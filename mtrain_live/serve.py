@@ -195,7 +195,10 @@ def serve_run(name: str | None, port: int) -> None:
     """Serve the page of a run until Ctrl-C, by default of the run that `mtrain status` shows."""
     folder = find_run(name) if name is not None else run_status.find_latest_run().path
     with serving(folder, port) as server:
-        print(f"{folder}: http://{_HOSTS[0]}:{server.server_port}/ (Ctrl-C to end)", flush=True)
+        print(
+            f"{one_line(str(folder))}: http://{_HOSTS[0]}:{server.server_port}/ (Ctrl-C to end)",
+            flush=True,
+        )
         try:
             server.serve_forever()
         except KeyboardInterrupt as error:

@@ -16,6 +16,7 @@ import typer
 from mtrain_cli.commands.options import MOST_WORKERS, argument, bounded, flag, option, writing
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
+from mtrain_cli.printable import one_line
 from mtrain_start.jobs import JOBS, WITH_MODEL
 
 _RECIPES = Path(__file__).with_name("recipes")
@@ -104,14 +105,14 @@ def init(
         ("run", script if job == "profile" else train),
         ("watch", ["mtrain", "report", "--serve"]),
     ):
-        typer.echo(f"{name:<6} {shlex.join(words)}")
+        typer.echo(one_line(f"{name:<6} {shlex.join(words)}"))
 
 
 def _recipe(folder: Path, job: str, data: str | None, model: str | None, gpus: int | None) -> str:
     on_gpus = gpus > 0 if gpus is not None else Path("/dev/nvidiactl").exists()
     reach, scaled = _reach(model) if model is not None else (0, False)
     words = {
-        "folder": shlex.quote(str(folder)),
+        "folder": one_line(shlex.quote(str(folder))),
         "kind": _kind(data),
         "topology": _topology(gpus),
         "data": f"data:\n  path: {_quoted(data)}" if data else f"data:\n  path: null  # {_OWN}",

@@ -34,7 +34,7 @@ IMPORTED = {
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
     "mtrain_start": """
-        commands.options composition.compose config.schema config.suggest
+        commands.options composition.compose config.schema config.suggest printable
     """,
     "mtrain_trackers": """
         config config.schema launch.run_dir records.metrics training.callback
