@@ -10,7 +10,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,7 +127,8 @@ def lines_not_shown(file: Path, numbers: Sequence[int], thing: str) -> str:
     return f"{damaged_lines(file, numbers)}; {lost} not shown" if numbers else ""
 
 
-_type_hints = functools.cache(typing.get_type_hints)  # most of the time of a short row
+# Most of the time of a short row.
+_type_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:
