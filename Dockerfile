@@ -41,6 +41,7 @@ COPY mtrain_lm_eval mtrain_lm_eval
 COPY mtrain_trackers mtrain_trackers
 COPY mtrain_live mtrain_live
 COPY mtrain_start mtrain_start
+COPY mtrain_lora mtrain_lora
 COPY mtrain_ruler mtrain_ruler
 COPY docs docs
 COPY examples examples

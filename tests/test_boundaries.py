@@ -31,6 +31,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_live": "the entry points of pyproject.toml, and http.server",
     "mtrain_start": "the entry points of pyproject.toml",
     "mtrain_trackers": "the entry points of pyproject.toml",
+    "mtrain_lora": "the entry points of pyproject.toml",
     "mtrain_studies/study.py": "Typer, and the entry points of pyproject.toml",
 }
 
@@ -45,6 +46,7 @@ def test_no_files_import_each_other_in_a_circle():
         "mtrain_trackers",
         "mtrain_live",
         "mtrain_start",
+        "mtrain_lora",
         exclude_type_checking_imports=True,
         cache_dir=None,
     )
@@ -85,6 +87,7 @@ def test_no_code_is_dead():
             "mtrain_trackers",
             "mtrain_live",
             "mtrain_start",
+            "mtrain_lora",
             "kernels",
             "profiles",
             "--exclude",

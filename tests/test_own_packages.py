@@ -37,9 +37,10 @@ IMPORTED = {
         commands.options composition.compose config.schema config.suggest printable
     """,
     "mtrain_trackers": """
-        config config.schema launch.run_dir records.metrics training.callback
-        training.evaluation training.trainer
+        config config.schema evaluation.results launch.run_dir records.metrics reporting
+        training.callback training.evaluation training.trainer
     """,
+    "mtrain_lora": "config.keys config.schema",
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
         config.documents config.schema config.sizes console evaluation.cost

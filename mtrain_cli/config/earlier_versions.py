@@ -10,7 +10,7 @@ from mtrain_cli.config.schema import DENSE_KEYS
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER: dict[str, Any] = {
-    **dict.fromkeys(("data.mix", "data.mask_key", "data.positions_key")),
+    **dict.fromkeys(("data.mix", "data.mask_key", "data.positions_key", "train.epochs")),
     **dict.fromkeys((
         "data.bos", "data.token_dtype", "data.verify", "eval.length", "optim.decay_steps",
         "optim.schedule_steps", "topology.cluster", "topology.stages", "topology.tensor_chunks",
@@ -22,6 +22,7 @@ LATER: dict[str, Any] = {
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
         "train.tile_mib", "run.spike_sigma", "run.straggler", "train.z_loss",
         "train.router_z_loss", "train.balance_bias",
+        "train.lora.rank", "train.lora.dropout",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
@@ -33,6 +34,9 @@ LATER: dict[str, Any] = {
     ), 1),
     "train.eval_tasks": [],
     "train.callbacks": [],
+    "train.lora.alpha": 32.0,
+    "train.lora.targets": "auto",
+    "train.lora.quantize": "none",
     "run.project": "mtrain",
     "eval.samples": 10,
     "train.memory": "manual",

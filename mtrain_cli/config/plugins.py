@@ -21,7 +21,7 @@ from mtrain_cli.config.problem import ConfigError
 T = TypeVar("T")
 OWN_DISTRIBUTION = "mtrain"
 COMMANDS, REPORTS, CALLBACKS = "mtrain.commands", "mtrain.reports", "mtrain.callbacks"
-TRACKERS, PAGES = "mtrain.trackers", "mtrain.pages"
+TRACKERS, ADAPTERS, PAGES = "mtrain.trackers", "mtrain.adapters", "mtrain.pages"
 
 # Receives the line on an entry point that cannot be loaded. A command line prints it, and workers
 # that mtrain starts stay silent, since the command has printed it.

@@ -369,7 +369,8 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 class OptimConfig:
     """AdamW and the schedule of its learning rate.
 
-    lr: peak learning rate; auto = 2e-5 with train.init_from, otherwise 0.256 / model.hidden_size
+    lr: peak learning rate; auto = 2e-4 for adapters, 2e-5 with train.init_from, otherwise
+        0.256 / model.hidden_size
     betas: beta1 and beta2 of AdamW
     eps: epsilon of AdamW
     weight_decay: decoupled weight decay, applied to matrices only
@@ -404,10 +405,30 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685), the only weights that train. model.family=transformers.
+
+    rank: rank of each adapter; 0 = no adapters, all weights train
+    alpha: the product of an adapter counts alpha / rank times
+    dropout: share of an adapter's inputs to drop
+    targets: names of the linear layers with adapters, such as [q_proj,v_proj]; auto = all of them
+    quantize: bits of the other weights of linear layers: none = train.dtype; nf4 = 4 (QLoRA,
+        arXiv:2305.14314), whole on each worker
+    """
+
+    rank: int = option(_WIDTH)
+    alpha: float = option(ABOVE_ZERO.up_to(2**22, "the limit of train.lora.rank"))
+    dropout: float = option(Range("must be at least 0 and below 1", lambda value: 0 <= value < 1))
+    targets: tuple[str, ...] | str = option(expected="auto, or a list such as [q_proj,v_proj]")
+    quantize: str = option(("none", "nf4"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length, batch, arithmetic and memory of a run, and its checkpoints.
 
     steps: number of optimizer steps
+    epochs: passes over the data, which then give train.steps; null = train.steps counts
     global_batch: number of sequences per optimizer step, over all workers
     micro_batch: number of sequences per forward pass of one context group
     dtype: compute dtype, while parameters and optimizer states stay float32; auto = bfloat16 on
@@ -452,6 +473,7 @@ class TrainConfig:
     """
 
     steps: int = option(POSITIVE.up_to(*STEPS))
+    epochs: float | None = option(ABOVE_ZERO)
     global_batch: int = option(POSITIVE.up_to(*_SEQUENCES))
     micro_batch: int = option(_HEADS)
     dtype: str = option(DTYPES)
@@ -481,6 +503,7 @@ class TrainConfig:
     keep_checkpoints: int = option(POSITIVE)
     checkpoint_at_end: bool = option()
     deterministic: bool = option()
+    lora: LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)

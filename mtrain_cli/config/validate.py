@@ -19,7 +19,7 @@ from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS, Variant
 from mtrain_cli.config.parallel_checks import NEED_WHOLE_MODEL, unsupported
 from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings
-from mtrain_cli.config.plugins import TRACKERS, callback_names, installed
+from mtrain_cli.config.plugins import ADAPTERS, TRACKERS, callback_names, installed
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
@@ -388,6 +388,10 @@ def _run(config: Config) -> Iterator[str]:
 def _foreign(config: Config) -> Iterator[str]:
     """Yield the settings that a model of transformers does not support."""
     yield from unsupported(config, "model.family", _FOREIGN if config.model.is_foreign else {})
+    if config.train.lora.rank and not config.model.is_foreign:
+        yield "{train.lora.rank}: needs model.family=transformers, whose layers peft can adapt"
+    if config.train.lora.rank and not installed(ADAPTERS):
+        yield "{train.lora.rank}: no installed package has adapters; install mtrain again"
 
 
 _CHECKS = (

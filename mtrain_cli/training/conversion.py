@@ -91,6 +91,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype,
     tokenizer: Path | None = None,
+    adapter: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> Exported:
     """Write the model of a run or of one checkpoint as a Hugging Face folder.
@@ -101,6 +102,7 @@ def export_checkpoint(
         source: path of a run or of a `step-N` folder, or the name of a run under runs/.
         target: a new folder.
         tokenizer: folder to copy the tokenizer from; by default, that of the run's training.
+        adapter: write the adapters of `train.lora` as a PEFT folder, instead of a whole model.
         report: called with the reason why a checkpoint is skipped.
 
     Raises ConfigError without a fitting intact checkpoint, or if `target` cannot be written, and
@@ -110,6 +112,8 @@ def export_checkpoint(
     source = find_source(source)
     run = run_of(source)
     config = resolved_file.load(run / RESOLVED)
+    if adapter and not config.train.lora.rank:
+        raise ConfigError(f"--adapter: {source} has no adapters (train.lora.rank=0); leave it out")
     named = None if tokenizer is None else of_folder(tokenizer)
     files, reason = tokenizer_of_run(config, run) if named is None else (named, "")
     remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
@@ -123,7 +127,8 @@ def export_checkpoint(
         raise ConfigError(*str(error).splitlines()) from error
     remark = remark or f"tokenizer: {files.name}" if files else remark
     if model.is_foreign:
-        export_foreign(target, RunDir(run).definition, weights, dtype, files)
+        kept = RunDir(run).definition
+        export_foreign(target, kept, config, weights, dtype, files, adapter=adapter)
         return Exported(config, step, remark)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     check_tensors(shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED)

@@ -433,7 +433,15 @@ def weights_rows(config: Config) -> Rows:
     """Return rows on the folder of `train.init_from`, if any, and what it lacks or contradicts."""
     if config.train.init_from is None:
         return []
-    rows, data = [("weights", f"from {config.train.init_from}")], config.data
+    rows, data, lora = (
+        [("weights", f"from {config.train.init_from}")],
+        config.data,
+        config.train.lora,
+    )
+    if lora.rank:
+        which = "all linear layers" if lora.targets == "auto" else ", ".join(lora.targets)
+        kept = f"frozen{'' if lora.quantize == 'none' else f' in {lora.quantize}'}"
+        rows.append(("", f"{kept}; adapters of rank {lora.rank} in {which} train"))
     if (folder := folder_of(config.train.init_from)) is None:
         return rows
     file = folder / TOKENIZER

@@ -54,7 +54,8 @@ def test_an_empty_word_offers_groups_and_top_level_keys():
         ("nosuch", []),
     ],
 )
-def test_keys_options_and_allowed_words_are_offered(word, offered):
+def test_keys_options_and_allowed_words_are_offered(word, offered, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # files of the working directory would be offered, too
     assert values(word) == offered
 
 

@@ -78,11 +78,13 @@ def words_of(folder: Path, *words: str) -> list[str]:
 def steps(rank: int, world: int, config: Config, count: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of the next steps, from the newest checkpoint and into another."""
     trainer = Trainer(config, gloo.environment(rank, world))
-    checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints", keep=2)
-    if checkpointer.latest() is not None:
+    checkpointer = None
+    if config.run.dir != "auto":
+        checkpointer = Checkpointer(Path(config.run.dir) / "checkpoints", keep=2)
+    if checkpointer and checkpointer.latest() is not None:
         trainer.resume(checkpointer)
     results = [trainer.train_step(stop=False) for _ in range(count)]
-    if config.run.dir != "auto":
+    if checkpointer:
         checkpointer.save(trainer.step, trainer.state())
         checkpointer.wait()
     trainer.close()
