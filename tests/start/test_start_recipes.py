@@ -96,7 +96,7 @@ def test_the_printed_plan_plans_the_recipe(job, gpus):
     planned = mtrain(*plan[1:])
     assert planned.exit_code == 0, planned.output
     assert ("2 GPUs" in planned.output) == (gpus == ["--gpus", "2"])
-    assert "fits" in planned.output
+    assert ("fits" in planned.output) == (job != "lora")  # transformers' memory is not estimated
 
 
 @pytest.mark.usefixtures("here")
