@@ -18,6 +18,8 @@ PACKAGES = (
     "mtrain_lora",
     "mtrain_mds",
     "mtrain_chat",
+    "mtrain_live",
+    "mtrain_start",
 )
 
 

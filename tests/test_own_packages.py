@@ -21,6 +21,11 @@ IMPORTED = {
         inference.sampling inference.scorer inference.text inference.worker launch.environment
         parallel.collectives reporting.evaluations reporting.table
     """,
+    "mtrain_live": """
+        commands.status commands.train config.documents config.schema launch launch.run_dir
+        launch.run_status printable reporting reporting.html reporting.report_source
+        reporting.sections
+    """,
     "mtrain_ruler": """
         commands.completion commands.evaluate commands.options config config.documents
         config.schema config.sizes config.suggest console data.checked_files data.tokenizers
@@ -35,6 +40,9 @@ IMPORTED = {
     "mtrain_mds": """
         commands.data_output config config.data_kinds config.schema console data.checked_files
         data.corpora data.store data.text_files data.token_cache data.tokenizers
+    """,
+    "mtrain_start": """
+        commands.options composition.compose config.schema config.suggest printable
     """,
     "mtrain_trackers": """
         config config.schema evaluation.results launch.run_dir records.metrics reporting

@@ -49,7 +49,7 @@ from mtrain_cli.printable import one_line, printable
 
 ORDER = (
     "train", "generate", "eval", "study", "status", "profile", "profile-balance", "simulate",
-    "report", "config", "mask", "data", "checkpoint", "doctor",
+    "report", "init", "config", "mask", "data", "checkpoint", "doctor",
 )  # fmt: skip
 FAILURE = 1
 USAGE_ERROR = 2

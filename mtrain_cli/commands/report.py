@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_measured
-from mtrain_cli.commands.options import Json, argument, flag, option, writing
+from mtrain_cli.commands.options import Json, argument, bounded, flag, option, writing
 from mtrain_cli.config import plugins
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
@@ -48,6 +48,8 @@ def report(
     html: Annotated[bool, flag("--html/--no-html")] = True,
     csv: Annotated[bool, flag("--csv/--no-csv")] = True,
     as_json: Json = False,
+    serve: Annotated[bool, flag("--serve")] = False,
+    port: Annotated[int, bounded(0, 65_535)] = 8765,
 ) -> None:
     """Show how much each worker computed in each step, which workers waited, and why.
 
@@ -62,6 +64,8 @@ def report(
           Show a run by its name under runs/ or measurements/, or by its folder
       [cyan]mtrain report before after --out compared[/cyan]
           Compare two runs, with ratios, and mark differences within the noise
+      [cyan]mtrain report my-run --serve[/cyan]
+          Show a run in a browser while it trains
 
     Args:
         runs: Folders of runs, profiles or simulations, or their names under runs/ and
@@ -71,11 +75,21 @@ def report(
         html: Write report.html, one self-contained file with figures.
         csv: Write one CSV file per table.
         as_json: Print the analysis as JSON only; write no files.
+        serve: Serve the page of one run to browsers of this machine, and renew it, until Ctrl-C.
+        port: Port of the page; 0 chooses a free one.
     """
     from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.sections import show_sources
     from mtrain_cli.reporting.terminal import make_console
 
+    if serve:
+        if as_json or out is not None or not (html and csv) or len(runs or ()) > 1:
+            raise ConfigError("--serve: takes one run and --port, and writes no files")
+        pages: dict[str, Callable[..., None]] = plugins.load_by_name(plugins.PAGES)
+        if "live" not in pages:
+            raise ConfigError("--serve: no installed package serves a page; install mtrain again")
+        pages["live"](runs[0] if runs else None, port)
+        return
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()]

@@ -123,6 +123,13 @@ def _sheet(run: RunStatus) -> RenderableType:
 
     folder, here = Path(run.folder), Path.cwd()
     shown = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    state = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
+    state.append(about_state(run), style="not bold default")
+    return grid([("run", shown), ("state", state), *status_rows(run)])
+
+
+def about_state(run: RunStatus) -> str:
+    """Return what follows the name of the state, such as ``; last step 2 s ago``."""
     parts = [run.detail]
     if run.alive and run.since_step is not None and run.step:
         parts.append(f"last step {_duration(run.since_step)} ago")
@@ -130,12 +137,11 @@ def _sheet(run: RunStatus) -> RenderableType:
         parts.append(run.holder)
     elif run.written is not None:
         parts.append(_ago(run.written.time))
-    state = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
-    state.append("".join(f"; {part}" for part in parts if part), style="not bold default")
-    return grid([("run", shown), ("state", state), *_rows(run)])
+    return "".join(f"; {part}" for part in parts if part)
 
 
-def _rows(run: RunStatus) -> list[tuple[str, str]]:
+def status_rows(run: RunStatus) -> list[tuple[str, str]]:
+    """Return (label, text) of each line below the state; a line without a label continues one."""
     written, checkpoint = run.written, "none yet" if run.alive else "none"
     if run.checkpoint is not None:
         behind = run.step - run.checkpoint.step

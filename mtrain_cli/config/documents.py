@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,6 +127,10 @@ def lines_not_shown(file: Path, numbers: Sequence[int], thing: str) -> str:
     return f"{damaged_lines(file, numbers)}; {lost} not shown" if numbers else ""
 
 
+# Most of the time of a short row.
+_type_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:
     """Build an object of the dataclass ``kind`` from a JSON object. Unknown keys are ignored.
 
@@ -137,7 +142,7 @@ def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) ->
     """
     if not isinstance(values, Mapping):
         raise UnreadableError("it is not a JSON object")
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(kind)
     given: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if nulls and values.get(field.name) is None:

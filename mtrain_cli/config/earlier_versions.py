@@ -61,6 +61,8 @@ REMOVED = (
     "eval.form", "eval.haystack", "eval.needles", "eval.chains", "eval.seed",
     "train.expert_capacity", "run.tensorboard",
 )  # fmt: skip
+# {old name: what a user writes now}.
+REPLACED = {"run.tensorboard": "run.loggers=[tensorboard]"}
 # {old name: current name} in metrics.jsonl.
 RENAMED_METRICS = {"bars": "columns"}
 

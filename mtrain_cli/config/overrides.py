@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config.earlier_versions import RENAMED
+from mtrain_cli.config.earlier_versions import RENAMED, REPLACED
 from mtrain_cli.config.groups import Groups
 from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
 from mtrain_cli.config.problem import Problem
@@ -82,7 +82,7 @@ def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> Problem:
     where = f"{file}: " if file else ""
     if name in sections():
         return Problem(f"{where}{name}={show(value)}: holds keys, not a value", f"{name}.")
-    current = RENAMED.get(name)
+    current = RENAMED.get(name) or REPLACED.get(name)
     hint = f" (did you mean {current}?)" if current else did_you_mean(name, all_keys())
     return Problem(f"{where}no key is called {name}{hint}")
 
@@ -179,6 +179,8 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
     bare = name.lstrip("-")
     close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
     line = f"{text}: no key or group is called {name}"
+    if bare in REPLACED:
+        return Problem(f"{line} (did you mean {REPLACED[bare]}?)")
     if close is None:
         return Problem(f"{line}; `mtrain config list` shows all groups and keys")
     return Problem(f"{line} (did you mean {close}={raw}?)", f"{close}.", close)

@@ -21,7 +21,8 @@ from mtrain_cli.config.problem import ConfigError
 T = TypeVar("T")
 OWN_DISTRIBUTION = "mtrain"
 COMMANDS, REPORTS, CALLBACKS = "mtrain.commands", "mtrain.reports", "mtrain.callbacks"
-TRACKERS, ADAPTERS, DATA = "mtrain.trackers", "mtrain.adapters", "mtrain.data"
+TRACKERS, ADAPTERS = "mtrain.trackers", "mtrain.adapters"
+DATA, PAGES = "mtrain.data", "mtrain.pages"
 
 # Receives the line on an entry point that cannot be loaded. A command line prints it, and workers
 # that mtrain starts stay silent, since the command has printed it.

@@ -23,32 +23,45 @@ _PLOTLY = _HERE / "plotly" / "plotly-cartesian.min.js.gz"
 
 
 def write(path: Path, title: str, body: Sequence[str], drawn: Sequence[Figure]) -> None:
-    """Write a page atomically.
+    """Write a page atomically. Arguments as in `page`."""
+    replace_text(path, page(title, body, drawn))
+
+
+def page(
+    title: str, body: Sequence[str], drawn: Sequence[Figure], nonce: str = "", more: str = ""
+) -> str:
+    """Return a page.
 
     body: HTML elements, with the element of each figure.
     drawn: the figures of the page.
+    nonce: of the scripts, for a server's Content-Security-Policy. more: a script after them.
     """
-    views_of = [
-        {name: getattr(f, name) for name in ("name", "together")}
-        | {"views": [asdict(view) for view in f.views]}
-        for f in drawn
-    ]
-    data = json.dumps(views_of, separators=(",", ":"), allow_nan=False)
-    style, script, page = (
+    data = json.dumps(views_of(drawn), separators=(",", ":"), allow_nan=False)
+    style, script, whole = (
         (_HERE / "page" / name).read_text(encoding="utf-8")
         for name in ("style.css", "script.js", "page.html")
     )
-    page = page.format(
+    whole = whole.format(
         title=escape(title),
         style=style,
         body="\n".join(body),
         plotly=base64.b64encode(_PLOTLY.read_bytes()).decode(),
         # Base64 text cannot contain the end of a script element.
         data=base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode(),
-        script=script,
+        nonce=nonce and f' nonce="{nonce}"',
+        script=script + more,
     )
     # Replace control characters: a user may print the file to a terminal.
-    replace_text(path, same_width(page))
+    return same_width(whole)
+
+
+def views_of(drawn: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Return what the script of a page draws of each figure."""
+    return [
+        {name: getattr(f, name) for name in ("name", "together")}
+        | {"views": [asdict(view) for view in f.views]}
+        for f in drawn
+    ]
 
 
 def section(title: str, content: str, remark: str = "") -> str:

@@ -45,6 +45,14 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
 
 
 def _header(source: ReportSource) -> str:
+    # The remarks say what an incomplete source lacks.
+    kind = escape(source.kind) + (", complete" if source.complete else "")
+    head = f"<h1>{escape(source.name)} <small>{kind}</small></h1>"
+    return f"<header>{head}{elements.remarks(source.remarks)}{about(source)}</header>"
+
+
+def about(source: ReportSource) -> str:
+    """Return where, when and how a source was made, and its settings."""
     facts, cases = source.facts, source.cases
     versions, command = facts.get("versions") or {}, facts.get("command") or []
     uncertainty = (source.summary.get("clock") or {}).get("uncertainty_us")
@@ -71,12 +79,8 @@ def _header(source: ReportSource) -> str:
         "restarts": "; ".join(restarts) + more,
         "folder": str(source.folder.resolve()),
     }
-    # The remarks say what an incomplete source lacks.
-    kind = escape(source.kind) + (", complete" if source.complete else "")
-    head = f"<h1>{escape(source.name)} <small>{kind}</small></h1>"
     listed = elements.definition_list([(name, value) for name, value in rows.items() if value])
-    described = f"{listed}{_settings(source)}"
-    return f"<header>{head}{elements.remarks(source.remarks)}{described}</header>"
+    return f"{listed}{_settings(source)}"
 
 
 def _settings(source: ReportSource) -> str:

@@ -1,5 +1,7 @@
 """Files of earlier versions."""
 
+import pytest
+
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
 from mtrain_cli.config.earlier_versions import (
@@ -11,6 +13,7 @@ from mtrain_cli.config.earlier_versions import (
     renamed,
 )
 from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.config.schema import ConfigError
 
 
 def test_former_names_get_the_current_ones():
@@ -35,6 +38,16 @@ def test_events_of_tensorboard_are_a_tracker():
     assert completed({"run.tensorboard": True})["run.loggers"] == ["tensorboard"]
     assert completed({"run.tensorboard": False})["run.loggers"] == []
     assert completed({"run.loggers": ["wandb"]})["run.loggers"] == ["wandb"]
+
+
+def test_a_mistake_with_a_replaced_key_names_what_to_write_now(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "old.yaml").write_text(
+        "# @package _global_\nrun:\n  tensorboard: true\n"
+    )
+    for words in (["run.tensorboard=true"], ["recipe=old"]):
+        with pytest.raises(ConfigError, match=r"did you mean run\.loggers=\[tensorboard\]\?"):
+            compose(words, tmp_path)
 
 
 def test_keys_without_effect_are_left_out():

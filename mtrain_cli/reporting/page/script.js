@@ -1,4 +1,6 @@
 "use strict";
+const nonce = document.currentScript.nonce;
+const redraws = new Map();
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const narrow = () => window.innerWidth < 640;
 async function unpack(id) {
@@ -55,7 +57,11 @@ function merged(layout, entries) {
 }
 function draw(place, view) {
   const entries = view.data.filter((trace) => trace.showlegend !== false).length;
-  Plotly.react(place, themed(view.data), merged(view.layout, entries), {
+  // A zoom stays while the same view gets new points.
+  const layout = merged(Object.assign({uirevision: view.labels.join()}, view.layout), entries);
+  // When the window changes, plotly takes the height of the element for that of the figure.
+  place.style.height = `${layout.height}px`;
+  Plotly.react(place, themed(view.data), layout, {
     responsive: true, displaylogo: false, showTips: false, plotlyServerURL: "",
     modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
 }
@@ -77,12 +83,15 @@ function setUp(figure) {
     }
     return Array.from(seen);
   }
-  function refresh() {
+  function refresh(views = figure.views) {
+    figure.views = views;
     selects.forEach((select, at) => {
       const names = options(at);
       if (!names.includes(chosen[at])) chosen[at] = names[0];
-      const entries = names.map((name) => new Option(name, name, false, name === chosen[at]));
-      select.replaceChildren(...entries);
+      if (String(Array.from(select.options, (entry) => entry.value)) !== String(names)) {
+        select.replaceChildren(...names.map((name) => new Option(name)));
+      }
+      select.value = chosen[at];
       select.parentElement.hidden = names.length < 2;
       select.parentElement.style.display = names.length < 2 ? "none" : "";
     });
@@ -98,12 +107,13 @@ function setUp(figure) {
 async function begin() {
   const [library, data] = await Promise.all(["plotly", "figures"].map(unpack));
   const script = document.createElement("script");
+  script.nonce = nonce;
   script.textContent = library;
   document.head.append(script);
-  const redraws = JSON.parse(data).map(setUp);
+  for (const figure of JSON.parse(data)) redraws.set(figure.name, setUp(figure));
   dark.addEventListener("change", () => redraws.forEach((redraw) => redraw()));
 }
-begin().catch((error) => {
+const begun = begin().catch((error) => {
   const line = document.createElement("p");
   line.className = "remark";
   line.textContent = "The figures could not be drawn (" + error + "). "

@@ -1,0 +1,1 @@
+"""`mtrain init`, by an entry point: recipes to start from."""
