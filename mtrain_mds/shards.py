@@ -40,7 +40,7 @@ from mtrain_cli.data.checked_files import (
 )
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
 from mtrain_cli.data.store import StoreMeta, Stretch
-from mtrain_cli.data.text_files import Unpacked
+from mtrain_cli.data.text_files import unpacked
 from mtrain_cli.data.tokenizers import Tokenizer
 from mtrain_mds.cached import cached_array
 
@@ -316,14 +316,15 @@ class MdsFolder:
 
     def _unpack(self, packed: ShardFile, shard: Shard) -> np.ndarray:
         raw, place, size = self._map_file(packed), packed.basename, shard.raw_data.bytes
-        stream = Unpacked(io.BytesIO(raw.data), str(shard.compression), f"{self.origin}: {place}")
-        content = io.BufferedReader(stream).read(size + 1)  # a longer one contradicts the index
+        origin = f"{self.origin}: {place}"
+        with unpacked(io.BytesIO(raw.data), str(shard.compression), origin) as stream:
+            content = stream.read(size + 1)  # a longer one contradicts the index
         if len(content) != size:
             given = f"{len(content):,}" if len(content) < size else "more"
             raise self._error(f"{place} unpacks to {given} bytes, but {INDEX} lists {size:,}")
-        unpacked = np.frombuffer(content, np.uint8)
-        self._verify_checksum(unpacked, shard.raw_data)
-        return unpacked
+        raw = np.frombuffer(content, np.uint8)
+        self._verify_checksum(raw, shard.raw_data)
+        return raw
 
     def _verify_checksum(self, raw: np.ndarray, file: ShardFile) -> None:
         """Compare a file with the first of its checksums that Python can compute."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import gzip
 import hashlib
 import io
 import json
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
@@ -45,8 +46,6 @@ DOMAIN = "domain"
 LONGEST_LINE = 1 << 30  # bytes of a .jsonl line, or characters of a .json file
 _MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
 PACKED = {".gz": "gz", ".zst": "zstd"}  # the compression that a suffix stands for
-# Bytes to unpack at once. They give at most 16 MiB from gzip, and 32 MiB from zstd.
-_FEED = {"gz": 1 << 14, "zstd": 1 << 10}
 
 
 @dataclass(frozen=True)
@@ -208,68 +207,31 @@ def _read_guarded(
             yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=EMPTY)
 
 
-class Unpacked(io.RawIOBase):
-    """The content of a file that gzip or zstd compressed, as a stream, in bounded memory."""
+@contextlib.contextmanager
+def unpacked(packed: IO[bytes], compression: str, place: str) -> Iterator[IO[bytes]]:
+    """Yield the content of a file that gzip or zstd compressed, as a stream in bounded memory.
 
-    def __init__(self, packed: IO[bytes], compression: str, place: str):
-        """Begin at the start of ``packed``.
-
-        Args:
-            compression: gz or zstd, perhaps with a level such as zstd:7.
-            place: name of the file, with which messages begin.
-        """
-        kind = " ".join(compression.partition(":")[0].split())
-        self._make, self._error = _decompressor(kind, place)
-        self._packed, self._place, self._feed = packed, place, _FEED[kind]
-        self._stream = self._make()
-        self._content = memoryview(b"")
-        self._left = b""  # what follows the end of a frame
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._content and self._unpack():
-            pass
-        size = min(len(buffer), len(self._content))
-        buffer[:size], self._content = self._content[:size], self._content[size:]
-        return size
-
-    def _unpack(self) -> bool:
-        """Unpack the next bytes of the file into ``_content``. Return False at the file's end."""
-        given, self._left = self._left or self._packed.read(self._feed), b""
-        if not given:
-            if not self._stream.eof:
-                raise self._damaged("it ends early")
-            return False
-        if self._stream.eof:
-            given = given.lstrip(b"\0")  # gzip allows padding between and after its members
-            if not given:
-                return True
-            self._stream = self._make()
-        try:
-            self._content = memoryview(self._stream.decompress(given))
-        except self._error as error:
-            raise self._damaged(error) from None
-        self._left = self._stream.unused_data if self._stream.eof else b""
-        return True
-
-    def _damaged(self, reason: object) -> ConfigError:
-        return ConfigError(f"{self._place} cannot be unpacked ({reason}). Copy it again.")
-
-
-def _decompressor(kind: str, place: str) -> tuple[Any, type[Exception]]:
-    """Return a function that makes a decompressor of one frame, and the error it raises."""
-    if kind == "gz":
-        return lambda: zlib.decompressobj(wbits=31), zlib.error
-    if kind != "zstd":
-        raise ConfigError(f"{place}: is compressed with {kind}. Only zstd and gz can be read.")
+    Args:
+        compression: gz or zstd, perhaps with a level such as zstd:7.
+        place: name of the file, with which messages begin.
+    """
+    kind = " ".join(compression.partition(":")[0].split())
     try:
-        import zstandard
-    except ImportError:
-        needed = f"needs the zstandard package: {install_command('data')}"
-        raise ConfigError(f"{place}: {needed}") from None
-    return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+        if kind == "gz":
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=packed))
+        elif kind == "zstd":
+            import pyarrow
+
+            stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, mode="r"), kind)
+            yield cast(IO[bytes], io.BufferedReader(stream, 1 << 16))
+        else:
+            raise ConfigError(f"{place}: is compressed with {kind}. Only zstd and gz can be read.")
+    except (EOFError, zlib.error, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # the disk failed
+            raise
+        early = isinstance(error, EOFError) or "Truncated" in str(error)
+        reason = "it ends early" if early else error
+        raise ConfigError(f"{place} cannot be unpacked ({reason}). Copy it again.") from None
 
 
 @contextlib.contextmanager
@@ -280,7 +242,8 @@ def _opened(path: Path, label: str) -> Iterator[tuple[IO[bytes], Callable[[], in
         if compression is None:
             yield file, file.tell
         else:
-            yield io.BufferedReader(Unpacked(file, compression, label), 1 << 16), file.tell
+            with unpacked(file, compression, label) as content:
+                yield content, file.tell
 
 
 def _read_plain(
