@@ -45,7 +45,8 @@ class Encoder:
     def special_texts(self, ids: np.ndarray) -> list[str]:
         """Return the texts of the tokens that stand for a whole text among ids[N]."""
         found = np.unique(ids[np.isin(ids, self.specials)]).tolist()
-        return [] if self._library is None else [self._library.id_to_token(one) for one in found]
+        texts = [] if self._library is None else map(self._library.id_to_token, found)
+        return [text for text in texts if text]
 
 
 def tokens_of(span: Span, places: np.ndarray) -> np.ndarray:
