@@ -12,7 +12,7 @@ import numpy as np
 
 from mtrain_chat.arrow_files import read_arrow
 from mtrain_chat.encoder import Encoder, tokens_of
-from mtrain_chat.messages import ASSISTANT, SHAREGPT, read_conversation, read_tools
+from mtrain_chat.messages import ASSISTANT, SHAREGPT, SYSTEM, read_conversation, read_tools
 from mtrain_chat.spans import lacks_reasoning, left_out, render
 from mtrain_chat.template import Template, open_template
 from mtrain_cli.config.data_kinds import DataKind
@@ -43,7 +43,7 @@ class ChatFields(Fields):
 
     @property
     def others(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (SHAREGPT, self.data.tools_key)
+        return (SHAREGPT, SYSTEM, self.data.tools_key)
 
     @property
     def identity(self) -> str:
@@ -55,9 +55,11 @@ class ChatFields(Fields):
         return None if SHAREGPT in present else super().absent(present)
 
     def read(self, record: Mapping[str, Any], location: str) -> TokenDocument | None:
-        value = record.get(self.data.messages_key, record.get(SHAREGPT))
+        value = record.get(self.data.messages_key)
         if value is None:
             value = record.get(SHAREGPT)
+            if isinstance(value, list) and record.get(SYSTEM):  # beside ShareGPT's messages
+                value = [{"from": SYSTEM, "value": record[SYSTEM]}, *value]
         if value is None:
             return None
         conversation = read_conversation(value, self.data.train_on, location)

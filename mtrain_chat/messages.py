@@ -9,8 +9,8 @@ from typing import Any
 
 from mtrain_cli.config.schema import ConfigError
 
-ASSISTANT = "assistant"
-ROLES = ("system", "user", ASSISTANT, "tool")
+ASSISTANT, SYSTEM = "assistant", "system"
+ROLES = (SYSTEM, "user", ASSISTANT, "tool")
 _OTHER_ROLES = ("developer", "function")  # if the template knows them
 SHAREGPT = "conversations"  # ShareGPT's key, whose messages have `from` and `value`
 _ROLE_OF = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}

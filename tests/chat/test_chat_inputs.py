@@ -212,6 +212,10 @@ def test_shapes_of_conversations_are_read_alike(tmp_path: Path, opened: Callable
         == opened(write(tmp_path / "own.jsonl", [GOOD]))[0].tokens.tolist()
     )
     assert "1 document in ShareGPT's form (conversations with from and value)" in shared.describe()
+    path = tmp_path / "system.jsonl"
+    path.write_text(json.dumps({"conversations": theirs, "system": "Be brief."}), encoding="utf-8")
+    system = write(tmp_path / "own.jsonl", [[{"role": "system", "content": "Be brief."}, *GOOD]])
+    assert opened(path)[0].tokens.tolist() == opened(system)[0].tokens.tolist()
 
 
 def test_a_key_that_is_null_is_no_key() -> None:
