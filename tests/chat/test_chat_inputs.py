@@ -175,6 +175,12 @@ def test_long_conversations_are_refused_skipped_or_cut_at_their_start(
                     and (whole.documents[end - 128 : end] == whole.documents[end - 1]).all()
                     and whole.real >= end)  # fmt: skip
     assert longest.tokens.tolist() == document.tolist()
+    assert "cut document" not in cut.describe()
+    silent = write(
+        tmp_path / "silent.jsonl", [[GOOD[0], GOOD[1], LONG[1] | {"role": "user"}], GOOD]
+    )
+    said = opened(silent, "data.too_long=truncate_left", seq=128).describe()
+    assert said.endswith("; 1 cut document without a target")
     only = write(tmp_path / "long.jsonl", [LONG])
     assert "more than seq=128 (1 document of 1)" in problem(
         opened, only, "data.too_long=skip", seq=128
