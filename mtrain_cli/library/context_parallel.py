@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from mtrain_cli.library.profile import Profile
 
 _MOST_WIDE = 256  # intervals of keys that a query may see under kernels without a list of them
+_OF_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
 _WIDE_KERNELS = ("auto", "sdpa", "reference")
 Masks = tuple[SequenceMask, ...]  # one per sequence
 
@@ -287,6 +288,27 @@ class ContextParallel:
             count = max(1, int((targets != IGNORED).sum()))
             made |= {"labels": own, "shift_labels": own, "num_items_in_batch": count}
         return made
+
+    def logprobs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return log-probabilities of the labels under a transformers model, with gradients.
+
+        Return their sums and numbers, [sequences], equal on all processes of the group, and that of
+        each of this process's tokens, [sequences, tokens], 0 without a label. Logits of few labels
+        exist at a time.
+
+        model: with an LM head; it may be in DDP, FSDP2 or PEFT. inputs: of `inputs`, with labels.
+
+        Raises ConfigError for other inputs, and for logits with a bias, scale, cap or adapter.
+        """
+        from mtrain_cli.model.transformers_models import logprobs
+
+        known = isinstance(inputs, Mapping) and {"mtrain", "shift_labels"} <= inputs.keys()
+        require("inputs", known, "what cp.inputs(input_ids, labels) returns")
+        batch, labels = inputs["mtrain"], inputs["shift_labels"]
+        batch._require("shift_labels", labels, batch.layout.tokens_per_worker, "its own tokens")
+        given = {key: inputs[key] for key in inputs.keys() - _OF_LOSS}
+        tokens = logprobs(model, given, labels)
+        return batch.sum(tokens), batch.sum(labels != IGNORED), tokens
 
     @staticmethod
     def register() -> None:
@@ -604,6 +626,20 @@ class ContextBatch:
         if self.layout.workers > 1:
             shards = all_gather(shards[0], self.layout.workers, processes.group)
         return self.layout.to_sequence(shards)[:, : self.layout.seq]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over each sequence, [sequences, ...], equal on all processes of the group.
+
+        Gradients reach the values of this process, so sum those of parameters over the group.
+
+        values: of this process's tokens, [sequences, tokens, ...]; 0 for padding.
+        """
+        self._require("values", values, self.layout.tokens_per_worker, "this process's tokens")
+        own, group = values.sum(1), self._owner.processes.group
+        total = own.detach().clone()
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total + (own - own.detach())
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the label that each token predicts, [sequences, seq]: `roll` by -1."""

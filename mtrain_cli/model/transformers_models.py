@@ -13,6 +13,8 @@ from mtrain_cli.config.keys import first_few
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.model.loss import ChunkedLogProbs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +28,7 @@ _LATER = (
     "attention to later tokens (is_causal=False) needs mask=full, or a batch with slices that show "
     "them"
 )
+_CHUNK_BYTES = 1 << 29  # of the logits of labels that are computed at once
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -206,3 +209,41 @@ def _probe(model: PreTrainedModel, config: Any) -> Iterator[str]:
             f"{type(model).__name__}: {len(probe.calls)} of its {config.num_hidden_layers} layers "
             "call the registered attention"
         )
+
+
+def logprobs(model: nn.Module, inputs: dict[str, Any], labels_BN: Tensor) -> Tensor:
+    """Return the log-probability of the label of each token, [B, N], 0 for none, with gradients.
+
+    Raises ConfigError for a head that is more than a product, and for labels that it has not.
+    """
+    whole: Any = getattr(model, "module", model)  # in DDP
+    name, head = type(whole).__name__, getattr(whole, "get_output_embeddings", lambda: None)()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ConfigError(
+            f"model: {name} has the LM head {head}; give a model whose get_output_embeddings() is "
+            "an nn.Linear without bias and adapter"
+        )
+    counts_BN, found = labels_BN != IGNORED, list[Tensor]()
+
+    def score(_head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        x_BNC, weight_VC = inputs[0], head.weight
+        device, labels_N = x_BNC.device.type, labels_BN[counts_BN].long()
+        if len(wrong := labels_N[(labels_N < 0) | (labels_N >= len(weight_VC))]):
+            size = f"the vocabulary of {len(weight_VC)} tokens"
+            raise ConfigError(f"labels: {wrong[0]} is outside {size}; give -100 for no label")
+        if torch.is_autocast_enabled(device):
+            weight_VC = weight_VC.to(torch.get_autocast_dtype(device))
+        x_NC = x_BNC[counts_BN].to(weight_VC.dtype)
+        with torch.autocast(device, enabled=False):
+            out_N = ChunkedLogProbs.apply(x_NC, weight_VC, labels_N, _CHUNK_BYTES)
+        found.append(out_N.new_zeros(counts_BN.shape).masked_scatter(counts_BN, out_N)[..., None])
+        return (x_BNC[:, :0],)  # of which the head computes no logits
+
+    # The hooks of FSDP2 gather the weight before `score`, and wait for the gradient of what the
+    # model returns. The last one frees the weight, so it comes after ours.
+    give = head.register_forward_hook(lambda *_: found[0], prepend=True)
+    with head.register_forward_pre_hook(score), give:
+        tokens_BN: Tensor = model(**inputs).logits[..., 0]
+    if bool((tokens_BN - found[0][..., 0]).nan_to_num().any()):
+        raise ConfigError(f"model: {name} scales, caps or rounds its logits, which is unsupported")
+    return tokens_BN
