@@ -14,7 +14,7 @@ from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.model.loss import ChunkedLogProbs
+from mtrain_cli.model.loss import LossOptions, chunked_losses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +28,7 @@ _LATER = (
     "attention to later tokens (is_causal=False) needs mask=full, or a batch with slices that show "
     "them"
 )
-_CHUNK_BYTES = 1 << 29  # of the logits of labels that are computed at once
+_BY_ROW = LossOptions(1 << 29, recompute=True, by_row=True)
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -226,24 +226,26 @@ def logprobs(model: nn.Module, inputs: dict[str, Any], labels_BN: Tensor) -> Ten
     counts_BN, found = labels_BN != IGNORED, list[Tensor]()
 
     def score(_head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        x_BNC, weight_VC = inputs[0], head.weight
-        device, labels_N = x_BNC.device.type, labels_BN[counts_BN].long()
-        if len(wrong := labels_N[(labels_N < 0) | (labels_N >= len(weight_VC))]):
-            size = f"the vocabulary of {len(weight_VC)} tokens"
-            raise ConfigError(f"labels: {wrong[0]} is outside {size}; give -100 for no label")
+        x_BNC, weight_VC, labels_N = inputs[0], head.weight, labels_BN[counts_BN]
+        device, vocabulary = x_BNC.device.type, len(weight_VC)
+        if len(wrong := labels_N[(labels_N < 0) | (labels_N >= vocabulary)]):
+            raise ConfigError(
+                f"labels: {wrong[0]} is outside the vocabulary of {vocabulary} tokens"
+            )
         if torch.is_autocast_enabled(device):
             weight_VC = weight_VC.to(torch.get_autocast_dtype(device))
-        x_NC = x_BNC[counts_BN].to(weight_VC.dtype)
         with torch.autocast(device, enabled=False):
-            out_N = ChunkedLogProbs.apply(x_NC, weight_VC, labels_N, _CHUNK_BYTES)
-        found.append(out_N.new_zeros(counts_BN.shape).masked_scatter(counts_BN, out_N)[..., None])
+            x_NC = x_BNC[counts_BN].to(weight_VC.dtype)
+            losses_N = chunked_losses(x_NC, weight_VC, labels_N, 1.0, _BY_ROW)[0]
+        tokens_BN = losses_N.new_zeros(counts_BN.shape).masked_scatter(counts_BN, -losses_N)
+        found.append(tokens_BN)
         return (x_BNC[:, :0],)  # of which the head computes no logits
 
-    # The hooks of FSDP2 gather the weight before `score`, and wait for the gradient of what the
-    # model returns. The last one frees the weight, so it comes after ours.
-    give = head.register_forward_hook(lambda *_: found[0], prepend=True)
-    with head.register_forward_pre_hook(score), give:
+    # FSDP2 gathers the weight in a hook before `score`, and waits for the gradient of what the head
+    # and the model return. It frees the weight in a hook after the head, so ours comes first.
+    replace = head.register_forward_hook(lambda *_: found[0][..., None], prepend=True)
+    with head.register_forward_pre_hook(score), replace:
         tokens_BN: Tensor = model(**inputs).logits[..., 0]
-    if bool((tokens_BN - found[0][..., 0]).nan_to_num().any()):
+    if bool((tokens_BN - found[0]).nan_to_num().any()):
         raise ConfigError(f"model: {name} scales, caps or rounds its logits, which is unsupported")
     return tokens_BN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gloo
@@ -12,10 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
-
-from slow_cases import mostly_slow  # noqa: E402
 
 from mtrain_cli import api  # noqa: E402
 from mtrain_cli.library.context_parallel import ContextParallel  # noqa: E402
@@ -55,7 +55,8 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def library(*words: str, **arguments: str) -> ContextParallel:
+def library(**arguments: str) -> ContextParallel:
+    words = SPARSE if "sparsity" in arguments else ()
     cp = api.context_parallel(None, "topology.block_size=16", *words, seq=SEQ, **arguments)
     cp.register()
     return cp
@@ -76,17 +77,11 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def expected_of(family: str) -> Found:
-    """By eager attention and the log-softmax of whole logits."""
-    given, model = batch(), model_of(family, "eager")
-    labels = given["labels"].clone()
-    labels[given["position_ids"] == 0] = -100
-    inputs = {name: given[name] for name in ("input_ids", "position_ids")}
-    logits = torch.cat([
-        model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits
-        for ids, positions in zip(*inputs.values(), strict=True)
-    ])  # fmt: skip
-    ahead = torch.cat([labels[:, 1:], torch.full((3, 1), -100)], 1)
+def of_whole_logits(model: Any, inputs: dict[str, Any], given: dict[str, torch.Tensor]) -> Found:
+    """By the log-softmax of whole logits."""
+    labels = given["labels"].masked_fill(given["position_ids"] == 0, -100)
+    ahead = torch.cat([labels[:, 1:], torch.full((len(labels), 1), -100)], 1)
+    logits = model(**inputs).logits[:, :SEQ]
     every = logits.log_softmax(-1).gather(2, ahead.clamp(min=0)[..., None])[..., 0]
     tokens = every.masked_fill(ahead == -100, 0)
     sums, counts = tokens.sum(1), (ahead != -100).sum(1)
@@ -94,57 +89,223 @@ def expected_of(family: str) -> Found:
     return sums.detach(), counts, tokens.detach(), gradients(model)
 
 
-def found_by(
-    model: Any, cp: ContextParallel, averaged: bool = False, **changed: torch.Tensor
-) -> Found:
-    inputs = cp.inputs(**{**batch(), **changed})
+def expected_of(family: str, settings: dict[str, str]) -> Found:
+    """By transformers alone; under a pattern, which it has not, by the logits of one process."""
+    given = batch()
+    if "sparsity" in settings:
+        cp = library(**settings)
+        inputs = cp.inputs(given["input_ids"], position_ids=given["position_ids"])
+        return of_whole_logits(model_of(family), inputs, given)
+    seen = given["position_ids"].eq(0).cumsum(1)
+    seen = (seen[:, :, None] == seen[:, None]).tril()[:, None]
+    inputs = {name: given[name] for name in ("input_ids", "position_ids")}
+    return of_whole_logits(
+        model_of(family, "eager"),
+        {**inputs, "attention_mask": torch.where(seen, 0.0, -torch.inf), "use_cache": False},
+        given,
+    )
+
+
+def found_by(model: Any, cp: ContextParallel, averaged: bool) -> Found:
+    """averaged: whether the model averages gradients over the processes, as DDP does."""
+    inputs = cp.inputs(**batch())
     sums, counts, tokens = cp.logprobs(model, inputs)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    (loss_of(sums, counts) * (world if averaged else 1)).backward()
+    loss = loss_of(sums, counts)
+    (loss * dist.get_world_size() if averaged else loss).backward()
     found = gradients(model)
-    if world > 1 and not averaged:
+    if not averaged:
         for gradient in found.values():
             dist.all_reduce(gradient)
     return sums.detach(), counts, inputs["mtrain"].gather(tokens), found
 
 
-def assert_equal(found: Found, expected: Found, tolerance: float = 1e-6) -> None:
+def assert_equal(found: Found, expected: Found) -> None:
     assert found[1].tolist() == expected[1].tolist()
     for own, other in zip((found[0], found[2]), (expected[0], expected[2]), strict=True):
-        torch.testing.assert_close(own.double(), other.double(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
     assert found[3].keys() == expected[3].keys()
     for name, gradient in found[3].items():
         error = (gradient - expected[3][name]).abs().max()
-        assert error <= tolerance * expected[3][name].abs().max(), name
+        assert error <= 1e-6 * expected[3][name].abs().max(), name
 
 
-def on_two(
-    _rank: int, _world: int, family: str, way: str, words: tuple[str, ...], arguments: dict[str, str]
-) -> Found:  # fmt: skip
-    # Of the labels on a process, so that chunks have unequal numbers of them.
-    transformers_models._CHUNK_BYTES = 8 * VOCABULARY * 7
-    cp, model = library(*words, **arguments), model_of(family)
-    cp.check(model)
+def few_rows(rows: int) -> None:
+    """Let chunks have so many labels, in float64."""
+    size = 8 * VOCABULARY * rows
+    transformers_models._BY_ROW = replace(transformers_models._BY_ROW, chunk_bytes=size)
+
+
+DENSE, RING = {"layout": "balanced", "exchange": "group_cast"}, {"layout": "zigzag"}
+CASES = {
+    "alone": ("llama", "all_reduce", RING),
+    "tied": ("qwen3", "all_reduce", DENSE),
+    "DDP": ("qwen3", "DDP", RING),
+    "FSDP2": ("llama", "FSDP2", DENSE),
+    "FSDP2 of the head": ("llama", "FSDP2 head", RING),
+    "FSDP2 tied": ("qwen3", "FSDP2", RING),
+    "sparse": ("llama", "all_reduce", {"sparsity": "vertical_slash", **RING}),
+    "sparse FSDP2": ("qwen3", "FSDP2", {"sparsity": "vertical_slash", **RING}),
+}
+
+
+def prepared(model: Any, way: str) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     if way == "DDP":
-        model = DistributedDataParallel(model)
+        return DistributedDataParallel(model)
     if way.startswith("FSDP2"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in [*model.model.layers, *([model.lm_head] if way == "FSDP2 head" else [])]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return found_by(model, cp, averaged=way != "plain")
+    return model
+
+
+def run_all(_rank: int, _world: int) -> dict[str, Found]:
+    made = {}
+    few_rows(7)
+    for name, (family, way, settings) in CASES.items():
+        cp, model = library(**settings), model_of(family)
+        cp.check(model)
+        made[name] = found_by(prepared(model, way), cp, way != "all_reduce")
+    return made
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Found]]:
+    return gloo.run(2, run_all)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_find_what_whole_logits_give(name, on_two):
+    family, _, settings = CASES[name]
+    expected = expected_of(family, settings)
+    assert expected[1].tolist() == [113, 50, 0]
+    for found in on_two:
+        assert_equal(found[name], expected)
+        assert found[name][0][2] == 0
+    assert torch.equal(on_two[0][name][0], on_two[1][name][0])
+
+
+def test_a_pattern_changes_the_log_probabilities():
+    dense, sparse = (expected_of("llama", CASES[name][2])[0] for name in ("alone", "sparse"))
+    assert (dense - sparse)[:2].abs().min() > 1e-6
+
+
+class Shapes(TorchDispatchMode):
+    """The numbers of rows of all tensors as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
+                self.rows.add(tensor.numel() // VOCABULARY)
+        return out
+
+
+def test_both_passes_have_the_logits_of_few_labels(monkeypatch):
+    monkeypatch.setattr(transformers_models, "_BY_ROW", transformers_models._BY_ROW)
+    few_rows(40)  # more than the rows of the weight, transposed
+    cp, model = library(), model_of("llama")
+    with Shapes() as forward:
+        sums, counts, _ = cp.logprobs(model, cp.inputs(**batch()))
+    with Shapes() as backward:
+        sums.sum().backward()
+    assert counts.sum() == 163
+    assert forward.rows - {1} == {0, 32, 40, 3}
+    assert backward.rows - {1} == {32, 40, 3}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_rounds_no_logits(autocast):
+    cp, model = library(), model_of("llama").to(torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        inputs = [cp.inputs(**batch()) for _ in range(2)]
+        tokens = cp.logprobs(model, inputs[0])[2]
+        tokens.sum().backward()
+        found = gradients(model)
+        model.zero_grad()
+        labels = inputs[1]["shift_labels"]
+        given = {name: inputs[1][name] for name in ("input_ids", "position_ids", "mtrain")}
+        hidden = model.model(**given, use_cache=False).last_hidden_state
+    weight = model.lm_head.weight.bfloat16().float()
+    logits = hidden.bfloat16().float() @ weight.t()
+    every = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    expected = every.masked_fill(labels == -100, 0)
+    expected.sum().backward()
+    assert tokens.dtype == torch.float32
+    torch.testing.assert_close(tokens, expected, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(model).items():
+        error = (gradient - found[name]).abs().max()
+        assert error <= 2**-6 * gradient.abs().max(), name
+
+
+def test_no_gradient_is_kept_without_one():
+    cp, model = library(), model_of("llama")
+    with torch.no_grad():
+        sums, _, tokens = cp.logprobs(model, cp.inputs(**batch()))
+    assert not sums.requires_grad
+    assert not tokens.requires_grad
+    torch.testing.assert_close(sums, cp.logprobs(model, cp.inputs(**batch()))[0])
+
+
+def given(**changed: torch.Tensor) -> dict[str, Any]:
+    return library().inputs(**{**batch(), **changed})
+
+
+def label(number: int) -> torch.Tensor:
+    labels = batch()["labels"]
+    labels[1, 60] = number
+    return labels
 
 
 @pytest.mark.parametrize(
-    ("family", "way"),
-    [("llama", "plain"), ("qwen3", "plain"), ("llama", "FSDP2"), ("llama", "FSDP2 head"),
-     ("qwen3", "FSDP2"), ("qwen3", "DDP")],
+    ("family", "inputs", "problem"),
+    [
+        ("llama", lambda: library().inputs(batch()["input_ids"]),
+         "inputs: must be what cp.inputs(input_ids, labels) returns"),
+        ("llama", lambda: batch()["input_ids"],
+         "inputs: must be what cp.inputs(input_ids, labels) returns"),
+        ("llama", lambda: given() | {"shift_labels": batch()["labels"][:, 1:]},
+         "shift_labels: has the shape [3, 149]; a process's tokens have the shape [3, 150, ...] "
+         "(seq=150)"),
+        ("llama", lambda: given() | {"shift_labels": batch()["labels"] >= 0},
+         "shift_labels: has the shape [3, 150] and is bool on cpu; give a tensor of int16, int32 "
+         "or int64, [sequences, tokens]"),
+        ("llama", lambda: given(labels=label(VOCABULARY)),
+         "labels: 96 is outside the vocabulary of 96 tokens"),
+        ("llama", lambda: given(labels=label(-1)),
+         "labels: -1 is outside the vocabulary of 96 tokens"),
+        ("gemma2", given,
+         "model: Gemma2ForCausalLM scales, caps or rounds its logits, which is unsupported"),
+        ("granite", given,
+         "model: GraniteForCausalLM scales, caps or rounds its logits, which is unsupported"),
+        ("phi", given,
+         "model: PhiForCausalLM has the LM head Linear(in_features=32, out_features=96, bias=True)"
+         "; give a model whose get_output_embeddings() is an nn.Linear without bias and adapter"),
+    ],
 )  # fmt: skip
-def test_two_processes_find_the_log_probabilities_and_gradients_of_whole_logits(family, way):
-    expected = expected_of(family)
-    found = gloo.run(2, on_two, family, way, (), {"layout": "zigzag", "exchange": "ring"})
-    for one in found:
-        assert_equal(one, expected)
-        assert one[0][2] == one[1][2] == 0
-    assert torch.equal(found[0][0], found[1][0])
+def test_a_mistake_is_one_line(family, inputs, problem):
+    more = {"granite": {"logits_scaling": 2.0}, "gemma2": {"num_attention_heads": 4}}
+    model = model_of(family, **more.get(family, {}))
+    with pytest.raises(api.ConfigError) as raised:
+        library().logprobs(model, inputs())
+    assert str(raised.value) == problem
+
+
+def test_a_model_without_a_head_is_refused():
+    for model, name in ((model_of("llama").model, "LlamaModel"), (torch.nn.ReLU(), "ReLU")):
+        with pytest.raises(api.ConfigError) as raised:
+            library().logprobs(model, given())
+        assert str(raised.value) == (
+            f"model: {name} has the LM head None; give a model whose get_output_embeddings() is an "
+            "nn.Linear without bias and adapter"
+        )
+
+
+def test_values_of_other_tokens_have_no_sum():
+    with pytest.raises(api.ConfigError, match=r"^values: has the shape \[3, 149\]; this process's"):
+        library().batch(sequences=3).sum(torch.zeros(3, SEQ - 1))
