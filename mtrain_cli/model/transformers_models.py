@@ -220,32 +220,30 @@ def logprobs(model: nn.Module, inputs: dict[str, Any], labels_BN: Tensor) -> Ten
     name, head = type(whole).__name__, getattr(whole, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ConfigError(
-            f"model: {name} has the LM head {head}; give a model whose get_output_embeddings() is "
-            "an nn.Linear without bias and adapter"
+            f"model: the LM head of {name} is {type(head).__name__}; it must be an nn.Linear "
+            "without a bias or an adapter"
         )
     counts_BN, found = labels_BN != IGNORED, list[Tensor]()
 
     def score(_head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
         x_BNC, weight_VC, labels_N = inputs[0], head.weight, labels_BN[counts_BN]
-        device, vocabulary = x_BNC.device.type, len(weight_VC)
-        if len(wrong := labels_N[(labels_N < 0) | (labels_N >= vocabulary)]):
-            raise ConfigError(
-                f"labels: {wrong[0]} is outside the vocabulary of {vocabulary} tokens"
-            )
+        device, size = x_BNC.device.type, len(weight_VC)
+        if len(wrong := labels_N[(labels_N < 0) | (labels_N >= size)]):
+            raise ConfigError(f"labels: {wrong[0]} is outside the vocabulary of {size} tokens")
         if torch.is_autocast_enabled(device):
             weight_VC = weight_VC.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             x_NC = x_BNC[counts_BN].to(weight_VC.dtype)
             losses_N = chunked_losses(x_NC, weight_VC, labels_N, 1.0, _BY_ROW)[0]
-        tokens_BN = losses_N.new_zeros(counts_BN.shape).masked_scatter(counts_BN, -losses_N)
-        found.append(tokens_BN)
+        none_BN1 = losses_N.new_zeros(*counts_BN.shape, 1)
+        found.append(none_BN1.masked_scatter(counts_BN[..., None], -losses_N))
         return (x_BNC[:, :0],)  # of which the head computes no logits
 
     # FSDP2 gathers the weight in a hook before `score`, and waits for the gradient of what the head
     # and the model return. It frees the weight in a hook after the head, so ours comes first.
-    replace = head.register_forward_hook(lambda *_: found[0][..., None], prepend=True)
+    replace = head.register_forward_hook(lambda *_: found[0], prepend=True)
     with head.register_forward_pre_hook(score), replace:
-        tokens_BN: Tensor = model(**inputs).logits[..., 0]
-    if bool((tokens_BN - found[0]).nan_to_num().any()):
+        tokens_BN1: Tensor = model(**inputs).logits
+    if bool((tokens_BN1 - found[0]).nan_to_num().any()):
         raise ConfigError(f"model: {name} scales, caps or rounds its logits, which is unsupported")
-    return tokens_BN
+    return tokens_BN1[..., 0]

@@ -160,8 +160,8 @@ def prepared(model: Any, way: str) -> Any:
     return model
 
 
-def run_all(_rank: int, _world: int) -> dict[str, Found]:
-    made = {}
+def run_all(_rank: int, world: int) -> dict[str, Any]:
+    made: dict[str, Any] = {"reward": rewards_of(world)}
     few_rows(7)
     for name, (family, way, settings) in CASES.items():
         cp, model = library(**settings), model_of(family)
@@ -171,7 +171,7 @@ def run_all(_rank: int, _world: int) -> dict[str, Found]:
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[dict[str, Found]]:
+def on_two() -> list[dict[str, Any]]:
     return gloo.run(2, run_all)
 
 
@@ -270,7 +270,7 @@ def label(number: int) -> torch.Tensor:
         ("llama", lambda: batch()["input_ids"],
          "inputs: must be what cp.inputs(input_ids, labels) returns"),
         ("llama", lambda: given() | {"shift_labels": batch()["labels"][:, 1:]},
-         "shift_labels: has the shape [3, 149]; a process's tokens have the shape [3, 150, ...] "
+         "shift_labels: has the shape [3, 149]; a process's tokens have the shape [3, 160, ...] "
          "(seq=150)"),
         ("llama", lambda: given() | {"shift_labels": batch()["labels"] >= 0},
          "shift_labels: has the shape [3, 150] and is bool on cpu; give a tensor of int16, int32 "
@@ -284,8 +284,8 @@ def label(number: int) -> torch.Tensor:
         ("granite", given,
          "model: GraniteForCausalLM scales, caps or rounds its logits, which is unsupported"),
         ("phi", given,
-         "model: PhiForCausalLM has the LM head Linear(in_features=32, out_features=96, bias=True)"
-         "; give a model whose get_output_embeddings() is an nn.Linear without bias and adapter"),
+         "model: the LM head of PhiForCausalLM is Linear; it must be an nn.Linear without a bias "
+         "or an adapter"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(family, inputs, problem):
@@ -301,11 +301,58 @@ def test_a_model_without_a_head_is_refused():
         with pytest.raises(api.ConfigError) as raised:
             library().logprobs(model, given())
         assert str(raised.value) == (
-            f"model: {name} has the LM head None; give a model whose get_output_embeddings() is an "
-            "nn.Linear without bias and adapter"
+            f"model: the LM head of {name} is NoneType; it must be an nn.Linear without a bias or "
+            "an adapter"
         )
 
 
 def test_values_of_other_tokens_have_no_sum():
     with pytest.raises(api.ConfigError, match=r"^values: has the shape \[3, 149\]; this process's"):
         library().batch(sequences=3).sum(torch.zeros(3, SEQ - 1))
+
+
+def rewards_of(world: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Scores of the last tokens by a head of one output, and gradients of a loss of all."""
+    cp, settings = library(layout="zigzag"), model_of("llama").config
+    settings.num_labels, settings.classifier_dropout = 1, 0.0
+    torch.manual_seed(1)
+    model = transformers.AutoModelForTokenClassification.from_config(
+        settings, attn_implementation="mtrain", dtype=torch.float64
+    )
+    cp.check(model)
+    given = batch()
+    inputs = cp.inputs(given["input_ids"], position_ids=given["position_ids"])
+    last = torch.zeros(3, SEQ)
+    last[range(3), [149, 89, 20]] = 1
+    own = inputs["mtrain"]
+    scores = own.sum(model(**inputs).logits[..., 0] * own.shard(last))
+    (scores * FACTORS).tanh().sum().backward()
+    found = gradients(model)
+    if world > 1:
+        for gradient in found.values():
+            dist.all_reduce(gradient)
+    return scores.detach(), found
+
+
+def test_a_reward_is_the_sum_of_one_token(on_two):
+    scores, expected = rewards_of(1)
+    for made in on_two:
+        own, found = made["reward"]
+        torch.testing.assert_close(own, scores, rtol=1e-6, atol=1e-6)
+        for name, gradient in found.items():
+            assert (gradient - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max()
+
+
+def test_documents_of_a_sequence_have_sums_of_their_own():
+    cp, model = library(), model_of("llama")
+    given, inputs = batch(), cp.inputs(**batch())
+    whole, _, tokens = cp.logprobs(model, inputs)
+    documents = given["position_ids"].eq(0).cumsum(1) - 1
+    own = inputs["mtrain"].shard(documents, padding=-1)[..., None] == torch.arange(2)
+    sums = inputs["mtrain"].sum(tokens[..., None] * own)
+    torch.testing.assert_close(sums.sum(1), whole)
+    assert sums[0].abs().min() > 1
+    labels = given["labels"].clone()
+    labels[documents == 1] = -100
+    first = cp.logprobs(model, cp.inputs(**{**given, "labels": labels}))[0]
+    torch.testing.assert_close(sums[:, 0], first)
