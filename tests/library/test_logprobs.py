@@ -160,8 +160,39 @@ def prepared(model: Any, way: str) -> Any:
     return model
 
 
+ADVANTAGES = torch.tensor([[0.9], [-0.4], [0.3]], dtype=torch.float64)
+
+
+def grpo(tokens: torch.Tensor, old: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The clipped gain of each token."""
+    ratio = (tokens - old).exp()
+    gain = torch.minimum(ratio * ADVANTAGES, ratio.clamp(0.9, 1.1) * ADVANTAGES)
+    return gain.masked_fill(labels == -100, 0)
+
+
+def rollout() -> torch.Tensor:
+    """Log-probabilities of each token that another engine gave, near those of the model."""
+    return -4.55 + torch.rand(3, SEQ, generator=torch.Generator().manual_seed(5)).double() * 0.4
+
+
+def grpo_step(world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """By docs/library.md."""
+    cp, model = library(layout="zigzag"), model_of("llama")
+    inputs = cp.inputs(**batch())
+    own = inputs["mtrain"]
+    _, counts, tokens = cp.logprobs(model, inputs)
+    gain = grpo(tokens, own.shard(rollout().roll(-1, 1)), inputs["shift_labels"])
+    loss = -(own.sum(gain) / counts.clamp(min=1)).mean()
+    loss.backward()
+    found = gradients(model)
+    if world > 1:
+        for gradient in found.values():
+            dist.all_reduce(gradient)
+    return loss.item(), found
+
+
 def run_all(_rank: int, world: int) -> dict[str, Any]:
-    made: dict[str, Any] = {"reward": rewards_of(world)}
+    made: dict[str, Any] = {"reward": rewards_of(world), "grpo": grpo_step(world)}
     few_rows(7)
     for name, (family, way, settings) in CASES.items():
         cp, model = library(**settings), model_of(family)
@@ -340,6 +371,26 @@ def test_a_reward_is_the_sum_of_one_token(on_two):
         own, found = made["reward"]
         torch.testing.assert_close(own, scores, rtol=1e-6, atol=1e-6)
         for name, gradient in found.items():
+            assert (gradient - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max()
+
+
+def test_a_step_of_grpo_clips_ratios_of_whole_logits(on_two):
+    given, model = batch(), model_of("llama")
+    labels = given["labels"].masked_fill(given["position_ids"] == 0, -100)[:, 1:]
+    cp = library()
+    inputs = cp.inputs(given["input_ids"], position_ids=given["position_ids"])
+    logits = model(**inputs).logits[:, : SEQ - 1]
+    tokens = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    gain = grpo(tokens, rollout()[:, 1:], labels)
+    ratio = (tokens - rollout()[:, 1:]).exp()[labels != -100]
+    assert 0.1 < float(((ratio < 0.9) | (ratio > 1.1)).double().mean()) < 0.9
+    loss = -(gain.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+    loss.backward()
+    expected = gradients(model)
+    for found in on_two:
+        own, of_own = found["grpo"]
+        assert own == pytest.approx(loss.item(), rel=1e-6)
+        for name, gradient in of_own.items():
             assert (gradient - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max()
 
 
