@@ -113,4 +113,5 @@ state = get_model_state_dict(model, options=whole)  # on the first process
 if first:
     model.save_pretrained(options.output, state_dict=state)
     tokenizer.save_pretrained(options.output)
+dist.barrier()
 dist.destroy_process_group()
