@@ -32,8 +32,8 @@ class LossOptions:
     chunk_bytes: maximum size of the float32 logits of a chunk, beside which a bfloat16 gradient of
         the logits takes memory. A chunk has at least one row.
     recompute: compute the gradients in backward, from recomputed logits.
-    by_row: return the total loss of each row, [N], which may have other gradients than others. It
-        needs ``recompute``, and is not multiplied by ``scale``, which must be 1.
+    by_row: return the total loss of each row, [N], each with its gradient, and 0 as cross entropy.
+        It needs ``recompute`` and a ``scale`` of 1.
     """
 
     chunk_bytes: int = 1 << 20

@@ -24,6 +24,7 @@ from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from mtrain_cli.config.problem import ConfigError  # noqa: E402
 from mtrain_cli.library.context_parallel import ContextParallel  # noqa: E402
 
 Steps = list[tuple[float, dict[str, torch.Tensor]]]
@@ -170,3 +171,16 @@ def test_folders_of_weights_give_the_logits_of_the_model(number, on_two, folder)
         logits = model(torch.tensor([loops.rows(1)[0]["input_ids"]])).logits
     for _, found in on_two:
         torch.testing.assert_close(found[number], logits, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_of_the_head_is_refused():
+    loops.start(0, 1)
+    cp, model = loops.library(), loops.model_of("qwen2", False, 64)
+    model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    ids = torch.tensor([loops.rows(1)[0]["input_ids"]])
+    with pytest.raises(ConfigError) as raised:
+        cp.logprobs(model, cp.inputs(ids, ids))
+    assert str(raised.value) == (
+        "model: the LM head of PeftModelForCausalLM is Linear; it must be an nn.Linear without a "
+        "bias or an adapter"
+    )
