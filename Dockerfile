@@ -39,6 +39,9 @@ COPY mtrain_cli mtrain_cli
 COPY mtrain_studies mtrain_studies
 COPY mtrain_lm_eval mtrain_lm_eval
 COPY mtrain_trackers mtrain_trackers
+COPY mtrain_lora mtrain_lora
+COPY mtrain_mds mtrain_mds
+COPY mtrain_chat mtrain_chat
 COPY mtrain_ruler mtrain_ruler
 COPY docs docs
 COPY examples examples

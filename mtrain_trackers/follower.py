@@ -6,6 +6,7 @@ hangs or fails neither stops nor slows training, and is left with a warning.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config import documents, keys
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.evaluation.results import FOLDER, RESULTS
 from mtrain_cli.records.metrics import METRICS_FILE
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.evaluation import EVALUATIONS_FILE
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.run_dir import RunDir
     from mtrain_cli.training.trainer import Trainer
 
-_FILES = {METRICS_FILE: "train", EVALUATIONS_FILE: "held_out"}
+_RESULTS = f"{FOLDER}/{RESULTS}"
+_FILES = {METRICS_FILE: "train", EVALUATIONS_FILE: "held_out", _RESULTS: "eval"}
+PAGE = "report.html"
 _POLL = 1.0  # seconds between two readings
 _PATIENCE = 30.0  # seconds to wait for a tracker when training ends
 _PATIENCE_AFTER_ERROR = 5.0
@@ -51,7 +55,10 @@ class TrackedRun:
 
 
 OpenTracker = Callable[[TrackedRun], Any]
-"""Makes an object with ``log(step, {name: number})`` and ``close(failed)``."""
+"""Makes an object with ``log(step, {name: number})`` and ``close(failed)``.
+
+If it has ``keep(path)``, too, this gets the page of `mtrain report` before ``close``.
+"""
 
 
 class Follower(Callback):
@@ -101,7 +108,8 @@ class Follower(Callback):
         try:
             known = documents.read_json(self._sent) if self._sent.is_file() else {}
             start = self._run.start_step
-            sent = {name: min(known.get(name, -1), start) for name in _FILES}
+            first = {name: min(known.get(name, -1), start) for name in _FILES}
+            sent = dict(first)
             tracker = self._make(self._run)
             ended = False
             while not ended:
@@ -109,15 +117,25 @@ class Follower(Callback):
                 before = dict(sent)
                 try:
                     for name, step, values in self._rows():
-                        if step > sent[name]:
+                        if step > first[name]:
                             tracker.log(step, values)
-                            sent[name] = step
+                            sent[name] = max(step, sent[name])
                 finally:
                     if sent != before:
                         documents.replace_text(self._sent, json.dumps(sent) + "\n")
+            if hasattr(tracker, "keep"):
+                with contextlib.suppress(ConfigError):  # a run that failed early has no page
+                    tracker.keep(self._page())
             tracker.close(self._failed)
         except BaseException as error:  # a tracker must never end a training
             self._problem = f"{type(error).__name__}: {error}"
+
+    def _page(self) -> Path:
+        """Write the page of `mtrain report` into the run's folder."""
+        from mtrain_cli.reporting import html, report_source  # imports pandas
+
+        source = report_source.open_source(self._run.folder)
+        return html.write_page(self._run.folder / PAGE, [source])
 
     def _rows(self) -> Iterator[tuple[str, int, dict[str, float]]]:
         for name, prefix in _FILES.items():
@@ -125,7 +143,7 @@ class Follower(Callback):
             if not path.is_file():
                 continue
             with path.open("rb") as file:
-                file.seek(self._offsets.get(name, 0))
+                file.seek(min(self._offsets.get(name, 0), path.stat().st_size))
                 *lines, rest = file.read().split(b"\n")
                 self._offsets[name] = file.tell() - len(rest)
             for line in lines:
@@ -134,6 +152,9 @@ class Follower(Callback):
                     step = int(row.pop("step"))
                 except (ValueError, LookupError, AttributeError, TypeError):
                     continue  # damaged
+                if name == _RESULTS:
+                    case = f"{row.get('task')}/{row.get('length')}/{row.get('attention')}"
+                    row = {case: row.get("score")}
                 numbers = {f"{prefix}/{k}": v for k, v in row.items() if documents.is_number(v)}
                 yield name, step, numbers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -23,7 +24,13 @@ class Mlflow:
 
         self._id, is_new = run.id_of("mlflow", make)
         self._client.update_run(self._id, status="RUNNING")
-        params = [Param(name, str(value)) for name, value in run.settings.items() if is_new]
+        given = self._client.get_run(self._id).data.params
+        settings = {name: str(value) for name, value in run.settings.items()}
+        # MLflow's parameters cannot change. A tag tells what a resumed run changed, and when.
+        for name, value in settings.items():
+            if not is_new and given.get(name) != value:
+                self._client.set_tag(self._id, f"{name} from step {run.start_step}", value)
+        params = [Param(name, value) for name, value in settings.items() if is_new]
         for begin in range(0, len(params), 100):  # MLflow's most in one call
             self._client.log_batch(self._id, params=params[begin : begin + 100])
 
@@ -31,6 +38,9 @@ class Mlflow:
         now = int(1000 * time.time())
         rows = [Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=rows)
+
+    def keep(self, page: Path) -> None:
+        self._client.log_artifact(self._id, str(page))
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 
 import trackio
 
@@ -20,6 +21,9 @@ class Trackio:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def keep(self, page: Path) -> None:
+        self._run.log_artifact(page, name="report", type="report", overwrite=True)
 
     def close(self, _: bool) -> None:
         self._run.finish()

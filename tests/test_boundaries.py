@@ -28,7 +28,10 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/training/checkpoint_files.py": "torch's DCP and file objects",
     "mtrain_lm_eval": "lm-eval's interface of models, and the entry points of pyproject.toml",
     "mtrain_ruler": "the Python interface of docs/evaluation.md, and entry points",
+    "mtrain_chat": "the entry points of pyproject.toml",
+    "mtrain_mds": "the entry points of pyproject.toml",
     "mtrain_trackers": "the entry points of pyproject.toml",
+    "mtrain_lora": "the entry points of pyproject.toml",
     "mtrain_studies/study.py": "Typer, and the entry points of pyproject.toml",
 }
 
@@ -41,6 +44,9 @@ def test_no_files_import_each_other_in_a_circle():
         "mtrain_lm_eval",
         "mtrain_ruler",
         "mtrain_trackers",
+        "mtrain_lora",
+        "mtrain_mds",
+        "mtrain_chat",
         exclude_type_checking_imports=True,
         cache_dir=None,
     )
@@ -79,6 +85,9 @@ def test_no_code_is_dead():
             "mtrain_lm_eval",
             "mtrain_ruler",
             "mtrain_trackers",
+            "mtrain_lora",
+            "mtrain_mds",
+            "mtrain_chat",
             "kernels",
             "profiles",
             "--exclude",

@@ -28,10 +28,19 @@ IMPORTED = {
         inference.engine inference.limits inference.model_source inference.sampling
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
-    "mtrain_trackers": """
-        config config.schema launch.run_dir records.metrics training.callback
-        training.evaluation training.trainer
+    "mtrain_chat": """
+        config.data_kinds config.schema data.checked_files data.corpora data.text_files
+        data.token_documents data.tokenizers
     """,
+    "mtrain_mds": """
+        commands.data_output config config.data_kinds config.schema console data.checked_files
+        data.corpora data.store data.text_files data.token_cache data.tokenizers
+    """,
+    "mtrain_trackers": """
+        config config.schema evaluation.results launch.run_dir records.metrics reporting
+        training.callback training.evaluation training.trainer
+    """,
+    "mtrain_lora": "config.keys config.schema",
     "mtrain_studies/attention": """
         attention.mask attention.partials commands.options config
         config.documents config.schema config.sizes console evaluation.cost

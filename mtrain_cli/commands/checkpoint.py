@@ -5,11 +5,18 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED, argument, bounded, option
+from mtrain_cli.commands.options import (
+    LARGEST_TOLERANCE,
+    MOST_COMPARED,
+    argument,
+    bounded,
+    flag,
+    option,
+)
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line, printable
 
@@ -65,6 +72,7 @@ def export_weights(
     hf_folder: Annotated[Path, argument("HF_FOLDER")],
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the exported weights.")] = Dtype.bfloat16,
     tokenizer: Annotated[Path | None, option("DIR")] = None,
+    adapter: Annotated[bool, flag("--adapter")] = False,
 ) -> None:
     """Export a checkpoint and its tokenizer to a folder for transformers and inference servers.
 
@@ -76,12 +84,16 @@ def export_weights(
           Export the checkpoint of step 20 in float32
       [cyan]mtrain checkpoint export runs/long my-model-hf --tokenizer Qwen2.5-3B[/cyan]
           Use the tokenizer of another folder
+      [cyan]mtrain checkpoint export runs/lora my-adapter --adapter[/cyan]
+          Export trained adapters for peft
 
     Args:
         source: A run, to export its newest checkpoint, or a step-N folder of a run.
         hf_folder: Folder to create; new or empty.
         tokenizer: Folder with a tokenizer to export instead of the run's. Its files are copied, and
             so are the token ids in its config.json.
+        adapter: Export the adapters of train.lora as a PEFT folder. Without it, they are merged
+            into the weights of train.init_from.
     """
     from mtrain_cli.launch.run_dir import find_source
     from mtrain_cli.model.huggingface_config import require_new_folder
@@ -96,9 +108,9 @@ def export_weights(
 
     from mtrain_cli.training.conversion import export_checkpoint
 
-    exported = export_checkpoint(
-        source, hf_folder, dtype=getattr(torch, dtype.value), tokenizer=tokenizer, report=_warn
-    )
+    kind = getattr(torch, dtype.value)
+    options: Any = {"dtype": kind, "tokenizer": tokenizer, "adapter": adapter, "report": _warn}
+    exported = export_checkpoint(source, hf_folder, **options)
     size = sum(file.stat().st_size for file in hf_folder.glob("*.safetensors"))
     family = exported.config.model.family
     _print_result(

@@ -51,12 +51,15 @@ def prepare(
     tokens_key: Annotated[str | None, option("KEY")] = None,
     mask_key: Annotated[str | None, option("KEY")] = None,
     positions_key: Annotated[str | None, option("KEY")] = None,
+    targets_key: Annotated[str | None, option("KEY")] = None,
     from_tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
     domain: Annotated[str | None, option("A,B")] = None,
     min_tokens: Annotated[str, option("N")] = "0",
     max_tokens: Annotated[str, option("N")] = "0",
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
     bos: Annotated[str, option("auto|true|false")] = "auto",
+    kind: Annotated[str | None, option("KIND")] = None,
+    setting: Annotated[list[str] | None, option("KEY=VALUE")] = None,
 ) -> None:
     """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
@@ -90,6 +93,8 @@ def prepare(
             inverse, bicausal or 0 to 3. null = causal. Only with --tokens-key.
         positions_key: Field that holds the rotary position of each token; null = the positions in
             the sequence. Only with --tokens-key.
+        targets_key: Field that holds true or 1 for each token that the loss may predict, and false
+            or 0 for the others; null = all. Only with --tokens-key.
         from_tokenizer: Tokenizer that made the token ids in SOURCE; only for MDS shards.
         domain: Keep only these domains. The domain of a document is its field 'domain', or else the
             first folder of its path below SOURCE.
@@ -98,6 +103,8 @@ def prepare(
         threads: CPU threads of the tokenizer; all cores by default.
         bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
             adds one.
+        kind: Read SOURCE as data=KIND does, such as chat.
+        setting: A key of data for --kind, such as train_on=last. You can repeat it.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_lines, rounded_vocabulary
     from mtrain_cli.commands.options import token_count
@@ -115,8 +122,16 @@ def prepare(
     most = token_count("--max-tokens", max_tokens, 0, MOST_DOCUMENTS)
     filters = Filters(domains, least, most)
     console = Console(soft_wrap=True, highlight=False)
-    fields = _token_fields(tokens_key, mask_key, positions_key)
-    corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
+    fields = _token_fields(tokens_key, mask_key, positions_key, targets_key)
+    if kind is None and setting:
+        raise ConfigError(f"--setting {setting[0]}: only with --kind")
+    if kind is not None:
+        for name, value in (("tokens-key", tokens_key), ("from-tokenizer", from_tokenizer)):
+            if value:
+                raise ConfigError(f"--{name} {value}: not with --kind {kind}; leave one out")
+        corpus = _corpus_of_kind(kind, source, tokenizer, setting or [])
+    else:
+        corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         report = progress_lines()
@@ -135,17 +150,34 @@ def prepare(
 
 
 def _token_fields(
-    tokens_key: str | None, mask_key: str | None, positions_key: str | None
+    tokens_key: str | None,
+    mask_key: str | None,
+    positions_key: str | None,
+    targets_key: str | None,
 ) -> TokenFields | None:
     from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
-    given = {"--mask-key": mask_key, "--positions-key": positions_key}
+    given = {"--mask-key": mask_key, "--positions-key": positions_key, "--targets-key": targets_key}
     keys = [None if name is None else RecordKey(name, typed) for typed, name in given.items()]
     if tokens_key is not None:
-        return TokenFields(RecordKey(tokens_key, "--tokens-key"), *keys)
+        mask, positions, targets = keys
+        return TokenFields(RecordKey(tokens_key, "--tokens-key"), mask, positions, targets)
     for key in filter(None, keys):
         raise ConfigError(f"{key.option} {key.name}: only for token ids; add --tokens-key")
     return None
+
+
+def _corpus_of_kind(kind: str, source: str, tokenizer: str, settings: list[str]) -> Corpus:
+    """Return the corpus that a run with ``data=KIND`` and other keys of data would read."""
+    from mtrain_cli.composition.compose import compose
+    from mtrain_cli.config.data_kinds import KINDS
+    from mtrain_cli.data.tokenizers import open_tokenizer
+
+    words = [f"data={kind}", f"data.path={source}", f"data.tokenizer={tokenizer}"]
+    data = compose([*words, *(f"data.{setting}" for setting in settings)]).data
+    if not KINDS[kind].tokenizes:
+        raise ConfigError(f"--kind {kind}: consists of token ids, which need no preparation")
+    return KINDS[kind].corpus(data, open_tokenizer(tokenizer, "--tokenizer"))
 
 
 def _corpus(
@@ -159,21 +191,22 @@ def _corpus(
 
     fields: fields of documents of token ids; None for text.
     """
+    from mtrain_cli.config.data_kinds import KINDS
     from mtrain_cli.data.corpora import stdlib_corpus
-    from mtrain_cli.data.mds import mds_corpus, mds_folders
     from mtrain_cli.data.text_files import refuse_unread_key, text_corpus, token_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     path = Path(source).expanduser()
-    is_mds = source != "stdlib" and path.is_dir() and bool(mds_folders(path))
-    if fields is not None and (source == "stdlib" or is_mds or from_tokenizer is not None):
+    is_folder = source != "stdlib" and path.is_dir()
+    kind = next((k for k in KINDS.values() if is_folder and k.recognizes(path)), None)
+    if fields is not None and (source == "stdlib" or kind or from_tokenizer is not None):
         raise ConfigError(
             f"--tokens-key {fields.tokens.name}: reads .jsonl, .json and .parquet files, not MDS "
             "shards or stdlib. Leave it out, or write the documents as .jsonl."
         )
-    if is_mds and from_tokenizer is not None:
-        return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
-    if is_mds:
+    if kind is not None and from_tokenizer is not None:
+        return kind.decoded(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
+    if kind is not None:
         raise ConfigError(
             f"SOURCE={source}: holds token ids, not text; to decode them, give the tokenizer "
             "that made them: --from-tokenizer tokenizer.json, or --from-tokenizer bytes"
@@ -198,6 +231,7 @@ def show(
     document: Annotated[int, bounded(0, MOST_DOCUMENTS)] = 0,
     check: Annotated[bool, flag("--check")] = False,
     tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
+    targets: Annotated[bool, flag("--targets")] = False,
 ) -> None:
     """Show tokenized data: counts, document lengths, domains, and the start of a document.
 
@@ -216,10 +250,11 @@ def show(
         document: Number of the document to show as text, from 0.
         check: Read everything and verify the checksums.
         tokenizer: Tokenizer that decodes the ids of MDS shards.
+        targets: Show the whole document of a token store, and which tokens the loss counts.
     """
     from mtrain_cli.commands import data_output
+    from mtrain_cli.config.data_kinds import KINDS
     from mtrain_cli.console import Console
-    from mtrain_cli.data.mds import mds_folders
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import open_tokenizer
 
@@ -228,9 +263,12 @@ def show(
     chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
     if (folder / "meta.json").is_file():
         store = TokenStore.open(path, origin)
-        data_output.show_store(console, store, document, chosen, check=check)
-    elif folder.is_dir() and mds_folders(folder):
-        data_output.show_shards(console, path, document, chosen, check=check)
+        data_output.show_store(console, store, document, chosen, check=check, targets=targets)
+        return
+    for kind in KINDS.values():
+        if folder.is_dir() and kind.recognizes(folder):
+            kind.show(console, path, document, chosen, check=check)
+            break
     else:
         problem = "holds no tokens" if folder.exists() else "no such folder"
         raise ConfigError(

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable
 from operator import itemgetter
-from pathlib import Path
 
 import numpy as np
 
@@ -15,15 +14,6 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.console import Console
 from mtrain_cli.data.checked_files import lines
 from mtrain_cli.data.corpora import describe_left_out
-from mtrain_cli.data.mds import (
-    DOMAIN,
-    SPANS,
-    TARGETS,
-    TOKENS,
-    MdsFolder,
-    open_mds_folders,
-    sample_lengths,
-)
 from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
@@ -51,7 +41,7 @@ def describe_store(console: Console, store: TokenStore, *, lengths: bool = False
         console.print(f"  {begin}")
     _print_left_out_and_columns(console, meta)
     by_domain = _by_domain(store)
-    (_print_lengths if lengths else _print_domains)(console, by_domain)
+    (print_lengths if lengths else _print_domains)(console, by_domain)
 
 
 def rounded_vocabulary(meta: StoreMeta) -> int:
@@ -60,19 +50,33 @@ def rounded_vocabulary(meta: StoreMeta) -> int:
 
 
 def show_store(
-    console: Console, store: TokenStore, document: int, tokenizer: Tokenizer | None, *, check: bool
+    console: Console,
+    store: TokenStore,
+    document: int,
+    tokenizer: Tokenizer | None,
+    *,
+    check: bool,
+    targets: bool = False,
 ) -> None:
-    """Print counts and lengths of a token store, and the start of a document."""
-    _require_document(document, store.meta.num_documents)
+    """Print counts and lengths of a token store, and the start of a document.
+
+    targets: print the whole document instead, and which of its tokens the loss may predict.
+    """
+    require_document(document, store.meta.num_documents)
     if check:
         warn = Console(stderr=True, soft_wrap=True, highlight=False).print
         store.verify(report=lines(warn, "the whole store"))
     describe_store(console, store, lengths=True)
     console.print(f"sha256 {store.meta.sha256}{' (checked)' if check else ''}")
-    _print_snippet(console, store.document(document), document, tokenizer or store.open_tokenizer)
+    ids = store.document(document)
+    if targets:
+        own = store.read(document, 0, ids.size).targets
+        print_targets(console, ids, own, tokenizer or store.open_tokenizer())
+    else:
+        print_snippet(console, ids, document, tokenizer or store.open_tokenizer)
 
 
-def _require_document(document: int, count: int) -> None:
+def require_document(document: int, count: int) -> None:
     if document >= count:
         held = with_count(count, "document")
         raise ConfigError(f"--document {document}: PATH has {held}, numbered from 0")
@@ -80,6 +84,8 @@ def _require_document(document: int, count: int) -> None:
 
 def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
     columns, total = meta.columns, meta.num_documents
+    for line in meta.remarks:
+        console.print(f"  {line}")
     if meta.left_out:
         console.print(f"  {describe_left_out(meta.left_out)}")
     if meta.mask_key:
@@ -99,45 +105,6 @@ def _print_left_out_and_columns(console: Console, meta: StoreMeta) -> None:
         )
 
 
-def show_shards(
-    console: Console, path: Path, document: int, tokenizer: Tokenizer | None, *, check: bool
-) -> None:
-    """Print columns, sample counts, and tokens by domain and length of MDS folders."""
-    folders = list(open_mds_folders(path.expanduser(), f"PATH={path}"))
-    first = folders[0][1]
-    _require_document(document, first.num_samples)
-    parts: dict[str, list[np.ndarray]] = {}
-    for name, shards in folders:
-        lengths = sample_lengths(shards)
-        size = sum((shard.zip_data or shard.raw_data).bytes for shard in shards.shards)
-        compression = shards.shards[0].compression
-        console.print(
-            f"{shards.folder}: {shards.num_samples:,} samples, {int(lengths.sum()):,} tokens in "
-            f"{len(shards.shards)} MDS shards ({size / 2**20:,.1f} MiB"
-            f"{f', {compression}' if compression else ''})"
-        )
-        console.print(f"  columns {shards.describe_columns()}")
-        in_samples = not name and DOMAIN in shards.columns
-        by_domain = _samples_by_domain(shards, lengths) if in_samples else {name: lengths}
-        for domain, of_domain in by_domain.items():
-            parts.setdefault(domain, []).append(of_domain)
-        if check:
-            columns = [column for column in (TOKENS, SPANS, TARGETS) if column in shards.columns]
-            for number in range(shards.num_samples):
-                shards.sample(number, columns)
-    if check:
-        console.print("  every sample was read; sizes and available checksums match")
-    _print_lengths(console, {name: np.concatenate(lengths) for name, lengths in parts.items()})
-    _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, tokenizer)
-
-
-def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    labels = np.array(
-        [str(shards.sample(number, [DOMAIN])[DOMAIN]) for number in range(shards.num_samples)]
-    )
-    return {str(label): lengths[labels == label] for label in np.unique(labels)}
-
-
 def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
     lengths = np.diff(store.offsets)
     if store.domains is None:
@@ -145,7 +112,7 @@ def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
     return {name: lengths[store.domains == i] for i, name in enumerate(store.meta.domains)}
 
 
-def _print_lengths(console: Console, by_domain: dict[str, np.ndarray]) -> None:
+def print_lengths(console: Console, by_domain: dict[str, np.ndarray]) -> None:
     _print_domains(console, by_domain)
     lengths = np.concatenate(list(by_domain.values()))
     low, median, high = np.quantile(lengths, (0.1, 0.5, 0.9)).astype(int)
@@ -190,7 +157,22 @@ def progress_lines() -> Callable[[PreparationProgress], None]:
     return report
 
 
-def _print_snippet(
+def print_targets(
+    console: Console, ids: np.ndarray, targets: np.ndarray | None, tokenizer: Tokenizer
+) -> None:
+    """Print a document with what the loss may predict in colour, or in brackets without colour."""
+    on = np.ones(ids.size, bool) if targets is None else targets
+    changes = np.flatnonzero(on[1:] != on[:-1]) + 1
+    for part, start in zip(np.split(ids, changes), (0, *changes), strict=True):
+        text = tokenizer.decode(part)
+        if on[start] and console.color_system is None:
+            text = f"[{text}]"
+        style = "bold green" if on[start] else "dim"
+        console.print(text, style=style, end="", markup=False, highlight=False)
+    console.print(f"\n({on[1:].sum():,} of {ids.size:,} tokens count toward the loss)")
+
+
+def print_snippet(
     console: Console,
     ids: np.ndarray,
     number: int,

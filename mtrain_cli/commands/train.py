@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,22 +110,51 @@ def _configuration(
     run_path: Path | None,
     plan: bool = False,
     data_elsewhere: bool = False,
+    counts: bool = True,
 ) -> Config:
     from mtrain_cli.composition import compose
     from mtrain_cli.config import resolved_file
 
     if run_path is None:
-        return compose.compose(overrides, config_dir, plan=plan, data_elsewhere=data_elsewhere)
+        config = compose.compose(overrides, config_dir, plan=plan, data_elsewhere=data_elsewhere)
+        return with_epochs(config, overrides) if counts and not data_elsewhere else config
     from mtrain_cli.config.validate import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
     saved, job = resolved_file.load(run_path / RESOLVED), current_job()
     step = RunDir(run_path).last_step() or 0
-    config = compose.resume(saved, overrides, config_dir)
+    config = with_epochs(compose.resume(saved, overrides, config_dir), overrides, resumed=True)
     return keep_schedule(
         saved, config, overrides, step, again=job is not None and job.started_again
     )
+
+
+def with_epochs(config: Config, typed: Sequence[str] = (), resumed: bool = False) -> Config:
+    """Return a configuration whose steps pass over the data `train.epochs` times.
+
+    This opens the data, so text is tokenized. typed: a typed train.steps replaces epochs of a file,
+    and a resumed run keeps its steps without a typed train.epochs.
+    """
+    from mtrain_cli.config.validate import problems
+
+    given = {word.partition("=")[0] for word in typed} & {"train.steps", "train.epochs"}
+    if config.train.epochs is None or (resumed and not given):
+        return config
+    if len(given) == 2:
+        epochs = f"train.epochs={config.train.epochs:g}"
+        raise ConfigError(f"{epochs}: replaces train.steps; leave one of them out")
+    if "train.steps" in given:
+        return config.changed(train={"epochs": None})
+    from mtrain_cli.data.open_dataset import open_dataset
+
+    require_data(config)
+    sequences = config.train.epochs * len(open_dataset(config))
+    steps = max(1, math.ceil(sequences / config.train.global_batch))
+    config = config.changed(train={"steps": steps})
+    if lines := problems(config):
+        raise ConfigError(*lines)
+    return config
 
 
 def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:
@@ -136,7 +167,7 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
     job = current_job()
     if resume is None and (job is None or not job.name):
         return None  # no job would start this command line again
-    config = _configuration(words, config_dir, None)
+    config = _configuration(words, config_dir, None, counts=False)
     unnamed = config.run.dir == config.run.name == "auto"
     if resume == AUTO and job is None and unnamed:
         raise ConfigError(
@@ -182,7 +213,9 @@ def _data_rows(config: Config) -> list[tuple[str, str]]:
 def _print_plan(
     config: Config, words: list[str], config_dir: Path | None, data: list[tuple[str, str]]
 ) -> None:
+    from mtrain_cli.commands.data_output import print_targets
     from mtrain_cli.console import Console
+    from mtrain_cli.data.open_dataset import first_conversation
     from mtrain_cli.simulation.scenario import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import make_plan
@@ -192,20 +225,24 @@ def _print_plan(
     exchange, device = run_plan.exchange.name, run_plan.environment.device
     warn_of_unused_settings(words, config, config_dir, exchange=exchange, device=device)
     Console().print(render(run_plan, estimate_step(run_plan), data))
+    if data and (first := first_conversation(config)) is not None:
+        print_targets(Console(soft_wrap=True), first[0].ids, first[0].targets, first[1])
     if not fits(run_plan):
         raise typer.Exit(1)
 
 
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
+    from mtrain_cli.config.data_kinds import KINDS
     from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.data.open_dataset import require_columns
-    from mtrain_cli.data.text_files import open_corpus
+    from mtrain_cli.data.tokenizers import open_tokenizer
 
     require_manifest(config.data)
     require_columns(config)
-    if config.data.kind == "text" and config.data.mix is None:
-        open_corpus(config.data)
+    data = config.data
+    if KINDS[data.kind].tokenizes and data.path is not None and data.mix is None:
+        KINDS[data.kind].corpus(data, open_tokenizer(data.tokenizer))
 
 
 def require_resolvable(config: Config, environment: Environment) -> None:
@@ -348,6 +385,7 @@ def train_new_run(config: Config) -> Path:
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.launch.local import launch
 
+    config = with_epochs(config)
     require_runnable(config)
     environment = checked_environment(config)
     run = run_dir.create(config, [])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import TRANSFORMERS, ConfigError, ModelConfig
@@ -167,8 +168,7 @@ def _differs(leaves: Mapping[str, Any], theirs: Mapping[str, Any], name: str) ->
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
     """Return the folder's tokenizer.json for text data, or "bytes"."""
-    reads_text = leaves.get("data.kind") in ("text", "stdlib")
-    if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
+    if folder is not None and _tokenizes(leaves) and (folder / "tokenizer.json").is_file():
         from mtrain_cli.model.tokenizer_files import encodes_bytes
 
         # An exported byte model has a file with the same ids, which needs another package.
@@ -179,8 +179,7 @@ def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
 
 def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
     """Return the vocabulary size of the data, or auto if `validate` reports what is wrong."""
-    kind = leaves.get("data.kind")
-    if kind in ("text", "stdlib"):
+    if _tokenizes(leaves):
         from mtrain_cli.data.tokenizers import open_tokenizer
 
         choice = str(leaves.get(TOKENIZER))
@@ -188,8 +187,13 @@ def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
             return AUTO
         ids = [open_tokenizer(choice).vocab_size]
     else:
-        ids = [_ids_of_store(kind, corpus) for corpus in _corpora(leaves)]
+        ids = [_ids_of_store(leaves.get("data.kind"), corpus) for corpus in _corpora(leaves)]
     return -(-max(ids) // 8) * 8 if ids and all(ids) else AUTO
+
+
+def _tokenizes(leaves: Mapping[str, Any]) -> bool:
+    kind = KINDS.get(str(leaves.get("data.kind")))
+    return kind is not None and kind.tokenizes
 
 
 def _corpora(leaves: Mapping[str, Any]) -> list[Path]:

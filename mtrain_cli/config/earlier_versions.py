@@ -10,18 +10,19 @@ from mtrain_cli.config.schema import DENSE_KEYS
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER: dict[str, Any] = {
-    **dict.fromkeys(("data.mix", "data.mask_key", "data.positions_key")),
+    **dict.fromkeys(("data.mix", "data.mask_key", "data.positions_key", "train.epochs")),
     **dict.fromkeys((
         "data.bos", "data.token_dtype", "data.verify", "eval.length", "optim.decay_steps",
         "optim.schedule_steps", "topology.cluster", "topology.stages", "topology.tensor_chunks",
         "topology.expert_chunks", "topology.schedule", "topology.stage_layers",
         "topology.balanced_chunk", "topology.gpu_memory_gib", "topology.host_memory_gib",
-        "train.balance_loss",
+        "train.balance_loss", "data.chat_template",
     ), "auto"),
     **dict.fromkeys((
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
         "train.tile_mib", "run.spike_sigma", "run.straggler", "train.z_loss",
         "train.router_z_loss", "train.balance_bias",
+        "train.lora.rank", "train.lora.dropout",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",
@@ -31,8 +32,13 @@ LATER: dict[str, Any] = {
         "topology.tensor_parallel", "topology.expert_parallel",
         "topology.pipeline_parallel", "topology.virtual_stages",
     ), 1),
+    "data.messages_key": "messages", "data.tools_key": "tools", "data.train_on": "assistant",
+    "data.train_on_end": True, "data.too_long": "error", "data.on_error": "stop",
     "train.eval_tasks": [],
     "train.callbacks": [],
+    "train.lora.alpha": 32.0,
+    "train.lora.targets": "auto",
+    "train.lora.quantize": "none",
     "run.project": "mtrain",
     "eval.samples": 10,
     "train.memory": "manual",

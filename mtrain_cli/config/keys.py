@@ -34,6 +34,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
     "data.mix": (),
     "data.tokenizer": ("auto", "bytes"),
+    "data.chat_template": ("auto",),
     "train.init_from": (),
     "run.dir": ("auto",),
     "topology.cluster": ("auto", *cluster.shipped()),

@@ -21,7 +21,7 @@ from mtrain_cli.config.problem import ConfigError
 T = TypeVar("T")
 OWN_DISTRIBUTION = "mtrain"
 COMMANDS, REPORTS, CALLBACKS = "mtrain.commands", "mtrain.reports", "mtrain.callbacks"
-TRACKERS = "mtrain.trackers"
+TRACKERS, ADAPTERS, DATA = "mtrain.trackers", "mtrain.adapters", "mtrain.data"
 
 # Receives the line on an entry point that cannot be loaded. A command line prints it, and workers
 # that mtrain starts stay silent, since the command has printed it.
@@ -113,6 +113,17 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def data_kinds() -> tuple[str, ...]:
+    """Return the values of ``data.kind``, without loading those of packages."""
+    return ("stdlib", "text", "tokens", *(entry.name for entry in installed(DATA)))
+
+
+def data_kinds_expected() -> str:
+    """Return the values of ``data.kind``, as a text that continues "expected"."""
+    more = "; this checkout has more: run `pip install --no-deps -e .` in it" * lacks_own()
+    return f"one of {', '.join(data_kinds())}{more}"
+
+
 def callback_names() -> tuple[str, ...]:
     """Return the names of the callbacks of installed packages, without loading them."""
     return tuple(entry.name for entry in installed(CALLBACKS))
@@ -126,10 +137,10 @@ def callbacks_expected() -> str:
 
 @functools.cache
 def config_folders() -> tuple[Path, ...]:
-    """Return the folders ``conf`` inside other packages that add masks, patterns or exchanges."""
+    """Return the folders ``conf`` inside packages that add masks, patterns, exchanges or data."""
     tops = {
         entry.value.partition(":")[0].partition(".")[0]: None
-        for group in ("mtrain.masks", "mtrain.patterns", "mtrain.exchanges")
+        for group in ("mtrain.masks", "mtrain.patterns", "mtrain.exchanges", DATA)
         for entry in installed(group)
         if distribution(entry) != OWN_DISTRIBUTION
     }

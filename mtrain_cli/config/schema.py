@@ -28,7 +28,7 @@ from mtrain_cli.config.option import (
     option,
 )
 from mtrain_cli.config.pattern_settings import SPARSE_KINDS, PatternSettings
-from mtrain_cli.config.plugins import callbacks_expected
+from mtrain_cli.config.plugins import callbacks_expected, data_kinds, data_kinds_expected
 from mtrain_cli.config.problem import ConfigError as ConfigError
 
 # Ranges and upper limits that several keys share. Each limit has a reason, which messages show.
@@ -339,6 +339,14 @@ class DataConfig:
     token_dtype: tokens: integers of a .bin file; auto = uint16 if the vocabulary fits
     mask_key: tokens: column with each document's mask, a list of slices; null = none
     positions_key: tokens: column with each token's rotary position; null = as in the sequence
+    messages_key: chat: key or column of the messages of a conversation
+    tools_key: chat: key or column of the tools that it may call
+    chat_template: chat: a Jinja file; auto = the template in the folder of data.tokenizer
+    train_on: chat: messages that the loss counts: assistant, last = the last of these, or all. A
+        message with train: true or false decides for itself
+    train_on_end: chat: require a special token at the end of each message that the loss counts
+    too_long: a conversation of more than seq tokens: error, skip, or truncate_left = keep its end
+    on_error: chat: stop at a record that cannot be read, or skip and count it
     verify: bytes to compare with their checksums: sampled = some of each file; full = all; auto =
         all of less than 256m tokens and at a resume, else sampled
     document_mask: keep attention inside each packed document
@@ -347,7 +355,7 @@ class DataConfig:
         corpus of data.mix holds out its share, at least one
     """
 
-    kind: str = option(("stdlib", "text", "tokens", "mds"))
+    kind: str = option(data_kinds, expected=data_kinds_expected)
     path: str | None = option()
     mix: dict[str, float] | str | None = option()
     tokenizer: str = option()
@@ -356,6 +364,13 @@ class DataConfig:
     token_dtype: str = option(("auto", "uint16", "uint32"))
     mask_key: str | None = option()
     positions_key: str | None = option()
+    messages_key: str = option()
+    tools_key: str = option()
+    chat_template: str = option()
+    train_on: str = option(("assistant", "last", "all"))
+    train_on_end: bool = option()
+    too_long: str = option(("error", "skip", "truncate_left"))
+    on_error: str = option(("stop", "skip"))
     verify: str = option(("auto", "sampled", "full"))
     document_mask: bool = option()
     shuffle: bool = option()
@@ -369,7 +384,8 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 class OptimConfig:
     """AdamW and the schedule of its learning rate.
 
-    lr: peak learning rate; auto = 2e-5 with train.init_from, otherwise 0.256 / model.hidden_size
+    lr: peak learning rate; auto = 2e-4 for adapters, 2e-5 with train.init_from, otherwise
+        0.256 / model.hidden_size
     betas: beta1 and beta2 of AdamW
     eps: epsilon of AdamW
     weight_decay: decoupled weight decay, applied to matrices only
@@ -404,10 +420,30 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685), the only weights that train. model.family=transformers.
+
+    rank: rank of each adapter; 0 = no adapters, all weights train
+    alpha: the product of an adapter counts alpha / rank times
+    dropout: share of an adapter's inputs to drop
+    targets: names of the linear layers with adapters, such as [q_proj,v_proj]; auto = all of them
+    quantize: bits of the other weights of linear layers: none = train.dtype; nf4 = 4 (QLoRA,
+        arXiv:2305.14314), whole on each worker
+    """
+
+    rank: int = option(_WIDTH)
+    alpha: float = option(ABOVE_ZERO.up_to(2**22, "the limit of train.lora.rank"))
+    dropout: float = option(Range("must be at least 0 and below 1", lambda value: 0 <= value < 1))
+    targets: tuple[str, ...] | str = option(expected="auto, or a list such as [q_proj,v_proj]")
+    quantize: str = option(("none", "nf4"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length, batch, arithmetic and memory of a run, and its checkpoints.
 
     steps: number of optimizer steps
+    epochs: passes over the data, which then give train.steps; null = train.steps counts
     global_batch: number of sequences per optimizer step, over all workers
     micro_batch: number of sequences per forward pass of one context group
     dtype: compute dtype, while parameters and optimizer states stay float32; auto = bfloat16 on
@@ -452,6 +488,7 @@ class TrainConfig:
     """
 
     steps: int = option(POSITIVE.up_to(*STEPS))
+    epochs: float | None = option(ABOVE_ZERO)
     global_batch: int = option(POSITIVE.up_to(*_SEQUENCES))
     micro_batch: int = option(_HEADS)
     dtype: str = option(DTYPES)
@@ -481,6 +518,7 @@ class TrainConfig:
     keep_checkpoints: int = option(POSITIVE)
     checkpoint_at_end: bool = option()
     deterministic: bool = option()
+    lora: LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.overrides import parse
@@ -17,8 +18,6 @@ from mtrain_cli.config.schema import Config
 
 # {key: (deciding key, value)}: the key has an effect only if the deciding key has this value
 _READERS = {
-    "data.text_key": ("data.kind", "text"),
-    "data.token_dtype": ("data.kind", "tokens"),
     "model.rope.beta_fast": ("model.rope.scaling", "yarn"),
     "model.rope.beta_slow": ("model.rope.scaling", "yarn"),
     "model.rope.low_freq_factor": ("model.rope.scaling", "llama3"),
@@ -67,6 +66,10 @@ def _ineffective_keys(config: Config, exchange: str, device: str) -> Iterator[tu
     for name, (reader, needed) in _READERS.items():
         if values[reader] != needed:
             yield name, f"{reader}={values[reader]}; only {reader}={needed} uses it"
+    own = {key for kind in KINDS.values() for key in kind.keys} - {*KINDS[config.data.kind].keys}
+    for key in own:
+        users = " or ".join(name for name, kind in KINDS.items() if key in kind.keys)
+        yield f"data.{key}", f"data.kind={config.data.kind}; only data.kind={users} uses it"
     for name, (reader, value) in _IDLE.items():
         if values[reader] == value:
             yield name, f"{reader}={value} does not use it"

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys, parallel_checks
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.option import MOST_TOKENS, Variant
 from mtrain_cli.config.parallel_checks import NEED_WHOLE_MODEL, unsupported
 from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings
-from mtrain_cli.config.plugins import TRACKERS, callback_names, installed
+from mtrain_cli.config.plugins import ADAPTERS, TRACKERS, callback_names, installed
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
@@ -33,14 +34,6 @@ from mtrain_cli.config.sizes import divisors, format_size
 from mtrain_cli.config.suggest import adapter_hint, no_such
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
-TEXT = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"
-_INPUTS = {
-    "text": TEXT,
-    "tokens": "the output of `mtrain data prepare`, or a .npy or .bin of token ids",
-    "mds": "a folder of MDS shards with an index.json",
-}
-# {data.kind: file that the folder must hold}
-_MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}
 # Settings that a model of transformers does not support, and the value that turns each off.
 _FOREIGN = NEED_WHOLE_MODEL | {"train.memory": "manual", "train.keep_mlp": False}
 _FOREIGN |= dict.fromkeys(("topology.tensor_parallel", "topology.pipeline_parallel"), 1)
@@ -148,16 +141,16 @@ def _is_complete(settings: Variant) -> bool:
 
 
 def require_manifest(data: DataConfig) -> None:
-    """Check that data.path is a folder of token ids with its meta.json or index.json, or an array.
+    """Check that data.path is a folder with the file that its kind demands, or an array of ids.
 
     A plan needs no data. Opening the dataset checks the content of the file.
 
     Raises:
         ConfigError: the file is missing, or data.path is a file of another kind.
     """
-    name = _MANIFESTS.get(data.kind)
+    name = KINDS[data.kind].manifest
     folder = Path(data.path or "").expanduser()
-    if name is None or data.path is None or data.mix is not None:
+    if not name or data.path is None or data.mix is not None:
         return
     is_array = data.kind == "tokens" and folder.suffix in (".npy", ".bin")
     if folder.is_file() and not is_array:
@@ -168,11 +161,15 @@ def require_manifest(data: DataConfig) -> None:
             wrong += f", but in its folders {', '.join(inside[:8])} (name them in data.mix)"
     else:
         return
-    raise ConfigError(f"data.path={data.path}: {wrong}; give {_INPUTS[data.kind]}")
+    raise ConfigError(f"data.path={data.path}: {wrong}; give {KINDS[data.kind].expected}")
 
 
 def _data(config: Config) -> Iterator[str]:
-    data, expected = config.data, _INPUTS.get(config.data.kind, "")
+    data, kind = config.data, KINDS.get(config.data.kind)
+    if kind is None:
+        yield "{data.kind}: its package cannot be loaded; a line above says why"
+        return
+    expected = kind.expected
     if data.kind == "stdlib":
         for name in ("path", "mix"):
             if getattr(data, name) is not None:
@@ -184,7 +181,8 @@ def _data(config: Config) -> Iterator[str]:
         yield Problem(line, "data.path", "data.mix")
     elif not Path(data.path).expanduser().exists():
         yield f"{{data.path}}: no such file or folder; give {expected}"
-    if data.kind in ("tokens", "mds"):
+    yield from kind.problems(config)
+    if not kind.tokenizes:
         return  # already tokenized; the vocabulary is checked when the data are opened
     if data.tokenizer == "bytes":
         if 2 <= config.model.vocab_size < BYTE_VOCABULARY:
@@ -388,6 +386,10 @@ def _run(config: Config) -> Iterator[str]:
 def _foreign(config: Config) -> Iterator[str]:
     """Yield the settings that a model of transformers does not support."""
     yield from unsupported(config, "model.family", _FOREIGN if config.model.is_foreign else {})
+    if config.train.lora.rank and not config.model.is_foreign:
+        yield "{train.lora.rank}: needs model.family=transformers, whose layers peft can adapt"
+    if config.train.lora.rank and not installed(ADAPTERS):
+        yield "{train.lora.rank}: no installed package has adapters; install mtrain again"
 
 
 _CHECKS = (

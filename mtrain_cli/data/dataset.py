@@ -1,9 +1,11 @@
-"""Pack documents end to end into sequences of equal length, and read each sequence on demand."""
+"""Read sequences of equal length, into which `packing` packs documents, each on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -16,20 +18,36 @@ from mtrain_cli.attention.mask import (
 )
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.data.checked_files import Report
 from mtrain_cli.data.corpora import describe_left_out
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.mds import MdsSource
+from mtrain_cli.data.packing import Bins, Part, Stream
 from mtrain_cli.data.sampler import Sampler, shuffled_order
-from mtrain_cli.data.store import POSITIONS, SLICES, TokenStore
-
-# The tokens after the last whole sequence are padded to one more sequence. If they fill less than
-# this share of it, they are left out instead.
-_MIN_FILLED = 0.05
+from mtrain_cli.data.store import POSITIONS, SLICES, StoreMeta, Stretch, TokenStore
 
 
-# Tokens in units, documents or samples of several packed ones. Shuffling keeps them whole. Unit u
-# holds the tokens offsets[u] to offsets[u + 1] - 1.
-TokenSource = TokenStore | MdsSource
+class TokenSource(Protocol):
+    """Tokens in units: documents, or samples of several packed ones. Shuffling keeps them whole.
+
+    meta, samples: as in `TokenStore`.
+    offsets: unit u holds the tokens offsets[u] to offsets[u + 1] - 1, int64[units + 1].
+    folder: place of the data, for messages.
+    """
+
+    @property
+    def meta(self) -> StoreMeta: ...
+    @property
+    def offsets(self) -> np.ndarray: ...
+    @property
+    def folder(self) -> Path | None: ...
+    @property
+    def samples(self) -> Mapping[str, str]: ...
+
+    def read(self, unit: int, start: int, stop: int) -> Stretch:
+        """Return the tokens ``start`` to ``stop`` - 1 of a unit."""
+
+    def verify(self, part: int, parts: int, report: Report) -> None:
+        """Compare bytes with their checksums. This caller is ``part`` of ``parts``."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +74,11 @@ class Sample:
 
 
 class PackedDataset:
-    """The stream of all documents, cut every ``seq`` tokens. ``dataset[i]`` reads one sequence.
+    """Sequences of ``seq`` tokens of a `Stream` of documents. ``dataset[i]`` reads one sequence.
 
     Every token is in exactly one sequence, except a tail of less than 5 % of a sequence. The label
-    of a position is the next token of the stream, even if that token is in the next sequence.
+    of a position is the next token of the stream, even if that token is in the next sequence. If
+    the store demands whole documents, as conversations do, `Bins` packs them instead.
 
     store: source of the tokens; the stream joins its units end to end.
     shuffle: whether the units are in random order, which ``seed`` determines.
@@ -72,6 +91,7 @@ class PackedDataset:
     location: where the tokens are, for `describe`.
     vocab_size: vocabulary of the model, which limits the ids if the store does not know its own.
     held_out: number of sequences at the end of the stream that ``len(dataset)`` excludes.
+    too_long: as in `Bins`.
     """
 
     def __init__(
@@ -87,6 +107,7 @@ class PackedDataset:
         location: str = "",
         vocab_size: int = 0,
         held_out: int = 0,
+        too_long: str = "truncate_left",
     ) -> None:
         self.seq = seq
         self.num_tokens = store.meta.num_tokens
@@ -95,13 +116,13 @@ class PackedDataset:
         self.verify = store.verify
         self.store, self._document_mask, self._location = store, document_mask, location
         self._masked, self._positioned = masked, positioned
-        self._order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
-        self._starts = store.offsets
-        if self._order is not None:
-            self._starts = np.zeros(store.meta.num_documents + 1, np.int64)
-            np.cumsum(np.diff(store.offsets)[self._order], out=self._starts[1:])
-        whole, remainder = divmod(self.num_tokens, seq)
-        self.sequences = whole + (remainder >= max(2, _MIN_FILLED * seq))
+        order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
+        if store.meta.whole:
+            lengths = np.diff(store.offsets)
+            self._packing: Stream | Bins = Bins(lengths, seq, seed if shuffle else None, too_long)
+        else:
+            self._packing = Stream(store.offsets, seq, order)
+        self.sequences = self._packing.sequences
         self._length = self.sequences - held_out
 
     def __len__(self) -> int:
@@ -125,33 +146,30 @@ class PackedDataset:
 
     @property
     def left_out(self) -> str:
-        """The end of a line that says what the source left out; "" if it left out nothing."""
-        counts = self.store.meta.left_out
-        return f"; {describe_left_out(counts)}" if counts else ""
+        """The end of a line that says what the source left out, and what is special about it."""
+        meta = self.store.meta
+        return "".join(
+            f"; {line}" for line in (*meta.remarks, describe_left_out(meta.left_out)) if line
+        )
 
     def sampler(self, seed: int) -> Sampler:
         """Return a sampler that orders the sequences by a new permutation in each epoch."""
         return Sampler(self._length, seed)
 
     def _sample(self, index: int) -> Sample:
-        begin = index * self.seq
-        end = min(begin + self.seq + 1, self.num_tokens)
-        if (
-            self._document_mask
-            and end == begin + self.seq + 1
-            and self._starts[np.searchsorted(self._starts, end - 1)] == end - 1
-        ):
+        parts = self._packing.parts(index)
+        if self._document_mask and parts[-1].place == self.seq:
             # The sequence ends with its document, so its last position has no label. Do not read
             # the next token: it may need another shard to be decompressed.
-            end -= 1
-        stream, ends, targets = self._read(begin, end)
-        real = min(self.seq, self.num_tokens - begin)
+            parts.pop()
+        stream, ends, targets = self._read(parts)
+        real, size = min(self.seq, stream.size), stream.size
         tokens = np.zeros(self.seq, np.int32)
         tokens[:real] = stream[:real]
         labels = np.full(self.seq, IGNORED, np.int32)
-        labels[: stream.size - 1] = stream[1:]
+        labels[: size - 1] = stream[1:]
         if targets is not None:
-            labels[: stream.size - 1][~targets[1:]] = IGNORED
+            labels[: size - 1][~targets[1:]] = IGNORED
         documents = np.zeros(self.seq, np.int32)
         if self._document_mask:
             labels[ends[ends <= self.seq] - 1] = IGNORED
@@ -159,17 +177,15 @@ class PackedDataset:
             np.cumsum(documents, out=documents)
         slices = None
         if self._masked:
-            slices = self._slices(begin, begin + real)
+            slices = self._slices(parts)
             # If the next token does not see this one, it continues another text, such as the
             # question of another answer.
-            labels[: stream.size - 1][~self._continued(begin, begin + stream.size)[1:]] = IGNORED
+            labels[: size - 1][~self._continued(parts, size)[1:]] = IGNORED
         positions = None
         if self._positioned:
-            positions = self._positions(begin, begin + stream.size)
+            positions = self._positions(parts, size)
             # If the position does not rise, the next token continues another text, too.
-            labels[: stream.size - 1][
-                positions[1 : stream.size] <= positions[: stream.size - 1]
-            ] = IGNORED
+            labels[: size - 1][positions[1:size] <= positions[: size - 1]] = IGNORED
             positions = positions[: self.seq]
         ends_document = self._document_mask and bool((ends == real).any())
         return Sample(tokens, labels, documents, slices, positions, real, ends_document)
@@ -178,15 +194,8 @@ class PackedDataset:
         """Return one line: source, documents, tokens, tokenizer, sequences, and location."""
         meta = self.store.meta
         vocabulary = f"{meta.vocab_size:,}" if meta.vocab_size else "unknown"
-        remainder = self.num_tokens - self.sequences * self.seq
         held_out = self.sequences - len(self)
-        tail = ""
-        if remainder > 0:
-            tail = f", {remainder:,} tokens left out"
-        elif remainder < 0:
-            tail = f", the last one with {-remainder:,} tokens of padding"
-        if held_out:
-            tail += f", {held_out} more held out"
+        tail = self._packing.describe() + (f", {held_out} more held out" if held_out else "")
         begin = self.store.describe_begin() if isinstance(self.store, TokenStore) else ""
         return (
             f"{meta.source}: {with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
@@ -195,73 +204,56 @@ class PackedDataset:
             f"{self._location}"
         )
 
-    def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return tokens, ends of documents and targets of the stream as `Stretch` has them."""
-        first = int(np.searchsorted(self._starts, begin, side="right"))
-        last = int(np.searchsorted(self._starts, end, side="left"))
-        ends, targets = self._starts[first : last + 1] - begin, None
-        if self._order is None and isinstance(self.store, TokenStore):
-            stream = self.store.tokens[begin:end]
-        else:
-            parts = []
-            for unit, start, stop, place in self._parts(begin, end):
-                parts.append(part := self.store.read(unit, start, stop))
-                if part.ends is not None:
-                    ends = np.concatenate([ends, part.ends + place])
-            ends = np.sort(ends)
-            stream = np.concatenate([part.tokens for part in parts])
-            if any(part.targets is not None for part in parts):
-                every = (
-                    np.ones(part.tokens.size, bool) if part.targets is None else part.targets
-                    for part in parts
-                )
-                targets = np.concatenate(list(every))
+    def _read(self, parts: list[Part]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return tokens, ends of documents and targets of the parts as `Stretch` has them."""
+        offsets, ends, targets = self.store.offsets, [], None
+        read = [self.store.read(part.unit, part.start, part.stop) for part in parts]
+        for part, stretch in zip(parts, read, strict=True):
+            if stretch.ends is not None:
+                ends += (stretch.ends + part.place).tolist()
+            if part.stop == offsets[part.unit + 1] - offsets[part.unit]:
+                ends.append(part.place + part.stop - part.start)
+        stream = np.concatenate([stretch.tokens for stretch in read])
+        if any(stretch.targets is not None for stretch in read):
+            every = (
+                np.ones(stretch.tokens.size, bool) if stretch.targets is None else stretch.targets
+                for stretch in read
+            )
+            targets = np.concatenate(list(every))
         self._check(stream)
-        return stream, ends, targets
+        return stream, np.array(ends, np.int64), targets
 
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (unit, start, stop, place) for the tokens ``begin`` to ``end`` - 1 of the stream.
-
-        The tokens ``start`` to ``stop`` - 1 of the unit follow ``place`` others.
-        """
-        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        last = int(np.searchsorted(self._starts, end, side="left"))
-        for number in range(first, last):
-            low, high = self._starts[number : number + 2].tolist()
-            unit = number if self._order is None else int(self._order[number])
-            start = max(begin - low, 0)
-            yield unit, start, min(high, end) - low, low + start - begin
-
-    def _slices(self, begin: int, end: int) -> IntArray:
+    def _slices(self, parts: list[Part]) -> IntArray:
         assert isinstance(self.store, TokenStore)
-        parts, most = [], self.store.meta.columns.intervals
-        for unit, start, stop, place in self._parts(begin, end):
+        tables, most = [], self.store.meta.columns.intervals
+        for unit, start, last, place in parts:
+            stop = min(last, start + self.seq - place)  # without the token after the sequence
             own = self.store.slices_of(unit)
             if own is None:
-                part = causal_slices(stop - start)
+                table = causal_slices(stop - start)
             else:
                 length = int(self.store.offsets[unit + 1] - self.store.offsets[unit])
                 if not intervals_at_most(own, length, most):
                     raise self._corrupt(SLICES)
-                part = cut_slices(own, start, stop)
-            part[:, :4] += place
-            parts.append(part)
-        return np.concatenate(parts)
+                table = cut_slices(own, start, stop)
+            table[:, :4] += place
+            tables.append(table)
+        return np.concatenate(tables)
 
-    def _continued(self, begin: int, end: int) -> np.ndarray:
-        """Return whether each token sees the token before it, bool [end - begin]."""
+    def _continued(self, parts: list[Part], size: int) -> np.ndarray:
+        """Return whether each token sees the token before it, bool [size]."""
         assert isinstance(self.store, TokenStore)
-        continued = np.ones(end - begin, bool)
-        for unit, start, stop, place in self._parts(begin, end):
+        continued = np.ones(size, bool)
+        for unit, start, stop, place in parts:
             if (own := self.store.slices_of(unit)) is not None:
                 continued[place : place + stop - start] = continues(own, start, stop)
         return continued
 
-    def _positions(self, begin: int, end: int) -> np.ndarray:
-        """Return the rotary position of each token, int32[end - begin], at least [seq]."""
+    def _positions(self, parts: list[Part], size: int) -> np.ndarray:
+        """Return the rotary position of each token, int32[size], at least [seq]."""
         assert isinstance(self.store, TokenStore)
-        positions = np.arange(max(self.seq, end - begin), dtype=np.int32)
-        for unit, start, stop, place in self._parts(begin, end):
+        positions = np.arange(max(self.seq, size), dtype=np.int32)
+        for unit, start, stop, place in parts:
             if (own := self.store.positions_of(unit)) is not None:
                 own = own[start:stop]
                 if own.min() < 0 or own.max() > self.store.meta.columns.largest_position:

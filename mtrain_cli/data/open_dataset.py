@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
+
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.data.arrays import SUFFIXES, open_array
-from mtrain_cli.data.checked_files import require_folder
 from mtrain_cli.data.corpora import Corpus, describe_left_out
 from mtrain_cli.data.dataset import PackedDataset, Sample, TokenSource
-from mtrain_cli.data.mds import MdsSource
 from mtrain_cli.data.mixture import Dataset, MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
-from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
+from mtrain_cli.data.token_documents import TokenDocument
 from mtrain_cli.data.tokenizers import FileTokenizer, Tokenizer, choose_begin, open_tokenizer
 
 _PIECES = 16  # pieces of a document to encode at once
@@ -98,7 +98,7 @@ def open_text(config: Config, data: DataConfig) -> tuple[Corpus, Tokenizer]:
     tokenizer = open_tokenizer(data.tokenizer)
     choose_begin(tokenizer, data.bos)
     _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
-    return open_corpus(data), tokenizer
+    return KINDS[data.kind].corpus(data, tokenizer), tokenizer
 
 
 def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
@@ -113,7 +113,9 @@ def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
 def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
     """Open one corpus, whose settings are ``data``, and hold sequences out of training."""
     store, location = _open_source(config, data, origin)
-    if store.meta.num_tokens < config.seq:
+    if store.meta.whole:
+        _require_short(config, data, store, origin)
+    elif store.meta.num_tokens < config.seq:
         raise ConfigError(
             f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than "
             f"one sequence of {config.seq:,}. Give a longer corpus or a smaller seq."
@@ -129,6 +131,7 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
         location=location,
         vocab_size=config.model.vocab_size,
         held_out=held_out,
+        too_long=data.too_long,
     )
     if dataset.sequences <= held_out:
         raise ConfigError(
@@ -141,22 +144,36 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     return dataset
 
 
+def _require_short(config: Config, data: DataConfig, store: TokenSource, origin: str) -> None:
+    """Raise ConfigError if a conversation exceeds ``seq``, unless `data.too_long` allows it."""
+    lengths = np.diff(store.offsets)
+    long = np.flatnonzero(lengths > config.seq)
+    allowed = {"error": 0, "skip": lengths.size - 1, "truncate_left": lengths.size}
+    if long.size <= allowed[data.too_long]:
+        return
+    place = f"{origin}: document {long[0]}"
+    if KINDS[data.kind].tokenizes:
+        units = open_text(config, data)[0].units
+        documents = chain.from_iterable(unit.documents(0) for unit in units)
+        kept = (one.name for one in documents if one.tokens is not None and not one.left_out)
+        place = next(islice(kept, int(long[0]), None), place)
+    raise ConfigError(
+        f"{place}: has {lengths[long[0]]:,} tokens, more than seq={config.seq} "
+        f"({with_count(len(long), 'document')} of {lengths.size:,}). Set data.too_long=skip or "
+        "truncate_left, or a larger seq."
+    )
+
+
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
     """Return the tokens of a corpus, and a phrase for messages that says where the tokens are."""
-    path, location = Path(data.path or "").expanduser(), f"mapped from {data.path}"
-    if data.kind == "mds":
-        return MdsSource(path, origin), location
-    if data.kind == "tokens":
-        if path.suffix in SUFFIXES and not path.is_dir():
-            return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
-        array = f"or a {' or '.join(SUFFIXES)} file of token ids"
-        require_folder(path, origin, f"written by `mtrain data prepare`, {array}")
-        store = TokenStore.open(path, origin)
-        if not store.meta.files:
-            location += ", prepared by an earlier mtrain without checksums"
-        owner = f"the token store {data.path} (tokenizer {store.meta.tokenizer})"
-        _check_vocabulary(config, store.meta.vocab_size, owner)
-        return store, location
+    if not KINDS[data.kind].tokenizes:
+        source, location = KINDS[data.kind].source(config, data, origin), f"mapped from {data.path}"
+        if isinstance(source, TokenStore) and (source.folder or Path()).is_dir():
+            if not source.meta.files:
+                location += ", prepared by an earlier mtrain without checksums"
+            owner = f"the token store {data.path} (tokenizer {source.meta.tokenizer})"
+            _check_vocabulary(config, source.meta.vocab_size, owner)
+        return source, location
     corpus, tokenizer = open_text(config, data)
     store, location = cached_store(corpus, tokenizer)
     if isinstance(tokenizer, FileTokenizer):
@@ -173,6 +190,17 @@ def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
         )
 
 
+def first_conversation(config: Config) -> tuple[TokenDocument, Tokenizer] | None:
+    """Return the first document of a corpus whose documents have targets; None without."""
+    data = corpora_of(config.data)[0][1]
+    if not KINDS[data.kind].tokenizes or data.path is None:
+        return None
+    corpus, tokenizer = open_text(config, data)
+    units = corpus.units if corpus.fields is not None else ()
+    first = next((d.tokens for unit in units for d in unit.documents(0) if d.tokens), None)
+    return None if first is None else (first, tokenizer)
+
+
 def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
     """Open the data of a run.
 
@@ -181,7 +209,7 @@ def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
     the run needs.
     """
     data = config.data
-    if data.kind in ("text", "stdlib"):
+    if KINDS[data.kind].tokenizes:
         require_columns(config)
         parts = [part for _, part in corpora_of(data)]
         return [_look_at_text(config, part) for part in parts], None
@@ -194,13 +222,14 @@ def _look_at_text(config: Config, data: DataConfig) -> str:
     needed, tokens = config.seq * (data.eval_sequences + 1), 0
     for document in chain.from_iterable(unit.documents(0) for unit in corpus.units):
         pieces = iter(document.pieces)
+        tokens += 0 if document.tokens is None else document.tokens.ids.size
         while tokens < needed and (some := list(islice(pieces, _PIECES))):
             tokens += sum(map(len, tokenizer.encode(some)))
         if tokens >= needed:
             break
     else:
         open_dataset(config)  # a corpus that may be too short is read whole
-    files = with_count(len(corpus.units), "file" if data.kind == "text" else "document")
+    files = with_count(len(corpus.units), "document" if data.kind == "stdlib" else "file")
     left_out = f"; {describe_left_out(corpus.left_out)}" if corpus.left_out else ""
     return (
         f"{corpus.description}: {files}, {corpus.size / 2**20:,.3g} MiB; the run tokenizes it at "

@@ -7,6 +7,7 @@
 ``slices.bin``, if documents bring masks: slices of all documents end to end, int64[slices, 5], as
     in `token_documents`; ``slice_offsets.bin``: int64[num_documents + 1], their offsets. A document
     without slices is causal.
+``targets.bin``, if documents say which tokens the loss may predict: a byte for each token, 0 or 1.
 ``positions.bin``, if documents bring rotary positions: int32[num_tokens]; -1 for all tokens of a
     document without.
 ``meta.json``: a `StoreMeta`. It is written last, so a folder without it is not a store.
@@ -32,6 +33,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask, cut_slices
 from mtrain_cli.config import documents
 from mtrain_cli.config.mask_settings import MOST_INTERVALS
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.checked_files import (
     FileSums,
     Report,
@@ -57,9 +59,11 @@ from mtrain_cli.launch.manifest import plain_name
 VERSION = 1
 TOKENS, DOCUMENTS, DOMAINS = "tokens.bin", "documents.bin", "domains.bin"
 SLICES, SLICE_OFFSETS, POSITIONS = "slices.bin", "slice_offsets.bin", "positions.bin"
+TARGETS = "targets.bin"
 META, TOKENIZER = "meta.json", "tokenizer.json"
-_NAMES = (TOKENS, DOCUMENTS, DOMAINS, SLICES, SLICE_OFFSETS, POSITIONS, TOKENIZER)
+_NAMES = (TOKENS, DOCUMENTS, DOMAINS, SLICES, SLICE_OFFSETS, POSITIONS, TARGETS, TOKENIZER)
 _DOMAIN, _POSITION, _OFFSET = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8")
+_TARGET = np.dtype("?")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _SLICE_FIELDS = 5
 _NO_POSITION = -1
@@ -69,12 +73,13 @@ _AGAIN = "Prepare the store again."
 
 @dataclass
 class WrittenColumns:
-    """What the masks and positions of a store hold.
+    """What the masks, positions and targets of a store hold.
 
     masked, positioned: number of documents with a mask, and with positions.
     intervals: most separate intervals of keys that a query of a document sees.
     keyless: number of tokens that see no key.
     empty_slices: number of given slices without queries or without keys, which the store drops.
+    targets: number of tokens that the loss may predict.
     """
 
     slices: int = 0
@@ -84,6 +89,7 @@ class WrittenColumns:
     empty_slices: int = 0
     positioned: int = 0
     largest_position: int = _NO_POSITION
+    targets: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +106,10 @@ class StoreMeta:
     recipe: identities of the corpus, the tokenizer and the filters. Two stores with the same recipe
         hold the same tokens.
     left_out: number of files and documents that are not in the store, as in `describe_left_out`.
-    mask_key, positions_key: names of the columns of masks and of rotary positions; "" without.
+    notes: number of documents with a peculiarity, by a phrase such as "without a target".
+    mask_key, positions_key, targets_key: names of the columns of masks, of rotary positions and of
+        targets; "" without.
+    whole: whether a sequence holds whole documents only, such as conversations.
     files: checksums of each file but meta.json; empty if an earlier version of mtrain wrote the
         store.
     """
@@ -119,15 +128,26 @@ class StoreMeta:
     recipe: dict[str, str] = field(default_factory=dict)
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
     mask_key: str = ""
     positions_key: str = ""
+    targets_key: str = ""
+    whole: bool = False
     columns: WrittenColumns = field(default_factory=WrittenColumns)
     files: dict[str, FileSums] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[str]:
         """The names of the columns."""
-        return [name for name in (self.mask_key, self.positions_key) if name]
+        return [name for name in (self.mask_key, self.positions_key, self.targets_key) if name]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines on the tokens that the loss may predict, and on documents with a peculiarity."""
+        share = self.columns.targets / max(self.num_tokens, 1)
+        notes = [f"{with_count(count, 'document')} {note}" for note, count in self.notes.items()]
+        counted = f"the loss counts {self.columns.targets:,} tokens ({share:.1%})"
+        return [*([counted] if self.targets_key else []), *notes]
 
     @classmethod
     def read(cls, folder: Path, origin: str) -> StoreMeta:
@@ -142,7 +162,8 @@ class StoreMeta:
             counts = [meta.vocab_size, meta.num_tokens, meta.num_documents, meta.columns.intervals]
             if meta.dtype not in _DTYPES or min(*counts, meta.columns.slices + 1) < 1:
                 raise documents.UnreadableError(f"dtype {meta.dtype}, counts {counts}")
-            if not all(isinstance(count, int) for count in meta.left_out.values()):
+            counted = meta.left_out | meta.notes
+            if not all(isinstance(count, int) for count in counted.values()):
                 raise documents.UnreadableError("left_out has a count that is not a number")
             if outside := [name for name in sums if not plain_name(name)]:
                 raise documents.UnreadableError(f"files names {outside[0]!r}")
@@ -192,6 +213,7 @@ class TokenStore:
     slices: IntArray | None = None
     slice_offsets: IntArray | None = None
     positions: np.ndarray | None = None
+    targets: np.ndarray | None = None
     samples: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -214,7 +236,7 @@ class TokenStore:
 
         tokens = _map_array(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
         ends = offsets(DOCUMENTS, meta.num_tokens, least=1)
-        domains = slices = slice_ends = positions = None
+        domains = slices = slice_ends = positions = targets = None
         if meta.domains:
             domains = _map_array(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
             if int(domains.max()) >= len(meta.domains):
@@ -226,13 +248,16 @@ class TokenStore:
             slice_ends = offsets(SLICE_OFFSETS, count, least=0)
         if meta.positions_key:
             positions = _map_array(folder / POSITIONS, _POSITION, meta.num_tokens, origin)
-        samples = _check_samples(folder, meta, origin)
-        return cls(meta, tokens, ends, folder, domains, slices, slice_ends, positions, samples)
+        if meta.targets_key:
+            targets = _map_array(folder / TARGETS, _TARGET, meta.num_tokens, origin)
+        columns = domains, slices, slice_ends, positions, targets
+        return cls(meta, tokens, ends, folder, *columns, _check_samples(folder, meta, origin))
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         """Return the tokens ``start`` to ``stop`` - 1 of document ``unit``."""
-        offset = int(self.offsets[unit])
-        return Stretch(self.tokens[offset + start : offset + stop])
+        span = slice(int(self.offsets[unit]) + start, int(self.offsets[unit]) + stop)
+        targets = None if self.targets is None else self.targets[span]
+        return Stretch(self.tokens[span], targets=targets)
 
     def document(self, number: int) -> np.ndarray:
         """Return the ids of one document."""
@@ -292,13 +317,14 @@ class TokenStore:
 
 @dataclass
 class Written:
-    """What the files of an unfinished store hold. domains to columns: as in `StoreMeta`."""
+    """What the files of an unfinished store hold. domains to notes: as in `StoreMeta`."""
 
     tokens: int = 0
     documents: int = 0
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     columns: WrittenColumns = field(default_factory=WrittenColumns)
+    notes: dict[str, int] = field(default_factory=dict)
 
     def file_sizes(self, tokenizer: Tokenizer, fields: TokenFields | None) -> dict[str, int]:
         """Return the size of each file in bytes, by file name. fields: keys of token ids."""
@@ -313,6 +339,8 @@ class Written:
             sizes[SLICE_OFFSETS] = offsets
         if fields is not None and fields.positions is not None:
             sizes[POSITIONS] = self.tokens * _POSITION.itemsize
+        if fields is not None and fields.targets is not None:
+            sizes[TARGETS] = self.tokens * _TARGET.itemsize
         return sizes
 
 
@@ -346,8 +374,9 @@ class StoreWriter:
                 self._pending[name].append(np.zeros(1, _OFFSET))
 
     @classmethod
-    def in_memory(cls, tokenizer: Tokenizer) -> StoreWriter:
-        return cls({TOKENS: io.BytesIO(), DOCUMENTS: io.BytesIO()}, tokenizer)
+    def in_memory(cls, tokenizer: Tokenizer, fields: TokenFields | None = None) -> StoreWriter:
+        names = Written().file_sizes(tokenizer, fields).keys() - {DOMAINS}
+        return cls({name: io.BytesIO() for name in _NAMES if name in names}, tokenizer)
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids[N] to the open document. The first call after `end_document` opens a document."""
@@ -431,6 +460,17 @@ class StoreWriter:
                 columns.positioned += 1
                 columns.largest_position = max(columns.largest_position, int(positions.max()))
             pending[POSITIONS].append(positions)
+        notes = [] if content is None else [*content.notes]
+        if TARGETS in pending:
+            targets = np.ones(length, _TARGET)
+            if content is not None and content.targets is not None:
+                targets[:] = content.targets
+            columns.targets += int(targets.sum())
+            pending[TARGETS].append(targets)
+            if not targets[1:].any():
+                notes.append("without a target")
+        for note in notes:
+            written.notes[note] = written.notes.get(note, 0) + 1
 
     def _drop(self, reason: str) -> None:
         del self._pending[TOKENS][self._open_start :]
@@ -460,11 +500,15 @@ class StoreWriter:
         """Return the store of an `in_memory` writer."""
         self.require_documents(corpus)
         self.flush()
-        buffers = [file.getbuffer() for file in self._files.values()]  # type: ignore[attr-defined]
-        arrays = np.frombuffer(buffers[0], self._dtype), np.frombuffer(buffers[1], _OFFSET)
-        digest = hashlib.sha256(buffers[0])
-        digest.update(buffers[1])
-        return TokenStore(self._meta(corpus, {}, *arrays, digest.hexdigest()), *arrays)
+        digest, buffers = hashlib.sha256(), {}
+        for name, file in self._files.items():
+            buffers[name] = file.getbuffer()  # type: ignore[attr-defined]
+            digest.update(buffers[name])
+        tokens = np.frombuffer(buffers[TOKENS], self._dtype)
+        offsets = np.frombuffer(buffers[DOCUMENTS], _OFFSET)
+        targets = np.frombuffer(buffers[TARGETS], _TARGET) if TARGETS in buffers else None
+        meta = self._meta(corpus, {}, tokens, offsets, digest.hexdigest())
+        return TokenStore(meta, tokens, offsets, targets=targets)
 
     def finish(self, folder: Path, corpus: Corpus, recipe: dict[str, str]) -> None:
         """Call `sync`, and write meta.json to ``folder``, which holds the store's files."""
@@ -511,6 +555,9 @@ class StoreWriter:
             left_out={**corpus.left_out, **written.left_out},
             mask_key=fields.mask.name if fields and fields.mask else "",
             positions_key=fields.positions.name if fields and fields.positions else "",
+            targets_key=fields.targets.name if fields and fields.targets else "",
+            whole=fields is not None and fields.whole,
+            notes=written.notes,
             columns=written.columns,
         )
 

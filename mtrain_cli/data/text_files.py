@@ -26,7 +26,6 @@ from typing import IO, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
-from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import (
     EMPTY,
@@ -35,9 +34,8 @@ from mtrain_cli.data.corpora import (
     Unit,
     describe_left_out,
     split_text,
-    stdlib_corpus,
 )
-from mtrain_cli.data.token_documents import RecordKey, TokenDocument, TokenFields
+from mtrain_cli.data.token_documents import Fields, RecordKey, TokenDocument, TokenFields
 from mtrain_cli.launch.environment import host_memory
 
 _BLOCK = 1 << 22  # bytes of a plain file to read at once
@@ -52,7 +50,7 @@ _FEED = {"gz": 1 << 14, "zstd": 1 << 10}
 
 
 @dataclass(frozen=True)
-class TextField:
+class TextField(Fields):
     """Reads text from records, as `TokenFields` reads token ids. key: key of the text."""
 
     key: RecordKey
@@ -66,7 +64,6 @@ class TextField:
         return self.key.name
 
     def read(self, record: Mapping[str, Any], location: str) -> Iterable[str]:
-        """Return the pieces of one record's text, none for None. location: file and record."""
         text = record[self.key.name]
         if text is None:
             return ()
@@ -76,17 +73,6 @@ class TextField:
             # JSON can hold half of a surrogate pair, which cannot be encoded as UTF-8. Replace it.
             text = text.encode("utf-8", "replace").decode("utf-8")
         return split_text([text])
-
-
-Fields = TextField | TokenFields
-
-
-def open_corpus(data: DataConfig) -> Corpus:
-    """Open the corpus of ``data=stdlib`` or ``data=text``."""
-    if data.kind == "stdlib":
-        return stdlib_corpus()
-    assert data.path is not None
-    return text_corpus(data.path, data.text_key)
 
 
 def text_corpus(
@@ -115,15 +101,22 @@ def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
 
 
 def token_corpus(path: str, fields: TokenFields) -> Corpus:
-    """Open the corpus of token ids in a .jsonl, .json or .parquet file, or in a folder of them."""
-    readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
-    return replace(_open(path, "SOURCE", fields, readers), fields=fields)
+    """Open the corpus of token ids in a file of records, or in a folder of them."""
+    return replace(record_corpus(path, "SOURCE", fields), fields=fields)
+
+
+def record_corpus(
+    path: str, path_option: str, fields: Fields, others: Mapping[str, Reader] | None = None
+) -> Corpus:
+    """Open a file of records, or a folder of them, as `text_corpus` does. others: more readers."""
+    readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS} | dict(others or {})
+    return _open(path, path_option, fields, readers)
 
 
 def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:
     """Open a corpus as `text_corpus` does. readers: by suffix, the kinds of files to read."""
     origin, root = as_typed(path_option, path), Path(path).expanduser()
-    kinds, content = _listed(readers), "text" if readers is READERS else "token ids"
+    kinds, content = _listed(readers), "text" if readers is READERS else "records"
     left_out: dict[str, int] = {}
     if root.is_dir():
         with explain_read_errors(f"{origin}:"):
@@ -318,11 +311,25 @@ def _decode_blocks(path: Path, label: str) -> Iterator[str]:
         ) from None
 
 
-def _document(
-    fields: Fields, record: Mapping[str, Any], path: Path, number: int, end: int, kind: str
+def document_of(
+    fields: Fields,
+    get: Callable[[], Mapping[str, Any]],
+    path: Path,
+    number: int,
+    end: int,
+    kind: str,
 ) -> Document:
-    """Return the document of record ``number`` of a file. kind: what the file calls a record."""
-    content, name = fields.read(record, f"{path} {kind} {number}"), f"{path.name}:{number}"
+    """Return the document of record ``number`` of a file. kind: what the file calls a record.
+
+    get: returns the record, or raises ConfigError if it cannot be read.
+    """
+    name = f"{path.name}:{number}"
+    try:
+        content = fields.read(record := get(), f"{path} {kind} {number}")
+    except ConfigError:
+        if not fields.skips:
+            raise
+        return Document(name, (), number, end, left_out="not readable (data.on_error=skip)")
     domain = value if isinstance(value := record.get(DOMAIN), str) else ""
     if content is None or isinstance(content, TokenDocument):
         return Document(name, (), number, end, domain, content)
@@ -336,9 +343,12 @@ def _read_jsonl(
         for number, line in enumerate(_read_lines(file, label), 1):
             if number <= skip or not line.strip():
                 continue
-            place = f"line {number}"
-            record = _record(_parse(line, f"{label} {place}"), label, path, place, fields)
-            yield _document(fields, record, path, number, tell(), "line")
+            get = partial(_parsed, line, label, path, f"line {number}", fields)
+            yield document_of(fields, get, path, number, tell(), "line")
+
+
+def _parsed(line: bytes, label: str, path: Path, place: str, fields: Fields) -> dict[str, Any]:
+    return _record(_parse(line, f"{label} {place}"), label, path, place, fields)
 
 
 def _parse(line: bytes, location: str) -> Any:
@@ -357,9 +367,8 @@ def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> d
             f"{label} {place}: is {_json_kind(value)}, not a JSON object with the key "
             f"{fields.keys[0].name}"
         )
-    for key in fields.keys:
-        if key.name not in value:
-            raise key.missing_error(f"{path} {place}", value)
+    if key := fields.absent(value):
+        raise key.missing_error(f"{path} {place}", value)
     return value
 
 
@@ -383,17 +392,17 @@ def _read_json(
         values = [_parse(line.encode(), f"{label} line {n}") for n, line in lines if line.strip()]
     values = values if isinstance(values, list) else [values]
     for number, value in enumerate(values, 1):
-        try:
-            record = _record(value, label, path, f"record {number}", fields)
-        except ConfigError:
-            if alone or number > 1:
-                raise
-            if not skip:  # a resumed preparation counts it once
-                left_out = f".json (without the key {fields.keys[0].name})"
-                yield Document(path.name, (), 1, size, left_out=left_out)
-            return
+        get = partial(_record, value, label, path, f"record {number}", fields)
+        if number == 1 and not alone:
+            try:
+                get()
+            except ConfigError:
+                if not skip:  # a resumed preparation counts it once
+                    left_out = f".json (without the key {fields.keys[0].name})"
+                    yield Document(path.name, (), 1, size, left_out=left_out)
+                return
         if number > skip:
-            yield _document(fields, record, path, number, size * number // len(values), "record")
+            yield document_of(fields, get, path, number, size * number // len(values), "record")
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
@@ -440,10 +449,10 @@ def _parquet_documents(
     file: Any, path: Path, label: str, fields: Fields, skip: int
 ) -> Iterator[Document]:
     names, size, rows = file.schema_arrow.names, path.stat().st_size, file.metadata.num_rows
-    for key in fields.keys:
-        if key.name not in names:
-            raise key.missing_error(str(path), names)
-    columns = list(dict.fromkeys([*(key.name for key in fields.keys), *({DOMAIN} & set(names))]))
+    if key := fields.absent(names):
+        raise key.missing_error(str(path), names)
+    wanted = dict.fromkeys([*(key.name for key in fields.keys), *fields.others, DOMAIN])
+    columns = [name for name in wanted if name in names]
     row = 0
     for number in range(file.num_row_groups):
         group = file.metadata.row_group(number)
@@ -459,15 +468,15 @@ def _parquet_documents(
                 "than half of this machine's memory. Write smaller row groups."
             )
         for batch in file.iter_batches(_MAX_ROWS, row_groups=[number], columns=columns):
-            values = [_values(batch.column(name)) for name in columns]
+            values = [values_of(batch.column(name)) for name in columns]
             for cells in zip(*values, strict=True):
                 row += 1
                 if row > skip:
-                    record = dict(zip(columns, cells, strict=True))
-                    yield _document(fields, record, path, row, size * row // rows, "row")
+                    get = partial(dict[str, Any], zip(columns, cells, strict=True))
+                    yield document_of(fields, get, path, row, size * row // rows, "row")
 
 
-def _values(column: Any) -> Iterable[Any]:
+def values_of(column: Any) -> Iterable[Any]:
     """Return the values of a parquet column. Lists of integers become arrays, which are faster."""
     from pyarrow import types
 

@@ -8,17 +8,15 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.prepare import tokenise
-from mtrain_cli.data.store import DOCUMENTS, TOKENS, VERSION, StoreWriter, TokenStore
+from mtrain_cli.data.store import DOMAINS, VERSION, StoreWriter, TokenStore, Written
 from mtrain_cli.data.tokenizers import Tokenizer, documents_identity
 from mtrain_cli.launch.temporary_folders import lies_at
 
@@ -33,7 +31,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     facts = f"{VERSION} 3 {documents_identity(tokenizer)} {corpus.signature}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:32]
     try:
-        with _locked_entry(key) as (entry, has_lock):
+        with locked_entry(key) as (entry, has_lock):
             store = _open_entry(entry, has_lock)
             if store is None:
                 _write_entry(corpus, tokenizer, entry, has_lock)
@@ -43,32 +41,14 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
             meta = replace(store.meta, source=corpus.description, left_out=left_out)
             return replace(store, meta=meta), f"cached in {entry}"
     except OSError as error:
-        writer = StoreWriter.in_memory(tokenizer)
+        writer = StoreWriter.in_memory(tokenizer, corpus.fields)
         deque(tokenise(corpus, tokenizer, writer), maxlen=0)
         reason = f"the cache folder cannot be written ({error.strerror or error})"
         return writer.memory_store(corpus), f"in memory, since {reason}"
 
 
-def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array that ``key`` identifies from the cache folder, or else make and cache it."""
-    try:
-        with _locked_entry(f"{key}.npy") as (entry, _):
-            try:
-                return np.load(entry, allow_pickle=False)
-            except (FileNotFoundError, ValueError, EOFError):
-                array = make()
-                with tempfile.NamedTemporaryFile(
-                    dir=entry.parent, prefix=f"{key}.tmp", delete=False
-                ) as file:
-                    np.save(file, array)
-                os.replace(file.name, entry)
-                return array
-    except OSError:
-        return make()
-
-
 @contextmanager
-def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
+def locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
     """Lock an entry of the cache. Yield its path, and whether the file system has locks."""
     # The XDG Base Directory Specification demands that a relative path is ignored.
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -124,8 +104,10 @@ def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
 def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bool) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp", dir=entry.parent))
     try:
-        with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
-            writer = StoreWriter({TOKENS: tokens, DOCUMENTS: offsets}, tokenizer)
+        names = Written().file_sizes(tokenizer, corpus.fields).keys() - {DOMAINS}
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+            writer = StoreWriter(files, tokenizer)
             deque(tokenise(corpus, tokenizer, writer), maxlen=0)
             writer.require_documents(corpus)
             writer.finish(folder, replace(corpus, left_out={}), {})

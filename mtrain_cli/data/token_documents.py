@@ -1,4 +1,4 @@
-"""Documents that come as token ids, with their own mask and rotary positions.
+"""Documents that come as token ids, with their own mask, rotary positions and targets.
 
 A document's mask is a list of slices [query start, query stop, key start, key stop, kind]. Slices
 count tokens from the start of the document. The kind is one of `KINDS` or its number.
@@ -6,6 +6,7 @@ count tokens from the start of the document. The kind is one of `KINDS` or its n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -48,6 +49,40 @@ class RecordKey:
         return ConfigError(f"{as_typed(self.option, self.name)}: {location} {problem}")
 
 
+class Fields(ABC):
+    """Reads documents from records.
+
+    keys: keys that a record must have. The first one has the content.
+    others: names of keys that are read if a record has them.
+    skips: whether a record that cannot be read is left out and counted; if false, it is an error.
+    """
+
+    others: tuple[str, ...] = ()
+    skips: bool = False
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[RecordKey, ...]: ...
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Text that differs between readers that may read other documents from the same file."""
+
+    @abstractmethod
+    def read(
+        self, record: Mapping[str, Any], location: str
+    ) -> Iterable[str] | TokenDocument | None:
+        """Return pieces of text or token ids; nothing for a record without content.
+
+        location: file and record, for messages.
+        """
+
+    def absent(self, present: Iterable[str]) -> RecordKey | None:
+        """Return a key that a record or file with the keys ``present`` lacks."""
+        return next((key for key in self.keys if key.name not in present), None)
+
+
 @dataclass(frozen=True)
 class TokenDocument:
     """The content of a document that comes as token ids.
@@ -56,45 +91,52 @@ class TokenDocument:
     slices: int64 [slices, 5]; None if the document has no mask, which makes its attention causal.
     positions: rotary position of each token, int64[N]; None if the document has none.
     intervals: most separate intervals of keys that a query sees.
+    targets: whether the loss may predict each token, bool[N]; None if it may predict every token.
+    notes: peculiarities, as in `StoreMeta.notes`.
     """
 
     ids: np.ndarray
     slices: IntArray | None = None
     positions: np.ndarray | None = None
     intervals: int = 1
+    targets: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class TokenFields:
-    """Reads documents of token ids from records: keys of ids, slices and rotary positions."""
+class TokenFields(Fields):
+    """Reads documents of token ids from records: keys of ids, slices, positions and targets.
+
+    whole: whether a sequence holds whole documents only, such as conversations.
+    """
 
     tokens: RecordKey
     mask: RecordKey | None = None
     positions: RecordKey | None = None
+    targets: RecordKey | None = None
+    whole: bool = False
 
     @property
     def keys(self) -> tuple[RecordKey, ...]:
-        return tuple(key for key in (self.tokens, self.mask, self.positions) if key is not None)
+        keys = self.tokens, self.mask, self.positions, self.targets
+        return tuple(key for key in keys if key is not None)
 
     @property
     def identity(self) -> str:
-        """Text that differs between readers that may read other documents from the same file."""
         return "\0".join(["tokens", *(f"{key.option} {key.name}" for key in self.keys)])
 
     def read(self, record: Mapping[str, Any], location: str) -> TokenDocument | None:
-        """Return the document of a record; None if the record has no tokens.
-
-        location: file and record, for messages.
-        """
         if record[self.tokens.name] is None:
             return None
         ids = _integers(record[self.tokens.name], self.tokens, location)
-        slices, positions, intervals = None, None, 1
+        slices, positions, targets, intervals = None, None, None, 1
         if self.mask is not None and (given := record[self.mask.name]) is not None:
             slices, intervals = _slices(given, ids.size, self.mask, location)
         if self.positions is not None and (given := record[self.positions.name]) is not None:
             positions = _positions(given, ids.size, self.positions, location)
-        return TokenDocument(ids, slices, positions, intervals) if ids.size else None
+        if self.targets is not None and (given := record[self.targets.name]) is not None:
+            targets = _targets(given, ids.size, self.targets, location)
+        return TokenDocument(ids, slices, positions, intervals, targets) if ids.size else None
 
 
 def _integers(value: Any, key: RecordKey, location: str) -> np.ndarray:
@@ -119,6 +161,15 @@ def _positions(value: Any, length: int, key: RecordKey, location: str) -> np.nda
         problem = f"holds the position {outside[0]}. Give positions from 0 to {MOST_TOKENS - 1:,}."
         raise key.value_error(location, problem)
     return positions
+
+
+def _targets(value: Any, length: int, key: RecordKey, location: str) -> np.ndarray:
+    flags = isinstance(value, list) and all(isinstance(flag, bool) for flag in value)
+    targets = np.array(value, np.int64) if flags else _integers(value, key, location)
+    if targets.size != length or not np.isin(targets, (0, 1)).all():
+        problem = f"holds {_shown(value)} for {length} tokens. Give true or false for each token."
+        raise key.value_error(location, problem)
+    return targets.astype(bool)
 
 
 def _slices(value: Any, length: int, key: RecordKey, location: str) -> tuple[IntArray, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mtrain_cli import install_command
 from mtrain_cli.config.keys import first_few
 from mtrain_cli.config.mask_settings import MaskSettings
+from mtrain_cli.config.plugins import ADAPTERS, installed, reason, what
 from mtrain_cli.config.schema import TRANSFORMERS, Config, ConfigError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import huggingface
@@ -106,6 +109,8 @@ class TransformersDecoder(Decoder):
         kept, given = RunDir(Path(config.run.dir)).definition, Path(config.train.init_from or "")
         self._folder = kept if kept.is_dir() else given
         whole, kind = _whole(self._folder), config.train.activation_checkpoint
+        if config.train.lora.rank:
+            adapters().add(whole, config.train.lora)
         self.model = whole.model.train()
         if not config.model.tie_word_embeddings:
             self.lm_head = whole.lm_head
@@ -144,18 +149,35 @@ class TransformersDecoder(Decoder):
         """
         config, given = self._config, Path(self._config.train.init_from or "")
         resumes = RunDir(Path(config.run.dir)).last_step() is not None
-        weights = not resumes and check_weights(given)
+        adapted = config.train.lora.rank > 0  # a checkpoint has the adapters only
+        weights = (adapted or not resumes) and check_weights(given)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             whole = _whole(given if weights else self._folder, weights=weights).eval()
-        if wrong := problems(whole, config, shows_later=False) or list(_problems(whole, config)):
+            wrong = problems(whole, config, shows_later=False) or list(_problems(whole, config))
+            if adapted and not wrong:
+                adapters().add(whole, replace(config.train.lora, quantize="none"))
+        if wrong:
             raise ConfigError(*(f"{_KEY}: {line}" for line in wrong))
         values = dict(whole.named_parameters()) | dict(whole.named_buffers())
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            if isinstance(tensor, DTensor):
+            if not tensor.numel() and values[name].numel():
+                layer = self.get_submodule(name.rpartition(".")[0])
+                adapters().quantize(layer, config.train.lora, values[name], tensor.device)
+            elif isinstance(tensor, DTensor):
                 tensor.to_local().copy_(values[name][own_region(tensor)])
             else:  # buffers that no checkpoint holds, too
                 tensor.copy_(values[name])
+
+
+def adapters() -> Any:
+    """Return the module of the entry point that makes adapters (`mtrain_lora/adapter.py`)."""
+    entry = installed(ADAPTERS)[0]
+    try:
+        return entry.load()
+    except ImportError as error:
+        why = f"{what(entry)} cannot be loaded ({reason(error)}); {install_command('lora')}"
+        raise ConfigError(f"train.lora: {why}") from error
 
 
 def check_weights(folder: Path) -> bool:
@@ -192,24 +214,46 @@ def _problems(whole: Any, config: Config) -> Iterator[str]:
 
 
 def export_foreign(
-    target: Path, definition: Path, weights: Mapping[str, Tensor], dtype: torch.dtype,
-    tokenizer: TokenizerFiles | None,
+    target: Path, definition: Path, config: Config, weights: Mapping[str, Tensor],
+    dtype: torch.dtype, tokenizer: TokenizerFiles | None, *, adapter: bool = False,
 ) -> None:  # fmt: skip
-    """Write a Hugging Face folder as transformers does. definition: a folder with config.json."""
-    whole = _whole(definition, attention="eager")
+    """Write a Hugging Face folder as transformers does, or the adapters as a PEFT folder.
+
+    definition: a folder with config.json. config: that of the run, whose `train.init_from` still
+        has the weights that trained adapters are merged into.
+    """
+    lora, given = config.train.lora, ""
+    if lora.rank:
+        given = config.train.init_from or ""
+        if not adapter and not (Path(given).is_dir() and check_weights(Path(given))):
+            gone = "the adapters' model is not there; put it back, or export them with --adapter"
+            raise ConfigError(f"train.init_from={given}: {gone}")
+    with huggingface.writing(target) as folder:
+        if adapter:
+            adapters().write(folder, lora, {n: t.to(dtype) for n, t in weights.items()}, given)
+        else:
+            whole = _whole(Path(given) if given else definition, weights=bool(given),
+                           attention="eager")  # fmt: skip
+            if given:
+                adapters().merge(whole, lora, weights)
+            else:
+                _fill(whole, weights, definition)
+            for parameter in whole.parameters():
+                parameter.data = parameter.data.to(dtype)
+            for key, value in ({} if tokenizer is None else tokenizer.ids).items():
+                setattr(whole.config, key, value)
+            whole.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):  # only their owner may read them
+            file.chmod(next(folder.glob("*config.json")).stat().st_mode)
+        if tokenizer is not None:
+            tokenizer.write(folder)
+
+
+def _fill(whole: Any, weights: Mapping[str, Tensor], definition: Path) -> None:
+    """Set all weights of a model, which must have these shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
     if whole.config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     huggingface.check_tensors(stored, shapes, "checkpoint", definition / "config.json")
     whole.load_state_dict(weights, strict=False)
-    for parameter in whole.parameters():
-        parameter.data = parameter.data.to(dtype)
-    for key, value in ({} if tokenizer is None else tokenizer.ids).items():
-        setattr(whole.config, key, value)
-    with huggingface.writing(target) as folder:
-        whole.save_pretrained(folder)
-        for file in folder.glob("*.safetensors"):  # only their owner may read them
-            file.chmod((folder / "config.json").stat().st_mode)
-        if tokenizer is not None:
-            tokenizer.write(folder)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,12 @@ def shard_parameters(
 
     Gradients are summed over workers: the loss is already divided by the tokens of the whole step.
     Over micro-batches a worker accumulates gradients in the parameters' dtype, but in reduce_dtype
-    under ``optimizer``.
+    under ``optimizer``. Quantized weights, which have no elements yet, stay whole on each worker.
     """
+    for parameter in decoder.parameters():
+        if not parameter.requires_grad:  # the computation needs no more precision than its own
+            parameter.data = parameter.data.to(compute_dtype)
+    whole = {parameter for parameter in decoder.parameters() if not parameter.numel()}
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -61,7 +66,8 @@ def shard_parameters(
         )
     for module in _units(decoder):
         own_mesh = of_root if module is decoder else of_layers
-        fully_shard(module, mesh=own_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        options: Any = {"mp_policy": policy, "reshard_after_forward": reshard}
+        fully_shard(module, mesh=own_mesh, ignored_params=whole, **options)
     for module in [*experts, *_units(decoder)]:
         assert isinstance(module, FSDPModule)
         # Without a factor, FSDP2 divides by the number of workers. With a factor of 1, a worker

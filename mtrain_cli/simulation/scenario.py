@@ -532,8 +532,9 @@ def estimate_step(plan: RunPlan) -> StepEstimate:
     cluster = _cluster_of(plan)
     problem = ""
     if cluster is None:
-        nodes = "several nodes of " * (plan.environment.nodes > 1)
-        problem = f"no cluster of mtrain has {nodes}{plan.hardware.gpu}; give topology.cluster=FILE"
+        alone = plan.environment.nodes == 1
+        has = f"a node with {plan.dims.workers}" if alone else "several nodes of"
+        problem = f"no cluster of mtrain has {has} {plan.hardware.gpu}; give topology.cluster=FILE"
     elif plan.dtype != "bfloat16":
         problem = f"kernels were measured in bfloat16, not in {plan.dtype}"
     elif plan.dims.cp > MOST_CONTEXT:
@@ -550,9 +551,10 @@ def estimate_step(plan: RunPlan) -> StepEstimate:
 
 def _cluster_of(plan: RunPlan) -> Cluster | None:
     """Return the cluster that the settings name, or else a shipped one with the plan's GPUs."""
-    given, nodes = plan.config.topology.cluster, plan.environment.nodes
+    given, workers = plan.config.topology.cluster, plan.dims.workers
     for name in ([] if given == "auto" else [given]) + list(shipped()):
         cluster = load_cluster(name)
-        if cluster.gpu.name == plan.hardware.gpu and (nodes == 1 or cluster.outer is not None):
+        links_all = workers <= cluster.gpus_per_node or cluster.outer is not None
+        if cluster.gpu.name == plan.hardware.gpu and links_all:
             return cluster
     return None

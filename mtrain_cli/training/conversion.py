@@ -16,6 +16,7 @@ from torch import Tensor
 from mtrain_cli.composition import compose
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.documents import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
@@ -91,6 +92,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype,
     tokenizer: Path | None = None,
+    adapter: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> Exported:
     """Write the model of a run or of one checkpoint as a Hugging Face folder.
@@ -101,6 +103,7 @@ def export_checkpoint(
         source: path of a run or of a `step-N` folder, or the name of a run under runs/.
         target: a new folder.
         tokenizer: folder to copy the tokenizer from; by default, that of the run's training.
+        adapter: write the adapters of `train.lora` as a PEFT folder, instead of a whole model.
         report: called with the reason why a checkpoint is skipped.
 
     Raises ConfigError without a fitting intact checkpoint, or if `target` cannot be written, and
@@ -110,6 +113,8 @@ def export_checkpoint(
     source = find_source(source)
     run = run_of(source)
     config = resolved_file.load(run / RESOLVED)
+    if adapter and not config.train.lora.rank:
+        raise ConfigError(f"--adapter: {source} has no adapters (train.lora.rank=0); leave it out")
     named = None if tokenizer is None else of_folder(tokenizer)
     files, reason = tokenizer_of_run(config, run) if named is None else (named, "")
     remark = f"no tokenizer: {reason}; copy one with --tokenizer FOLDER" if reason else ""
@@ -123,7 +128,8 @@ def export_checkpoint(
         raise ConfigError(*str(error).splitlines()) from error
     remark = remark or f"tokenizer: {files.name}" if files else remark
     if model.is_foreign:
-        export_foreign(target, RunDir(run).definition, weights, dtype, files)
+        kept = RunDir(run).definition
+        export_foreign(target, kept, config, weights, dtype, files, adapter=adapter)
         return Exported(config, step, remark)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     check_tensors(shapes, huggingface.parameter_shapes(model, biases=True), source, run / RESOLVED)
@@ -188,7 +194,7 @@ def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
     """Return the tokenizer of the data, or that of `train.init_from`, as `tokenizer_of_run`."""
     data, folder = config.data, folder_of(config.train.init_from)
     try:
-        if data.kind in ("text", "stdlib"):
+        if KINDS[data.kind].tokenizes:
             files: TokenizerFiles | None = _chosen_tokenizer(data.tokenizer)
         else:
             files = _tokenizer_of_stores(config, folder) if data.kind == "tokens" else None
@@ -223,7 +229,7 @@ def _recorded_begin(config: Config, run: Path) -> Begin | None:
 def _begin(config: Config) -> Begin | None:
     """Return what the documents of a run start with; None for what the tokenizer prescribes."""
     data = config.data
-    if data.kind in ("text", "stdlib") and data.bos is True:
+    if KINDS[data.kind].tokenizes and data.bos is True:
         tokenizer = open_tokenizer(data.tokenizer)
         choose_begin(tokenizer, data.bos)
         return tokenizer.begin

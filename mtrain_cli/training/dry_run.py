@@ -15,6 +15,7 @@ from rich.text import Text
 from mtrain_cli import __version__
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.derived import folder_of
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import grid
@@ -433,11 +434,19 @@ def weights_rows(config: Config) -> Rows:
     """Return rows on the folder of `train.init_from`, if any, and what it lacks or contradicts."""
     if config.train.init_from is None:
         return []
-    rows, data = [("weights", f"from {config.train.init_from}")], config.data
+    rows, data, lora = (
+        [("weights", f"from {config.train.init_from}")],
+        config.data,
+        config.train.lora,
+    )
+    if lora.rank:
+        which = "all linear layers" if lora.targets == "auto" else ", ".join(lora.targets)
+        kept = f"frozen{'' if lora.quantize == 'none' else f' in {lora.quantize}'}"
+        rows.append(("", f"{kept}; adapters of rank {lora.rank} in {which} train"))
     if (folder := folder_of(config.train.init_from)) is None:
         return rows
     file = folder / TOKENIZER
-    as_bytes = data.kind in ("text", "stdlib") and data.tokenizer == "bytes"
+    as_bytes = KINDS[data.kind].tokenizes and data.tokenizer == "bytes"
     if as_bytes and (folder / "config.json").is_file() and not encodes_bytes(file):
         has = "" if file.is_file() else ", since it has no tokenizer.json"
         text = f"text is encoded as bytes{has}, but the weights expect the ids of their own"

@@ -17,17 +17,19 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.layer_groups import copies
 
 GIVEN_WEIGHTS_LR = 2e-5
+ADAPTERS_LR = 2e-4  # as in QLoRA (arXiv:2305.14314, table 9)
 
 
 def peak_learning_rate(config: Config) -> float:
     """Return `optim.lr`, or for `auto` a learning rate that suits the initial weights.
 
     Random: 2e-3 at width 128, proportional to 1 / width, as Adam needs for hidden matrices (Tensor
-    Programs V, table 3). Given: 2e-5, as in MTraining's scripts.
+    Programs V, table 3). Given: 2e-5, as in MTraining's scripts; 2e-4 for adapters.
     """
     if isinstance(config.optim.lr, float):
         return config.optim.lr
-    return GIVEN_WEIGHTS_LR if config.train.init_from else 0.256 / config.model.hidden_size
+    given = ADAPTERS_LR if config.train.lora.rank else GIVEN_WEIGHTS_LR
+    return given if config.train.init_from else 0.256 / config.model.hidden_size
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -74,8 +76,9 @@ def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
     """Create the optimizer. Weight decay applies to matrices, not to norms or biases."""
-    matrices = [p for p in decoder.parameters() if p.ndim >= 2]
-    vectors = [p for p in decoder.parameters() if p.ndim < 2]
+    trained = [p for p in decoder.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     decays = (matrices, optim.weight_decay), (vectors, 0.0)
     groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
     return ShardedAdamW(groups, betas=optim.betas, eps=optim.eps, fused=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.loader import Loader
@@ -149,6 +150,8 @@ class TrainState:
         self._learned = learned_state(worker.choices.pattern, config, layers, worker.device)
         self._has_learned = not config.sparsity.has_learned_state
         self._replicas = mesh.get_group() if self._learned and environment.dims.dp > 1 else None
+        frozen = bool(config.train.lora.rank)  # those weights come from train.init_from
+        self._options = StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
         self.spikes = SpikeWatch(config.run.spike_sigma)
         self._schedule = LearningRateSchedule.of(config)
         self.step = self.tokens = 0
@@ -193,7 +196,9 @@ class TrainState:
     def checkpoint(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds. Parameters and optimizer states are shards."""
         fresh = not self.optimizer.state
-        model, optimizer = state_dict.get_state_dict(self.states.masters, self.optimizer)
+        model, optimizer = state_dict.get_state_dict(
+            self.states.masters, self.optimizer, options=self._options
+        )
         if fresh:
             # PyTorch creates the states by a step without gradients. That step must not count in
             # the bias correction of the first real step.
@@ -219,7 +224,9 @@ class TrainState:
             weights = self.checkpoint()
             del weights["optimizer"], weights["trainer"]
             checkpointer.load(weights)
-            state_dict.set_model_state_dict(self.states.masters, weights["model"])
+            state_dict.set_model_state_dict(
+                self.states.masters, weights["model"], options=self._options
+            )
             self.states.send()
             return
         state = self.checkpoint()
@@ -232,6 +239,7 @@ class TrainState:
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict={**state["optimizer"], "param_groups": groups["param_groups"]},
+            options=self._options,
         )
         self.states.send()
         saved = state["trainer"]

@@ -31,7 +31,7 @@ def hf_config(folder: Path) -> Path:
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="/".join)
 def test_every_shipped_option_composes_and_survives_saving(group, option, tmp_path):
     words = [f"{group}={option}"] + (
-        [f"data.path={tmp_path}"] if option in ("text", "tokens", "mds") else []
+        [f"data.path={tmp_path}"] if option in ("text", "chat", "tokens", "mds") else []
     )
     if (group, option) == ("model", "auto"):
         words.append(f"train.init_from={hf_config(tmp_path)}")

@@ -36,7 +36,8 @@ _LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 def _expected_stream(dataset: PackedDataset, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of the stream and their document's position in the dataset's order."""
-    order = range(store.meta.num_documents) if dataset._order is None else dataset._order
+    order = dataset._packing._order
+    order = range(store.meta.num_documents) if order is None else order
     documents = [store.document(number) for number in order]
     return np.concatenate(documents), np.repeat(
         np.arange(len(documents)), [document.size for document in documents]

@@ -14,11 +14,11 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import checked_files
 from mtrain_cli.data.arrays import open_array
 from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.store import StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch.failures import READ_FAILURES, RunError, failure_from
 from mtrain_cli.launch.restart import is_machine_failure
+from mtrain_mds.shards import MdsFolder
 
 CORPUS = Corpus("a test", "", "", ())
 DOCUMENTS = [b"hello", b"", b"the second", b"x"]
@@ -144,7 +144,7 @@ def test_a_damaged_store_is_one_clear_line(
 def test_a_failing_disk_is_a_machine_failure_and_an_unreadable_file_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    shards = MdsFolder(Path(__file__).parent / "mds" / "raw")
+    shards = MdsFolder(Path(__file__).parents[1] / "mds" / "shards" / "raw")
     np.save(tmp_path / "a.npy", np.arange(4, dtype=np.uint16))
     folder = _write(tmp_path / "s")
 

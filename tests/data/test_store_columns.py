@@ -21,6 +21,7 @@ from mtrain_cli.data import prepare
 from mtrain_cli.data.corpora import EVERYTHING, Filters
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.data.sampler import shuffled_order
 from mtrain_cli.data.store import SLICES, TokenStore
 from mtrain_cli.data.token_documents import RecordKey, TokenFields
 
@@ -191,7 +192,7 @@ def test_a_sequence_has_the_masks_and_positions_of_its_parts(
 ) -> None:
     """Documents are cut where a sequence ends, and no pair crosses documents."""
     dataset = PackedDataset(store, seq, shuffle=shuffle, masked=True, positioned=True)
-    order = np.arange(30) if dataset._order is None else dataset._order
+    order = shuffled_order(30, 0) if shuffle else np.arange(30)
     given = [records()[number] for number in order]
     lengths = [len(record["ids"]) for record in given]
     total = sum(lengths)

@@ -18,9 +18,9 @@ import zstandard
 
 from mtrain_cli import install_command, resource_dir
 from mtrain_cli.commands.data import prepare
+from mtrain_cli.config.data_kinds import KINDS
 from mtrain_cli.config.groups import summary
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.validate import TEXT
 from mtrain_cli.data import text_files
 from mtrain_cli.data.corpora import Corpus, describe_left_out
 from mtrain_cli.data.text_files import READERS, Unpacked, refuse_unread_key, text_corpus
@@ -248,7 +248,7 @@ def test_help_and_messages_name_every_kind_of_file_that_is_read():
     kinds = f"a {', '.join(first)} or {last} file, or a folder of them"
     assert f"source: {kinds.capitalize()}" in " ".join((inspect.getdoc(prepare) or "").split())
     assert kinds in summary(resource_dir("conf") / "data/text.yaml")
-    assert kinds == TEXT
+    assert kinds == KINDS["text"].expected
     assert f"`data=text` takes {kinds}." in " ".join(
         (Path(__file__).parents[2] / "docs/data.md").read_text().split()
     )

@@ -53,7 +53,7 @@ def make(folder: Path) -> Path:
 def complete(folder: Path) -> Path:
     """Add the files that no command needs to create."""
     shutil.copy(ROOT / "conf/cluster/a100_4x8.yaml", folder / "cluster.yaml")
-    shards = next(path for path in sorted((HERE.parent / "data/mds").iterdir()) if path.is_dir())
+    shards = next(path for path in sorted((HERE.parent / "mds/shards").iterdir()) if path.is_dir())
     shutil.copytree(shards, folder / "mds", dirs_exist_ok=True)
     (folder / "run/.lock").write_text("process 1 on elsewhere\n")
     restart = (

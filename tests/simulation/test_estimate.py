@@ -104,6 +104,10 @@ def test_a_failure_of_the_prediction_does_not_stop_a_run(monkeypatch):
         (["sparsity=moba"], "not predicted: sparsity=moba has no synthetic index; `mtrain simul"),
         (["train.dtype=float32", "train.kernel=triton"], "not predicted: kernels were measured in"),
         (["topology.workers=16"], "no cluster of mtrain has several nodes of NVIDIA H200; give "),
+        (
+            ["topology.workers=32", "topology.gpus_per_node=32"],
+            "no cluster of mtrain has a node with 32 NVIDIA H200; give ",
+        ),
         (["topology=b200_4x8", "topology.workers=128"], f"{4 * 32} workers share a sequence; `mtr"),
     ],
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 import gloo
 import numpy as np
 import pytest
-from data.test_mds import write_mds
 from masked_documents import prepared, without_checksums, write_jsonl
+from mds.test_mds import write_mds
 from slow_cases import mostly_slow
 
 from mtrain_cli.composition.compose import compose

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -246,3 +248,40 @@ def test_a_tracker_learns_that_a_run_failed(tmp_path):
     followed = followed_by("wandb", follower("rows", Rows), tmp_path)
     followed.on_error(ValueError("loss is not finite"))
     assert (tmp_path / "seen").read_text() == "failed True\n"
+
+
+@pytest.mark.slow
+def test_scores_page_and_changed_settings_reach_the_trackers(tmp_path, monkeypatch):
+    for package in ("mlflow", "trackio", "wandb"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    first = [
+        "run.name=tracked", "run.loggers=[mlflow,trackio,wandb]", "run.project=books", "seq=2k",
+        "model.num_layers=1", "model.hidden_size=32", "train.steps=2", "topology.workers=1",
+        "train.eval_tasks=[niah]", "eval.samples=1", "data.tokenizer=bytes",
+    ]  # fmt: skip
+    for words in first, ["--resume", "tracked", "train.steps=3", "optim.lr=1e-5"]:
+        command = [sys.executable, "-m", "mtrain_cli", "train", *words]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=200)
+    run = tmp_path / "runs/tracked"
+    results = [json.loads(line) for line in (run / "evaluation/results.jsonl").open()]
+
+    from mlflow import MlflowClient
+
+    client, own = MlflowClient(), (run / "mlflow.id").read_text().strip()
+    history = client.get_metric_history(own, "eval/niah/2048/dense")
+    assert [(row.step, row.value) for row in history] == [(r["step"], r["score"]) for r in results]
+    assert len({row.step for row in history}) == 3, "before training, and at the end of both"
+    about = client.get_run(own).data
+    assert about.params["optim.lr"] == "auto"
+    assert about.tags["optim.lr from step 2"] == "1e-05"
+    assert [file.path for file in client.list_artifacts(own)] == ["report.html"]
+    (saved,) = (tmp_path / "mlruns").glob("*/*/artifacts/report.html")
+    blobs = (tmp_path / "trackio/artifacts").glob("books/blobs/sha256/*/*")
+    assert saved.read_bytes() in [blob.read_bytes() for blob in blobs]
+    logs = [file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb")]
+    assert all(b"report.html" in log for log in logs)

@@ -1,4 +1,4 @@
-"""Read MDS shards: files from mosaicml-streaming's own writer in tests/data/mds, and broken
+"""Read MDS shards: files from mosaicml-streaming's own writer in tests/mds/shards, and broken
 folders.
 
 The fixtures were written once by its `MDSWriter` (0.13.0). `write_mds` writes the same bytes, as
@@ -21,10 +21,10 @@ import pytest
 
 from mtrain_cli.commands.data import show
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_mds.shards import MdsFolder
 
-REAL = Path(__file__).parent / "mds"
+REAL = Path(__file__).parent / "shards"
 CODES = {"uint8": 8, "uint16": 16, "int32": 33, "uint32": 32, "int64": 65}
 
 

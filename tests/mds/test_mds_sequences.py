@@ -13,8 +13,8 @@ from test_mds import PACKED, RAW, REAL, packed_samples, raw_samples, write_mds
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.mds import MdsSource
 from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_mds.shards import MdsSource
 
 
 @pytest.mark.parametrize("name", ["packed", "packed_nd"])

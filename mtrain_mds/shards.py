@@ -41,8 +41,8 @@ from mtrain_cli.data.checked_files import (
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
 from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.text_files import Unpacked
-from mtrain_cli.data.token_cache import cached_array
 from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_mds.cached import cached_array
 
 INDEX = "index.json"
 TOKENS, SPANS, TARGETS, DOMAIN = "input_ids", "indices", "mask", "domain"

@@ -11,13 +11,14 @@ from slow_cases import mostly_slow
 from test_mds import PACKED, RAW, write_mds
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data import mds, prepare
+from mtrain_cli.data import prepare
 from mtrain_cli.data.corpora import EVERYTHING, Filters
-from mtrain_cli.data.mds import mds_corpus
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
+from mtrain_mds import shards as mds
+from mtrain_mds.shards import mds_corpus
 
 TEXTS = [
     f"the quick fox {number} jumps é over\nthe lazy dog " * (number + 1) for number in range(9)
@@ -97,7 +98,7 @@ def test_filters_select_documents_and_count_the_rejected_ones(
         prepare, "_BATCH_CHARACTERS", 50
     )  # Documents longer than a batch are removed from the file again.
     monkeypatch.setattr(
-        "mtrain_cli.data.mds.split_text",
+        "mtrain_mds.shards.split_text",
         lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20)),
     )
     store = prepared(shards, tmp_path / "out", bpe_file, filters)

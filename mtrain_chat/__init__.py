@@ -1,0 +1,1 @@
+"""`data=chat`, by an entry point: conversations, with the loss on the answers."""

@@ -1,0 +1,1 @@
+"""Low-rank adapters of `train.lora` on models of transformers, by an entry point."""

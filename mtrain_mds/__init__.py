@@ -1,0 +1,1 @@
+"""`data=mds`, by an entry point: folders of MDS shards."""
