@@ -39,6 +39,7 @@ COPY mtrain_cli mtrain_cli
 COPY mtrain_studies mtrain_studies
 COPY mtrain_lm_eval mtrain_lm_eval
 COPY mtrain_trackers mtrain_trackers
+COPY mtrain_places mtrain_places
 COPY mtrain_ruler mtrain_ruler
 COPY docs docs
 COPY examples examples

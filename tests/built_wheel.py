@@ -9,7 +9,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
-PACKAGES = ("mtrain_cli", "mtrain_studies", "mtrain_lm_eval", "mtrain_ruler", "mtrain_trackers")
+PACKAGES = (
+    "mtrain_cli", "mtrain_studies", "mtrain_lm_eval", "mtrain_ruler", "mtrain_trackers",
+    "mtrain_places",
+)  # fmt: skip
 
 
 def copy_sources(folder: Path) -> Path:

@@ -29,6 +29,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_lm_eval": "lm-eval's interface of models, and the entry points of pyproject.toml",
     "mtrain_ruler": "the Python interface of docs/evaluation.md, and entry points",
     "mtrain_trackers": "the entry points of pyproject.toml",
+    "mtrain_places": "the entry point of pyproject.toml",
     "mtrain_studies/study.py": "Typer, and the entry points of pyproject.toml",
 }
 
@@ -41,6 +42,7 @@ def test_no_files_import_each_other_in_a_circle():
         "mtrain_lm_eval",
         "mtrain_ruler",
         "mtrain_trackers",
+        "mtrain_places",
         exclude_type_checking_imports=True,
         cache_dir=None,
     )
@@ -79,6 +81,7 @@ def test_no_code_is_dead():
             "mtrain_lm_eval",
             "mtrain_ruler",
             "mtrain_trackers",
+            "mtrain_places",
             "kernels",
             "profiles",
             "--exclude",

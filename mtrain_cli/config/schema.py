@@ -525,6 +525,8 @@ class RunConfig:
     log_every: number of steps between progress lines
     loggers: trackers that follow the run: tensorboard, wandb, mlflow, trackio, or another package's
     project: name of the project, or MLflow's experiment, in these trackers
+    remote: URL of a folder, such as s3://bucket/runs, that gets a copy of the run while it trains;
+        a run that is missing here resumes from it; null = none
     restarts: most automatic restarts after the loss of a worker; auto = while each finds a newer
         checkpoint than the one before; 0 = never restart
     spike_sigma: warn of a loss or gradient norm this many robust standard deviations above the
@@ -538,6 +540,7 @@ class RunConfig:
     log_every: int = option(POSITIVE.up_to(*STEPS))
     loggers: tuple[str, ...] = option(expected="a list of trackers such as [wandb,tensorboard]")
     project: str = option()
+    remote: str | None = option()
     restarts: int | str = option(at_least(0, "must be auto or a whole number, 0 or more"))
     spike_sigma: float = option(
         Range(
