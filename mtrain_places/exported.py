@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def _upload(place: Place, folder: Path) -> None:
         for file in own:
             target = place.at(file.relative_to(folder).as_posix())
             place.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            retried(lambda file=file, to=target: place.fs.put_file(str(file), to))  # type: ignore[misc]
+            retried(partial(place.fs.put_file, str(file), target))
         sent = {name: int(facts["size"]) for name, facts in retried(place.entries).items()}
     except Exception as error:  # of any file system
         raise ConfigError(f"HF_FOLDER={place.url}: cannot be written ({why(error)})") from error

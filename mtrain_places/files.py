@@ -70,11 +70,14 @@ class Place:
         self.fs.invalidate_cache()
         root = self.path.rstrip("/")
         found = self.fs.find(root, detail=True)
-        entries = {name.removeprefix(root).lstrip("/"): facts for name, facts in found.items()}
+        if root in found:
+            return {"": found[root]}
+        inside = {name: facts for name, facts in found.items() if name.startswith(f"{root}/")}
+        entries = {name.removeprefix(f"{root}/"): facts for name, facts in inside.items()}
         for name in entries:
             if ".." in PurePosixPath(name).parts or "\\" in name:
                 raise ValueError(f"the name {name!r} leads out of the folder")
-        return {name: facts for name, facts in entries.items() if not name.endswith("/")}
+        return {name: facts for name, facts in entries.items() if name and name[-1] != "/"}
 
     def at(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}" if name else self.path

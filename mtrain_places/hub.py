@@ -112,5 +112,7 @@ def explained(subject: str, repo: str, revision: str = "") -> Iterator[None]:
             what = f"the Hub refuses access ({status}); check your token and its rights"
             raise ConfigError(f"{subject}: {what}{token}") from error
         raise ConfigError(f"{subject}: the Hub failed ({why(error)})") from error
-    except OSError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of a proxy, a disk, or a server that is none of the Hub's
         raise ConfigError(f"{subject}: cannot be fetched ({why(error)})") from error

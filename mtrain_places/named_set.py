@@ -26,7 +26,7 @@ def copy_here(subject: str, name: str) -> Path:
     Raises ConfigError if the set or split does not exist, cannot be read, or holds images or audio.
     """
     query = name.partition("?")[2]
-    if (query and dict(parse_qsl(query)).keys() - {*_OPTIONS}) or ("?" in name and not query):
+    if "?" in name and (not query or dict(parse_qsl(query)).keys() - {*_OPTIONS}):
         raise ConfigError(f"{subject}: after ?, give split=NAME, name=CONFIGURATION or both, by &")
     repo, options = parts(name)
     revision, split = name.partition("?")[0].partition("@")[2], options["split"]

@@ -8,11 +8,13 @@ s3://bucket/runs/night/                     run.remote=s3://bucket/runs, run.nam
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import random
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,14 +112,10 @@ class RunPlace:
 
     def remove_checkpoint(self, step: int, files: dict[str, int]) -> None:
         """Remove the files of a checkpoint, its manifest first."""
-        inside = [
-            name for name in files if (found := _FILE.fullmatch(name)) and int(found[1]) == step
-        ]
+        inside = [name for name in files if name.startswith(f"checkpoints/step-{step}/")]
         for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
-            try:
-                retried(lambda name=name: self._place.fs.rm_file(self._place.at(name)))  # type: ignore[misc]
-            except FileNotFoundError:
-                pass
+            with contextlib.suppress(FileNotFoundError):
+                retried(partial(self._place.fs.rm_file, self._place.at(name)))
             files.pop(name)
 
 
@@ -128,7 +126,7 @@ def steps(files: dict[str, int], *, complete: bool = True) -> list[int]:
 
 
 def is_small_file(name: str) -> bool:
-    """Return whether the copy of a run has this file, by its path in the run, beside checkpoints."""
+    """Return whether the copy of a run has this file, which is none of a checkpoint."""
     first, is_inside, rest = name.partition("/")
     if is_inside:
         return first in _FOLDERS and ".." not in rest.split("/")
