@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents, keys, resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch.manifest import Manifest, ManifestError
-from mtrain_cli.launch.run_dir import RunDir, checkpoints_of, run_of
+from mtrain_cli.launch.manifest import Manifest
+from mtrain_cli.launch.run_dir import RunDir, run_of
 from mtrain_cli.launch.temporary_folders import private_folder
 from mtrain_cli.model.huggingface_config import require_new_folder
 from mtrain_cli.printable import printable
 from mtrain_cli.records.metrics import metrics_file, read_metrics
-from mtrain_cli.training.evaluation import EVALUATIONS_FILE
+from mtrain_cli.training.checkpointer import newest_intact
+from mtrain_cli.training.evaluation import read_evaluations
 from mtrain_places import files, hub, is_url
 from mtrain_places.files import Place, open_place, say, why
 from mtrain_places.run_place import PlaceError, retried
@@ -31,7 +32,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-@contextmanager
+@contextlib.contextmanager
 def delivery(source: Path, target: str, push: str | None, private: bool) -> Iterator[Path]:
     """Yield a folder to export to, and send it at the end, as `mtrain_places.delivery` says.
 
@@ -150,23 +151,19 @@ def _origin(config: Config) -> str:
 
 
 def _trained(source: Path, run: RunDir) -> Iterator[tuple[str, str]]:
-    try:
-        manifest = Manifest.read(checkpoints_of(source)[0])
-        tokens = manifest.trainer.get("tokens")
-        yield "Steps", f"{manifest.step:,}"
-        if isinstance(tokens, int):
-            yield "Tokens trained", f"{tokens:,}"
-        file = metrics_file(run.path)
-        losses = [(m.step, m.loss) for m in read_metrics(file) if m.loss is not None]
-        losses = [(step, loss) for step, loss in losses if step <= manifest.step]
-        if losses:
-            (first, begin), (last, end) = losses[0], losses[-1]
-            yield "Training loss", f"{begin:.4f} (step {first:,}) to {end:.4f} (step {last:,})"
-        rows = [json.loads(line) for line in (run.path / EVALUATIONS_FILE).read_text().splitlines()]
-        if rows := [row for row in rows if row.get("step", 0) <= manifest.step]:
-            yield "Held-out loss", f"{float(rows[-1]['loss']):.4f} (step {int(rows[-1]['step']):,})"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ManifestError):
-        return  # without these files, the card lacks the row
+    """Yield rows on steps, tokens and losses. A file that is missing or damaged gives none."""
+    unread = OSError, ValueError, LookupError, TypeError
+    manifest = newest_intact(source, Manifest.read, lambda _: None)
+    yield "Steps", f"{manifest.step:,}"
+    with contextlib.suppress(*unread):
+        yield "Tokens trained", f"{int(manifest.trainer['tokens']):,}"
+    with contextlib.suppress(*unread):
+        steps = [m for m in read_metrics(metrics_file(run.path)) if m.step <= manifest.step]
+        losses = [f"{m.loss:.4f} (step {m.step:,})" for m in steps if m.loss is not None]
+        yield "Training loss", f"{losses[0]} to {losses[-1]}"
+    with contextlib.suppress(*unread):
+        last = [e for e in read_evaluations(run.path)[0] if e.step <= manifest.step][-1]
+        yield "Held-out loss", f"{last.loss:.4f} (step {last.step:,})"
 
 
 def _facts(run: RunDir) -> dict[str, Any]:

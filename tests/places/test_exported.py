@@ -6,6 +6,7 @@ The Hub is a server on loopback, and huggingface_hub is the real package.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import fsspec
 import pytest
@@ -20,6 +21,7 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.launch.manifest import Manifest
 from mtrain_cli.model import huggingface
 from mtrain_cli.training import checkpointer
+from mtrain_cli.training.evaluation import Evaluation
 from mtrain_places import run_place
 
 BASE = f"/home/me/.cache/huggingface/hub/models--org--base/snapshots/{COMMIT}"
@@ -41,8 +43,10 @@ def run(tmp_path_factory):
     resolved_file.save(config, folder / "resolved.yaml")
     facts = {"command": ["mtrain", "train", "data.path=my <b>books</b>"], "gpus": ["H200", "H200"]}
     (folder / "environment.json").write_text(json.dumps(facts))
-    evaluation = {"step": 6, "loss": 3.25, "buckets": []}
-    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    for step, loss in ((6, 3.25), (8, 1.0)):  # the later one is not of this checkpoint
+        evaluation = Evaluation(step, loss, 64, 1, 0.1, "dense", ())
+        with (folder / "evaluations.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(evaluation)) + "\n")
     return folder
 
 

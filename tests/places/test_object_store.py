@@ -77,6 +77,7 @@ def test_a_run_resumes_from_the_store_after_its_machine_is_lost(tmp_path):
         assert len(kept_numbers(lost)) < STEPS, (tmp_path / "lost.log").read_text()
         time.sleep(0.5)  # its workers end with it
         shutil.rmtree(lost)
+        shutil.rmtree(tmp_path / "a")
         variables["XDG_CACHE_HOME"] = str(tmp_path / "b")  # another machine
 
         lines = mtrain(tmp_path, variables, *words, "--resume", "auto")
@@ -103,6 +104,10 @@ def test_a_run_resumes_from_the_store_after_its_machine_is_lost(tmp_path):
         )
 
         mtrain(tmp_path, variables, "checkpoint", "export", "lost", f"s3://{BUCKET}/hf")
-        mtrain(tmp_path, variables, "checkpoint", "export", "whole", "hf")
+        mtrain(tmp_path, variables, "checkpoint", "export", "lost", "hf")
+        mtrain(tmp_path, variables, "checkpoint", "export", "whole", "whole-hf")
         exported = {n.rpartition("/")[2]: store.cat_file(n) for n in store.find(f"{BUCKET}/hf")}
         assert exported == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+        assert (tmp_path / "whole-hf/model.safetensors").read_bytes() == exported[
+            "model.safetensors"
+        ]
