@@ -20,8 +20,9 @@ from mtrain_cli.printable import printable
 from mtrain_cli.records.metrics import metrics_file, read_metrics
 from mtrain_cli.training.checkpointer import newest_intact
 from mtrain_cli.training.evaluation import read_evaluations
-from mtrain_places import files, hub, is_url
+from mtrain_places import files, hub
 from mtrain_places.files import Place, open_place, say, why
+from mtrain_places.kinds import is_url
 from mtrain_places.run_place import PlaceError, retried
 
 CARD = "README.md"
@@ -34,7 +35,7 @@ _SETTINGS = (
 
 @contextlib.contextmanager
 def delivery(source: Path, target: str, push: str | None, private: bool) -> Iterator[Path]:
-    """Yield a folder to export to, and send it at the end, as `mtrain_places.delivery` says.
+    """Yield a folder to export to, and send it at the end, as `entry.delivery` says.
 
     What the user can mend is found at the beginning, since an export takes minutes.
 

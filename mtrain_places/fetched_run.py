@@ -12,8 +12,9 @@ from mtrain_cli.launch.job import decide_on_rank_zero
 from mtrain_cli.launch.manifest import NAME as MANIFEST
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.launch.run_dir import RUNS
-from mtrain_places import KEYS, local
+from mtrain_places import names
 from mtrain_places.files import say, why
+from mtrain_places.kinds import KEYS
 from mtrain_places.run_place import ID, PlaceError, RunPlace, is_small_file, steps
 
 _RESOLVED = "resolved.yaml"
@@ -121,7 +122,7 @@ def _make_data_local(file: Path) -> None:
         group, _, name = key.partition(".")
         value = raw.get(group, {}).get(name) if isinstance(raw, dict) else None
         if isinstance(value, str) and value.startswith("/"):
-            path = local(f"{key}=", value, kind)
+            path = names.local(f"{key}=", value, kind)
             changed |= path != value
             raw[group][name] = path
     if changed:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
-from mtrain_places import FOLDER, MODEL
 from mtrain_places.files import cache_root, locked, say, why
+from mtrain_places.kinds import FOLDER, MODEL
 
 _SMALL = ["*.json", "tokenizer*", "*.jinja"]
 _WEIGHTS = "*.safetensors"
@@ -102,8 +102,8 @@ def explained(subject: str, repo: str, revision: str = "") -> Iterator[None]:
         raise ConfigError(f"{subject}: no name of a repository ({why(error)})") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         if _offline():
-            what = "HF_HUB_OFFLINE is set, and the cache (HF_HOME) does not have it; fetch it once"
-            raise ConfigError(f"{subject}: no such folder here; {what} without it") from error
+            what = "no such folder here, nor in the cache of the Hub (HF_HOME), and HF_HUB_OFFLINE"
+            raise ConfigError(f"{subject}: {what} forbids to fetch it") from error
         what = f"no such folder here, and {constants.ENDPOINT} cannot be reached"
         raise ConfigError(f"{subject}: {what} ({why(error.__cause__ or error)})") from error
     except errors.HfHubHTTPError as error:

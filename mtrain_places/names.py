@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_places import DATA, TOKENIZER, files, hub, is_url, named_set
+from mtrain_places import files, hub, named_set
+from mtrain_places.kinds import DATA, TOKENIZER, is_url
 
 _HUB = "hf://"
 _FILES_OF_HUB = ("hf://datasets/", "hf://buckets/", "hf://spaces/", "hf://models/")
@@ -15,7 +16,7 @@ _FILES_OF_HUB = ("hf://datasets/", "hf://buckets/", "hf://spaces/", "hf://models
 
 @functools.cache
 def local(option: str, value: str, kind: str, known: object = None) -> str:
-    """Return the local path, as `mtrain_places.local`. A process asks for each place only once."""
+    """Return the local path, as `entry.local`. A process asks for each place only once."""
     subject = f"{option}{value}"
     if value.startswith("/"):
         return _again(option, value, kind)

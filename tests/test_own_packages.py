@@ -28,6 +28,12 @@ IMPORTED = {
         inference.engine inference.limits inference.model_source inference.sampling
         inference.scorer inference.text launch.environment reporting.evaluations reporting.table
     """,
+    "mtrain_places": """
+        config config.problem config.schema launch launch.job launch.manifest launch.run_dir
+        launch.temporary_folders model.huggingface_config printable records.metrics reporting
+        reporting.html training.callback training.checkpointer training.evaluation
+        training.trainer
+    """,
     "mtrain_trackers": """
         config config.schema launch.run_dir records.metrics training.callback
         training.evaluation training.trainer

@@ -328,7 +328,7 @@ class DataConfig:
     """The corpus, its tokenizer, and how its documents are packed.
 
     kind: format of the corpus
-    path: file or folder of the corpus; with data.mix, the folder that holds its corpora
+    path: file or folder of the corpus, or its URL; with data.mix, the folder with its corpora
     mix: weights of corpora by folder or file name, such as {code: 0.3, book: 0.7}, or a YAML file
         of them; null = one corpus
     tokenizer: bytes, the path of a Hugging Face tokenizer.json, or auto = the tokenizer of
@@ -439,8 +439,8 @@ class TrainConfig:
         gradient only; 0 = none (ST-MoE uses 0.001)
     balance_bias: experts: step of a bias in the router's choice, up for experts with few tokens,
         else down; 0 = none (DeepSeek-V3: 0.001)
-    init_from: Hugging Face folder (config.json and safetensors) with the initial weights, and the
-        model if no model=... is set; null = random weights
+    init_from: Hugging Face folder, or org/name@revision on the Hub, with the initial weights, and
+        the model if no model=... is set; null = random weights
     eval_every: steps between evaluations on the held-out sequences and of train.eval_tasks, besides
         those at the start and end; 0 = none
     eval_tasks: tasks of `mtrain eval` to measure during training: perplexity, niah

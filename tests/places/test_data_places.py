@@ -17,7 +17,8 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_places import files, local, names
+from mtrain_places import files, names
+from mtrain_places.entry import local
 
 SMALL = ["seq=64", "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2",
          "model.num_kv_heads=1", "model.head_dim=16", "model.intermediate_size=48",
@@ -194,6 +195,7 @@ def test_the_package_datasets_streams_a_named_set(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     with fake_hub(monkeypatch, tmp_path) as hub:
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         hub.sets["org/set"] = {
             "train.jsonl": b'{"text": "one"}\n{"text": "two"}\n',
             "test.jsonl": b'{"text": "three"}\n',

@@ -18,7 +18,8 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import Manifest, checksum, committed_steps
-from mtrain_places import fetched_run, follow, run_copy, run_place
+from mtrain_places import fetched_run, run_copy, run_place
+from mtrain_places.entry import follow
 
 URL = "memory://runs"
 
