@@ -175,8 +175,8 @@ def test_offline_without_a_cache(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert problem("train.init_from=org/small") == (
-        "train.init_from=org/small: no such folder here, nor in the cache of the Hub (HF_HOME), and "
-        "HF_HUB_OFFLINE forbids to fetch it"
+        "train.init_from=org/small: no such folder here, nor in the cache of the Hub (HF_HOME), "
+        "and HF_HUB_OFFLINE forbids to fetch it"
     )
 
 
