@@ -26,6 +26,7 @@ from mtrain_places.kinds import is_url
 from mtrain_places.run_place import PlaceError, retried
 
 CARD = "README.md"
+_PROBE = "SHA256SUMS"  # shows whether the place can be written; every export has this file
 _SETTINGS = (
     "seq", "mask.kind", "sparsity.pattern", "data.kind", "data.document_mask", "optim.lr",
     "optim.schedule", "optim.warmup_steps", "optim.weight_decay", "train.steps",
@@ -61,13 +62,17 @@ def _empty_place(url: str) -> Place:
     subject = f"HF_FOLDER={url}"
     place = open_place(subject, url)
     try:
-        taken = retried(place.entries)
-    except FileNotFoundError:
         taken = {}
-    except PlaceError as error:
-        raise ConfigError(f"{subject}: cannot be used ({error})") from error
+        with contextlib.suppress(FileNotFoundError):
+            taken = retried(place.entries)
+        if not taken:
+            retried(partial(place.write, _PROBE, b""))
+    except (PlaceError, FileNotFoundError) as error:  # or no such bucket
+        raise ConfigError(f"{subject}: cannot be written ({why(error)})") from error
     if taken:
         raise ConfigError(f"{subject}: has files already, such as {min(taken)}; give a new folder")
+    with contextlib.suppress(Exception):  # it is written again, or was not there
+        place.fs.rm_file(place.at(_PROBE))
     return place
 
 
@@ -77,9 +82,7 @@ def _upload(place: Place, folder: Path) -> None:
     own.sort(key=lambda path: (path.name == "config.json", path))
     try:
         for file in own:
-            target = place.at(file.relative_to(folder).as_posix())
-            place.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            retried(partial(place.fs.put_file, str(file), target))
+            retried(partial(place.put, file, file.relative_to(folder).as_posix()))
         sent = {name: int(facts["size"]) for name, facts in retried(place.entries).items()}
     except Exception as error:  # of any file system
         raise ConfigError(f"HF_FOLDER={place.url}: cannot be written ({why(error)})") from error

@@ -33,6 +33,7 @@ THREADS = 8
 _PROGRESS_S = 10.0
 _LONGEST_NAME = 200  # bytes of a file name; most file systems allow 255
 _MOST_META = 64 << 20  # bytes of a meta.json
+_HAVE_FOLDERS = {"file", "memory", "sftp", "ftp", "smb", "hdfs", "webhdfs"}
 # What tells versions of a file apart, as the file systems of fsspec name it.
 _VERSION = (
     "size", "ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified",
@@ -82,6 +83,20 @@ class Place:
     def at(self, name: str) -> str:
         return f"{self.path.rstrip('/')}/{name}" if name else self.path
 
+    def put(self, file: Path, name: str) -> None:
+        """Write a file. Object stores show it when it is complete."""
+        self.fs.put_file(str(file), self._writable(name))
+
+    def write(self, name: str, content: bytes) -> None:
+        self.fs.pipe_file(self._writable(name), content)
+
+    def _writable(self, name: str) -> str:
+        target, protocol = self.at(name), self.fs.protocol
+        # On an object store, this would make a missing bucket.
+        if _HAVE_FOLDERS & {*([protocol] if isinstance(protocol, str) else protocol)}:
+            self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        return target
+
 
 def open_place(subject: str, url: str) -> Place:
     """Return the place of a URL. subject: begins messages, such as ``data.path=s3://bucket/a``.
@@ -123,6 +138,7 @@ def cached(subject: str, url: str, version: str, base: str, fill: Callable[[Path
                     partial = Path(tempfile.mkdtemp(prefix=f".{version}.tmp", dir=entry.parent))
                     try:
                         fill(partial / base)
+                        _date(partial, version)
                         os.rename(partial, entry)
                     finally:
                         shutil.rmtree(partial, ignore_errors=True)
@@ -223,6 +239,16 @@ def _of_store(place: Place, entries: dict[str, Any]) -> dict[str, Any]:
     if missing := sorted(wanted - entries.keys() - {"tokenizer.json"}):
         raise ConfigError(f"{place.url}: meta.json names {missing[0]}, which is not there")
     return {name: facts for name, facts in entries.items() if name in wanted}
+
+
+def _date(folder: Path, version: str) -> None:
+    """Give files a time that follows from the version, so that a copy made later is the same.
+
+    The identity of a corpus has the times of its files.
+    """
+    seconds = int(version[:7], 16)
+    for path in folder.rglob("*"):
+        os.utime(path, (seconds, seconds))
 
 
 @contextmanager

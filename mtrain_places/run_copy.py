@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _POLL_S = 1.0
 _SMALL_FILES_S = 60.0  # from one look at metrics.jsonl and the like to the next
 _OTHER_NODES_S = 600.0  # to wait for the files of other nodes
+_QUIET_S = 5.0  # to wait without a line
 END_S = 1800.0  # to wait for the last checkpoint when training ends
 _END_AFTER_ERROR_S = 30.0
 
@@ -85,7 +86,11 @@ class RunCopy(Callback):
     def _end(self, patience: float) -> None:
         self._ended.set()
         if self._thread.ident is not None:
-            self._thread.join(patience)
+            self._thread.join(quiet := min(patience, _QUIET_S))
+            if self._thread.is_alive() and quiet < patience:
+                self._say(f"waits for the last files, at most {patience - quiet:g} seconds")
+                self.after_step()
+                self._thread.join(patience - quiet)
         if self._thread.is_alive():
             self._say(f"is not complete after {patience:g} seconds, and is left", warning=True)
         self.after_step()

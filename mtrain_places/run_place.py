@@ -88,23 +88,18 @@ class RunPlace:
 
     def put(self, file: Path, name: str) -> None:
         """Write a file. Raises FileNotFoundError if it is gone here."""
-        fs, target = self._place.fs, self._place.at(name)
-
-        def put() -> None:
-            fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            fs.put_file(str(file), target)
-
-        file.stat()
-        retried(put)
+        try:
+            retried(partial(self._place.put, file, name))
+        except FileNotFoundError as error:
+            if not file.exists():
+                raise
+            raise PlaceError(why(error)) from error
 
     def write(self, name: str, content: bytes) -> None:
-        fs, target = self._place.fs, self._place.at(name)
-
-        def write() -> None:
-            fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            fs.pipe_file(target, content)
-
-        retried(write)
+        try:
+            retried(partial(self._place.write, name, content))
+        except FileNotFoundError as error:  # no such bucket
+            raise PlaceError(why(error)) from error
 
     def get(self, name: str, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)

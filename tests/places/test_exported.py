@@ -82,11 +82,12 @@ def test_a_place_with_files_is_refused_before_the_export(run, place):
     )
 
 
-def test_a_place_that_fails_is_one_line(run, monkeypatch):
-    def put_file(*_, **__):
+@pytest.mark.parametrize("method", ["pipe_file", "put_file"])
+def test_a_place_that_fails_is_one_line(run, monkeypatch, method):
+    def refuse(*_, **__):
         raise PermissionError("access denied")
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    monkeypatch.setattr(MemoryFileSystem, method, refuse)
     done = export(run, "memory://models/mine")
     assert done.exit_code == 2
     assert done.output == (

@@ -32,6 +32,21 @@ def mtrain(folder: Path, variables: dict[str, str], *words: str) -> list[str]:
     return (done.stdout + done.stderr).splitlines()
 
 
+def refused(folder: Path, variables: dict[str, str], *words: str) -> str:
+    """Return the one line with which a command refuses."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mtrain_cli", *words],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
 def kept_numbers(run: Path) -> list[tuple]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
@@ -108,6 +123,13 @@ def test_a_run_resumes_from_the_store_after_its_machine_is_lost(tmp_path):
         mtrain(tmp_path, variables, "checkpoint", "export", "whole", "whole-hf")
         exported = {n.rpartition("/")[2]: store.cat_file(n) for n in store.find(f"{BUCKET}/hf")}
         assert exported == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+        export = ["checkpoint", "export", "lost", "s3://nosuch/hf"]
+        assert "HF_FOLDER=s3://nosuch/hf: cannot be written" in refused(
+            tmp_path, variables, *export
+        )
+        start = [*settings, "run.name=none", "run.remote=s3://nosuch/runs"]
+        assert "run.remote=s3://nosuch/runs: cannot be used" in refused(tmp_path, variables, *start)
+        assert not store.exists("nosuch")
         assert (tmp_path / "whole-hf/model.safetensors").read_bytes() == exported[
             "model.safetensors"
         ]
