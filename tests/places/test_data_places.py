@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -88,6 +90,31 @@ def test_a_file_is_copied_once_and_again_when_it_changes(machine, monkeypatch):
     second = local("data.path=", "memory://a.txt", "data")
     assert Path(second).read_bytes() == b"other"
     assert Path(first).read_bytes() == b"first"  # a run that resumes keeps its data
+
+
+def test_of_several_processes_one_copies(machine, monkeypatch):
+    machine.pipe_file("/a.txt", b"first")
+    read, get = [], MemoryFileSystem.get_file
+
+    def slowly(self, *rest, **options):
+        read.append(rest)
+        time.sleep(0.05)
+        get(self, *rest, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", slowly)
+    with ThreadPoolExecutor(4) as pool:  # locks of files hold between threads, too
+        jobs = [pool.submit(files.copy_here, "data.path=", "memory://a.txt") for _ in range(4)]
+    assert {job.result().read_bytes() for job in jobs} == {b"first"}
+    assert len(read) == 1
+
+
+def test_a_copy_made_again_is_the_same_corpus(machine, tmp_path):
+    machine.pipe_file("/a.jsonl", text(1).encode())
+    mtrain("data", "prepare", "memory://a.jsonl", "store")
+    names.local.cache_clear()
+    shutil.rmtree(tmp_path / "cache")
+    time.sleep(0.01)
+    assert "Already complete" in mtrain("data", "prepare", "memory://a.jsonl", "store")
 
 
 def test_of_a_token_store_only_its_files_are_copied(machine):

@@ -63,8 +63,13 @@ def export(run, *words):
     return CliRunner().invoke(app, ["checkpoint", "export", str(run), *words])
 
 
-def test_an_export_to_a_url_has_the_bytes_of_one_to_a_folder(run, place, tmp_path):
+def test_an_export_to_a_url_has_the_bytes_of_one_to_a_folder(run, place, tmp_path, monkeypatch):
+    sent, put = [], MemoryFileSystem.put_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "put_file", lambda self, *a, **k: sent.append(a[1]) or put(self, *a, **k)
+    )
     done = export(run, "memory://models/mine")
+    assert sent[-1] == "/models/mine/config.json"  # so half an export is no model
     assert done.exit_code == 0, done.output
     assert "Wrote memory://models/mine: step 6" in done.output
     assert export(run, "here").exit_code == 0

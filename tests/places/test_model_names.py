@@ -89,7 +89,7 @@ def test_a_tokenizer_may_be_a_name(hub, tmp_path):
     words = ["data=text", "data.path=a.txt", "data.tokenizer=org/small", "model.vocab_size=300"]
     tokenizer = compose(words).data.tokenizer
     assert tokenizer.endswith(f"snapshots/{COMMIT}/tokenizer.json")
-    done = CliRunner().invoke(app, ["data", "prepare", "a.txt", "s", "--tokenizer", "org/small"])
+    done = CliRunner().invoke(app, ["data", "prepare", "a.txt", "s", "--tokenizer=org/small"])
     assert done.exit_code == 0, done.output
     assert hub.downloads.count("tokenizer.json") == 1
     assert "model.safetensors" not in hub.downloads
@@ -128,9 +128,11 @@ def test_a_cached_model_needs_no_network(hub, monkeypatch):
 def test_a_run_that_resumes_keeps_its_commit_and_asks_nobody(hub):
     saved = compose(["train.init_from=org/small", "seq=64"])
     names.local.cache_clear()
-    hub.models.clear()
+    hub.tokens.clear()
     kept = resume(saved, ["train.init_from=org/small", "train.steps=90"])
     assert kept.train.init_from == saved.train.init_from
+    assert not hub.tokens
+    hub.models.clear()
     with pytest.raises(ConfigError, match=r"train\.init_from=org/small@0000000"):
         resume(saved, [f"train.init_from=org/small@{'0' * 40}"])
 

@@ -18,8 +18,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import Manifest, checksum, committed_steps
-from mtrain_places import fetched_run, run_copy, run_place
-from mtrain_places.entry import follow
+from mtrain_places import entry, fetched_run, run_copy, run_place
 
 URL = "memory://runs"
 
@@ -46,7 +45,7 @@ class Run:
         for node in range(nodes):
             environment = SimpleNamespace(rank=node, local_workers=1 if nodes > 1 else 2)
             trainer = SimpleNamespace(config=config, environment=environment, step=step)
-            copy = follow(trainer, SimpleNamespace(path=folder), self.message)
+            copy = entry.follow(trainer, SimpleNamespace(path=folder), self.message)
             self.copies.append(copy)
         for copy in self.copies:
             copy.before_training()
@@ -92,8 +91,8 @@ def complete(store, name="night"):
     found = []
     for manifest in store.glob(f"/runs/{name}/checkpoints/step-*/manifest.json"):
         folder = manifest.rpartition("/")[0]
-        for file, entry in json.loads(store.cat_file(manifest))["files"].items():
-            assert len(store.cat_file(f"{folder}/{file}")) == entry["bytes"]
+        for file, facts in json.loads(store.cat_file(manifest))["files"].items():
+            assert len(store.cat_file(f"{folder}/{file}")) == facts["bytes"]
         found.append(int(folder.rpartition("-")[2]))
     return sorted(found)
 
@@ -318,6 +317,15 @@ def test_a_lost_run_comes_back_with_its_newest_checkpoint(tmp_path):
     }
     assert not fetched_run.fetch(URL, tmp_path / "other")
     assert not list(tmp_path.glob(".*fetch*"))
+
+
+@pytest.mark.parametrize(
+    ("resume", "words"), [(f"{URL}/night", []), ("night", ["seq=8", f"run.remote={URL}"])]
+)
+def test_resume_takes_the_place_of_a_run(tmp_path, resume, words):
+    copied(tmp_path, 2).folder.rename(tmp_path / "lost")
+    assert entry.fetch_named(resume, words) == "night"
+    assert committed_steps(tmp_path / "runs" / "night" / "checkpoints") == [2]
 
 
 def test_a_run_here_gets_only_what_is_newer(store, tmp_path):
