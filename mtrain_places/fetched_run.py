@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
@@ -13,7 +14,7 @@ from mtrain_cli.launch.manifest import NAME as MANIFEST
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.launch.run_dir import RUNS
 from mtrain_places import names
-from mtrain_places.files import say, why
+from mtrain_places.files import THREADS, format_bytes, say, why
 from mtrain_places.kinds import KEYS
 from mtrain_places.run_place import ID, PlaceError, RunPlace, is_small_file, steps
 
@@ -98,9 +99,12 @@ def _checkpoint(subject: str, place: RunPlace, partial: Path, files: dict[str, i
         try:
             place.get(prefix + MANIFEST, target / MANIFEST)
             manifest = Manifest.read(target)
-            say(f"{subject}: fetching the checkpoint of step {step} of {place.url}")
-            for name in manifest.files:
-                place.get(prefix + name, target / name)
+            size = sum(entry.bytes for entry in manifest.files.values())
+            say(f"{subject}: fetching step {step} of {place.url}, {format_bytes(size)}")
+            with ThreadPoolExecutor(THREADS) as pool:
+                jobs = [pool.submit(place.get, prefix + n, target / n) for n in manifest.files]
+            for job in jobs:
+                job.result()
             damage = manifest.problems(target)
         except ManifestError as error:
             damage = [str(error)]

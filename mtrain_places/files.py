@@ -90,10 +90,19 @@ class Place:
     def write(self, name: str, content: bytes) -> None:
         self.fs.pipe_file(self._writable(name), content)
 
+    def remove_empty(self, name: str) -> None:
+        """Remove an empty folder. An object store has none."""
+        if self._has_folders:
+            self.fs.rmdir(self.at(name))
+
+    @property
+    def _has_folders(self) -> bool:
+        protocol = self.fs.protocol
+        return bool(_HAVE_FOLDERS & {*([protocol] if isinstance(protocol, str) else protocol)})
+
     def _writable(self, name: str) -> str:
-        target, protocol = self.at(name), self.fs.protocol
-        # On an object store, this would make a missing bucket.
-        if _HAVE_FOLDERS & {*([protocol] if isinstance(protocol, str) else protocol)}:
+        target = self.at(name)
+        if self._has_folders:  # on an object store, this would make a missing bucket
             self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         return target
 
@@ -197,10 +206,10 @@ def get(subject: str, place: Place, sizes: dict[str, int], target: Path) -> None
     target.parent.mkdir(parents=True, exist_ok=True)
     if total > (free := shutil.disk_usage(target.parent).free):
         raise ConfigError(
-            f"{subject}: needs {_gib(total)}, and {target.parent} has {_gib(free)} free; make "
-            "room, or set XDG_CACHE_HOME to another disk"
+            f"{subject}: needs {format_bytes(total)}, and {target.parent} has {format_bytes(free)} "
+            "free; make room, or set XDG_CACHE_HOME to another disk"
         )
-    say(f"{subject}: copying {len(sizes):,} files, {_gib(total)}")
+    say(f"{subject}: copying {len(sizes):,} files, {format_bytes(total)}")
     shown, done = time.monotonic(), 0
 
     def copy(name: str) -> int:
@@ -219,7 +228,9 @@ def get(subject: str, place: Place, sizes: dict[str, int], target: Path) -> None
                 done += job.result()
                 if time.monotonic() - shown > _PROGRESS_S:
                     shown = time.monotonic()
-                    say(f"{subject}: {number:,} of {len(jobs):,} files, {_gib(done)} copied")
+                    say(
+                        f"{subject}: {number:,} of {len(jobs):,} files, {format_bytes(done)} copied"
+                    )
         except Exception as error:  # of any file system
             pool.shutdown(cancel_futures=True)
             raise ConfigError(f"{subject}: cannot be copied ({why(error)})") from error
@@ -259,5 +270,5 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _gib(count: int) -> str:
+def format_bytes(count: int) -> str:
     return f"{count / 2**30:,.2f} GiB" if count >= 1 << 26 else f"{count / 2**20:,.2f} MiB"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _SMALL_FILES_S = 60.0  # from one look at metrics.jsonl and the like to the next
+_LATE_S = 60.0  # for a checkpoint to be seen on other nodes
 _OTHER_NODES_S = 600.0  # to wait for the files of other nodes
 _QUIET_S = 5.0  # to wait without a line
 END_S = 1800.0  # to wait for the last checkpoint when training ends
@@ -56,6 +57,7 @@ class RunCopy(Callback):
         self._sent_files: dict[str, tuple[int, int]] = {}
         self._looked = 0.0  # when the small files were looked at
         self._sent_step, self._tried_step = -1, -2
+        self._begun_step = -1  # the last one whose save has begun
         self._has_id = False
         self._links = run_dir.path / f"uploading-{environment.rank}"
         self._ended = threading.Event()
@@ -76,6 +78,9 @@ class RunCopy(Callback):
             while True:
                 line, is_warning = self._lines.get_nowait()
                 self._message(line, warning=is_warning)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._begun_step = step
 
     def on_error(self, error: Exception) -> None:  # noqa: ARG002 - a hook
         self._end(_END_AFTER_ERROR_S)
@@ -124,15 +129,21 @@ class RunCopy(Callback):
                 self._lines.put((f"{error}; the run is not copied", True))
                 return
             except Exception as error:  # a copy must never end a training
-                self._tried_step = max(committed_steps(self._folder / "checkpoints"), default=-1)
+                self._tried_step = self._newest()
                 last = f"step {self._sent_step}" if self._sent_step >= 0 else "no checkpoint"
                 when = "" if ended else "; tried again with the next checkpoint"
                 self._say(f"failed ({why(error)}); it has {last}{when}", warning=True)
         if self._first and self._sent_step >= 0:
             self._say(f"{self._place.url} has the checkpoint of step {self._sent_step}")
 
+    def _newest(self) -> int:
+        return max(committed_steps(self._folder / "checkpoints"), default=-1)
+
     def _copy(self, ended: bool) -> None:
-        newest = max(committed_steps(self._folder / "checkpoints"), default=-1)
+        newest, until = self._newest(), time.monotonic() + _LATE_S
+        while ended and not self._first and newest < self._begun_step and time.monotonic() < until:
+            time.sleep(_POLL_S)  # a shared disk may show the files of another node later
+            newest = self._newest()
         is_new = newest > self._sent_step and (ended or newest != self._tried_step)
         is_due = time.monotonic() - self._looked > _SMALL_FILES_S and newest != self._tried_step
         if not (is_new or is_due or ended):

@@ -112,6 +112,8 @@ class RunPlace:
             with contextlib.suppress(FileNotFoundError):
                 retried(partial(self._place.fs.rm_file, self._place.at(name)))
             files.pop(name)
+        with contextlib.suppress(Exception):  # an empty folder does no harm
+            self._place.remove_empty(f"checkpoints/step-{step}")
 
 
 def steps(files: dict[str, int], *, complete: bool = True) -> list[int]:
