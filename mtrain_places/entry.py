@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
     from mtrain_cli.training.callback import Callback
 
-# By the metavar of an argument or option. An option --tokenizer of a folder has another one.
+# By the metavar of an argument or option, else by the name of an option.
 _WORDS = {
     "MODEL": MODEL, "HF_FOLDER_OR_RUN": MODEL, "SOURCE": DATA, "PATH": DATA,
-    "bytes|FILE": TOKENIZER, "bytes|bpe|FILE": TOKENIZER,
+    "bytes|FILE": TOKENIZER, "bytes|bpe|FILE": TOKENIZER, "--tokenizer": FOLDER,
 }  # fmt: skip
 
 
@@ -70,7 +70,9 @@ def local_words(args: list[str], given: Sequence[tuple[Any, Any]]) -> list[str]:
     """
     for param, value in given:
         option = max(param.opts, key=len) if param.param_type_name == "option" else ""
-        kind = _WORDS.get(param.metavar, FOLDER if option == "--tokenizer" else None)
+        kind = _WORDS.get(param.metavar, _WORDS.get(option))
+        if param.metavar == "HF_FOLDER" and any(other.name == "run" for other, _ in given):
+            kind = MODEL  # of `mtrain checkpoint import`; an export writes its folder
         if kind is not None:
             path = local(f"{option} " if option else f"{param.metavar}=", value, kind)
             ends = {value: path, f"{option}={value}": f"{option}={path}"}
@@ -83,16 +85,18 @@ def fetch_named(resume: str, words: Sequence[str]) -> str:
 
     resume: a name, a folder, or the URL of the run. words: those of the command; `run.remote` of
     them holds the run if resume is no URL.
+
+    Raises ConfigError if the place cannot be read, or the URL has no run.
     """
     remotes = [word.partition("=")[2] for word in words if word.startswith("run.remote=")]
-    if is_url(resume):
-        remote, _, resume = resume.rstrip("/").rpartition("/")
-        remotes = [remote]
-    if remotes and is_url(remotes[-1]):
+    remote, _, name = resume.rstrip("/").rpartition("/") if is_url(resume) else ("", "", resume)
+    if remote or (remotes and is_url(remotes[-1])):
         from mtrain_places import fetched_run
 
-        fetched_run.fetch(remotes[-1], fetched_run.folder_of(resume))
-    return resume
+        found = fetched_run.fetch(remote or remotes[-1], fetched_run.folder_of(name))
+        if remote and not found:
+            raise ConfigError(f"--resume {resume}: no run with a complete checkpoint there")
+    return name
 
 
 def fetch_run(config: Config) -> None:

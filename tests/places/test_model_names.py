@@ -101,6 +101,12 @@ def test_generate_takes_a_name():
     assert done.exit_code == 0, done.output
 
 
+def test_a_name_is_imported_as_a_run(tmp_path):
+    done = CliRunner().invoke(app, ["checkpoint", "import", "org/small", "started"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "started/checkpoints/step-0/manifest.json").is_file()
+
+
 def test_a_folder_of_that_name_wins_and_is_said(hub, tmp_path, capsys):
     small_model(tmp_path / "org" / "small")
     config = compose(["train.init_from=org/small", "seq=64"])

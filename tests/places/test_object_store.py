@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from places.object_store import BUCKET, files, object_store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 40
 
 

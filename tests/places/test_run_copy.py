@@ -326,6 +326,8 @@ def test_resume_takes_the_place_of_a_run(tmp_path, resume, words):
     copied(tmp_path, 2).folder.rename(tmp_path / "lost")
     assert entry.fetch_named(resume, words) == "night"
     assert committed_steps(tmp_path / "runs" / "night" / "checkpoints") == [2]
+    with pytest.raises(ConfigError, match="--resume memory://runs/day: no run with a complete"):
+        entry.fetch_named(f"{URL}/day", words)
 
 
 def test_a_run_here_gets_only_what_is_newer(store, tmp_path):
