@@ -37,7 +37,9 @@ _LATE_S = 60.0  # for a checkpoint to be seen on other nodes
 _OTHER_NODES_S = 600.0  # to wait for the files of other nodes
 _QUIET_S = 5.0  # to wait without a line
 END_S = 1800.0  # to wait for the last checkpoint when training ends
+_END_AFTER_FAILURE_S = 120.0
 _END_AFTER_ERROR_S = 30.0
+_START_S = 30.0
 
 
 class RunCopy(Callback):
@@ -62,13 +64,8 @@ class RunCopy(Callback):
         self._links = run_dir.path / f"uploading-{environment.rank}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="run.remote", daemon=True)
-        if self._first:
-            try:
-                self._claim()
-            except PlaceError as error:
-                if trainer.step == 0:
-                    raise ConfigError(f"{self._subject}: cannot be used ({error})") from error
-                self._say(f"cannot be reached ({error}); training goes on", warning=True)
+        if self._first and trainer.step == 0:
+            self._claim_at_start()
 
     def before_training(self) -> None:
         self._thread.start()
@@ -86,7 +83,8 @@ class RunCopy(Callback):
         self._end(_END_AFTER_ERROR_S)
 
     def close(self) -> None:
-        self._end(END_S)
+        # A store that has just failed is not worth a long wait.
+        self._end(END_S if self._tried_step < 0 else min(END_S, _END_AFTER_FAILURE_S))
 
     def _end(self, patience: float) -> None:
         self._ended.set()
@@ -102,6 +100,26 @@ class RunCopy(Callback):
 
     def _say(self, line: str, *, warning: bool = False) -> None:
         self._lines.put((f"{self._subject}: {line}", warning))
+
+    def _claim_at_start(self) -> None:
+        """Claim the place in limited time, since the other workers wait. May raise ConfigError."""
+        problems: list[Exception] = []
+
+        def claim() -> None:
+            try:
+                self._claim()
+            except Exception as error:  # the other thread raises it
+                problems.append(error)
+
+        thread = threading.Thread(target=claim, daemon=True)
+        thread.start()
+        thread.join(_START_S)
+        if thread.is_alive():
+            raise ConfigError(f"{self._subject}: does not answer for {_START_S:g} seconds")
+        for error in problems:
+            if isinstance(error, ConfigError):
+                raise error
+            raise ConfigError(f"{self._subject}: cannot be used ({why(error)})") from error
 
     def _claim(self) -> None:
         """Make the place that of this run. Raise ConfigError if it is another run's."""

@@ -286,7 +286,18 @@ def test_a_new_run_needs_a_place_that_works(tmp_path, monkeypatch):
         Run(tmp_path / "night")
     run = Run(tmp_path / "night", step=4)  # a run that resumes goes on
     run.close()
-    assert "cannot be reached (access denied); training goes on" in run.warnings[0]
+    assert "failed (access denied); it has no checkpoint" in run.warnings[0]
+
+
+def test_a_new_run_waits_only_so_long_for_an_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_copy, "_START_S", 0.1)
+    hang = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: hang.wait(20))
+    with pytest.raises(ConfigError, match=r"memory://runs: does not answer for 0\.1 seconds"):
+        Run(tmp_path / "night")
+    run = Run(tmp_path / "night", step=4)  # a run that resumes does not wait
+    hang.set()
+    run.close()
 
 
 def copied(tmp_path, *steps):
