@@ -58,7 +58,9 @@ class RunCopy(Callback):
         self._own = tuple(f"__{rank}_" for rank in ranks)
         self._sent_files: dict[str, tuple[int, int]] = {}
         self._looked = 0.0  # when the small files were looked at
+        # The newest checkpoint that is there, and the one of the last attempt if that failed.
         self._sent_step, self._tried_step = -1, -2
+        self._failing = False  # whether the last attempt failed
         self._begun_step = -1  # the last one whose save has begun
         self._has_id = False
         self._links = run_dir.path / f"uploading-{environment.rank}"
@@ -84,7 +86,7 @@ class RunCopy(Callback):
 
     def close(self) -> None:
         # A store that has just failed is not worth a long wait.
-        self._end(END_S if self._tried_step < 0 else min(END_S, _END_AFTER_FAILURE_S))
+        self._end(min(END_S, _END_AFTER_FAILURE_S) if self._failing else END_S)
 
     def _end(self, patience: float) -> None:
         self._ended.set()
@@ -147,7 +149,7 @@ class RunCopy(Callback):
                 self._lines.put((f"{error}; the run is not copied", True))
                 return
             except Exception as error:  # a copy must never end a training
-                self._tried_step = self._newest()
+                self._failing = True
                 last = f"step {self._sent_step}" if self._sent_step >= 0 else "no checkpoint"
                 when = "" if ended else "; tried again with the next checkpoint"
                 self._say(f"failed ({why(error)}); it has {last}{when}", warning=True)
@@ -166,15 +168,16 @@ class RunCopy(Callback):
         is_due = time.monotonic() - self._looked > _SMALL_FILES_S and newest != self._tried_step
         if not (is_new or is_due or ended):
             return
+        self._tried_step = newest
         if self._first:
             if not self._has_id:
                 self._claim()
-            if ended:
-                self._write_page()
             self._send_small_files()
         if is_new:
             self._send_checkpoint(newest)
-            self._tried_step = -2
+        if ended and self._first:
+            self._write_page()  # last, since the machine may be taken away
+        self._tried_step, self._failing = -2, False
 
     def _send_small_files(self) -> None:
         self._looked = time.monotonic()

@@ -196,9 +196,11 @@ def test_a_store_that_fails_twice_is_tried_again(store, tmp_path, monkeypatch):
 
 
 def test_a_store_that_fails_is_left_until_the_next_checkpoint(store, tmp_path, monkeypatch):
-    is_away = True
+    is_away = False
     recorded(monkeypatch, "put_file", fail_while(lambda *_: is_away))
     run = Run(tmp_path / "night")
+    run.wait(lambda: store.exists("/runs/night/resolved.yaml"))
+    is_away = True
     run.save(2)
     run.wait(lambda: run.warnings)
     time.sleep(0.2)
