@@ -37,6 +37,12 @@ IMPORTED = {
         config.data_kinds config.schema data.checked_files data.corpora data.text_files
         data.token_documents data.tokenizers
     """,
+    "mtrain_places": """
+        config config.problem config.schema launch launch.job launch.manifest launch.run_dir
+        launch.temporary_folders model.huggingface_config printable records.metrics reporting
+        reporting.html training.callback training.checkpointer training.evaluation
+        training.trainer
+    """,
     "mtrain_mds": """
         commands.data_output config config.data_kinds config.schema console data.checked_files
         data.corpora data.store data.text_files data.token_cache data.tokenizers

@@ -90,6 +90,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         parser: Any = self.make_parser(ctx)
         given, _, order = parser.parse_args(list(args))
+        for places in () if ctx.resilient_parsing else plugins.places():
+            args = places.local_words(args, [(param, given[param.name]) for param in order])
         for param in () if ctx.resilient_parsing else order:
             is_option, value = param.param_type_name == "option", given[param.name]
             name = max(param.opts, key=len) if is_option else param.metavar
