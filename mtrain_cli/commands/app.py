@@ -22,7 +22,6 @@ from mtrain_cli.commands import (
     checkpoint,
     config,
     data,
-    data_needles,
     doctor,
     evaluate,
     generate,
@@ -260,7 +259,6 @@ app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
-assert data_needles.app is data.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
