@@ -235,6 +235,7 @@ def test_adapters_have_a_higher_rate(folder):
     assert peak_learning_rate(config) == ADAPTERS_LR
 
 
+@pytest.mark.slow
 def test_only_a_run_with_adapters_exports_them(tmp_path, folder):
     config = created(*words(folder, "train.lora.rank=0", f"run.dir={tmp_path / 'run'}"))
     gloo.run(1, trained, config.changed(topology={"workers": 1}), 0)
