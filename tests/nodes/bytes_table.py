@@ -1,6 +1,6 @@
-"""Count the bytes between nodes for each exchange, and print the table of docs.
+"""Count the bytes between nodes for each exchange, and print the table of the documents.
 
-    PYTHONPATH=. python -m nodes.bytes_table        in the folder tests/, as root on Linux
+Start it as root on Linux: ``PYTHONPATH=.:tests python -m nodes.bytes_table``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,21 @@ EXCHANGES = (
 SHAPES = (2, 1), (2, 2), (3, 1), (4, 2)  # nodes, workers of each
 STEPS, MORE = 1, 3  # of the shorter run, and how many more the longer has
 # A window, so that `group_cast` sends less than everything. 24 heads for Ulysses of 2, 3, 4 and 8.
-SETTINGS = (
-    "topology.device=cpu seq=1536 mask=sliding_window mask.window=256 topology.layout=contiguous "
-    "model.num_layers=2 model.num_heads=24 model.num_kv_heads=24 model.head_dim=8 "
-    "train.checkpoint_at_end=false data=text data.document_mask=false run.name=run"
-).split()
+SETTINGS = [
+    "topology.device=cpu",
+    "seq=1536",
+    "mask=sliding_window",
+    "mask.window=256",
+    "topology.layout=contiguous",
+    "model.num_layers=2",
+    "model.num_heads=24",
+    "model.num_kv_heads=24",
+    "model.head_dim=8",
+    "train.checkpoint_at_end=false",
+    "data=text",
+    "data.document_mask=false",
+    "run.name=run",
+]
 
 
 @dataclass(frozen=True)
@@ -41,14 +51,18 @@ class Counted:
     """What a run with an exchange sent.
 
     links: bytes per step that left and reached each node, [2, nodes].
-    gloo, plan: the planned bytes, on the routes of gloo and on direct ones.
+    gloo: the planned bytes, on the routes of gloo.
     losses: of all steps.
     """
 
     links: np.ndarray
     gloo: planned_links.Links
-    plan: planned_links.Links
     losses: list[float]
+
+    def describe(self) -> str:
+        """Return the planned and the counted megabytes of the busiest node and direction."""
+        busiest = np.unravel_index(self.gloo.total.argmax(), self.gloo.total.shape)
+        return f"{self.gloo.total[busiest] / 1e6:.3f} / {self.links[busiest] / 1e6:.3f}"
 
     @property
     def ratio(self) -> float:
@@ -64,10 +78,13 @@ def write_text(folder: Path) -> str:
     return f"data.path={folder / 'text.txt'}"
 
 
-def settings(exchange: str) -> list[str]:
-    if exchange == "ulysses":
-        return ["topology.exchange=ulysses"]
-    return [f"topology.exchange={exchange}"]
+def settings(exchange: str, text: str) -> list[str]:
+    return [*SETTINGS, text, f"topology.exchange={exchange}"]
+
+
+def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest relative difference between the losses of two runs."""
+    return max(abs(one / other - 1) for one, other in zip(losses, others, strict=True))
 
 
 def one_process(text: str, folder: Path) -> list[float]:
@@ -78,11 +95,9 @@ def one_process(text: str, folder: Path) -> list[float]:
     return node_runs.losses(folder / "runs/run")
 
 
-def count(
-    exchange: str, nodes: int, per_node: int, text: str, folder: Path, more: Sequence[str] = ()
-) -> Counted:
+def count(exchange: str, nodes: int, per_node: int, text: str, folder: Path) -> Counted:
     """Train twice, with `STEPS` steps and with `MORE` more: the start costs both the same."""
-    words = [*SETTINGS, *settings(exchange), *more, text]
+    words = settings(exchange, text)
     totals, losses = [], []
     with Network(nodes) as network:
         for steps in (STEPS, STEPS + MORE):
@@ -91,47 +106,34 @@ def count(
             totals.append(np.array(network.counted()) - before)
             losses = node_runs.losses(place / "runs/run")
     links = (totals[1] - totals[0]).T / MORE
-    gloo, plan = (planned_links.planned(words, nodes, per_node, gloo=g) for g in (True, False))
-    return Counted(links, gloo, plan, losses)
+    planned = planned_links.planned(words, nodes, per_node, gloo=True)
+    return Counted(links, planned, losses)
 
 
 def main() -> None:
     if (reason := why_not()) is not None:
         sys.exit(reason)
+    columns = [f"{nodes} x {per_node}" for nodes, per_node in SHAPES]
+    print(f"| exchange | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
+    ratios, errors = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = write_text(folder)
         alone = one_process(text, folder / "alone")
-        print(
-            "| exchange | nodes x workers | attention | weights | NCCL's routes | planned "
-            "| counted | counted / planned | losses |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|")
         for exchange in EXCHANGES:
-            for nodes, per_node in SHAPES:
-                place = folder / f"{exchange}-{nodes}-{per_node}"
-                print(row(exchange, nodes, per_node, count(exchange, nodes, per_node, text, place), alone), flush=True)
-
-
-def row(exchange: str, nodes: int, per_node: int, counted: Counted, alone: list[float]) -> str:
-    busiest = np.unravel_index(counted.gloo.total.argmax(), counted.gloo.total.shape)
-
-    def mb(array: object) -> str:
-        return f"{np.array(array)[busiest] / 1e6:.3f}"
-
-    error = max(abs(a / b - 1) for a, b in zip(counted.losses, alone, strict=True))
-    cells = [
-        f"`{exchange}`",
-        f"{nodes} x {per_node}",
-        mb(counted.gloo.attention),
-        mb(counted.gloo.weights),
-        mb(counted.plan.total),
-        mb(counted.gloo.total),
-        mb(counted.links),
-        f"{counted.ratio:.4f}",
-        "equal" if error == 0 else f"{error:.0e}",
-    ]
-    return f"| {' | '.join(cells)} |"
+            cells = []
+            for shape in SHAPES:
+                counted = count(exchange, *shape, text, folder / f"{exchange}-{len(ratios)}")
+                ratios.append(counted.ratio)
+                errors.append(largest_difference(counted.losses, alone))
+                cells.append(counted.describe())
+            print(f"| `{exchange}` | {' | '.join(cells)} |", flush=True)
+    words = settings("ring", text)
+    plans = [planned_links.planned(words, *shape, gloo=True) for shape in SHAPES]
+    weights = [f"{np.max(plan.weights) / 1e6:.3f}" for plan in plans]
+    print(f"| weights and gradients in each | {' | '.join(weights)} |")
+    print(f"\ncounted / planned: {min(ratios):.4f} to {max(ratios):.4f}")
+    print(f"largest relative difference of a loss from one process: {max(errors):.0e}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ also after a crash, so nothing is left behind and two networks cannot collide.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -93,18 +95,28 @@ class Network:
         """Return the files of a node's namespaces, for `setns`. That of mounts comes last."""
         return [Path(f"/proc/{self.pid(node)}/ns/{kind}") for kind in _KINDS]
 
-    def command(self, node: int, words: Sequence[str]) -> list[str]:
-        """Return a command that runs `words` on a node, and ends with this process."""
+    def command(self, node: int, words: Sequence[str], folder: Path | None = None) -> list[str]:
+        """Return a command that runs `words` on a node, in `folder`, and ends with this process."""
         into = [f"--{kind}" for kind in ("net", "uts", "mount")]
         start = ["setpriv", "--pdeathsig", "KILL", "nsenter", "-t", str(self.pid(node)), *into]
-        return [*start, f"--wd={os.getcwd()}", *words]
+        return [*start, f"--wd={folder or Path.cwd()}", *words]
 
     def cut(self, node: int) -> None:
         """Cut the link of a node."""
         self._on_switch("ip", "link", "set", f"port{node}", "down")
 
-    def mend(self, node: int) -> None:
-        self._on_switch("ip", "link", "set", f"port{node}", "up")
+    def lose_power(self, node: int) -> None:
+        """Cut the link of a node, then kill its processes: they say goodbye to nobody."""
+        self.cut(node)
+        own = self.namespaces(node)[0].readlink()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (process / "ns/net").readlink() == own and int(process.name) != self.pid(node):
+                    os.kill(int(process.name), signal.SIGKILL)
+
+    def replace_file(self, node: int, file: Path, by: Path) -> None:
+        """Give a node another content of a file."""
+        _run(self.command(node, ["mount", "--bind", str(by), str(file)]))
 
     def counted(self) -> list[tuple[int, int]]:
         """Return the bytes that each node has sent and received, as the kernel counts them.

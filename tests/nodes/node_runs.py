@@ -10,7 +10,6 @@ import ctypes
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from golden import reach
+
 from nodes.node_network import Network
 
 _TESTS = Path(__file__).parents[1]
@@ -33,6 +33,9 @@ class Ended:
 
     codes: list[int]
     outputs: list[str]
+
+    def errors(self, rank: int) -> list[str]:
+        return [line for line in self.outputs[rank].splitlines() if line.startswith("error:")]
 
 
 class RanksError(RuntimeError):
@@ -48,7 +51,6 @@ def train(
     master: str | None = None,
     interface: str | None = "eth0",
     check: bool = True,
-    kill: tuple[int, float] | None = None,
 ) -> Ended:
     """Run `mtrain train WORDS` in `folder` with `per_node` ranks on each node.
 
@@ -177,7 +179,6 @@ def _enter(namespaces: Sequence[str]) -> None:
         if _libc.setns(file, 0):
             raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
         os.close(file)
-    socket.gethostname()
 
 
 if __name__ == "__main__":
