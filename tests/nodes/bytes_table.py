@@ -128,9 +128,9 @@ def main() -> None:
                 errors.append(largest_difference(counted.losses, alone))
                 cells.append(counted.describe())
             print(f"| `{exchange}` | {' | '.join(cells)} |", flush=True)
-    words = settings("ring", text)
-    plans = [planned_links.planned(words, *shape, gloo=True) for shape in SHAPES]
-    weights = [f"{np.max(plan.weights) / 1e6:.3f}" for plan in plans]
+        words = settings("ring", text)
+        plans = [planned_links.planned(words, *shape, gloo=True) for shape in SHAPES]
+        weights = [f"{np.max(plan.weights) / 1e6:.3f}" for plan in plans]
     print(f"| weights and gradients in each | {' | '.join(weights)} |")
     print(f"\ncounted / planned: {min(ratios):.4f} to {max(ratios):.4f}")
     print(f"largest relative difference of a loss from one process: {max(errors):.0e}")
