@@ -44,6 +44,7 @@ COPY mtrain_start mtrain_start
 COPY mtrain_lora mtrain_lora
 COPY mtrain_mds mtrain_mds
 COPY mtrain_chat mtrain_chat
+COPY mtrain_places mtrain_places
 COPY mtrain_ruler mtrain_ruler
 COPY docs docs
 COPY examples examples

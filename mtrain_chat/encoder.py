@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mtrain_chat.template import Span
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 
 
@@ -26,8 +27,10 @@ class Encoder:
             self._library.no_padding()
             self.specials = np.array([*self._library.get_added_tokens_decoder()], np.int64)
 
-    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, text: str, location: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text, int64[N], and begin and end of their characters, int64[N, 2].
+
+        location: file and record, for messages.
 
         A begin is at most the end of the token before, since a tokenizer may leave out white space.
         """
@@ -36,7 +39,11 @@ class Encoder:
             begins = np.repeat(np.arange(len(text)), counts)
             ids = ByteTokenizer().encode([text])[0].astype(np.int64)
             return ids, np.stack([begins, begins + 1], 1)
-        encoding = self._library.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._library.encode(text, add_special_tokens=False)
+        except Exception as error:  # the package raises plain Exception
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{location}: the tokenizer failed on it ({reason})") from None
         ids = np.array(encoding.ids, np.int64)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         before = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
@@ -45,7 +52,8 @@ class Encoder:
     def special_texts(self, ids: np.ndarray) -> list[str]:
         """Return the texts of the tokens that stand for a whole text among ids[N]."""
         found = np.unique(ids[np.isin(ids, self.specials)]).tolist()
-        return [] if self._library is None else [self._library.id_to_token(one) for one in found]
+        texts = [] if self._library is None else map(self._library.id_to_token, found)
+        return [text for text in texts if text]
 
 
 def tokens_of(span: Span, places: np.ndarray) -> np.ndarray:

@@ -12,8 +12,8 @@ import numpy as np
 
 from mtrain_chat.arrow_files import read_arrow
 from mtrain_chat.encoder import Encoder, tokens_of
-from mtrain_chat.messages import ASSISTANT, SHAREGPT, read_conversation, read_tools
-from mtrain_chat.spans import lacks_reasoning, render
+from mtrain_chat.messages import ASSISTANT, SHAREGPT, SYSTEM, read_conversation, read_tools
+from mtrain_chat.spans import lacks_reasoning, left_out, render
 from mtrain_chat.template import Template, open_template
 from mtrain_cli.config.data_kinds import DataKind
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
@@ -23,6 +23,7 @@ from mtrain_cli.data.token_documents import Fields, RecordKey, TokenDocument, To
 from mtrain_cli.data.tokenizers import NO_BEGIN, Tokenizer
 
 REASONING = "with reasoning that the chat template leaves out"
+LEFT_OUT = "with a message that the chat template leaves out"
 SPECIAL = "with a special token in the text of a message other than an answer"
 _SHOWN = 40  # characters of the end of an answer in a message
 
@@ -42,7 +43,7 @@ class ChatFields(Fields):
 
     @property
     def others(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (SHAREGPT, self.data.tools_key)
+        return (SHAREGPT, SYSTEM, self.data.tools_key)
 
     @property
     def identity(self) -> str:
@@ -54,15 +55,17 @@ class ChatFields(Fields):
         return None if SHAREGPT in present else super().absent(present)
 
     def read(self, record: Mapping[str, Any], location: str) -> TokenDocument | None:
-        value = record.get(self.data.messages_key, record.get(SHAREGPT))
+        value = record.get(self.data.messages_key)
         if value is None:
             value = record.get(SHAREGPT)
+            if isinstance(value, list) and record.get(SYSTEM):  # beside ShareGPT's messages
+                value = [{"from": SYSTEM, "value": record[SYSTEM]}, *value]
         if value is None:
             return None
         conversation = read_conversation(value, self.data.train_on, location)
         tools = read_tools(record.get(self.data.tools_key), location)
         text, spans = render(self.template, conversation, tools, location)
-        ids, places = self.encoder.encode(text)
+        ids, places = self.encoder.encode(text, location)
         targets = np.zeros(ids.size, bool)
         for span in spans:
             tokens = tokens_of(span, places)
@@ -77,6 +80,9 @@ class ChatFields(Fields):
         notes = [*conversation.notes]
         if any(lacks_reasoning(message, text) for message in conversation.messages):
             notes.append(REASONING)
+        questions = zip(conversation.messages, conversation.trained, strict=True)
+        if any(left_out(message, text) for message, trained in questions if not trained):
+            notes.append(LEFT_OUT)
         special = self.encoder.special_texts(ids)
         others = (m.get("content") for m in conversation.messages if m["role"] != ASSISTANT)
         if any(one in said for said in others if isinstance(said, str) for one in special):
@@ -89,7 +95,7 @@ class ChatFields(Fields):
             return
         is_special = np.isin(ids, self.encoder.specials)
         after = text[len(text.rstrip()) :]
-        blank = self.encoder.encode(after)[0].size if after else 0
+        blank = self.encoder.encode(after, location)[0].size if after else 0
         if is_special[-1 - blank :].any():
             return
         raise ConfigError(

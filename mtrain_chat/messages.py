@@ -9,8 +9,8 @@ from typing import Any
 
 from mtrain_cli.config.schema import ConfigError
 
-ASSISTANT = "assistant"
-ROLES = ("system", "user", ASSISTANT, "tool")
+ASSISTANT, SYSTEM = "assistant", "system"
+ROLES = (SYSTEM, "user", ASSISTANT, "tool")
 _OTHER_ROLES = ("developer", "function")  # if the template knows them
 SHAREGPT = "conversations"  # ShareGPT's key, whose messages have `from` and `value`
 _ROLE_OF = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}
@@ -60,6 +60,7 @@ def read_conversation(value: Any, train_on: str, location: str) -> Conversation:
         raise ConfigError(f"{location}: the conversation has no messages")
     notes = set[str]()
     messages, flags = [], []
+    value = _whole(value)
     for number, given in enumerate(value, 1):
         place = f"{location}, message {number}"
         if not isinstance(given, Mapping):
@@ -92,8 +93,20 @@ def read_tools(value: Any, location: str) -> list[dict[str, Any]] | None:
             raise ConfigError(f"{location}: its tools are text that is not JSON") from None
     if not value:
         return None
+    value = _whole(value)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ConfigError(f"{location}: its tools are {_kind(value)}, not a list of objects")
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """Replace half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    if isinstance(value, dict):
+        return {_whole(key): _whole(one) for key, one in value.items()}
     return value
 
 
@@ -110,7 +123,8 @@ def _check(message: Mapping[str, Any], place: str) -> None:
         shown = repr(role) if isinstance(role, str) else _kind(role)
         raise ConfigError(f"{place}: role {shown} is none of {', '.join(ROLES)}")
     others = message.keys() - {"role", "content"}
-    if content is None and not others:
+    is_empty = isinstance(content, str) and role == ASSISTANT and not content.strip()
+    if (content is None or is_empty) and not others:
         raise ConfigError(f"{place}: has no content")
     if content is not None and not isinstance(content, str):
         parts = content if isinstance(content, list) else [None]

@@ -31,7 +31,7 @@ def render(
     whole = [(0, len(text))] * len(wanted)
     parts = whole if conversation.whole or len(spans) != len(wanted) else spans
     for number, part in zip(wanted, parts, strict=True):
-        if lost := _left_out(conversation.messages[number], text[slice(*part)]):
+        if lost := left_out(conversation.messages[number], text[slice(*part)]):
             raise ConfigError(
                 f"{location}: {template.name} leaves out {lost} of message {number + 1}. Give "
                 "data.chat_template=FILE with a template that writes it."
@@ -81,13 +81,15 @@ def _joined(spans: list[Span]) -> list[Span]:
     return joined
 
 
-def _left_out(message: Mapping[str, Any], text: str) -> str:
+def left_out(message: Mapping[str, Any], text: str) -> str:
     """Return what a message has and the text of its conversation lacks; "" if nothing."""
     content = message.get("content")
-    # A template may write reasoning elsewhere, or leave out that of earlier answers.
-    said = content.rpartition("</think>")[2].strip() if isinstance(content, str) else ""
-    if said[-_CHECKED:] not in text:
-        return "the text"
+    for part in content if isinstance(content, list) else [content]:
+        said = part.get("text") if isinstance(part, dict) else part
+        # A template may write reasoning elsewhere, or leave out that of earlier answers.
+        shown = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
+        if shown[-_CHECKED:] not in text:
+            return "the text"
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else None

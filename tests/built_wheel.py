@@ -20,6 +20,7 @@ PACKAGES = (
     "mtrain_chat",
     "mtrain_live",
     "mtrain_start",
+    "mtrain_places",
 )
 
 

@@ -18,6 +18,7 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 # A terminal width inherited from a shell or from readline would wrap the output of commands.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real Hub
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Triton reads the variable when its functions are defined, and some tests remove the variable.

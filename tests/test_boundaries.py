@@ -33,6 +33,7 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_live": "the entry points of pyproject.toml, and http.server",
     "mtrain_start": "the entry points of pyproject.toml",
     "mtrain_trackers": "the entry points of pyproject.toml",
+    "mtrain_places": "the entry points of pyproject.toml",
     "mtrain_lora": "the entry points of pyproject.toml",
     "mtrain_studies/study.py": "Typer, and the entry points of pyproject.toml",
 }
@@ -51,6 +52,7 @@ def test_no_files_import_each_other_in_a_circle():
         "mtrain_lora",
         "mtrain_mds",
         "mtrain_chat",
+        "mtrain_places",
         exclude_type_checking_imports=True,
         cache_dir=None,
     )
@@ -94,6 +96,7 @@ def test_no_code_is_dead():
             "mtrain_lora",
             "mtrain_mds",
             "mtrain_chat",
+            "mtrain_places",
             "kernels",
             "profiles",
             "--exclude",

@@ -27,15 +27,22 @@ IMPORTED = {
         reporting.sections
     """,
     "mtrain_ruler": """
-        commands.completion commands.evaluate commands.options config config.documents
-        config.schema config.sizes config.suggest console data.checked_files data.tokenizers
-        evaluation.measurement evaluation.request evaluation.results evaluation.runner grouping
-        inference.engine inference.limits inference.model_source inference.sampling
-        inference.scorer inference.text launch.environment reporting.evaluations reporting.table
+        commands.completion commands.evaluate commands.options config config.documents config.schema
+        config.sizes config.suggest console data.checked_files data.corpora data.needles
+        data.tokenizers evaluation.measurement evaluation.request evaluation.results
+        evaluation.runner grouping inference.engine inference.limits inference.model_source
+        inference.sampling inference.scorer inference.text launch.environment reporting.evaluations
+        reporting.table
     """,
     "mtrain_chat": """
         config.data_kinds config.schema data.checked_files data.corpora data.text_files
         data.token_documents data.tokenizers
+    """,
+    "mtrain_places": """
+        config config.problem config.schema launch launch.job launch.manifest launch.run_dir
+        launch.temporary_folders model.huggingface_config printable records.metrics reporting
+        reporting.html training.callback training.checkpointer training.evaluation
+        training.trainer
     """,
     "mtrain_mds": """
         commands.data_output config config.data_kinds config.schema console data.checked_files

@@ -22,7 +22,6 @@ from mtrain_cli.commands import (
     checkpoint,
     config,
     data,
-    data_needles,
     doctor,
     evaluate,
     generate,
@@ -90,6 +89,8 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         parser: Any = self.make_parser(ctx)
         given, _, order = parser.parse_args(list(args))
+        for places in () if ctx.resilient_parsing else plugins.places():
+            args = places.local_words(args, [(param, given[param.name]) for param in order])
         for param in () if ctx.resilient_parsing else order:
             is_option, value = param.param_type_name == "option", given[param.name]
             name = max(param.opts, key=len) if is_option else param.metavar
@@ -258,7 +259,6 @@ app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
-assert data_needles.app is data.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)

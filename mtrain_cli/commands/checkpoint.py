@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,7 @@ from mtrain_cli.commands.options import (
     flag,
     option,
 )
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line, printable
 
@@ -69,10 +71,12 @@ def import_weights(
 @app.command("export")
 def export_weights(
     source: Annotated[Path, argument("RUN_OR_CHECKPOINT")],
-    hf_folder: Annotated[Path, argument("HF_FOLDER")],
+    hf_folder: Annotated[str, argument("HF_FOLDER")],
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the exported weights.")] = Dtype.bfloat16,
     tokenizer: Annotated[Path | None, option("DIR")] = None,
     adapter: Annotated[bool, flag("--adapter")] = False,
+    push: Annotated[str | None, option("ORG/NAME")] = None,
+    private: Annotated[bool, flag("--private")] = False,
 ) -> None:
     """Export a checkpoint and its tokenizer to a folder for transformers and inference servers.
 
@@ -89,29 +93,35 @@ def export_weights(
 
     Args:
         source: A run, to export its newest checkpoint, or a step-N folder of a run.
-        hf_folder: Folder to create; new or empty.
+        hf_folder: Folder to create; new or empty. Or its URL, such as s3://bucket/my-model.
         tokenizer: Folder with a tokenizer to export instead of the run's. Its files are copied, and
             so are the token ids in its config.json.
         adapter: Export the adapters of train.lora as a PEFT folder. Without it, they are merged
             into the weights of train.init_from.
+        push: Push the folder, with a model card, to this repository of the Hugging Face Hub, too.
+        private: Make the repository of --push a private one, if it is new.
     """
     from mtrain_cli.launch.run_dir import find_source
     from mtrain_cli.model.huggingface_config import require_new_folder
     from mtrain_cli.model.tokenizer_files import of_folder
 
-    require_new_folder(hf_folder)
+    require_new_folder(Path(hf_folder))
     source = find_source(source)
     if tokenizer is not None:
         of_folder(tokenizer)
-    # Imported late: it takes seconds, and mistakes are reported above.
-    import torch
+    delivery: contextlib.AbstractContextManager[Path] = contextlib.nullcontext(Path(hf_folder))
+    for places in plugins.places():
+        delivery = places.delivery(source, hf_folder, push, private)
+    with delivery as folder:
+        # Imported late: it takes seconds, and mistakes are reported above.
+        import torch
 
-    from mtrain_cli.training.conversion import export_checkpoint
+        from mtrain_cli.training.conversion import export_checkpoint
 
-    kind = getattr(torch, dtype.value)
-    options: Any = {"dtype": kind, "tokenizer": tokenizer, "adapter": adapter, "report": _warn}
-    exported = export_checkpoint(source, hf_folder, **options)
-    size = sum(file.stat().st_size for file in hf_folder.glob("*.safetensors"))
+        kind = getattr(torch, dtype.value)
+        options: Any = {"dtype": kind, "tokenizer": tokenizer, "adapter": adapter, "report": _warn}
+        exported = export_checkpoint(source, folder, **options)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     family = exported.config.model.family
     _print_result(
         f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, "

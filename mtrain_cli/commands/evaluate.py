@@ -173,7 +173,6 @@ def niah(
         samples: Sequences of each length.
         seed: Determines names, numbers and places.
     """
-    from mtrain_cli.commands.data_needles import parse_chains
     from mtrain_cli.config.schema import NIAH
     from mtrain_cli.evaluation.request import NeedleOptions
     from mtrain_cli.evaluation.retrieval import PYTHON, SENTENCES
@@ -425,3 +424,15 @@ def _show(request: EvaluationRequest, *, as_json: bool) -> None:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path.expanduser().absolute())
+
+
+def parse_chains(text: str) -> float:
+    from mtrain_cli.config.sizes import parse_share
+
+    try:
+        share = parse_share(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--chains {text}: must be a share from 0 to 1, such as 0.25 or 25%")
+    return share

@@ -160,6 +160,8 @@ def with_epochs(config: Config, typed: Sequence[str] = (), resumed: bool = False
 def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:
     """Return the folder of the run to resume, or None to start a new run."""
     if resume not in (None, AUTO):
+        for places in plugins.places():
+            resume = places.fetch_named(resume, words)
         return find_run(resume, "--resume ")
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import current_job
@@ -176,6 +178,8 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
         )
     if resume is None and job is not None and not job.started_again:
         return None
+    for places in plugins.places() if config.run.remote and not unnamed else ():
+        places.fetch_run(config)
     started = run_dir.find_earlier_start(config, this_job=resume is None)
     return started.path if started else None
 
@@ -328,6 +332,8 @@ def run_worker(config: Config, run_dir: RunDir, environment: Environment, resume
     # Only the first worker follows the run, so other nodes need no trackers.
     followed = config if environment.rank == 0 else config.changed(run={"loggers": ()})
     callbacks += load_callbacks(followed)
+    if config.run.remote and environment.local_rank == 0:
+        callbacks += [places.follow for places in plugins.places()]
     estimates = estimate if environment.device == "cuda" else None
     return loop.train(config, run_dir, environment, resume, callbacks, estimates)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mtrain_cli.composition import derived
 from mtrain_cli.composition.yaml_groups import compose_groups
-from mtrain_cli.config import keys, validate
+from mtrain_cli.config import keys, plugins, validate
 from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
 from mtrain_cli.config.overrides import convert, parse
@@ -62,6 +62,8 @@ def compose(
     files = _files(groups, parsed.groups)
     raw, unresolved = compose_groups(groups, parsed.groups, parsed.values)
     open_keys, raw = _required_keys(raw, parsed.groups)
+    for places in plugins.places():
+        unresolved += places.localize(raw, plan=plan, data_elsewhere=data_elsewhere)
     given, model = _given_model(groups, parsed.groups, parsed.values, raw)
     raw, underivable = derived.fill(
         raw,
@@ -97,6 +99,8 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     before = keys.values(saved)
     raw, unresolved = compose_groups(groups, parsed.groups, parsed.values)
     raw = derived.without_auto(_required_keys(raw, parsed.groups)[1])
+    for places in plugins.places():
+        unresolved += places.localize(before) + places.localize(raw, known=before)
     from_files = {name: raw[name] for name in raw if name not in parsed.values}
     unresolved += _recipe_conflicts(groups, parsed.groups, from_files, before)
     chosen = tuple(f"{group}." for group in parsed.groups)

@@ -10,7 +10,9 @@ from mtrain_cli.config.schema import DENSE_KEYS
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER: dict[str, Any] = {
-    **dict.fromkeys(("data.mix", "data.mask_key", "data.positions_key", "train.epochs")),
+    **dict.fromkeys((
+        "data.mix", "data.mask_key", "data.positions_key", "train.epochs", "run.remote",
+    )),
     **dict.fromkeys((
         "data.bos", "data.token_dtype", "data.verify", "eval.length", "optim.decay_steps",
         "optim.schedule_steps", "topology.cluster", "topology.stages", "topology.tensor_chunks",

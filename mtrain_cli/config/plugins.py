@@ -125,6 +125,11 @@ def data_kinds_expected() -> str:
     return f"one of {', '.join(data_kinds())}{more}"
 
 
+def places() -> list[Any]:
+    """Return the module that knows names and URLs, or nothing: see the group in extending.md."""
+    return load("mtrain.places", lambda _, module: module)[:1]
+
+
 def callback_names() -> tuple[str, ...]:
     """Return the names of the callbacks of installed packages, without loading them."""
     return tuple(entry.name for entry in installed(CALLBACKS))

@@ -328,7 +328,7 @@ class DataConfig:
     """The corpus, its tokenizer, and how its documents are packed.
 
     kind: format of the corpus
-    path: file or folder of the corpus; with data.mix, the folder that holds its corpora
+    path: file or folder of the corpus, or its URL; with data.mix, the folder with its corpora
     mix: weights of corpora by folder or file name, such as {code: 0.3, book: 0.7}, or a YAML file
         of them; null = one corpus
     tokenizer: bytes, the path of a Hugging Face tokenizer.json, or auto = the tokenizer of
@@ -475,8 +475,8 @@ class TrainConfig:
         gradient only; 0 = none (ST-MoE uses 0.001)
     balance_bias: experts: step of a bias in the router's choice, up for experts with few tokens,
         else down; 0 = none (DeepSeek-V3: 0.001)
-    init_from: Hugging Face folder (config.json and safetensors) with the initial weights, and the
-        model if no model=... is set; null = random weights
+    init_from: Hugging Face folder, or org/name@revision on the Hub, with the initial weights, and
+        the model if no model=... is set; null = random weights
     eval_every: steps between evaluations on the held-out sequences and of train.eval_tasks, besides
         those at the start and end; 0 = none
     eval_tasks: tasks of `mtrain eval` to measure during training: perplexity, niah
@@ -563,6 +563,8 @@ class RunConfig:
     log_every: number of steps between progress lines
     loggers: trackers that follow the run: tensorboard, wandb, mlflow, trackio, or another package's
     project: name of the project, or MLflow's experiment, in these trackers
+    remote: URL of a folder, such as s3://bucket/runs, that gets a copy of the run while it trains;
+        a run that is missing here resumes from it; null = none
     restarts: most automatic restarts after the loss of a worker; auto = while each finds a newer
         checkpoint than the one before; 0 = never restart
     spike_sigma: warn of a loss or gradient norm this many robust standard deviations above the
@@ -576,6 +578,7 @@ class RunConfig:
     log_every: int = option(POSITIVE.up_to(*STEPS))
     loggers: tuple[str, ...] = option(expected="a list of trackers such as [wandb,tensorboard]")
     project: str = option()
+    remote: str | None = option()
     restarts: int | str = option(at_least(0, "must be auto or a whole number, 0 or more"))
     spike_sigma: float = option(
         Range(

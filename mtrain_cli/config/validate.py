@@ -377,6 +377,8 @@ def _run(config: Config) -> Iterator[str]:
             yield conflict(config, "{run.loggers}: {name}: {why}", name=name, why=why)
     if not run.project.strip():
         yield "{run.project}: give a name"
+    if run.remote is not None and "://" not in run.remote:
+        yield "{run.remote}: give a URL, such as s3://bucket/runs, or null"
     if not re.fullmatch(r"[\w.+=-]+", run.name) or run.name in (".", ".."):
         yield "{run.name}: may only contain letters, digits and . _ - + =, since it names a folder"
     if run.dir == "" or run.dir != run.dir.strip():

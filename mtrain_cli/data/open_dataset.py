@@ -114,7 +114,7 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     """Open one corpus, whose settings are ``data``, and hold sequences out of training."""
     store, location = _open_source(config, data, origin)
     if store.meta.whole:
-        _require_short(config, data, store, origin)
+        location += _require_short(config, data, store, origin)
     elif store.meta.num_tokens < config.seq:
         raise ConfigError(
             f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than "
@@ -144,13 +144,16 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     return dataset
 
 
-def _require_short(config: Config, data: DataConfig, store: TokenSource, origin: str) -> None:
-    """Raise ConfigError if a conversation exceeds ``seq``, unless `data.too_long` allows it."""
+def _require_short(config: Config, data: DataConfig, store: TokenSource, origin: str) -> str:
+    """Return a phrase on conversations that lose all targets when cut to ``seq``, or raise."""
     lengths = np.diff(store.offsets)
     long = np.flatnonzero(lengths > config.seq)
     allowed = {"error": 0, "skip": lengths.size - 1, "truncate_left": lengths.size}
     if long.size <= allowed[data.too_long]:
-        return
+        cut = long.tolist() if data.too_long == "truncate_left" else []
+        ends = (store.read(n, lengths[n] - config.seq + 1, lengths[n]).targets for n in cut)
+        silent = sum(end is not None and not end.any() for end in ends)
+        return f"; {with_count(silent, 'cut document')} without a target" if silent else ""
     place = f"{origin}: document {long[0]}"
     if KINDS[data.kind].tokenizes:
         units = open_text(config, data)[0].units

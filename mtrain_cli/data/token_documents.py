@@ -6,11 +6,10 @@ count tokens from the start of the document. The kind is one of `KINDS` or its n
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -49,7 +48,7 @@ class RecordKey:
         return ConfigError(f"{as_typed(self.option, self.name)}: {location} {problem}")
 
 
-class Fields(ABC):
+class Fields(Protocol):
     """Reads documents from records.
 
     keys: keys that a record must have. The first one has the content.
@@ -61,15 +60,12 @@ class Fields(ABC):
     skips: bool = False
 
     @property
-    @abstractmethod
     def keys(self) -> tuple[RecordKey, ...]: ...
 
     @property
-    @abstractmethod
     def identity(self) -> str:
         """Text that differs between readers that may read other documents from the same file."""
 
-    @abstractmethod
     def read(
         self, record: Mapping[str, Any], location: str
     ) -> Iterable[str] | TokenDocument | None:

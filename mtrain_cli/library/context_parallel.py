@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from mtrain_cli.library.profile import Profile
 
 _MOST_WIDE = 256  # intervals of keys that a query may see under kernels without a list of them
+_OF_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
 _WIDE_KERNELS = ("auto", "sdpa", "reference")
 Masks = tuple[SequenceMask, ...]  # one per sequence
 
@@ -137,15 +138,10 @@ class ContextParallel:
         return self.processes.groups.index(self.processes.ranks)
 
     def batch(
-        self,
-        documents: Integers | None = None,
-        *,
-        cu_seqlens: Integers | None = None,
-        position_ids: Integers | None = None,
-        slices: Slices | None = None,
-        masks: Mapping[str, Slices | None] | None = None,
-        sequences: int = 1,
-    ) -> ContextBatch:
+        self, documents: Integers | None = None, *, cu_seqlens: Integers | None = None,
+        position_ids: Integers | None = None, slices: Slices | None = None,
+        masks: Mapping[str, Slices | None] | None = None, sequences: int = 1,
+    ) -> ContextBatch:  # fmt: skip
         """Begin a batch, whose masks decide the layout. Give its documents in one way, or none.
 
         The processes compare the masks of the first batch. Later batches are planned here, without
@@ -199,18 +195,10 @@ class ContextParallel:
         return self._batch("roll").roll(labels, shift)
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        *,
-        mask: str | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, mask: str | None = None,
+        window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None,
         max_logits: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return `ContextBatch.attention` of the batch that began last.
 
         Raises ConfigError in a backward pass, which may belong to an earlier batch.
@@ -226,17 +214,11 @@ class ContextParallel:
         )  # fmt: skip
 
     def inputs(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        documents: Integers | None = None,
-        cu_seqlens: Integers | None = None,
-        slices: Slices | None = None,
-        max_logits: bool = False,
-    ) -> dict[str, Any]:
+        self, input_ids: Tensor, labels: Tensor | None = None, *,
+        attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        documents: Integers | None = None, cu_seqlens: Integers | None = None,
+        slices: Slices | None = None, max_logits: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the keyword arguments of a transformers model for a batch of whole sequences.
 
         The loss of the model is this process's part of the mean over all labels: the sum over the
@@ -287,6 +269,27 @@ class ContextParallel:
             count = max(1, int((targets != IGNORED).sum()))
             made |= {"labels": own, "shift_labels": own, "num_items_in_batch": count}
         return made
+
+    def logprobs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return log-probabilities of the labels under a transformers model, with gradients.
+
+        Return their sums and their numbers, [sequences], equal on all processes of the group, and
+        the log-probability of the label of each of this process's tokens, [sequences, tokens], 0
+        for none. Few logits exist at a time.
+
+        model: with an LM head; it may be in DDP, FSDP2 or PEFT. inputs: of `inputs`, with labels.
+
+        Raises ConfigError for other inputs, and for logits with a bias, scale, cap or adapter.
+        """
+        from mtrain_cli.model.transformers_models import logprobs
+
+        known = isinstance(inputs, Mapping) and {"mtrain", "shift_labels"} <= inputs.keys()
+        require("inputs", known, "what cp.inputs(input_ids, labels) returns")
+        batch, labels = inputs["mtrain"], inputs["shift_labels"]
+        require_tensor("shift_labels", labels, ("sequences", "tokens"), whole=True)
+        batch._require("shift_labels", labels, batch.layout.tokens_per_worker, "a process's tokens")
+        tokens = logprobs(model, {name: inputs[name] for name in inputs.keys() - _OF_LOSS}, labels)
+        return batch.sum(tokens), batch.sum(labels != IGNORED), tokens
 
     @staticmethod
     def register() -> None:
@@ -605,6 +608,19 @@ class ContextBatch:
             shards = all_gather(shards[0], self.layout.workers, processes.group)
         return self.layout.to_sequence(shards)[:, : self.layout.seq]
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over each sequence, [sequences, ...], equal on all processes of the group.
+
+        values: of this process's tokens, [sequences, tokens, ...]; 0 for padding. They alone have
+            gradients, so sum those of parameters over the group, as with any loss of the library.
+        """
+        self._require("values", values, self.layout.tokens_per_worker, "this process's tokens")
+        own, group = values.sum(1), self._owner.processes.group
+        total = own.detach().clone()
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total + (own - own.detach())
+
     def targets(self, labels: Tensor) -> Tensor:
         """Return the label that each token predicts, [sequences, seq]: `roll` by -1."""
         return self.roll(labels, -1)
@@ -636,18 +652,10 @@ class ContextBatch:
         return torch.from_numpy(np.stack(rows)).to(labels.device)
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: int,
-        *,
-        mask: str | None = None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, *, mask: str | None = None,
+        window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None,
         max_logits: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return attention of this process's queries over the whole sequences, as wide as v.
 
         Args:

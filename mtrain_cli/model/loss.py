@@ -32,11 +32,14 @@ class LossOptions:
     chunk_bytes: maximum size of the float32 logits of a chunk, beside which a bfloat16 gradient of
         the logits takes memory. A chunk has at least one row.
     recompute: compute the gradients in backward, from recomputed logits.
+    by_row: return the total loss of each row, [N], each with its gradient, and 0 as cross entropy.
+        It needs ``recompute`` and a ``scale`` of 1.
     """
 
     chunk_bytes: int = 1 << 20
     z_loss: float = 0.0
     recompute: bool = False
+    by_row: bool = False
     compile: bool = False
 
 
@@ -102,6 +105,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         with profiler_labels.label(profiler_labels.LOSS):
             if ctx.options.recompute:
                 x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
+                grad = grad[:, None] if ctx.options.by_row else grad
                 dx_NC, dweight_VC = _chunks(
                     x_NC, weight_VC, labels_N, ctx.options, scale * grad, ctx.needed
                 )[2:]
@@ -120,26 +124,33 @@ def _chunks(
     scale: Tensor,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return total loss, cross entropy, gradient of x and gradient of W."""
+    """Return total loss, cross entropy, gradient of x and gradient of W.
+
+    scale: [] or, of each row, [N, 1].
+    """
     x_needed, weight_needed = needed
     dtype = accumulation_dtype(x_NC.dtype)
     # For a gradient that is not needed, the loop below gets an empty tensor.
     dx_NC = torch.empty_like(x_NC if x_needed else x_NC[:, :0])
     dweight_VC = torch.zeros_like(weight_VC if weight_needed else weight_VC[:0], dtype=dtype)
     loss = torch.zeros((), dtype=dtype, device=x_NC.device)
-    total = torch.zeros_like(loss)
+    total = loss.new_zeros(len(x_NC) if options.by_row else ())
     gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
     row_losses = _compiled(gradient_dtype == dtype) if options.compile else _row_losses
     rows = max(1, options.chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))
-    for x_RC, labels_R, dx_RC in zip(
-        x_NC.split(rows), labels_N.split(rows), dx_NC.split(rows), strict=True
-    ):
+    for at in range(0, len(x_NC), rows):
+        chunk = slice(at, at + rows)
+        x_RC, labels_R, dx_RC = x_NC[chunk], labels_N[chunk], dx_NC[chunk]
         logits_RV = high_product(x_RC, weight_VC.t())
         loss_R, total_R, dlogits_RV = row_losses(
-            logits_RV, labels_R, scale, gradient_dtype, options.z_loss
-        )
-        loss += loss_R.sum() * scale
-        total += total_R.sum() * scale
+            logits_RV, labels_R, scale[chunk] if scale.ndim else scale, gradient_dtype,
+            options.z_loss,
+        )  # fmt: skip
+        if options.by_row:
+            total[chunk] = total_R
+        else:
+            loss += loss_R.sum() * scale
+            total += total_R.sum() * scale
         if x_needed:
             torch.mm(dlogits_RV, weight_VC, out=dx_RC)
         if weight_needed:

@@ -13,6 +13,8 @@ from mtrain_cli.config.keys import first_few
 from mtrain_cli.config.problem import ConfigError
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.model.loss import LossOptions, chunked_losses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +28,7 @@ _LATER = (
     "attention to later tokens (is_causal=False) needs mask=full, or a batch with slices that show "
     "them"
 )
+_BY_ROW = LossOptions(1 << 29, recompute=True, by_row=True)
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -206,3 +209,41 @@ def _probe(model: PreTrainedModel, config: Any) -> Iterator[str]:
             f"{type(model).__name__}: {len(probe.calls)} of its {config.num_hidden_layers} layers "
             "call the registered attention"
         )
+
+
+def logprobs(model: nn.Module, inputs: dict[str, Any], labels_BN: Tensor) -> Tensor:
+    """Return the log-probability of the label of each token, [B, N], 0 for none, with gradients.
+
+    Raises ConfigError for a head that is more than a product, and for labels that it has not.
+    """
+    whole: Any = getattr(model, "module", model)  # in DDP
+    name, head = type(whole).__name__, getattr(whole, "get_output_embeddings", lambda: None)()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ConfigError(
+            f"model: the LM head of {name} is {type(head).__name__}; it must be an nn.Linear "
+            "without a bias or an adapter"
+        )
+    counts_BN, found = labels_BN != IGNORED, list[Tensor]()
+
+    def score(_head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        x_BNC, weight_VC, labels_N = inputs[0], head.weight, labels_BN[counts_BN]
+        device, size = x_BNC.device.type, len(weight_VC)
+        if len(wrong := labels_N[(labels_N < 0) | (labels_N >= size)]):
+            raise ConfigError(f"labels: {wrong[0]} is outside the vocabulary of {size} tokens")
+        if torch.is_autocast_enabled(device):
+            weight_VC = weight_VC.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            x_NC = x_BNC[counts_BN].to(weight_VC.dtype)
+            losses_N = chunked_losses(x_NC, weight_VC, labels_N, 1.0, _BY_ROW)[0]
+        none_BN1 = losses_N.new_zeros(*counts_BN.shape, 1)
+        found.append(none_BN1.masked_scatter(counts_BN[..., None], -losses_N))
+        return (x_BNC[:, :0],)  # of which the head computes no logits
+
+    # FSDP2 gathers the weight in a hook before `score`, and waits for the gradient of what the head
+    # and the model return. It frees the weight in a hook after the head, so ours comes first.
+    replace = head.register_forward_hook(lambda *_: found[0], prepend=True)
+    with head.register_forward_pre_hook(score), replace:
+        tokens_BN1: Tensor = model(**inputs).logits
+    if bool((tokens_BN1 - found[0]).nan_to_num().any()):
+        raise ConfigError(f"model: {name} scales, caps or rounds its logits, which is unsupported")
+    return tokens_BN1[..., 0]

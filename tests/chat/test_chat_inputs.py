@@ -67,6 +67,7 @@ def problem(open_file: Callable[..., Any], *args: Any, **options: Any) -> str:
         (["Hi"], "message 1: is text, not an object with role and content"),
         ([GOOD[0], GOOD[1] | {"content": 7}], "message 2: content is a number, not text"),
         ([GOOD[0], {"role": "assistant"}], "message 2: has no content"),
+        ([GOOD[0], GOOD[1] | {"content": " "}], "message 2: has no content"),
         ([{"content": "Hi"}], "message 1: role null is none of"),
     ],
 )  # fmt: skip
@@ -174,6 +175,12 @@ def test_long_conversations_are_refused_skipped_or_cut_at_their_start(
                     and (whole.documents[end - 128 : end] == whole.documents[end - 1]).all()
                     and whole.real >= end)  # fmt: skip
     assert longest.tokens.tolist() == document.tolist()
+    assert "cut document" not in cut.describe()
+    silent = write(
+        tmp_path / "silent.jsonl", [[GOOD[0], GOOD[1], LONG[1] | {"role": "user"}], GOOD]
+    )
+    said = opened(silent, "data.too_long=truncate_left", seq=128).describe()
+    assert said.endswith("; 1 cut document without a target")
     only = write(tmp_path / "long.jsonl", [LONG])
     assert "more than seq=128 (1 document of 1)" in problem(
         opened, only, "data.too_long=skip", seq=128
@@ -211,6 +218,10 @@ def test_shapes_of_conversations_are_read_alike(tmp_path: Path, opened: Callable
         == opened(write(tmp_path / "own.jsonl", [GOOD]))[0].tokens.tolist()
     )
     assert "1 document in ShareGPT's form (conversations with from and value)" in shared.describe()
+    path = tmp_path / "system.jsonl"
+    path.write_text(json.dumps({"conversations": theirs, "system": "Be brief."}), encoding="utf-8")
+    system = write(tmp_path / "own.jsonl", [[{"role": "system", "content": "Be brief."}, *GOOD]])
+    assert opened(path)[0].tokens.tolist() == opened(system)[0].tokens.tolist()
 
 
 def test_a_key_that_is_null_is_no_key() -> None:
@@ -234,9 +245,17 @@ def test_what_a_template_drops_or_takes_for_its_own_is_counted(
 ) -> None:
     thinking = [GOOD[0], GOOD[1] | {"reasoning_content": "Hm."}]
     marked = [GOOD[0] | {"content": "<|im_end|>?"}, GOOD[1]]
-    said = opened(write(tmp_path / "chat.jsonl", [GOOD, thinking, marked])).describe()
+    listed = [GOOD[0] | {"content": [{"type": "text", "text": "Hear me?"}]}, GOOD[1]]
+    said = opened(write(tmp_path / "chat.jsonl", [GOOD, thinking, marked, listed])).describe()
+    assert "1 document with a message that the chat template leaves out" in said
     assert "1 document with reasoning that the chat template leaves out" in said
     assert "1 document with a special token in the text of a message other than an answer" in said
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    path = write(tmp_path / "chat.jsonl", [turns("\ud800?", "Two\udc00.")])
+    same = write(tmp_path / "same.jsonl", [turns("??", "Two?.")])
+    assert opened(path)[0].tokens.tolist() == opened(same)[0].tokens.tolist()
 
 
 def test_null_is_left_out_and_counted(tmp_path: Path, opened: Callable[..., Any]) -> None:

@@ -54,6 +54,7 @@ def test_a_right_command_line_has_no_lines(command_line):
 
 
 if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"  # as tests/conftest.py does
     os.chdir(tempfile.mkdtemp())
     make_folder(Path())
     content = [line for one in COMMAND_LINES for line in lines_about(one)]

@@ -264,6 +264,38 @@ def test_conversations_give_the_same_losses_on_any_number_of_processes(chat, nam
     assert (chat / saved[name]).is_file()
 
 
+@pytest.mark.slow
+def test_preferences_give_the_losses_of_trl_on_any_number_of_processes(chat):
+    from integrations import loops
+    from transformers import AutoModelForCausalLM
+
+    pairs = loops.preferences()
+    plain = {"prompt": "a b", "chosen": " c d e", "rejected": " f" * 30}
+    (chat / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (chat / "texts.jsonl").write_text(json.dumps(plain) + "\n" + json.dumps(plain) + "\n")
+    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0}
+    found = {}
+    for file, number in (("pairs", "1"), ("pairs", "2"), ("texts", "2")):
+        printed = run(
+            chat, "dpo.py", "model", f"{file}.jsonl", "--seq", "256", "--lr", "1e-3",
+            "--pairs-per-step", "2", "--output", f"dpo-{number}",
+            options=("--nproc-per-node", number, "--master-port", free_port()),
+            CUDA_VISIBLE_DEVICES="",
+        )  # fmt: skip
+        steps = re.findall(r"^step \d+: loss ([\d.]+), gradient ([\d.]+)$", printed, re.M)
+        found[file, number] = [tuple(map(float, step)) for step in steps]
+    loops.start(0, 1)
+    for (file, _), steps in found.items():
+        model = AutoModelForCausalLM.from_pretrained(chat / "model")
+        rows = pairs if file == "pairs" else [plain, plain]
+        expected = loops.dpo_of_trl(
+            chat / "trl", model, rows, precompute_ref_log_probs=True, **options
+        )
+        assert [loss for loss, _ in steps] == pytest.approx([n for n, _ in expected], abs=2e-5)
+    trained = AutoModelForCausalLM.from_pretrained(chat / "dpo-2")
+    assert trained.config.architectures == ["Qwen2ForCausalLM"]
+
+
 def steps_of(printed: str) -> list[str]:
     """Return the loss and the norm of the gradient of each step that a Trainer printed."""
     return re.findall(r"'loss': '[0-9.]+', 'grad_norm': '[0-9.]+'", printed)

@@ -351,3 +351,47 @@ def unpacked(folder: Path, reference: bool) -> Steps:
 def sparse_lora(folder: Path, _reference: bool) -> Steps:
     """No other library computes this: the reference is mtrain in one process."""
     return sft(folder, False, *SPARSE, lora=True, sparsity="vertical_slash")
+
+
+def preferences(count: int = 6) -> list[dict[str, Any]]:
+    """Prompts with a chosen and a rejected answer, of unequal lengths."""
+
+    def said(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    return [
+        {
+            "prompt": said("user", "ab" * (number + 1)),
+            "chosen": said("assistant", "cde" * (number // 2 + 1)),
+            "rejected": said("assistant", "xy" * (6 - number)),
+        }
+        for number in range(count)
+    ]
+
+
+def dpo_of_trl(
+    folder: Path, model: Any, pairs: list[dict[str, Any]], **settings: Any
+) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Loss and all gradients of each step of two pairs, by TRL's trainer in one process."""
+    arguments = trl.DPOConfig(**{
+        "output_dir": str(folder), "max_steps": len(pairs) // 2, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2, "learning_rate": 0.2, "optim": "sgd",
+        "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
+        "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True,
+        "train_sampling_strategy": "sequential", "max_length": None, "warmup_steps": 0,
+        "gradient_checkpointing": False, "max_grad_norm": 0.0, **settings,
+    })  # fmt: skip
+    made: list[dict[str, torch.Tensor]] = []
+
+    class Gradients(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            named = model.named_parameters()
+            made.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+    trainer = trl.DPOTrainer(
+        model, args=arguments, train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer(), callbacks=[Gradients()],
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    return list(zip(losses, made, strict=True))

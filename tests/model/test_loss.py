@@ -146,6 +146,24 @@ def test_bfloat16_error_is_that_of_rounding_inputs_and_results():
     check_bfloat16_gradients(loss, expected, x, weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
+def test_losses_of_rows_have_gradients_of_their_own(chunk_rows, dtype):
+    x, weight, labels = problem(dtype)
+    options = LossOptions(4 * VOCAB * chunk_rows, recompute=True, by_row=True)
+    losses = chunked_losses(x, weight, labels, 1.0, options)[0]
+    expected = functional.cross_entropy(
+        x.float() @ weight.float().t(), labels, ignore_index=-100, reduction="none"
+    )
+    torch.testing.assert_close(losses, expected)
+    factors = torch.randn(ROWS, generator=torch.Generator().manual_seed(4))
+    ours = torch.autograd.grad(losses @ factors, (x, weight))
+    theirs = torch.autograd.grad(expected @ factors, (x, weight))
+    for found, wanted in zip(ours, theirs, strict=True):
+        error = 2**-7 if dtype == torch.bfloat16 else 1e-6
+        assert (found - wanted).abs().max() <= error * wanted.abs().max()
+
+
 def test_weight_gradient_is_summed_over_chunks_in_float32():
     # 512 equal contributions: a bfloat16 sum stops growing after 2^8 of them.
     rows = 512

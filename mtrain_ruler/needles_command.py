@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from mtrain_cli.commands.completion import complete_tokenizers
-from mtrain_cli.commands.data import app
+from mtrain_cli.commands.evaluate import parse_chains
 from mtrain_cli.commands.options import (
     MOST_DOCUMENTS,
     argument,
@@ -23,7 +23,6 @@ MOST_PAIRS = 2048  # a question may need two of the 4,096 names
 _FILE = "needles.jsonl"
 
 
-@app.command()
 def needles(
     out: Annotated[Path, argument("OUT")],
     length: Annotated[str, option("N")] = "8k",
@@ -95,15 +94,3 @@ def needles(
     given = {"data.path": out, "seq": size, "data.tokenizer": tokenizer}
     words = " ".join(shlex.quote(f"{key}={value}") for key, value in given.items())
     console.print(f"Next:\n  mtrain train data=text {words}")
-
-
-def parse_chains(text: str) -> float:
-    from mtrain_cli.config.sizes import parse_share
-
-    try:
-        share = parse_share(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ConfigError(f"--chains {text}: must be a share from 0 to 1, such as 0.25 or 25%")
-    return share

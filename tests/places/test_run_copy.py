@@ -1,0 +1,390 @@
+"""The copy of a run has complete checkpoints only, and a store that fails never stops training.
+
+The store is the file system of fsspec in this process's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import resolved_file
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.manifest import Manifest, checksum, committed_steps
+from mtrain_places import entry, fetched_run, run_copy, run_place
+
+URL = "memory://runs"
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_place, "PAUSE_S", 0.001)
+    monkeypatch.setattr(run_copy, "_POLL_S", 0.01)
+    yield fsspec.filesystem("memory")
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+class Run:
+    """A run's folder whose checkpoints a test writes, and the callbacks that follow it."""
+
+    def __init__(self, folder, nodes=1, step=0):
+        self.folder, self.lines = folder, []
+        folder.mkdir(parents=True, exist_ok=True)
+        config = compose([f"run.remote={URL}", f"run.dir={folder}"])
+        resolved_file.save(config, folder / "resolved.yaml")
+        self.copies = []
+        for node in range(nodes):
+            environment = SimpleNamespace(rank=node, local_workers=1 if nodes > 1 else 2)
+            trainer = SimpleNamespace(config=config, environment=environment, step=step)
+            copy = entry.follow(trainer, SimpleNamespace(path=folder), self.message)
+            self.copies.append(copy)
+        for copy in self.copies:
+            copy.before_training()
+
+    def message(self, line, warning=False):
+        self.lines.append((line, warning))
+
+    def save(self, step, keep=2):
+        """Write a checkpoint as two ranks do, with a new row of metrics before it."""
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        partial = self.folder / "checkpoints" / f"step-{step}.tmp"
+        partial.mkdir(parents=True)
+        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+            (partial / name).write_bytes(f"{name} of {step}".encode() * 50)
+        sums = {path.name: checksum(path) for path in partial.iterdir()}
+        Manifest(step, 2, "2", sums, {"step": step}).write(partial)
+        partial.rename(partial.with_suffix(""))
+        for old in committed_steps(self.folder / "checkpoints")[keep:]:
+            for path in (self.folder / "checkpoints" / f"step-{old}").iterdir():
+                path.unlink()
+            (self.folder / "checkpoints" / f"step-{old}").rmdir()
+
+    def wait(self, condition):
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, self.lines
+            for copy in self.copies:
+                copy.after_step()
+            time.sleep(0.005)
+
+    def close(self):
+        for copy in reversed(self.copies):
+            copy.close()
+
+    @property
+    def warnings(self):
+        return [line for line, is_warning in self.lines if is_warning]
+
+
+def complete(store, name="night"):
+    """Return the steps whose manifest is at the store, after comparing what it names."""
+    found = []
+    for manifest in store.glob(f"/runs/{name}/checkpoints/step-*/manifest.json"):
+        folder = manifest.rpartition("/")[0]
+        for file, facts in json.loads(store.cat_file(manifest))["files"].items():
+            assert len(store.cat_file(f"{folder}/{file}")) == facts["bytes"]
+        found.append(int(folder.rpartition("-")[2]))
+    return sorted(found)
+
+
+def recorded(monkeypatch, method, act=lambda *_: None):
+    """Record the paths that a method of the store writes. act: may fail before it writes."""
+    written, original = [], getattr(MemoryFileSystem, method)
+
+    def call(self, first, second, *rest, **options):
+        path = second if method == "put_file" else first
+        act(len(written), path)
+        written.append(path)
+        return original(self, first, second, *rest, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, method, call)
+    return written
+
+
+def test_checkpoints_arrive_with_their_manifest_last(store, tmp_path, monkeypatch):
+    put, piped = recorded(monkeypatch, "put_file"), recorded(monkeypatch, "pipe_file")
+    seen = []
+    monkeypatch.setattr(run_place.RunPlace, "write", watched(run_place.RunPlace.write, seen, put))
+    run = Run(tmp_path / "night")
+    run.save(2)
+    run.wait(lambda: complete(store) == [2])
+    run.save(4)
+    run.close()
+    assert complete(store) == [2, 4]
+    assert all(f"/runs/night/checkpoints/step-{step}/{name}" in before
+               for step, before in seen
+               for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"))  # fmt: skip
+    assert [step for step, _ in seen] == [2, 4]
+    assert piped
+    assert store.cat_file("/runs/night/metrics.jsonl") == b'{"step": 2}\n{"step": 4}\n'
+    assert run.lines == [(f"run.remote={URL}: {URL}/night has the checkpoint of step 4", False)]
+
+
+def watched(write, seen, put):
+    def call(self, name, content):
+        if name.endswith("manifest.json"):
+            seen.append((int(name.split("/")[1].removeprefix("step-")), list(put)))
+        write(self, name, content)
+
+    return call
+
+
+def test_deleted_checkpoints_are_deleted_after_the_newer_one_is_complete(store, tmp_path):
+    run = Run(tmp_path / "night")
+    for step in (2, 4, 6):
+        run.save(step, keep=1)
+        run.wait(lambda step=step: step in complete(store))
+    run.close()
+    assert complete(store) == [6]
+    assert not store.glob("/runs/night/checkpoints/step-4*")
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_arrives(store, tmp_path, monkeypatch):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def act(_, path):
+        if path.endswith("__0_0.distcp") and not go_on.is_set():
+            entered.set()
+            assert go_on.wait(10)
+
+    recorded(monkeypatch, "put_file", act)
+    run = Run(tmp_path / "night")
+    run.save(2, keep=1)
+    run.wait(entered.is_set)
+    run.save(4, keep=1)
+    assert not (run.folder / "checkpoints/step-2").exists()
+    go_on.set()
+    run.close()
+    assert complete(store) == [4]
+    assert not run.warnings
+    assert not list(run.folder.glob("uploading*"))
+
+
+def fail_while(condition):
+    def act(number, path):
+        if condition(number, path):
+            raise OSError("the store is away")
+
+    return act
+
+
+def test_a_store_that_fails_twice_is_tried_again(store, tmp_path, monkeypatch):
+    failures = []
+
+    def act(_, path):
+        if path.endswith(".distcp") and len(failures) < 2:
+            failures.append(path)
+            raise OSError("the store is away")
+
+    recorded(monkeypatch, "put_file", act)
+    run = Run(tmp_path / "night")
+    run.save(2)
+    run.wait(lambda: complete(store) == [2])
+    run.close()
+    assert len(failures) == 2
+    assert not run.warnings
+
+
+def test_a_store_that_fails_is_left_until_the_next_checkpoint(store, tmp_path, monkeypatch):
+    is_away = False
+    recorded(monkeypatch, "put_file", fail_while(lambda *_: is_away))
+    run = Run(tmp_path / "night")
+    run.wait(lambda: store.exists("/runs/night/resolved.yaml"))
+    is_away = True
+    run.save(2)
+    run.wait(lambda: run.warnings)
+    time.sleep(0.2)
+    assert run.warnings == [
+        f"run.remote={URL}: failed (the store is away); it has no checkpoint; tried again with "
+        "the next checkpoint"
+    ]
+    is_away = False
+    time.sleep(0.1)
+    assert complete(store) == []
+    run.save(4)
+    run.wait(lambda: complete(store) == [4])
+    run.close()
+    assert len(run.warnings) == 1
+
+
+def test_a_store_that_fails_for_good_is_said_at_the_end(store, tmp_path, monkeypatch):
+    is_away = False
+    recorded(monkeypatch, "put_file", fail_while(lambda *_: is_away))
+    run = Run(tmp_path / "night")
+    run.save(2)
+    run.wait(lambda: complete(store) == [2])
+    is_away = True
+    run.save(4)
+    run.close()
+    assert complete(store) == [2]
+    assert run.warnings[-1] == f"run.remote={URL}: failed (the store is away); it has step 2"
+    assert run.lines[-1] == (
+        f"run.remote={URL}: {URL}/night has the checkpoint of step 2", False,
+    )  # fmt: skip
+
+
+def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_copy, "END_S", 0.2)
+    hang = threading.Event()
+    recorded(monkeypatch, "put_file", lambda *_: hang.wait(20))
+    run = Run(tmp_path / "night")
+    run.save(2)
+    began = time.monotonic()
+    run.close()
+    assert time.monotonic() - began < 5
+    assert run.warnings == [f"run.remote={URL}: is not complete after 0.2 seconds, and is left"]
+    hang.set()
+    run.copies[0]._thread.join()
+
+
+def test_each_node_sends_its_own_files_and_nothing_twice(store, tmp_path, monkeypatch):
+    put = recorded(monkeypatch, "put_file")
+    senders = {}
+    original = run_place.RunPlace.put
+
+    def note(self, file, name):
+        senders[name] = (*senders.get(name, ()), file.parent.name)
+        original(self, file, name)
+
+    monkeypatch.setattr(run_place.RunPlace, "put", note)
+    run = Run(tmp_path / "night", nodes=2)
+    run.save(2)
+    run.wait(lambda: complete(store) == [2])
+    run.close()
+    sent = {n.rpartition("/")[2]: by for n, by in senders.items() if "step-2" in n}
+    assert sent == {
+        "__0_0.distcp": ("uploading-0",),
+        ".metadata": ("uploading-0",),
+        "__1_0.distcp": ("uploading-1",),
+    }
+    assert len([path for path in put if "step-2" in path]) == 3
+    assert not run.warnings
+
+
+def test_a_place_of_another_run_is_refused(tmp_path):
+    Run(tmp_path / "a" / "night").close()
+    with pytest.raises(ConfigError, match="memory://runs/night has another run; resume that one"):
+        Run(tmp_path / "b" / "night")
+
+
+def test_a_new_run_needs_a_place_that_works(tmp_path, monkeypatch):
+    def cat_file(*_, **__):
+        raise PermissionError("access denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    with pytest.raises(
+        ConfigError, match=r"run\.remote=memory://runs: cannot be used \(access den"
+    ):
+        Run(tmp_path / "night")
+    run = Run(tmp_path / "night", step=4)  # a run that resumes goes on
+    run.close()
+    assert "failed (access denied); it has no checkpoint" in run.warnings[0]
+
+
+def test_a_new_run_waits_only_so_long_for_an_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_copy, "_START_S", 0.1)
+    hang = threading.Event()
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: hang.wait(20))
+    with pytest.raises(ConfigError, match=r"memory://runs: does not answer for 0\.1 seconds"):
+        Run(tmp_path / "night")
+    run = Run(tmp_path / "night", step=4)  # a run that resumes does not wait
+    hang.set()
+    run.close()
+
+
+def copied(tmp_path, *steps):
+    run = Run(tmp_path / "night")
+    for step in steps:
+        run.save(step, keep=len(steps))
+        run.wait(lambda step=step: step in complete(fsspec.filesystem("memory")))
+    run.close()
+    return run
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_lost_run_comes_back_with_its_newest_checkpoint(tmp_path):
+    run = copied(tmp_path, 2, 4)
+    before = contents(run.folder)
+    run.folder.rename(tmp_path / "lost")
+    assert fetched_run.fetch(URL, tmp_path / "night")
+    after = contents(tmp_path / "night")
+    assert {n: c for n, c in before.items() if "step-2/" not in n} == {
+        n: c for n, c in after.items() if n != "report.html"
+    }
+    assert not fetched_run.fetch(URL, tmp_path / "other")
+    assert not list(tmp_path.glob(".*fetch*"))
+
+
+@pytest.mark.parametrize(
+    ("resume", "words"), [(f"{URL}/night", []), ("night", ["seq=8", f"run.remote={URL}"])]
+)
+def test_resume_takes_the_place_of_a_run(tmp_path, resume, words):
+    copied(tmp_path, 2).folder.rename(tmp_path / "lost")
+    assert entry.fetch_named(resume, words) == "night"
+    assert committed_steps(tmp_path / "runs" / "night" / "checkpoints") == [2]
+    with pytest.raises(ConfigError, match="--resume memory://runs/day: no run with a complete"):
+        entry.fetch_named(f"{URL}/day", words)
+
+
+def test_a_run_here_gets_only_what_is_newer(store, tmp_path):
+    run = copied(tmp_path, 2)
+    old = contents(run.folder)
+    other = tmp_path / "elsewhere" / "night"
+    assert fetched_run.fetch(URL, other)
+    later = Run(other, step=2)
+    later.save(4)
+    later.close()
+    assert fetched_run.fetch(URL, run.folder)
+    assert committed_steps(run.folder / "checkpoints") == [4, 2]
+    now = contents(run.folder)
+    assert {n: now[n] for n in old if "step-2/" in n} == {n: old[n] for n in old if "step-2/" in n}
+    assert now["metrics.jsonl"] == b'{"step": 2}\n{"step": 4}\n'
+    (run.folder / "metrics.jsonl").write_text("mine")
+    assert fetched_run.fetch(URL, run.folder)  # nothing is newer
+    assert (run.folder / "metrics.jsonl").read_text() == "mine"
+    assert complete(store) == [2, 4]
+
+
+@pytest.mark.parametrize("damage", ["altered", "missing", "manifest", "incomplete"])
+def test_a_damaged_copy_is_skipped(store, tmp_path, capsys, damage):
+    copied(tmp_path, 2, 4).folder.rename(tmp_path / "lost")
+    folder = "/runs/night/checkpoints/step-4"
+    if damage == "altered":
+        size = len(store.cat_file(f"{folder}/__1_0.distcp"))
+        store.pipe_file(f"{folder}/__1_0.distcp", b"x" * size)
+    elif damage == "missing":
+        store.rm_file(f"{folder}/__1_0.distcp")
+    elif damage == "manifest":
+        store.pipe_file(f"{folder}/manifest.json", b"{}")
+    else:
+        store.rm_file(f"{folder}/manifest.json")
+    assert fetched_run.fetch(URL, tmp_path / "night")
+    assert committed_steps(tmp_path / "night" / "checkpoints") == [2]
+    assert ("warning: memory://runs/night/checkpoints/step-4: " in capsys.readouterr().err) == (
+        damage != "incomplete"
+    )
+
+
+def test_without_an_intact_checkpoint_nothing_is_written(store, tmp_path):
+    copied(tmp_path, 2).folder.rename(tmp_path / "lost")
+    store.pipe_file("/runs/night/checkpoints/step-2/.metadata", b"x")
+    with pytest.raises(ConfigError, match=r"no intact checkpoint; .*\.metadata has 1 bytes"):
+        fetched_run.fetch(URL, tmp_path / "night")
+    assert not (tmp_path / "night").exists()
