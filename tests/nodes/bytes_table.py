@@ -62,7 +62,7 @@ class Counted:
     def describe(self) -> str:
         """Return the planned and the counted megabytes of the busiest node and direction."""
         busiest = np.unravel_index(self.gloo.total.argmax(), self.gloo.total.shape)
-        return f"{self.gloo.total[busiest] / 1e6:.3f} / {self.links[busiest] / 1e6:.3f}"
+        return f"{self.gloo.total[busiest] / 1e6:.2f} / {self.links[busiest] / 1e6:.2f}"
 
     @property
     def ratio(self) -> float:
@@ -130,7 +130,7 @@ def main() -> None:
             print(f"| `{exchange}` | {' | '.join(cells)} |", flush=True)
         words = settings("ring", text)
         plans = [planned_links.planned(words, *shape, gloo=True) for shape in SHAPES]
-        weights = [f"{np.max(plan.weights) / 1e6:.3f}" for plan in plans]
+        weights = [f"{np.max(plan.weights) / 1e6:.2f}" for plan in plans]
     print(f"| weights and gradients in each | {' | '.join(weights)} |")
     print(f"\ncounted / planned: {min(ratios):.4f} to {max(ratios):.4f}")
     print(f"largest relative difference of a loss from one process: {max(errors):.0e}")
