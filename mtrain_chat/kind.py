@@ -14,7 +14,7 @@ from mtrain_chat.arrow_files import read_arrow
 from mtrain_chat.encoder import Encoder, tokens_of
 from mtrain_chat.messages import ASSISTANT, SHAREGPT, SYSTEM, read_conversation, read_tools
 from mtrain_chat.spans import lacks_reasoning, left_out, render
-from mtrain_chat.template import Template, open_template
+from mtrain_chat.template import TODAY, Template, open_template
 from mtrain_cli.config.data_kinds import DataKind
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.data.corpora import Corpus
@@ -49,7 +49,8 @@ class ChatFields(Fields):
     def identity(self) -> str:
         data, template = self.data, self.template
         settings = data.messages_key, data.tools_key, data.train_on, data.train_on_end, self.skips
-        return repr(("chat 1", settings, template.text, template.with_tools, template.variables))
+        written = str(TODAY), template.text, template.with_tools, template.variables
+        return repr(("chat 1", settings, written))
 
     def absent(self, present: Iterable[str]) -> RecordKey | None:
         return None if SHAREGPT in present else super().absent(present)

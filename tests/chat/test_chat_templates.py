@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,40 @@ def test_the_table_of_templates_is_true(tmp_path: Path, base_config: Config) -> 
         assert (int(found[1]), int(found[2])) == (counts["talk"][row], counts["tools"][row]), row
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+    """Set what transformers takes for now."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, *_: Any) -> datetime:  # type: ignore[override]
+            return now
+
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Clock)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "strftime_now" in template(name)])
+def test_tokens_are_the_same_on_every_day(
+    name: str, tmp_path: Path, base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields, text = opened(tmp_path, base_config, template(name)), []
+    tokenizer = open_tokenizer(fields.data.tokenizer)
+    for day in (1, 2):
+        set_clock(monkeypatch, datetime(2030, 1, day))
+        text.append(tokenizer.decode(read(fields, turns("One?", "Two.")).ids))
+    assert text[0] == text[1]
+    assert "26 Jul 2024" in text[0] or "2024-07-26" in text[0]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert "2030" in theirs.apply_chat_template(TALK, tokenize=False)  # keeps its own clock
+    set_clock(monkeypatch, datetime(2024, 7, 26))
+    assert text[0] == theirs.apply_chat_template(turns("One?", "Two."), tokenize=False)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_training")])
-def test_marks_equal_those_of_transformers(name: str, tmp_path: Path, base_config: Config) -> None:
+def test_marks_equal_those_of_transformers(
+    name: str, tmp_path: Path, base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or mtrain refuses what TRL does not train to stop, or what has no text."""
+    set_clock(monkeypatch, datetime(2024, 7, 26))
     fields = opened(tmp_path, base_config, template(name))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for messages in (TALK, *made_up(3)):
