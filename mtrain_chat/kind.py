@@ -24,6 +24,7 @@ from mtrain_cli.data.tokenizers import NO_BEGIN, Tokenizer
 
 REASONING = "with reasoning that the chat template leaves out"
 LEFT_OUT = "with a message that the chat template leaves out"
+UNMARKED = "with fewer parts that the chat template marks than answers"
 SPECIAL = "with a special token in the text of a message other than an answer"
 _SHOWN = 40  # characters of the end of an answer in a message
 
@@ -84,6 +85,8 @@ class ChatFields(Fields):
         questions = zip(conversation.messages, conversation.trained, strict=True)
         if any(left_out(message, text) for message, trained in questions if not trained):
             notes.append(LEFT_OUT)
+        if len(spans) < sum(conversation.trained) and not conversation.whole:
+            notes.append(UNMARKED)
         special = self.encoder.special_texts(ids)
         others = (m.get("content") for m in conversation.messages if m["role"] != ASSISTANT)
         if any(one in said for said in others if isinstance(said, str) for one in special):

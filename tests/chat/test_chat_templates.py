@@ -198,6 +198,30 @@ def test_an_answer_must_end_with_a_special_token(tmp_path: Path, base_config: Co
     assert trained(fields, read(fields_of(fields, train_on_end=False), TALK)) == ["Two.", "Four."]
 
 
+def test_a_template_must_mark_each_answer(tmp_path: Path, base_config: Config) -> None:
+    """It may leave out an answer without text, which is a tool call."""
+    text = (
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' and CONDITION %}"
+        "{% generation %}{{ m.content }}{{ m.tool_calls }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}{{ m.tool_calls }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    last = opened(tmp_path / "last", base_config, text.replace("CONDITION", "loop.last"))
+    problem = (
+        r"^chat\.jsonl line 1: the chat template of .* marks 1 parts? for 2 answers, and not the "
+        r"text of each.*data\.chat_template=FILE with .* or set data\.train_on=last"
+    )
+    for messages in (TALK, turns("One?", "Yes.", "Three?", "Yes."), turns("A?", "B", "C?", "ABC")):
+        with pytest.raises(ConfigError, match=problem):
+            read(last, messages)
+        fields = fields_of(last, train_on="last")
+        assert trained(fields, read(fields, messages)) == [messages[3]["content"] + "<|im_end|>"]
+    texts = opened(tmp_path / "texts", base_config, text.replace("CONDITION", "m.content"))
+    document = read(texts, CALL)
+    assert trained(texts, document) == ["Two.<|im_end|>"]
+    assert document.notes == ("with fewer parts that the chat template marks than answers",)
+
+
 def fields_of(fields: ChatFields, **data: Any) -> ChatFields:
     return replace(fields, data=replace(fields.data, **data))
 
