@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtrain_chat.messages import ASSISTANT, Conversation
-from mtrain_chat.template import Span, Template
+from mtrain_chat.template import REFUSES, Span, Template
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 
@@ -143,12 +143,23 @@ def _by_prefixes(
 ) -> Span:
     messages = conversation.messages
     is_answer = messages[number]["role"] == ASSISTANT
-    begin, _ = template.render(messages[:number], tools, location, prompt=is_answer)
-    end, _ = template.render(messages[: number + 1], tools, location)
+    way = "Give data.chat_template=FILE with {% generation %} around the answers."
+    if not is_answer:
+        way = 'Leave out "train" in it, or give another data.chat_template=FILE.'
+    begin = ""  # what a template writes before the first message belongs to that, untrained
+    try:
+        if number or is_answer or not conversation.whole:
+            begin, _ = template.render(messages[:number], tools, location, prompt=is_answer)
+        end, _ = template.render(messages[: number + 1], tools, location)
+    except ConfigError as error:
+        reason = str(error).rpartition(REFUSES)[2].rstrip(".")
+        raise ConfigError(
+            f"{location}: {template.name} cannot write the conversation only up to message "
+            f"{number + 1} ({reason}), so its tokens cannot be told apart. {way}"
+        ) from None
     if not (text.startswith(end) and end.startswith(begin)):
         raise ConfigError(
             f"{location}: {template.name} writes message {number + 1} differently when others "
-            "follow it, so its tokens cannot be told apart. Give data.chat_template=FILE with "
-            "{% generation %} around the answers."
+            f"follow it, so its tokens cannot be told apart. {way}"
         )
     return len(begin), max(len(begin), len(end.rstrip()))

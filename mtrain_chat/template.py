@@ -19,6 +19,7 @@ from mtrain_cli.data.checked_files import explain_read_errors
 
 Span = tuple[int, int]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REFUSES = " refuses it: "
 _LONGEST_REASON = 300  # characters
 # The day that a template takes for today, so that the tokens are the same on every day: the one
 # that the templates of Llama 3.1 and 3.2 write where they cannot ask.
@@ -80,7 +81,7 @@ class Template:
             )
         except Exception as error:  # a template can fail in any way
             reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-            raise ConfigError(f"{location}: {self.name} refuses it: {reason}") from None
+            raise ConfigError(f"{location}: {self.name}{REFUSES}{reason}") from None
         (text,), marks = rendered
         return text, marks[0] if marks else []
 

@@ -177,6 +177,36 @@ def test_messages_decide_for_themselves(tmp_path: Path, base_config: Config) -> 
         parts("assistant", at1=False, at3=False)
 
 
+def test_the_first_message_can_go_untrained(tmp_path: Path, base_config: Config) -> None:
+    """Templates that look into the first message cannot write none."""
+    untrained = [TALK[0] | {"train": False}, *TALK[1:]]
+    for name in ("qwen2_5", "llama3_1", "qwen3_instruct_2507_training"):
+        fields = opened(tmp_path / name, base_config, template(name), train_on="all")
+        (part,) = trained(fields, read(fields, untrained))
+        assert [said["content"] in part for said in TALK] == [False, True, True, True]
+        assert "system" not in part
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "untrained", "way"),
+    [
+        ("qwen2_5", TALK[1:], 0, r"\(list .* 0\).*Give .*=FILE with {% generation %} around"),
+        ("qwen3_6", [{"role": "system", "content": "Hm."}, *TALK], 0,
+         r"\(No user query found in messages\).*Leave out \"train\" in it, or give another"),
+    ],
+)  # fmt: skip
+def test_a_template_that_needs_the_messages_that_follow_is_named(
+    name: str, messages: Any, untrained: int, way: str, tmp_path: Path, base_config: Config
+) -> None:
+    fields = opened(tmp_path, base_config, template(name), train_on="all")
+    given = [m | {"train": n != untrained} for n, m in enumerate(messages)]
+    expected = (
+        r"line 1: the chat template of .* cannot write the conversation only up to message 1 "
+    )
+    with pytest.raises(ConfigError, match=expected + way):
+        read(fields, given)
+
+
 def test_special_tokens_are_ids_and_begin_comes_once(tmp_path: Path, base_config: Config) -> None:
     text = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     fields = opened(tmp_path, base_config, text)
