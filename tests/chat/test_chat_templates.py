@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 import trl
 from chat_tokenizers import TEMPLATES, template, write_tokenizer
 from conversations import CALL, TOOLS, made_up, turns
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from mtrain_chat.encoder import Encoder
+from mtrain_chat.encoder import Encoder, tokens_of
 from mtrain_chat.kind import ChatFields
 from mtrain_chat.template import open_template
 from mtrain_cli.config.schema import Config, ConfigError
@@ -250,6 +251,53 @@ def test_a_template_must_mark_each_answer(tmp_path: Path, base_config: Config) -
     document = read(texts, CALL)
     assert trained(texts, document) == ["Two.<|im_end|>"]
     assert document.notes == ("with fewer parts that the chat template marks than answers",)
+
+
+def test_a_special_token_elsewhere_does_not_end_an_answer(
+    tmp_path: Path, base_config: Config
+) -> None:
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>"
+        "{{ m.content }}END{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    for end, stops in (("", False), ("<|im_end|>!", False), ("<|im_end|>\n", True)):
+        fields = opened(tmp_path, base_config, text.replace("END", end))
+        if stops:
+            assert len(trained(fields, read(fields, TALK))) == 2
+            continue
+        with pytest.raises(ConfigError, match="with no special token"):
+            read(fields, TALK)
+
+
+def test_an_answer_without_a_token_to_predict_is_refused(
+    tmp_path: Path, base_config: Config
+) -> None:
+    """The first token of a document has none before it, so nothing predicts it."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    fields = fields_of(opened(tmp_path, base_config, text), train_on_end=False)
+    silent = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    for messages in ([{"role": "assistant", "content": "B"}, TALK[0]], [TALK[0], silent]):
+        with pytest.raises(
+            ConfigError, match=r"line 1: .* marks no token of an answer, so nothing"
+        ):
+            read(fields, messages)
+
+
+def test_a_token_has_the_white_space_before_it(tmp_path: Path) -> None:
+    """Some tokenizers leave it out of the place of the token."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "w": 1, "\u0120": 2, "\u0120w": 3}, [("\u0120", "w")])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    made.save(str(tmp_path / "tokenizer.json"))
+    ids, places = Encoder(open_tokenizer(str(tmp_path / "tokenizer.json"))).encode("a w", "")
+    assert ids.tolist() == [0, 3]
+    assert places.tolist() == [[0, 1], [1, 3]]
+    assert tokens_of((1, 2), places).tolist() == [1]
 
 
 def fields_of(fields: ChatFields, **data: Any) -> ChatFields:
