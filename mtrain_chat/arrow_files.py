@@ -10,7 +10,7 @@ from typing import Any
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Document
-from mtrain_cli.data.text_files import document_of, values_of
+from mtrain_cli.data.text_files import DOMAIN, document_of, values_of
 from mtrain_cli.data.token_documents import Fields
 
 
@@ -31,7 +31,7 @@ def read_arrow(
                 names = batch.schema.names
                 if key := fields.absent(names):
                     raise key.missing_error(str(path), names)
-                wanted = dict.fromkeys([*(key.name for key in fields.keys), *fields.others])
+                wanted = dict.fromkeys([*(key.name for key in fields.keys), *fields.others, DOMAIN])
                 columns = [name for name in wanted if name in names]
                 values = [values_of(batch.column(name)) for name in columns]
                 for cells in zip(*values, strict=True):

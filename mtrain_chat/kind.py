@@ -14,7 +14,7 @@ from mtrain_chat.arrow_files import read_arrow
 from mtrain_chat.encoder import Encoder, tokens_of
 from mtrain_chat.messages import ASSISTANT, SHAREGPT, SYSTEM, read_conversation, read_tools
 from mtrain_chat.spans import lacks_reasoning, left_out, render
-from mtrain_chat.template import Template, open_template
+from mtrain_chat.template import TODAY, Template, open_template
 from mtrain_cli.config.data_kinds import DataKind
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.data.corpora import Corpus
@@ -24,6 +24,7 @@ from mtrain_cli.data.tokenizers import NO_BEGIN, Tokenizer
 
 REASONING = "with reasoning that the chat template leaves out"
 LEFT_OUT = "with a message that the chat template leaves out"
+UNMARKED = "with fewer parts that the chat template marks than answers"
 SPECIAL = "with a special token in the text of a message other than an answer"
 _SHOWN = 40  # characters of the end of an answer in a message
 
@@ -49,7 +50,8 @@ class ChatFields(Fields):
     def identity(self) -> str:
         data, template = self.data, self.template
         settings = data.messages_key, data.tools_key, data.train_on, data.train_on_end, self.skips
-        return repr(("chat 1", settings, template.text, template.with_tools, template.variables))
+        written = str(TODAY), template.text, template.with_tools, template.variables
+        return repr(("chat 1", settings, written))
 
     def absent(self, present: Iterable[str]) -> RecordKey | None:
         return None if SHAREGPT in present else super().absent(present)
@@ -83,6 +85,8 @@ class ChatFields(Fields):
         questions = zip(conversation.messages, conversation.trained, strict=True)
         if any(left_out(message, text) for message, trained in questions if not trained):
             notes.append(LEFT_OUT)
+        if len(spans) < sum(conversation.trained) and not conversation.whole:
+            notes.append(UNMARKED)
         special = self.encoder.special_texts(ids)
         others = (m.get("content") for m in conversation.messages if m["role"] != ASSISTANT)
         if any(one in said for said in others if isinstance(said, str) for one in special):

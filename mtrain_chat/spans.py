@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtrain_chat.messages import ASSISTANT, Conversation
-from mtrain_chat.template import Span, Template
+from mtrain_chat.template import REFUSES, Span, Template
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import with_count
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 _CHECKED = 32  # characters at the end of an answer that the text must have
@@ -23,7 +24,7 @@ def render(
 
     Raises:
         ConfigError: neither way works, or the template refuses the conversation, or it leaves out
-            what an answer says.
+            what an answer says or does not mark it.
     """
     text, marks = template.render(conversation.messages, tools, location)
     spans = list(_spans(template, conversation, tools, text, marks, location))
@@ -36,7 +37,27 @@ def render(
                 f"{location}: {template.name} leaves out {lost} of message {number + 1}. Give "
                 "data.chat_template=FILE with a template that writes it."
             )
+    marked = "".join(text[slice(*span)] for span in spans)
+    if parts is whole and not conversation.whole and not _holds(marked, conversation, wanted):
+        count = with_count(len(spans), "part")
+        raise ConfigError(
+            f"{location}: {template.name} marks {count} for {len(wanted)} answers, and not the "
+            "text of each. Give data.chat_template=FILE with {% generation %} around each, or set "
+            "data.train_on=last."
+        )
     return text, spans
+
+
+def _holds(marked: str, conversation: Conversation, wanted: list[int]) -> bool:
+    """Return whether a text has those of messages in their order. A template may mark no calls."""
+    begin = 0
+    for number in wanted:
+        for said in _said(conversation.messages[number]):
+            found = marked.find(said, begin)
+            if found < 0:
+                return False
+            begin = found + len(said)
+    return True
 
 
 def _spans(
@@ -83,13 +104,8 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 def left_out(message: Mapping[str, Any], text: str) -> str:
     """Return what a message has and the text of its conversation lacks; "" if nothing."""
-    content = message.get("content")
-    for part in content if isinstance(content, list) else [content]:
-        said = part.get("text") if isinstance(part, dict) else part
-        # A template may write reasoning elsewhere, or leave out that of earlier answers.
-        shown = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
-        if shown[-_CHECKED:] not in text:
-            return "the text"
+    if any(said[-_CHECKED:] not in text for said in _said(message)):
+        return "the text"
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -97,6 +113,18 @@ def left_out(message: Mapping[str, Any], text: str) -> str:
         if isinstance(name, str) and name not in text:
             return "a tool call"
     return ""
+
+
+def _said(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a message without reasoning.
+
+    A template may write reasoning elsewhere, or leave out that of earlier answers.
+    """
+    content = message.get("content")
+    for part in content if isinstance(content, list) else [content]:
+        said = part.get("text") if isinstance(part, dict) else part
+        if isinstance(said, str):
+            yield said.rpartition("</think>")[2].strip()
 
 
 def lacks_reasoning(message: Mapping[str, Any], text: str) -> bool:
@@ -115,12 +143,23 @@ def _by_prefixes(
 ) -> Span:
     messages = conversation.messages
     is_answer = messages[number]["role"] == ASSISTANT
-    begin, _ = template.render(messages[:number], tools, location, prompt=is_answer)
-    end, _ = template.render(messages[: number + 1], tools, location)
+    way = "Give data.chat_template=FILE with {% generation %} around the answers."
+    if not is_answer:
+        way = 'Leave out "train" in it, or give another data.chat_template=FILE.'
+    begin = ""  # what a template writes before the first message belongs to that, untrained
+    try:
+        if number or is_answer or not conversation.whole:
+            begin, _ = template.render(messages[:number], tools, location, prompt=is_answer)
+        end, _ = template.render(messages[: number + 1], tools, location)
+    except ConfigError as error:
+        reason = str(error).rpartition(REFUSES)[2].rstrip(".")
+        raise ConfigError(
+            f"{location}: {template.name} cannot write the conversation only up to message "
+            f"{number + 1} ({reason}), so its tokens cannot be told apart. {way}"
+        ) from None
     if not (text.startswith(end) and end.startswith(begin)):
         raise ConfigError(
             f"{location}: {template.name} writes message {number + 1} differently when others "
-            "follow it, so its tokens cannot be told apart. Give data.chat_template=FILE with "
-            "{% generation %} around the answers."
+            f"follow it, so its tokens cannot be told apart. {way}"
         )
     return len(begin), max(len(begin), len(end.rstrip()))

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from mtrain_cli.data.checked_files import explain_read_errors
 
 Span = tuple[int, int]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REFUSES = " refuses it: "
 _LONGEST_REASON = 300  # characters
+# The day that a template takes for today, so that the tokens are the same on every day: the one
+# that the templates of Llama 3.1 and 3.2 write where they cannot ask.
+TODAY = date(2024, 7, 26)
+_NOW = "strftime_now"  # the function that transformers gives to templates
 
 
 @dataclass(frozen=True)
@@ -59,25 +65,39 @@ class Template:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        source = self._of(tools)
         conversations: Any = [list(messages)]
         variables: dict[str, Any] = dict(self.variables)
         try:
+            if _NOW in source:
+                source = _dated(source)
             rendered: Any = render_jinja_template(
                 conversations=conversations,
                 tools=None if tools is None else list(tools),
-                chat_template=self._of(tools),
+                chat_template=source,
                 return_assistant_tokens_mask=self.has_marks(tools),
                 add_generation_prompt=prompt,
                 **variables,
             )
         except Exception as error:  # a template can fail in any way
             reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-            raise ConfigError(f"{location}: {self.name} refuses it: {reason}") from None
+            raise ConfigError(f"{location}: {self.name}{REFUSES}{reason}") from None
         (text,), marks = rendered
         return text, marks[0] if marks else []
 
     def _of(self, tools: Sequence[Any] | None) -> str:
         return self.with_tools or self.text if tools else self.text
+
+
+def _dated(source: str) -> str:
+    """Return a template of the same text, in which today is ``TODAY``."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    # transformers keeps what it compiles by its source, so a comment makes it our own. Jinja drops
+    # the line break after a comment.
+    own = f"{{# mtrain: today is {TODAY} #}}\n{source}"
+    _compile_jinja_template(own).globals[_NOW] = TODAY.strftime
+    return own
 
 
 def open_template(choice: str, tokenizer: str) -> Template:

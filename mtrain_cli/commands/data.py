@@ -19,7 +19,7 @@ from mtrain_cli.commands.options import (
     flag,
     option,
 )
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import ConfigError, Names
 
 if TYPE_CHECKING:
     from mtrain_cli.data.corpora import Corpus
@@ -174,10 +174,11 @@ def _corpus_of_kind(kind: str, source: str, tokenizer: str, settings: list[str])
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     words = [f"data={kind}", f"data.path={source}", f"data.tokenizer={tokenizer}"]
-    data = compose([*words, *(f"data.{setting}" for setting in settings)]).data
-    if not KINDS[kind].tokenizes:
-        raise ConfigError(f"--kind {kind}: consists of token ids, which need no preparation")
-    return KINDS[kind].corpus(data, open_tokenizer(tokenizer, "--tokenizer"))
+    with Names(other={"data.path": "SOURCE"}).in_errors():
+        data = compose([*words, *(f"data.{setting}" for setting in settings)]).data
+        if not KINDS[kind].tokenizes:
+            raise ConfigError(f"--kind {kind}: consists of token ids, which need no preparation")
+        return KINDS[kind].corpus(data, open_tokenizer(tokenizer, "--tokenizer"))
 
 
 def _corpus(

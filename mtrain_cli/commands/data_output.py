@@ -21,6 +21,7 @@ from mtrain_cli.reporting.table import Column, Table, count, percent
 from mtrain_cli.reporting.terminal import print_table
 
 _SNIPPET = 240  # tokens
+_ENDS = 1000  # tokens that the first and the last part of a long document show
 _SECONDS_PER_LINE = 10.0
 
 
@@ -60,7 +61,7 @@ def show_store(
 ) -> None:
     """Print counts and lengths of a token store, and the start of a document.
 
-    targets: print the whole document instead, and which of its tokens the loss may predict.
+    targets: print both ends of the document instead, and which of its tokens the loss may predict.
     """
     require_document(document, store.meta.num_documents)
     if check:
@@ -160,10 +161,15 @@ def progress_lines() -> Callable[[PreparationProgress], None]:
 def print_targets(
     console: Console, ids: np.ndarray, targets: np.ndarray | None, tokenizer: Tokenizer
 ) -> None:
-    """Print a document with what the loss may predict in colour, or in brackets without colour."""
+    """Print both ends of a document, with what the loss may predict in colour or in brackets."""
+    cut = (_ENDS, ids.size - _ENDS) if ids.size > 2 * _ENDS else ()
     on = np.ones(ids.size, bool) if targets is None else targets
-    changes = np.flatnonzero(on[1:] != on[:-1]) + 1
+    changes = np.union1d(np.flatnonzero(on[1:] != on[:-1]) + 1, np.array(cut, int))
     for part, start in zip(np.split(ids, changes), (0, *changes), strict=True):
+        if cut and start == cut[0]:
+            console.print(f"\n... {cut[1] - cut[0]:,} tokens are not shown ...")
+        if cut and cut[0] <= start < cut[1]:
+            continue
         text = tokenizer.decode(part)
         if on[start] and console.color_system is None:
             text = f"[{text}]"

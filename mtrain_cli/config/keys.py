@@ -25,7 +25,7 @@ from mtrain_cli.config import cluster, sizes
 from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.option import Range, Variant
 from mtrain_cli.config.pattern_settings import PATTERNS
-from mtrain_cli.config.problem import Problem
+from mtrain_cli.config.problem import Problem, setting
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
 
@@ -403,7 +403,7 @@ def conflict(config: Config, text: str, **words: object) -> Problem:
         if name not in all_keys():
             return str(words[name])
         names.append(name)
-        return name if field[2] else f"{name}={show(_value(config, name))}"
+        return setting(name) + ("" if field[2] else f"={show(_value(config, name))}")
 
     line = re.sub(r"\{([a-z_.]+)(!s)?\}", filled, text)
     return Problem(line, *names, value=_value(config, names[0]))

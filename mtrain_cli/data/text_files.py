@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from mtrain_cli import install_command
-from mtrain_cli.config.problem import ConfigError, as_typed, cli_option
+from mtrain_cli.config.problem import ConfigError, as_typed, cli_option, setting
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import (
     EMPTY,
@@ -114,7 +114,7 @@ def record_corpus(
 
 def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:
     """Open a corpus as `text_corpus` does. readers: by suffix, the kinds of files to read."""
-    origin, root = as_typed(path_option, path), Path(path).expanduser()
+    origin, root = as_typed(setting(path_option), path), Path(path).expanduser()
     kinds, content = _listed(readers), "text" if readers is READERS else "records"
     left_out: dict[str, int] = {}
     if root.is_dir():
@@ -217,6 +217,9 @@ def unpacked(packed: IO[bytes], compression: str, place: str) -> Iterator[IO[byt
     """
     kind = " ".join(compression.partition(":")[0].split())
     try:
+        if kind in PACKED.values() and not packed.read(1):  # gzip takes it for an empty text
+            raise EOFError
+        packed.seek(0)
         if kind == "gz":
             yield cast(IO[bytes], gzip.GzipFile(fileobj=packed))
         elif kind == "zstd":

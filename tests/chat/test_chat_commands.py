@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.ipc
 import pytest
 from chat_tokenizers import template, write_tokenizer
 from conversations import made_up, turns, write
@@ -78,6 +80,44 @@ def test_show_and_dry_run_print_the_targets_of_the_first_conversation(
     assert run("data", "show", tmp_path / "out", "--targets").endswith(SHOWN)
     given = (f"data.{key}={value}" for key, value in words.items())
     assert run("train", "data=chat", *given, "seq=512", "--dry-run").endswith(SHOWN)
+
+
+def test_the_middle_of_a_long_document_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = np.frombuffer(b"first " + b"middle " * 100_000 + b"last", np.uint8)
+    targets = np.arange(ids.size) % 6 >= 3
+    targets[2000:5000] = True
+    for on in (targets, None):
+        print_targets(Console(soft_wrap=True), ids, on, ByteTokenizer())
+        shown = capsys.readouterr().out
+        assert len(shown.replace("[", "").replace("]", "")) < 2200
+        first, last = shown.split("\n... 698,010 tokens are not shown ...\n")
+        bare = first.replace("[", "").replace("]", "")
+        assert bare == ids[:1000].tobytes().decode()
+        end, count = last.replace("[", "").replace("]", "").split("\n", 1)
+        assert end == ids[-1000:].tobytes().decode()
+        assert count.startswith(f"({int((targets if on is not None else ids > 0)[1:].sum()):,} of")
+
+
+def test_a_domain_is_a_column_of_arrow_files_too(words: dict[str, str], tmp_path: Path) -> None:
+    table = pyarrow.table({"messages": made_up(3), "domain": ["a", "b", "a"]})
+    with pyarrow.ipc.new_stream(str(tmp_path / "chat.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    given = ("--kind", "chat", "--tokenizer", words["tokenizer"], "--domain", "a")
+    assert "2 documents" in run(
+        "data", "prepare", tmp_path / "chat.arrow", tmp_path / "out", *given
+    )
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_prepare_names_its_own_argument(
+    kind: str, words: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["data", "prepare", "none.jsonl", "out", "--kind", kind]
+    result = CliRunner().invoke(app, [*arguments, "--tokenizer", words["tokenizer"]])
+    assert result.exit_code == 2
+    assert "SOURCE=none.jsonl: no such file" in result.stderr
+    assert "data.path" not in result.stderr
 
 
 def test_targets_have_a_color_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

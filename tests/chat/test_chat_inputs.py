@@ -272,3 +272,19 @@ def test_the_cache_knows_the_settings(tmp_path: Path, opened: Callable[..., Any]
     assert first == 2 * last
     assert whole > first
     assert isinstance(opened(path).store, TokenStore)
+
+
+def test_the_cache_knows_the_special_tokens_of_the_template(
+    tmp_path: Path, opened: Callable[..., Any]
+) -> None:
+    text = "{{ bos_token }}" + template("qwen3_instruct_2507")
+    made = write_tokenizer(tmp_path / "tokenizer", text)
+    path = write(tmp_path / "chat.jsonl", [GOOD])
+    first = opened(path, tokenizer=made)[0].tokens
+    settings = made.with_name("tokenizer_config.json")
+    settings.write_text(
+        settings.read_text().replace('"bos_token": "<bos>"', '"bos_token": "<eos>"')
+    )
+    second = opened(path, tokenizer=made)[0].tokens
+    assert first[0] != second[0]
+    assert first[1:].tolist() == second[1:].tolist()

@@ -6,18 +6,20 @@ import re
 import warnings
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 import trl
 from chat_tokenizers import TEMPLATES, template, write_tokenizer
 from conversations import CALL, TOOLS, made_up, turns
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from mtrain_chat.encoder import Encoder
+from mtrain_chat.encoder import Encoder, tokens_of
 from mtrain_chat.kind import ChatFields
 from mtrain_chat.template import open_template
 from mtrain_cli.config.schema import Config, ConfigError
@@ -83,9 +85,40 @@ def test_the_table_of_templates_is_true(tmp_path: Path, base_config: Config) -> 
         assert (int(found[1]), int(found[2])) == (counts["talk"][row], counts["tools"][row]), row
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+    """Set what transformers takes for now."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, *_: Any) -> datetime:  # type: ignore[override]
+            return now
+
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Clock)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "strftime_now" in template(name)])
+def test_tokens_are_the_same_on_every_day(
+    name: str, tmp_path: Path, base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields, text = opened(tmp_path, base_config, template(name)), []
+    tokenizer = open_tokenizer(fields.data.tokenizer)
+    for day in (1, 2):
+        set_clock(monkeypatch, datetime(2030, 1, day))
+        text.append(tokenizer.decode(read(fields, turns("One?", "Two.")).ids))
+    assert text[0] == text[1]
+    assert "26 Jul 2024" in text[0] or "2024-07-26" in text[0]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert "2030" in theirs.apply_chat_template(TALK, tokenize=False)  # keeps its own clock
+    set_clock(monkeypatch, datetime(2024, 7, 26))
+    assert text[0] == theirs.apply_chat_template(turns("One?", "Two."), tokenize=False)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_training")])
-def test_marks_equal_those_of_transformers(name: str, tmp_path: Path, base_config: Config) -> None:
+def test_marks_equal_those_of_transformers(
+    name: str, tmp_path: Path, base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or mtrain refuses what TRL does not train to stop, or what has no text."""
+    set_clock(monkeypatch, datetime(2024, 7, 26))
     fields = opened(tmp_path, base_config, template(name))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for messages in (TALK, *made_up(3)):
@@ -145,6 +178,36 @@ def test_messages_decide_for_themselves(tmp_path: Path, base_config: Config) -> 
         parts("assistant", at1=False, at3=False)
 
 
+def test_the_first_message_can_go_untrained(tmp_path: Path, base_config: Config) -> None:
+    """Templates that look into the first message cannot write none."""
+    untrained = [TALK[0] | {"train": False}, *TALK[1:]]
+    for name in ("qwen2_5", "llama3_1", "qwen3_instruct_2507_training"):
+        fields = opened(tmp_path / name, base_config, template(name), train_on="all")
+        (part,) = trained(fields, read(fields, untrained))
+        assert [said["content"] in part for said in TALK] == [False, True, True, True]
+        assert "system" not in part
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "untrained", "way"),
+    [
+        ("qwen2_5", TALK[1:], 0, r"\(list .* 0\).*Give .*=FILE with {% generation %} around"),
+        ("qwen3_6", [{"role": "system", "content": "Hm."}, *TALK], 0,
+         r"\(No user query found in messages\).*Leave out \"train\" in it, or give another"),
+    ],
+)  # fmt: skip
+def test_a_template_that_needs_the_messages_that_follow_is_named(
+    name: str, messages: Any, untrained: int, way: str, tmp_path: Path, base_config: Config
+) -> None:
+    fields = opened(tmp_path, base_config, template(name), train_on="all")
+    given = [m | {"train": n != untrained} for n, m in enumerate(messages)]
+    expected = (
+        r"line 1: the chat template of .* cannot write the conversation only up to message 1 "
+    )
+    with pytest.raises(ConfigError, match=expected + way):
+        read(fields, given)
+
+
 def test_special_tokens_are_ids_and_begin_comes_once(tmp_path: Path, base_config: Config) -> None:
     text = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     fields = opened(tmp_path, base_config, text)
@@ -164,6 +227,77 @@ def test_an_answer_must_end_with_a_special_token(tmp_path: Path, base_config: Co
     with pytest.raises(ConfigError, match=r"ends the trained 'Two\.' with no special token.*false"):
         read(fields, TALK)
     assert trained(fields, read(fields_of(fields, train_on_end=False), TALK)) == ["Two.", "Four."]
+
+
+def test_a_template_must_mark_each_answer(tmp_path: Path, base_config: Config) -> None:
+    """It may leave out an answer without text, which is a tool call."""
+    text = (
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' and CONDITION %}"
+        "{% generation %}{{ m.content }}{{ m.tool_calls }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}{{ m.tool_calls }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    last = opened(tmp_path / "last", base_config, text.replace("CONDITION", "loop.last"))
+    problem = (
+        r"^chat\.jsonl line 1: the chat template of .* marks 1 parts? for 2 answers, and not the "
+        r"text of each.*data\.chat_template=FILE with .* or set data\.train_on=last"
+    )
+    for messages in (TALK, turns("One?", "Yes.", "Three?", "Yes."), turns("A?", "B", "C?", "ABC")):
+        with pytest.raises(ConfigError, match=problem):
+            read(last, messages)
+        fields = fields_of(last, train_on="last")
+        assert trained(fields, read(fields, messages)) == [messages[3]["content"] + "<|im_end|>"]
+    texts = opened(tmp_path / "texts", base_config, text.replace("CONDITION", "m.content"))
+    document = read(texts, CALL)
+    assert trained(texts, document) == ["Two.<|im_end|>"]
+    assert document.notes == ("with fewer parts that the chat template marks than answers",)
+
+
+def test_a_special_token_elsewhere_does_not_end_an_answer(
+    tmp_path: Path, base_config: Config
+) -> None:
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>"
+        "{{ m.content }}END{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    for end, stops in (("", False), ("<|im_end|>!", False), ("<|im_end|>\n", True)):
+        fields = opened(tmp_path, base_config, text.replace("END", end))
+        if stops:
+            assert len(trained(fields, read(fields, TALK))) == 2
+            continue
+        with pytest.raises(ConfigError, match="with no special token"):
+            read(fields, TALK)
+
+
+def test_an_answer_without_a_token_to_predict_is_refused(
+    tmp_path: Path, base_config: Config
+) -> None:
+    """The first token of a document has none before it, so nothing predicts it."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    fields = fields_of(opened(tmp_path, base_config, text), train_on_end=False)
+    silent = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    for messages in ([{"role": "assistant", "content": "B"}, TALK[0]], [TALK[0], silent]):
+        with pytest.raises(
+            ConfigError, match=r"line 1: .* marks no token of an answer, so nothing"
+        ):
+            read(fields, messages)
+
+
+def test_a_token_has_the_white_space_before_it(tmp_path: Path) -> None:
+    """Some tokenizers leave it out of the place of the token."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0, "w": 1, "\u0120": 2, "\u0120w": 3}, [("\u0120", "w")])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    made.save(str(tmp_path / "tokenizer.json"))
+    ids, places = Encoder(open_tokenizer(str(tmp_path / "tokenizer.json"))).encode("a w", "")
+    assert ids.tolist() == [0, 3]
+    assert places.tolist() == [[0, 1], [1, 3]]
+    assert tokens_of((1, 2), places).tolist() == [1]
 
 
 def fields_of(fields: ChatFields, **data: Any) -> ChatFields:

@@ -415,7 +415,7 @@ def test_padding_after_a_gzip_file_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("kind", PACK)
-@pytest.mark.parametrize("keep", [0.001, 0.5, 0.9999])
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.9999])
 def test_a_truncated_file_is_refused(kind: str, keep: float) -> None:
     whole = PACK[kind](b"".join(str(number).encode() for number in range(20_000)))
     with pytest.raises(ConfigError, match=r"^file cannot be unpacked \(it ends early\)"):
