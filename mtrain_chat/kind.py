@@ -12,7 +12,15 @@ import numpy as np
 
 from mtrain_chat.arrow_files import read_arrow
 from mtrain_chat.encoder import Encoder, tokens_of
-from mtrain_chat.messages import ASSISTANT, SHAREGPT, SYSTEM, read_conversation, read_tools
+from mtrain_chat.messages import (
+    ASSISTANT,
+    SHAREGPT,
+    SYSTEM,
+    USUAL_TOOLS,
+    names_of_tools,
+    read_conversation,
+    read_tools,
+)
 from mtrain_chat.spans import lacks_reasoning, left_out, render
 from mtrain_chat.template import TODAY, Template, open_template
 from mtrain_cli.config.data_kinds import DataKind
@@ -25,6 +33,7 @@ from mtrain_cli.data.tokenizers import NO_BEGIN, Tokenizer
 REASONING = "with reasoning that the chat template leaves out"
 LEFT_OUT = "with a message that the chat template leaves out"
 UNMARKED = "with fewer parts that the chat template marks than answers"
+TOOLS = "with tools that the chat template leaves out"
 SPECIAL = "with a special token in the text of a message other than an answer"
 _SHOWN = 40  # characters of the end of an answer in a message
 
@@ -80,6 +89,10 @@ class ChatFields(Fields):
                 "be trained"
             )
         notes = [*conversation.notes]
+        if self.data.tools_key != USUAL_TOOLS and self.data.tools_key not in record:
+            notes.append(f"without the key data.tools_key={self.data.tools_key}")
+        if any(name not in text for name in names_of_tools(tools)):
+            notes.append(TOOLS)
         if any(lacks_reasoning(message, text) for message in conversation.messages):
             notes.append(REASONING)
         questions = zip(conversation.messages, conversation.trained, strict=True)

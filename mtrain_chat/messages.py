@@ -14,6 +14,7 @@ ROLES = (SYSTEM, "user", ASSISTANT, "tool")
 _OTHER_ROLES = ("developer", "function")  # if the template knows them
 SHAREGPT = "conversations"  # ShareGPT's key, whose messages have `from` and `value`
 _ROLE_OF = {"human": "user", "gpt": ASSISTANT, "observation": "tool"}
+USUAL_TOOLS = "tools"  # data.tools_key by default
 OUT_OF_ORDER = "with roles out of order"
 IN_SHAREGPT = "in ShareGPT's form (conversations with from and value)"
 # {role: roles before it; None is the start}
@@ -97,6 +98,14 @@ def read_tools(value: Any, location: str) -> list[dict[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ConfigError(f"{location}: its tools are {_kind(value)}, not a list of objects")
     return value
+
+
+def names_of_tools(tools: list[dict[str, Any]] | None) -> Iterator[str]:
+    """Yield the names of the functions that a conversation can call."""
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            yield name
 
 
 def _whole(value: Any) -> Any:

@@ -252,6 +252,27 @@ def test_what_a_template_drops_or_takes_for_its_own_is_counted(
     assert "1 document with a special token in the text of a message other than an answer" in said
 
 
+def test_tools_that_a_template_or_a_key_loses_are_counted(
+    tmp_path: Path, opened: Callable[..., Any]
+) -> None:
+    add = {"type": "function", "function": {"name": "add_two", "parameters": {}}}
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": GOOD, "functions": [add]}) + "\n")
+    plain = tmp_path / "plain.jinja"
+    plain.write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    lost = "1 document with tools that the chat template leaves out"
+    kept = opened(path, "data.tools_key=functions", seq=1024).describe()
+    assert lost not in kept
+    assert (
+        lost in opened(path, "data.tools_key=functions", f"data.chat_template={plain}").describe()
+    )
+    typo = opened(path, "data.tools_key=function").describe()
+    assert "1 document without the key data.tools_key=function" in typo
+
+
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path, opened: Callable[..., Any]) -> None:
     path = write(tmp_path / "chat.jsonl", [turns("\ud800?", "Two\udc00.")])
     same = write(tmp_path / "same.jsonl", [turns("??", "Two?.")])
