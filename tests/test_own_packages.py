@@ -35,8 +35,8 @@ IMPORTED = {
         reporting.table
     """,
     "mtrain_chat": """
-        config.data_kinds config.schema data.checked_files data.corpora data.text_files
-        data.token_documents data.tokenizers
+        config.data_kinds config.schema config.sizes data.checked_files data.corpora
+        data.text_files data.token_documents data.tokenizers
     """,
     "mtrain_places": """
         config config.problem config.schema launch launch.job launch.manifest launch.run_dir

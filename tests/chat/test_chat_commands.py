@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +114,13 @@ def test_prepare_names_its_own_argument(
     kind: str, words: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["data", "prepare", "none.jsonl", "out", "--kind", kind]
-    result = CliRunner().invoke(app, [*arguments, "--tokenizer", words["tokenizer"]])
-    assert result.exit_code == 2
-    assert "SOURCE=none.jsonl: no such file" in result.stderr
-    assert "data.path" not in result.stderr
+    (tmp_path / "empty").mkdir()
+    given = ("--kind", kind, "--tokenizer", words["tokenizer"])
+    for name, problem in (("none.jsonl", "no such file"), ("empty", "the folder holds no .")):
+        result = CliRunner().invoke(app, ["data", "prepare", name, "out", *given])
+        assert result.exit_code == 2
+        assert re.search(rf"SOURCE=\S*{name}: {problem}", result.stderr)
+        assert "data.path" not in result.stderr
 
 
 def test_targets_have_a_color_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
