@@ -67,7 +67,8 @@ class RunCopy(Callback):
         self._looked = 0.0  # when the small files were looked at
         # Step and time of the newest checkpoint that is there, and of the one whose attempt failed.
         self._sent, self._tried = _NONE, (-2, 0)
-        self._seen: set[int] = set()  # the steps of all checkpoints that were here
+        # The steps of all checkpoints that were here, from before training may remove some.
+        self._seen = set(committed_steps(run_dir.path / "checkpoints"))
         self._failing = False  # whether the last attempt failed
         self._begun_step = -1  # the last one whose save has begun
         self._has_id = False

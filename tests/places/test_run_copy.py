@@ -305,6 +305,16 @@ def test_a_step_that_is_trained_again_replaces_the_first_attempt(store, tmp_path
     assert not run.warnings
 
 
+def test_a_checkpoint_that_goes_before_the_first_look_is_removed(store, tmp_path, monkeypatch):
+    copied(tmp_path, 2).folder.rename(tmp_path / "lost")
+    assert fetched_run.fetch(URL, tmp_path / "night")
+    monkeypatch.setattr(run_copy, "_POLL_S", 60)
+    run = Run(tmp_path / "night", step=2)
+    run.save(4, keep=1)
+    run.close()
+    assert complete(store) == [4]
+
+
 def test_files_of_a_dead_attempt_are_not_taken_for_those_of_another_node(
     store, tmp_path, monkeypatch
 ):
