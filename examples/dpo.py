@@ -32,6 +32,8 @@ parser.add_argument("--lr", type=float, default=1e-6)
 parser.add_argument("--pairs-per-step", type=int, default=1)
 parser.add_argument("--output", default="dpo")
 options = parser.parse_args()
+if not options.pairs.is_file():
+    parser.error(f"{options.pairs}: no such file")
 
 device = torch.device("cpu")
 if torch.cuda.is_available():
@@ -68,9 +70,16 @@ def with_end(answer: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
     return answer + tokenizer.eos_token if is_open else answer
 
 
-def inputs_of(line: str) -> dict[str, torch.Tensor]:
+def inputs_of(number: int, line: str) -> dict[str, torch.Tensor]:
     """Return the chosen and the rejected sequence. Labels begin where tokens leave the prompt."""
-    pair = json.loads(line)
+    place = f"{options.pairs}, line {number}"
+    try:
+        pair = json.loads(line)
+        _ = [pair[name] for name in ("prompt", "chosen", "rejected")]
+    except (ValueError, LookupError, TypeError) as error:
+        raise SystemExit(
+            f"{place}: needs JSON with prompt, chosen and rejected ({error})"
+        ) from None
     prompt = ids_of(pair["prompt"], add_generation_prompt=True)
     answers = [ids_of(pair["prompt"] + with_end(pair[name])) for name in ("chosen", "rejected")]
     kept = min(map(sum, (accumulate(map(eq, prompt, answer), and_) for answer in answers)))
@@ -78,7 +87,7 @@ def inputs_of(line: str) -> dict[str, torch.Tensor]:
     documents = torch.ones(2, cp.seq, dtype=torch.long)  # padding is a document of its own
     for row, answer in enumerate(answers):
         if len(answer) > cp.seq:
-            raise SystemExit(f"{options.pairs}: a pair has {len(answer)} tokens; give a larger seq")
+            raise SystemExit(f"{place}: has {len(answer)} tokens; give a larger --seq")
         ids[row, : len(answer)] = torch.tensor(answer)
         labels[row, kept : len(answer)] = torch.tensor(answer[kept:])
         documents[row, : len(answer)] = 0
@@ -93,7 +102,9 @@ def margin_of(pair: dict[str, torch.Tensor]) -> torch.Tensor:
     return chosen - rejected
 
 
-pairs = [inputs_of(line) for line in options.pairs.read_text().splitlines()]
+pairs = [inputs_of(*one) for one in enumerate(options.pairs.read_text().splitlines(), 1)]
+if len(pairs) < options.pairs_per_step:
+    raise SystemExit(f"{options.pairs}: has {len(pairs)} pairs, fewer than a step needs")
 with torch.no_grad():
     references = [margin_of(pair) for pair in pairs]  # once, by the model before training
 together = options.pairs_per_step

@@ -87,16 +87,18 @@ def _config(settings: LoraConfig) -> peft.LoraConfig:
     return peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.dropout,
         target_modules="all-linear" if isinstance(targets, str) else list(targets),
     )
 
 
 def _inject(model: nn.Module, settings: LoraConfig) -> peft.LoraModel:
-    try:
-        return peft.LoraModel(model, _config(settings), _NAME)
-    except ValueError as error:
-        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        given = f"train.lora.targets={show(settings.targets)}"
-        raise ConfigError(f"{given}: no such linear layers. The model has {names}") from error
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    layers = model.named_modules()
+    names = [n for n, layer in layers if isinstance(layer, nn.Linear) and layer is not head]
+    targets = () if isinstance(settings.targets, str) else settings.targets
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            given = f"train.lora.targets={show(settings.targets)}"
+            raise ConfigError(f"{given}: {target} is none of the linear layers {known}")
+    return peft.LoraModel(model, _config(settings), _NAME)

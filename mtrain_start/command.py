@@ -203,6 +203,11 @@ def _reach(model: str) -> tuple[int, bool]:
         return _UNKNOWN_REACH, True  # `_check` says what is wrong with the model
 
 
+_NEXT = (
+    "# For a prediction of your own run: mtrain simulate --cluster profile/cluster.yaml model=..."
+)
+
+
 def _script(job: str, gpus: int | None) -> str:
     place = '"$(dirname "$0")"'
     train = f"mtrain train --config-dir {place} recipe={job}"
@@ -219,7 +224,7 @@ mtrain doctor                  # versions, devices, kernels
 mtrain profile links{words} --cluster-out {place}/cluster.yaml
 {train}
 mtrain report                  # who waits for whom in the recorded steps
-# With this cluster, a prediction of your own run: mtrain simulate --cluster cluster.yaml model=...
+{_NEXT if gpus != 0 else "# mtrain simulate predicts runs on GPUs: measure those first."}
 """
 
 

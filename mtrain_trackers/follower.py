@@ -123,10 +123,12 @@ class Follower(Callback):
                 finally:
                     if sent != before:
                         documents.replace_text(self._sent, json.dumps(sent) + "\n")
-            if hasattr(tracker, "keep"):
-                with contextlib.suppress(ConfigError):  # a run that failed early has no page
-                    tracker.keep(self._page())
-            tracker.close(self._failed)
+            try:
+                if hasattr(tracker, "keep"):
+                    with contextlib.suppress(ConfigError):  # a run that failed early has no page
+                        tracker.keep(self._page())
+            finally:
+                tracker.close(self._failed)
         except BaseException as error:  # a tracker must never end a training
             self._problem = f"{type(error).__name__}: {error}"
 

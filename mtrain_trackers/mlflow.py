@@ -8,14 +8,21 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
 
+from mtrain_cli.config.schema import ConfigError
 from mtrain_trackers.follower import TrackedRun, follower
 
 
 class Mlflow:
     def __init__(self, run: TrackedRun) -> None:
-        self._client, project = MlflowClient(), run.config.run.project
-        known = self._client.get_experiment_by_name(project)
+        project = run.config.run.project
+        try:
+            self._client = MlflowClient()
+            known = self._client.get_experiment_by_name(project)
+        except MlflowException as error:
+            remedy = "set MLFLOW_TRACKING_URI to a server, or pip install mlflow for a local store"
+            raise ConfigError(f"{remedy}: {str(error)[:100]}") from error
         experiment = known.experiment_id if known else self._client.create_experiment(project)
 
         def make() -> str:
@@ -24,11 +31,12 @@ class Mlflow:
 
         self._id, is_new = run.id_of("mlflow", make)
         self._client.update_run(self._id, status="RUNNING")
-        given = self._client.get_run(self._id).data.params
+        about = self._client.get_run(self._id).data
         settings = {name: str(value) for name, value in run.settings.items()}
-        # MLflow's parameters cannot change. A tag tells what a resumed run changed, and when.
+        # MLflow's parameters cannot change. Tags tell what a resumed run changed, and when.
         for name, value in settings.items():
-            if not is_new and given.get(name) != value:
+            if not is_new and about.tags.get(name, about.params.get(name)) != value:
+                self._client.set_tag(self._id, name, value)
                 self._client.set_tag(self._id, f"{name} from step {run.start_step}", value)
         params = [Param(name, value) for name, value in settings.items() if is_new]
         for begin in range(0, len(params), 100):  # MLflow's most in one call

@@ -152,7 +152,7 @@ def with_epochs(config: Config, typed: Sequence[str] = (), resumed: bool = False
     sequences = config.train.epochs * len(open_dataset(config))
     steps = max(1, math.ceil(sequences / config.train.global_batch))
     config = config.changed(train={"steps": steps})
-    if lines := problems(config):
+    if lines := problems(config.changed(train={"epochs": None})):
         raise ConfigError(*lines)
     return config
 

@@ -26,7 +26,10 @@ from mtrain_cli.config.schema import Config, ConfigError
 
 # Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
 # them.
-FIXED = ("model.", "mask.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
+FIXED = (
+    "model.", "mask.", "data.", "seq", "seed", "train.init_from", "train.lora.", "run.name",
+    "run.dir",
+)  # fmt: skip
 
 # The value of a key that the user must set. OmegaConf's own ??? cannot be used: a null in the
 # defaults would override it.

@@ -171,8 +171,10 @@ def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
     if folder is not None and _tokenizes(leaves) and (folder / "tokenizer.json").is_file():
         from mtrain_cli.model.tokenizer_files import encodes_bytes
 
-        # An exported byte model has a file with the same ids, which needs another package.
-        if not encodes_bytes(folder / "tokenizer.json"):
+        # An exported byte model has a file with the same ids, which needs another package. Data of
+        # other kinds need the files beside it, such as a chat template.
+        is_text = leaves.get("data.kind") in ("text", "stdlib")
+        if not (is_text and encodes_bytes(folder / "tokenizer.json")):
             return str(folder / "tokenizer.json")
     return "bytes"
 

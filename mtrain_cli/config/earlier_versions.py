@@ -24,7 +24,7 @@ LATER: dict[str, Any] = {
         "profile.every", "data.eval_sequences", "train.eval_every", "run.restarts",
         "train.tile_mib", "run.spike_sigma", "run.straggler", "train.z_loss",
         "train.router_z_loss", "train.balance_bias",
-        "train.lora.rank", "train.lora.dropout",
+        "train.lora.rank",
     ), 0),
     **dict.fromkeys((
         "optim.skip_spikes", "optim.rewarm", "optim.offload", "optim.offload_gradients",

@@ -425,7 +425,6 @@ class LoraConfig:
 
     rank: rank of each adapter; 0 = no adapters, all weights train
     alpha: the product of an adapter counts alpha / rank times
-    dropout: share of an adapter's inputs to drop
     targets: names of the linear layers with adapters, such as [q_proj,v_proj]; auto = all of them
     quantize: bits of the other weights of linear layers: none = train.dtype; nf4 = 4 (QLoRA,
         arXiv:2305.14314), whole on each worker
@@ -433,7 +432,6 @@ class LoraConfig:
 
     rank: int = option(_WIDTH)
     alpha: float = option(ABOVE_ZERO.up_to(2**22, "the limit of train.lora.rank"))
-    dropout: float = option(Range("must be at least 0 and below 1", lambda value: 0 <= value < 1))
     targets: tuple[str, ...] | str = option(expected="auto, or a list such as [q_proj,v_proj]")
     quantize: str = option(("none", "nf4"))
 

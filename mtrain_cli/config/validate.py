@@ -244,7 +244,8 @@ def _optim(config: Config) -> Iterator[str]:
         yield "{optim.betas}: each must be at least 0 and below 1"
     if optim.offload_gradients and not optim.offload:
         yield "{optim.offload_gradients}: needs {optim.offload!s}=true"
-    yield from _schedule(config)
+    if config.train.epochs is None:  # they give the steps later
+        yield from _schedule(config)
 
 
 def _schedule(config: Config) -> Iterator[str]:

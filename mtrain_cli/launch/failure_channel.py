@@ -33,7 +33,7 @@ CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
 LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
-# Closes the connection of a machine that lost power after 10 + 3 * 5 seconds without an answer.
+# Closes the connection to a machine that lost power after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
 _GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
@@ -82,10 +82,10 @@ class FailureChannel:
                 f"rank {job.rank} came too late: rank 0 has ended ({reason}). Rank 0 printed why."
             ) from error
         port, token = _port_and_token(entry)
-        host = self._hub.host if self._hub else job.address
+        self._address = self._hub.host if self._hub else job.address
         try:
             timeout = STORE_TIMEOUT.total_seconds()
-            self._socket = socket.create_connection((host, port), timeout=timeout)
+            self._socket = socket.create_connection((self._address, port), timeout=timeout)
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of "
@@ -93,6 +93,7 @@ class FailureChannel:
                 f"Otherwise open all ports between the machines, or set {PORT} to an open port."
             ) from error
         self._socket.settimeout(None)
+        _keep_alive(self._socket)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
         self._closing = self._failed = False
         self._write(f"{token} {job.rank}")
@@ -131,7 +132,8 @@ class FailureChannel:
         if not self._closing and not self._failed:
             if self._rank == 1:
                 records = _records(self._logs, self._world_size)
-                print_cause(_lost(0), progress_record.activity_lines(records, [0], time.time()))
+                where = progress_record.activity_lines(records, [0], time.time())
+                print_cause(_lost(0, self._address), where)
             exit_now(1)
 
 
@@ -140,6 +142,7 @@ class _Peer:
     """A connection to the hub."""
 
     socket: socket.socket
+    address: str
     rank: int | None = None  # until the peer has sent the token
     received: bytes = b""  # of an incomplete line
 
@@ -191,15 +194,12 @@ class _Hub:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._server.accept()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):
-                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            connection, address = self._server.accept()
         except OSError:
             # The peer is gone, or too many files are open and a later call accepts the connection.
             return
-        peer = _Peer(connection)
+        _keep_alive(connection)
+        peer = _Peer(connection, address[0])
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
@@ -211,7 +211,7 @@ class _Hub:
         if not data:
             self._drop(peer)
             if peer.rank in self._expected:
-                self._failures.append(_lost(peer.rank))
+                self._failures.append(_lost(peer.rank, peer.address))
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
         if peer.rank is None:
@@ -338,6 +338,16 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _lost(rank: int) -> Failure:
-    why = "its process was killed (host out of memory? see dmesg) or its machine failed"
-    return Failure(rank, None, "died", f"is gone: {why}")
+def _lost(rank: int, address: str) -> Failure:
+    address = address.removeprefix("::ffff:")  # an IPv4 address on a socket of both families
+    local = address.startswith("127.") or address in ("::1", "localhost")
+    why = "its process was killed (host out of memory? see dmesg) or its machine or link failed"
+    return Failure(rank, None, "died", f"{'' if local else f'on {address} '}is gone: {why}")
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer is gone already
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -151,6 +151,9 @@ class TransformersDecoder(Decoder):
         resumes = RunDir(Path(config.run.dir)).last_step() is not None
         adapted = config.train.lora.rank > 0  # a checkpoint has the adapters only
         weights = (adapted or not resumes) and check_weights(given)
+        if adapted and not weights:
+            why = "has no weights for the adapters to adapt; put back those of the start"
+            raise ConfigError(f"train.init_from={given}: {why}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             whole = _whole(given if weights else self._folder, weights=weights).eval()

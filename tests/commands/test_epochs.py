@@ -51,3 +51,5 @@ def test_the_schedule_must_fit_into_the_epochs(words):
     config = compose([*words, "train.epochs=1", "optim.schedule=wsd", "optim.decay_steps=20"])
     with pytest.raises(ConfigError, match=r"optim.decay_steps=20: the schedule has 6 steps"):
         with_epochs(config)
+    many = compose([*words, "train.epochs=20", "optim.schedule=wsd", "optim.decay_steps=70"])
+    assert with_epochs(many).train.steps == 110, "train.steps has 60 by default"

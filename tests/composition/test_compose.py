@@ -164,6 +164,7 @@ def test_repeating_the_original_overrides_changes_nothing(saved):
         ("model.num_layers=2", "model.num_layers"),
         ("mask=sliding_window", "mask"),
         ("mask.window=1k", "mask.window"),
+        ("train.lora.alpha=64", "train.lora.alpha"),
     ],
 )
 def test_a_change_of_model_data_or_mask_is_refused_in_one_line(saved, word, key):

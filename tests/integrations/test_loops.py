@@ -139,6 +139,7 @@ def learned_and_resumed(rank: int, world: int, folder: str) -> tuple[Learned, Le
     return whole, resumed, str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sparsity.score=learned")
 def test_learned_scores_are_saved_and_continued(tmp_path):
     found = gloo.run(2, learned_and_resumed, str(tmp_path))

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_and_a_cap_costs_nothing_where_there_is_none(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

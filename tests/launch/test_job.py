@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_ranks_that_wait_for_nothing(killed, teller):
     ]
     expected = (
         f"error: rank {killed} is gone: its process was killed (host out of memory? see dmesg) or "
-        "its machine failed\n"
+        "its machine or link failed\n"
         "Where each worker was:\n  all: before the first training step, prepares\n"
     )
     ends = [(code, re.sub(r" \(\d+ s ago\)", "", stderr)) for code, stderr in ends]
@@ -126,7 +126,7 @@ def test_a_rank_killed_in_a_ring_is_reported_with_the_activity_of_all_ranks():
     assert [code for code, _ in ends] == [1, -signal.SIGKILL, 1], ends
     assert ends[0][1].splitlines() == [
         "error: rank 1 is gone: its process was killed (host out of memory? see dmesg) or its "
-        "machine failed",
+        "machine or link failed",
         "Where each worker was:",
         "  rank 0: training step 3, ring, layer 1, forward, step 3 of 3: waits for kv from rank 1",
         "  rank 1: training step 3, ring, layer 1, forward, step 2 of 3",

@@ -285,3 +285,47 @@ def test_scores_page_and_changed_settings_reach_the_trackers(tmp_path, monkeypat
     assert saved.read_bytes() in [blob.read_bytes() for blob in blobs]
     logs = [file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb")]
     assert all(b"report.html" in log for log in logs)
+
+
+def test_a_tracker_is_closed_even_if_the_page_fails(tmp_path, monkeypatch):
+    closed, warnings = [], []
+
+    class Keeping:
+        def __init__(self, _):
+            pass
+
+        def log(self, step, values):
+            pass
+
+        def keep(self, page):
+            pytest.fail(f"no page: {page}")
+
+        def close(self, failed):
+            closed.append(failed)
+
+    def fails(_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(module.Follower, "_page", fails)
+    make = follower("wandb", Keeping)
+    attempt(tmp_path, "wandb", 1, 2, make=make, message=lambda line, **_: warnings.append(line))
+    assert closed == [False]
+    assert len(warnings) == 1
+    assert "OSError: no room" in warnings[0]
+
+
+def test_mlflow_names_a_changed_setting_once(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    from mtrain_trackers.mlflow import Mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    for start, rate in ((0, "auto"), (20, "1e-3"), (40, "1e-3"), (60, "auto")):
+        config = compose([f"optim.lr={rate}"])
+        Mlflow(module.TrackedRun(config, tmp_path, start)).close(False)
+    own = (tmp_path / "mlflow.id").read_text().strip()
+    tags = MlflowClient().get_run(own).data.tags
+    changes = {name: tags[name] for name in tags if name.startswith("optim.lr from")}
+    assert changes == {"optim.lr from step 20": "0.001", "optim.lr from step 60": "auto"}

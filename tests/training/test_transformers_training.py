@@ -125,7 +125,8 @@ def test_sinks_train_with_kept_outputs_and_shared_heads(tmp_path, words):
     torch.testing.assert_close(shared, alone, rtol=1e-6, atol=2e-6)
 
 
-@mostly_slow("family", ["gpt_oss", "gemma3_text"], keep=(0,))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
 def test_a_run_resumes_exports_and_equals_transformers(tmp_path, family):
     folder = folder_of(tmp_path / "hf", family)
     common = FULL, "data.document_mask=false"
